@@ -46,7 +46,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.experiment import Run, execute
+    from grpo_jax.runs.experiment import Run
     from grpo_jax.runs.iteration import make_learner
     from grpo_jax.runs.language import LanguageProgram
     from grpo_jax.runs.parts import load_parts
@@ -61,7 +61,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
             parts = parts._replace(environment=environment)
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
             program = LanguageProgram(config, parts, make_learner(parts), output.say, clock)
-            execute(Run(program, checkpoints, output, clock), stop)
+            Run(program, checkpoints, output, clock, stop).execute()
 
 
 def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:

@@ -36,7 +36,7 @@ from grpo_jax.core.advantages import (
     groups_without_signal,
     sum_rewards,
 )
-from grpo_jax.models.mlp import make_mlp
+from grpo_jax.models.layers import make_mlp
 from grpo_jax.tasks.cartpole import environment as task
 from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
 from grpo_jax.tasks.cartpole.task import CartPoleConfig

@@ -20,7 +20,6 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 import numpy as np  # noqa: E402
 from oracles import (  # noqa: E402
     oracle,
-    oracle_loops,
     oracle_rlax,
     oracle_scipy,
     oracle_trl_cases,
@@ -31,7 +30,6 @@ SOURCES = {
     "TRL": [*oracle_trl_cases.CASES, *oracle_trl_selection.CASES],
     "rlax and optax": oracle_rlax.CASES,
     "SciPy, scikit-learn, NumPy": oracle_scipy.CASES,
-    "NumPy loops of the tests": oracle_loops.CASES,
 }
 PACKAGES = ("jax", "numpy", "trl", "torch", "transformers", "rlax", "optax", "scipy", "scikit-learn")
 HEADER = """# The maths against outside oracles

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from grpo_jax import completion, evaluate, export, predict, recommend, report, train
 from grpo_jax.errors import UserError, guarded, leave, said, version
-from grpo_jax.planning.request import PLAN
+from grpo_jax.planning import PLAN
 
 _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
 
@@ -24,7 +24,14 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   completion print a script for bash, zsh or fish, for the TAB key
 
 COMMAND --help says more. In Python: from grpo_jax import make_config, run, load_rewriter"""
-_COMMANDS = ("train", "resume", "plan", "evaluate", "export", "predict", "report", "recommend", "completion")
+_READ_A_RUN = {
+    "evaluate": evaluate.main,
+    "export": export.main,
+    "predict": predict.main,
+    "report": report.main,
+    "recommend": recommend.main,
+}
+_COMMANDS = ("train", "resume", "plan", *_READ_A_RUN, "completion")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,18 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train.main([PLAN, *rest])
     if name == "resume" and rest and (rest[0] in ("-h", "--help") or not rest[0].startswith("-")):
         return train.main(["--resume", *([] if rest[0].startswith("-") else ["--run_dir"]), *rest])
-    if name == "evaluate":
-        return evaluate.main(rest)
-    if name == "export":
-        return export.main(rest)
     if name == "completion":
         return completion.main(rest, _COMMANDS)
-    if name == "predict":
-        return predict.main(rest)
-    if name == "recommend":
-        return recommend.main(rest)
-    if name == "report":
-        return report.main(rest)
+    if name in _READ_A_RUN:
+        return _READ_A_RUN[name](rest)
     if name in ("-h", "--help", "help", "--version"):
         print(version() if name == "--version" else _HELP)
         return 0

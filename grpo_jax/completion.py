@@ -23,13 +23,7 @@ Prints a script for the shell, which completes commands, options, configs, tasks
   grpo completion zsh > ~/.zfunc/_grpo        (with fpath+=~/.zfunc before compinit in ~/.zshrc)
   grpo completion fish > ~/.config/fish/completions/grpo.fish"""
 _TRAINING = ("train", "resume", "plan")
-_PARSERS = {
-    "evaluate": evaluate.make_parser,
-    "export": export.make_parser,
-    "predict": predict.make_parser,
-    "report": report.make_parser,
-    "recommend": recommend.make_parser,
-}
+_COMMANDS = (evaluate, export, predict, report, recommend)
 
 
 class Words(NamedTuple):
@@ -49,12 +43,7 @@ class Words(NamedTuple):
 
 
 def main(arguments: Sequence[str], commands: Sequence[str]) -> int:
-    """Prints the script for a shell; returns the exit code.
-
-    Args:
-        arguments: The shell's name.
-        commands: The commands that there are.
-    """
+    """Print the script for a shell; return the exit code."""
     return guarded(lambda: print(_answer(arguments, commands)))
 
 
@@ -64,8 +53,10 @@ def _answer(arguments: Sequence[str], commands: Sequence[str]) -> str:
     if len(arguments) != 1 or arguments[0] not in SHELLS:
         came = said(" ".join(arguments)) if arguments else "nothing"
         raise UserError(f"completion: expected bash, zsh or fish, got {came}")
-    write = {"bash": _bash, "zsh": _zsh, "fish": _fish}[arguments[0]]
-    return write(read_words(commands))
+    words = read_words(commands)
+    if arguments[0] == "fish":
+        return _fish(words)
+    return _filled(_BASH, words, 'words="{}"') if arguments[0] == "bash" else _filled(_ZSH, words, "offered=({})")
 
 
 def read_words(commands: Sequence[str]) -> Words:
@@ -75,7 +66,7 @@ def read_words(commands: Sequence[str]) -> Words:
     from grpo_jax.config.named import built_in_names
     from grpo_jax.config.options import choices_of, clause, sections_of
     from grpo_jax.config.run import TASKS, find_task, with_defaults
-    from grpo_jax.planning.request import MEMORY, PLAN
+    from grpo_jax.planning import MEMORY, PLAN
 
     words = Words(tuple(commands), {_TRAINING: []}, {}, {})
     values: dict[str, dict[str, None]] = {"--config": dict.fromkeys(shipped_configs()), "--help": {"all": None}}
@@ -90,9 +81,9 @@ def read_words(commands: Sequence[str]) -> Words:
                     values.setdefault(name, {}).update(dict.fromkeys(option.names or choices_of(option.hint)))
     others = ("--print_config", PLAN, MEMORY, "--version")
     words.options[_TRAINING].extend([*dict.fromkeys([*values, *words.lines, *others])])
-    for command, make_parser in _PARSERS.items():
-        parser = make_parser()
-        words.options[(command,)] = option_names(parser)
+    for command in _COMMANDS:
+        parser = command.make_parser()
+        words.options[(command.__name__.rpartition(".")[2],)] = option_names(parser)
         for action in parser._actions:
             values |= {name: dict.fromkeys(action.choices) for name in action.option_strings if action.choices}
     words.values.update({name: [*found] for name, found in values.items() if found and name not in FLAGS})
@@ -137,19 +128,11 @@ _grpo() {{
 if [[ $funcstack[1] == _grpo ]]; then _grpo "$@"; else compdef _grpo grpo; fi"""
 
 
-def _bash(words: Words) -> str:
-    return _filled(_BASH, words, 'words="{}"')
-
-
-def _zsh(words: Words) -> str:
-    return _filled(_ZSH, words, "offered=({})")
-
-
 def _filled(script: str, words: Words, assigned: str) -> str:
     """A script with the branches of its two questions: which values, which options."""
 
-    def branches(found: Mapping[str, Sequence[str]], indent: int) -> str:
-        return "\n".join(f"{'':{indent}}{name}) {assigned.format(' '.join(of))};;" for name, of in found.items())
+    def branches(by_name: Mapping[str, Sequence[str]], indent: int) -> str:
+        return "\n".join(f"{'':{indent}}{name}) {assigned.format(' '.join(of))};;" for name, of in by_name.items())
 
     values = {**words.values, "completion": SHELLS}
     options = {"|".join(commands): names for commands, names in words.options.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import reprlib
@@ -10,10 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    import argparse
+from typing import NoReturn
 
 EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "diffusers", "open_clip", "accelerate", "PIL"), "diffusion"),
@@ -124,6 +122,22 @@ def extras_named() -> Iterator[None]:
         raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[{EXTRAS[error.name]}]"') from error
 
 
+def run_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options of every command that reads one run."""
+    parser = plain_parser(command, description)
+    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
+    return parser
+
+
+def plain_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser with --version and --debug."""
+    parser = argparse.ArgumentParser(prog=f"python -m grpo_jax.{command}", description=description)
+    parser.add_argument("--version", action="version", version=version())
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
+    return parser
+
+
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
     """The long options of a command."""
     return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
@@ -131,12 +145,12 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
 
 def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Raises UserError for an option that a command has not; it says the nearest that it has."""
-    known = option_names(parser)
+    options = option_names(parser)
     for word in arguments:
         name = word.partition("=")[0]
-        if name.startswith("--") and not any(one.startswith(name) for one in known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        if name.startswith("--") and not any(one.startswith(name) for one in options):
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(options)}"
             raise UserError(f"{said(name)}: no such option; {hint}")
 
 
@@ -159,7 +173,7 @@ def _open_nowhere(descriptor: int) -> None:
         os.close(nowhere)
 
 
-def guarded(function: Callable[[], Any], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
+def guarded(function: Callable[[], object], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
     """Runs a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
     Args:
@@ -186,19 +200,13 @@ def guarded(function: Callable[[], Any], *, debug: bool = False, silent: Callabl
 
 def carry_out(
     make_parser: Callable[[], argparse.ArgumentParser],
-    act: Callable[[argparse.Namespace], Any],
+    act: Callable[[argparse.Namespace], object],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Reads a command's options and acts on them; returns the exit code.
-
-    Args:
-        make_parser: What reads them.
-        act: The command.
-        arguments: None for the process's own.
-    """
+    """Read a command's options (None: the process's own) and act on them; return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
 
-    def read_and_act() -> Any:
+    def read_and_act() -> object:
         parser = make_parser()
         require_options(parser, words)
         return act(parser.parse_args(words))

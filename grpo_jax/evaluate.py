@@ -15,17 +15,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, carry_out, leave, version
+from grpo_jax.errors import UserError, carry_out, leave, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What reads the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_jax.evaluate",
-        description="Restores a policy from a run directory and measures it on the held-out prompts.",
-    )
-    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
-    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
+    """The options of the command."""
+    description = "Restores a policy from a run directory and measures it on the held-out prompts."
+    parser = run_parser("evaluate", description)
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
     parser.add_argument("--samples", type=int, help="Sampled completions of each prompt (default: the run's).")
     parser.add_argument("--temperature", type=float, help="Of the sampled completions (default: the run's).")
@@ -35,27 +31,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="Write the JSON to a file too.")
-    parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    return carry_out(make_parser, _evaluate_run, arguments)
+    """Run the command; return its exit code."""
+    return carry_out(make_parser, _evaluate, arguments)
 
 
-def _evaluate_run(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.compile_cache import enable_compile_cache
-
-    enable_compile_cache()
-    with ExitStack() as leaving:
-        _evaluate(options, leaving)
-
-
-def _evaluate(options: argparse.Namespace, leaving: ExitStack) -> None:
+def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.config import MeshSection
     from grpo_jax.rollout.rewards import IN_PYTHON
+    from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.parts import load_parts
@@ -64,13 +51,14 @@ def _evaluate(options: argparse.Namespace, leaving: ExitStack) -> None:
     from grpo_jax.runs.python_input import kept_prompts
     from grpo_jax.runs.results import find, samples_lines, samples_of, statistics_of
 
+    enable_compile_cache()
     config = run_config(options.run)
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
         raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
     asked = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    sampled = config.evaluation.sampled or "samples" in given or "temperature" in given
-    section = dataclasses.replace(config.evaluation, **given, sampled=sampled)
+    overrides = {name: value for name, value in asked.items() if value is not None}
+    sampled = config.evaluation.sampled or "samples" in overrides or "temperature" in overrides
+    section = dataclasses.replace(config.evaluation, **overrides, sampled=sampled)
     config = dataclasses.replace(config, evaluation=section)
     if options.catalogue is not None:
         if not hasattr(config.task, "over_catalogue"):
@@ -81,22 +69,23 @@ def _evaluate(options: argparse.Namespace, leaving: ExitStack) -> None:
         config = dataclasses.replace(config, policy=section)
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     prompts = kept_prompts(RunDirectory(options.run)) if config.data.prompts == IN_PYTHON else None
-    parts = load_parts(config, say, prompts=prompts, leaving=leaving)
-    if not parts.test_rows:
-        raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
-    variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
-    folder = RunDirectory(options.run).checkpoints
-    grown = {"catalogue"} if options.catalogue is not None else set()
-    same = {name: value for name, value in parts.task_data.identity.items() if name not in grown}
-    require_same_task(Progress.read(meta, folder).identity["task"], same, folder)
-    found = measure_all(parts, variables)
-    findings = find(parts, {}, options.checkpoint, found)
+    with ExitStack() as leaving:
+        parts = load_parts(config, say, prompts=prompts, leaving=leaving)
+        if not parts.test_rows:
+            raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
+        variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
+        folder = RunDirectory(options.run).checkpoints
+        grown = {"catalogue"} if options.catalogue is not None else set()
+        same = {name: value for name, value in parts.task_data.identity.items() if name not in grown}
+        require_same_task(Progress.read(meta, folder).identity["task"], same, folder)
+        evaluations = measure_all(parts, variables)
+    findings = find(parts, {}, options.checkpoint, evaluations)
     report: dict[str, Any] = {
         "checkpoint": options.checkpoint,
         "step": meta.get("step"),
         "prompts": len(parts.test_rows),
-        **{kind: evaluation.measures for kind, evaluation in found.items()},
-        **samples_of(parts, {options.checkpoint: statistics_of(found)}),
+        **{kind: evaluation.measures for kind, evaluation in evaluations.items()},
+        **samples_of(parts, {options.checkpoint: statistics_of(evaluations)}),
         **findings.entries,
     }
     written = json.dumps(finite(report), indent=2)

@@ -11,18 +11,14 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax.errors import UserError, carry_out, leave, version
+from grpo_jax.errors import UserError, carry_out, leave, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What reads the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_jax.export",
-        description="Restores a policy from a run directory and writes it as a Hugging Face folder, adapters merged.",
-    )
-    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    """The options of the command."""
+    description = "Restores a policy from a run directory and writes it as a Hugging Face folder, adapters merged."
+    parser = run_parser("export", description)
     parser.add_argument("--out", required=True, metavar="FOLDER", help="Folder to write.")
-    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -33,18 +29,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
     parser.add_argument("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
-    parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    return carry_out(make_parser, _export_run, arguments)
+    """Run the command; return its exit code."""
+    return carry_out(make_parser, _export, arguments)
 
 
-def _export_run(options: argparse.Namespace) -> None:
-    from grpo_jax.models.hf.hub import push_folder, require_hub
+def _export(options: argparse.Namespace) -> None:
+    from grpo_jax.models.hf.folder import push_folder, require_hub
     from grpo_jax.reports.model_card import write_card
     from grpo_jax.runs.policy import restore_policy
 

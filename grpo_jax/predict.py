@@ -20,18 +20,25 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 from grpo_jax.config.files import read_text
-from grpo_jax.errors import UserError, carry_out, extras_named, leave, version
+from grpo_jax.errors import UserError, carry_out, extras_named, leave, run_parser
+
+if TYPE_CHECKING:
+    from grpo_jax.config import Config
+    from grpo_jax.models.policy import Policy
+    from grpo_jax.rollout.data import Row
+    from grpo_jax.rollout.encoding import Encoded
+    from grpo_jax.sampling.writing import Samples
 
 
 @extras_named()
 def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..., str]:
-    """Restores the policy of a run.
+    """Restore the policy of a run.
 
-    It is the final one unless said otherwise, as `policy/` is: what summary.json measures as "after". "best" is the one
-    of the highest validation score, which a few prompts decide (docs/runs.md).
+    The final one is `policy/`, which summary.json measures as "after"; "best" has the highest validation score, which a
+    few prompts decide (docs/runs.md).
 
     Args:
         run_dir: Run directory of a training run.
@@ -50,13 +57,10 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     return make_rewriter(config, policy)
 
 
-def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callable[..., str]:
+def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., str]:
     """The function of `load_rewriter` for a policy that is loaded.
 
-    Args:
-        config: Of the run.
-        policy: `functions`, `variables` and `loaded`.
-        rows: Rows without pictures whose longest prompt sets the width of all prompts, so that none compiles anew.
+    The longest prompt of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
     """
     import jax
 
@@ -64,17 +68,18 @@ def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callabl
     from grpo_jax.rollout.encoding import make_encode
     from grpo_jax.rollout.prompts import read_prompt, take_pictures
     from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
-    from grpo_jax.runs.seeing import image_processor_of, make_see
+    from grpo_jax.runs.policy import image_processor_of, make_see
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
     loaded = policy.folder
+    assert loaded is not None  # `load_policy` has read it
     ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
     image_processor = image_processor_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
 
-    def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Any]:
+    def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Encoded]:
         size = loaded.config.vocab_size
         return make_encode(
             loaded.tokenizer,
@@ -88,11 +93,11 @@ def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callabl
     encode_wide = encoder(rows) if rows else None
 
     @functools.cache  # what may be written is read when it is asked for first
-    def sampler() -> Callable[..., Any]:
+    def sampler() -> Callable[..., Samples]:
         trie = policy_choices(config, config.task.listed_texts(config), loaded)
         return make_sampler(policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=trie)
 
-    def rewrite(prompt: str, pictures: Sequence[Any] = ()) -> str:
+    def rewrite(prompt: str, pictures: Sequence[object] = ()) -> str:
         try:
             asked = read_prompt(prompt, take_pictures({"images": list(pictures)}, None), None)
         except ValueError as error:
@@ -107,25 +112,19 @@ def make_rewriter(config: Any, policy: Any, rows: Sequence[Any] = ()) -> Callabl
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What reads the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_jax.predict",
-        description="Asks a trained policy: its greedy answer to each prompt, or the prompt where that is unusable.",
-    )
-    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    """The options of the command."""
+    description = "Asks a trained policy: its greedy answer to each prompt, or the prompt where that is unusable."
+    parser = run_parser("predict", description)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")
     asked.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
     parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="What every prompt shows.")
-    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
     parser.add_argument("--json", action="store_true", help="Print JSON, a line for each prompt.")
-    parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     return carry_out(make_parser, _predict, arguments)
 
 
@@ -154,10 +153,5 @@ def read_lines(path: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def command() -> NoReturn:
-    """`main` as a process of its own."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    command()
+    leave(main())

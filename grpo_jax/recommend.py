@@ -13,9 +13,9 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from grpo_jax.errors import UserError, carry_out, complain, extras_named, leave, one_line, said, version
+from grpo_jax.errors import UserError, carry_out, complain, extras_named, leave, one_line, run_parser, said
 from grpo_jax.predict import make_rewriter, read_lines
 
 SEPARATOR = "|"
@@ -72,12 +72,8 @@ def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What reads the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_jax.recommend",
-        description="Asks a trained run for items that a user wants next.",
-    )
-    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
+    """The options of the command."""
+    parser = run_parser("recommend", "Asks a trained run for items that a user wants next.")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--history", help=f"Titles or ids, oldest first, with {SEPARATOR} between them.")
     asked.add_argument("--file", metavar="FILE", help="A history on each line; prints JSON, a line for each.")
@@ -86,16 +82,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--k", type=int, help="Items (default: 10).")
     parser.add_argument("--users", type=int, help="Of --choose_prior (default: the run's validation prompts).")
-    parser.add_argument("--checkpoint", default="final", help="final, best, or a step (default: %(default)s).")
     parser.add_argument("--catalogue", metavar="FILE", help="Rank the items of this file, not of the run's catalogue.")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
-    parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     return carry_out(make_parser, _recommend, arguments)
 
 
@@ -180,10 +173,5 @@ def _print(found: Sequence[Any]) -> None:
             print(f"{'':15}taken with {one_line('; '.join(item.together[:2]), 90)}")
 
 
-def command() -> NoReturn:
-    """`main` as a process of its own."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    command()
+    leave(main())

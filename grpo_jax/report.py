@@ -9,18 +9,20 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
-from grpo_jax.errors import UserError, carry_out, leave, said, version
+from grpo_jax.errors import UserError, carry_out, leave, plain_parser, said
 from grpo_jax.reports.completions import MEGABYTES
+
+if TYPE_CHECKING:
+    from grpo_jax.runs.directory import RunDirectory
+    from grpo_jax.tasks.display import Display
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What reads the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_jax.report",
-        description="Writes report.html of a run again, finished or not; of several runs one page that compares them.",
-    )
+    """The options of the command."""
+    description = "Writes report.html of a run again, finished or not; of several runs one page that compares them."
+    parser = plain_parser("report", description)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directory of a training run.")
     parser.add_argument(
         "--out", metavar="FILE", help="Where to (default: RUN/report.html, of several comparison.html)."
@@ -28,13 +30,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--megabytes", type=float, help=f"Of completions, in the page of one run (default: {MEGABYTES:g})."
     )
-    parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     return carry_out(make_parser, _report, arguments)
 
 
@@ -62,8 +62,8 @@ def _report(options: argparse.Namespace) -> None:
     print(f"report: {out}")
 
 
-def _run(path: str) -> Any:
-    """The directory, with metrics in it."""
+def _run(path: str) -> RunDirectory:
+    """The directory of a run that has metrics."""
     from grpo_jax.runs.directory import RunDirectory, read_metrics
 
     run = RunDirectory(path)
@@ -74,7 +74,7 @@ def _run(path: str) -> Any:
     return run
 
 
-def _display(run: Any) -> Any:
+def _display(run: RunDirectory) -> Display:
     """How its task shows measures; plainly, with a word about it, where the task cannot be found any more."""
     from grpo_jax.config.command_line import load_config
     from grpo_jax.tasks.display import Display
@@ -86,10 +86,5 @@ def _display(run: Any) -> Any:
         return Display()
 
 
-def command() -> NoReturn:
-    """`main` as a process of its own."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    command()
+    leave(main())

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import Stopped, UserError, extras_named, guarded, leave, version
-from grpo_jax.planning.request import take_request
+from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
-    from grpo_jax.runs.loop.callbacks import Callback, Callbacks
+    from grpo_jax.runs.experiment import Callback, Callbacks
     from grpo_jax.runs.processes import StopRequests
     from grpo_jax.runs.several.company import Company
 
@@ -50,7 +50,7 @@ def run(
             with that name, if there is one, sets its weight, condition, options and messages; otherwise it has weight
             1. Every entry must have its function. --resume and evaluate find functions at the top level of a module
             again, others must be given again.
-        on_iteration: Called with a `runs.loop.callbacks.IterationEvent` when an iteration's metrics are written. Like
+        on_iteration: Called with a `runs.experiment.IterationEvent` when an iteration's metrics are written. Like
             the others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
             --resume goes on.
         on_validation: Called behind it where the iteration was validated.
@@ -67,7 +67,7 @@ def run(
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
     from grpo_jax.runs.compile_cache import enable_compile_cache
-    from grpo_jax.runs.loop.callbacks import Callbacks
+    from grpo_jax.runs.experiment import Callbacks
     from grpo_jax.runs.processes import number_of, stop_requests
     from grpo_jax.runs.several.company import Follower
     from grpo_jax.runs.several.joining import join, leading, take_part
@@ -93,7 +93,7 @@ def _run(
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.rollout.watchdog import last_words
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.experiment import Run, execute
+    from grpo_jax.runs.experiment import Run
     from grpo_jax.runs.language import load_program
 
     again = (
@@ -106,8 +106,8 @@ def _run(
             with stop.at_once():
                 program = config.task.program(config, output.part)
                 if program is None:
-                    given = {"prompts": prompts, "rewards": rewards, "company": company}
-                    program = load_program(config, output, **given, clock=clock, stop=stop, leaving=leaving)
+                    data = {"prompts": prompts, "rewards": rewards, "company": company}
+                    program = load_program(config, output, **data, clock=clock, stop=stop, leaving=leaving)
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}
@@ -119,7 +119,7 @@ def _run(
             note=output.note,
             company=company,
         ) as checkpoints:
-            return execute(Run(program, checkpoints, output, clock, callbacks), stop)
+            return Run(program, checkpoints, output, clock, stop, callbacks).execute()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,13 +20,12 @@ from outcome import Figures, Measurements, compared, needs
 from support import tiny_decoders, tiny_update
 
 from grpo_jax.config import AlgorithmSection
+from grpo_jax.models.lora import as_array, quantise
 from grpo_jax.models.policy import make_policy
-from grpo_jax.models.quantised import as_array, quantise
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.training.batch import Batch
+from grpo_jax.training.batch import Batch, pack
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.packing import pack
 
 EXACT = 1e-4  # of log-probabilities in float32, as in the tests
 SLOPES = 1e-3  # of gradients, by the largest, as in the tests

@@ -24,15 +24,14 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import configured_functions, lora_config
-from grpo_jax.planning.policy import policy_memory
-from grpo_jax.planning.shapes import read_shape
+from grpo_jax.planning.policy import policy_memory, read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import make_objectives
 from grpo_jax.training.memory import weight_dtype
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import init_state, needs_reference, settled
+from grpo_jax.training.state import commit_to_device, init_state, needs_reference
 from grpo_jax.training.update import make_update
 
 CONFIG = Path(__file__).parents[2] / "configs" / "prompt_enhancement_sd3.yaml"
@@ -80,7 +79,7 @@ def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
     )
     variables = shapes.variables(model, weight_dtype(config), lora=lora_config(config.policy.lora, model))
     reference = needs_reference(config.algorithm, config.ppo)
-    return sample, update, settled(init_state(variables, optimizer, keep_reference=reference, take_over=True))
+    return sample, update, commit_to_device(init_state(variables, optimizer, keep_reference=reference, take_over=True))
 
 
 def load_renderer() -> tuple[Any, str]:

@@ -27,7 +27,7 @@ from grpo_jax.models.policy import make_policy
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import init_state, settled
+from grpo_jax.training.state import commit_to_device, init_state
 from grpo_jax.training.update import make_configured_step
 
 LEARNING_RATE = 1e-6
@@ -75,7 +75,7 @@ def ours(case: iteration_work.Case, tiny: bool) -> Figures:
     forward = make_forward(policy, temperature=1.0)
     step = make_configured_step(forward, optimizer, algorithm, training, max_new_tokens=case.new_tokens)
     variables = shapes.variables(config, "float32")
-    state = settled(init_state(variables, optimizer, keep_reference=False, take_over=True))
+    state = commit_to_device(init_state(variables, optimizer, keep_reference=False, take_over=True))
     del variables
     prompts, completions, advantages = jax.device_put(tokens_of(case), jax.devices()[0])
     masks = jnp.ones(prompts.shape, bool), jnp.ones(completions.shape, bool)

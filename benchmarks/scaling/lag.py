@@ -68,9 +68,8 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
     from grpo_jax.config import make_config
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.experiment import Run, execute
+    from grpo_jax.runs.experiment import Callbacks, Run
     from grpo_jax.runs.language import load_program
-    from grpo_jax.runs.loop.callbacks import Callbacks
     from grpo_jax.runs.processes import stop_requests
 
     config = make_config(
@@ -103,8 +102,8 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
         given = {"prompts": prompts, "rewards": [lengths]}
         program = load_program(config, output, **given, clock=clock, stop=stop, leaving=leaving)
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
-            run = Run(slowed(program, unit, chunks), checkpoints, output, clock, Callbacks(on_iteration=ended))
-            execute(run, stop)
+            run = Run(slowed(program, unit, chunks), checkpoints, output, clock, stop, Callbacks(on_iteration=ended))
+            run.execute()
     steady = [after[0] - before[0] for before, after in zip(ends[SKIPPED - 1 :], ends[SKIPPED:], strict=False)]
     return {
         "lag": lag,

@@ -16,7 +16,7 @@ import optax
 from grpo_jax.core.masking import masked_whiten
 from grpo_jax.core.ppo import ppo_loss, value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages
-from grpo_jax.models.mlp import make_mlp
+from grpo_jax.models.layers import make_mlp
 from grpo_jax.tasks.cartpole.environment import play_greedily, play_steps, reset
 from grpo_jax.tasks.cartpole.training import action_entropy, action_logprobs
 

@@ -16,7 +16,7 @@ from grpo_jax.core.advantages import group_advantages, groups_without_signal
 from grpo_jax.core.kl import KLPenalty
 from grpo_jax.core.losses import PRESETS, grpo_loss
 from grpo_jax.core.returns import discounted_returns, normalised_returns
-from grpo_jax.models.mlp import make_mlp
+from grpo_jax.models.layers import make_mlp
 from grpo_jax.tasks.cartpole.environment import play_episodes, play_greedily, reset
 from grpo_jax.tasks.cartpole.training import action_entropy, action_logprobs
 

@@ -305,7 +305,7 @@ def _expected(mistake: Any) -> str:
         return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
     expected = _EXPECTED.get(reason, mistake["msg"].removeprefix("Input should be "))
     if reason == "list_type" and isinstance(came, str | int | float):
-        expected += f", such as [{came}]"
+        expected += f", such as [{said(came)}]"
     limits = mistake.get("ctx", {})
     return expected.format(
         **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
@@ -448,6 +448,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         dotted = f"{prefix}{name}"
         result |= flat(value, f"{dotted}.") if isinstance(value, Mapping) and value else {dotted: value}
     return result
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"section.field": value} as nested values."""
+    return _nested((tuple(name.split(".")), value) for name, value in values.items())
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

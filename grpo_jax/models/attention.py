@@ -19,90 +19,59 @@ _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so
 
 
 class Tokens(NamedTuple):
-    """Order and validity of the tokens of prompts or of completions.
+    """Order and validity of the tokens of prompts or of completions."""
 
-    Attributes:
-        positions: i32 [P, S], or [P, G, S] where the rows of a group differ.
-        mask: As positions, bool, False on padding.
-        segment: As positions, i32: a token reads those of its own segment only; None where a row is one.
-    """
-
-    positions: jax.Array
-    mask: jax.Array
+    positions: jax.Array  # i32 [P, S], or [P, G, S] where the rows of a group differ
+    mask: jax.Array  # as positions, bool, False on padding
+    # as positions, i32: a token reads those of its own segment only; None where a row is one
     segment: jax.Array | None = None
 
 
 class KeyValues(NamedTuple):
-    """Keys and values that a query may read.
+    """Keys and values that a query may read."""
 
-    Attributes:
-        keys: [P, K, E, S] read by the whole group, or [P, K, G, E, S] one per completion.
-        values: [P, K, S, E] or [P, K, G, S, E].
-        tokens: Of these keys, [P or 1, S] or [P, G, S]; ``visible`` says which a query may read.
-        own: Whether these are the keys of the very queries, of which none reads a later one.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-    tokens: Tokens
-    own: bool = False
+    keys: jax.Array  # [P, K, E, S] read by the whole group, or [P, K, G, E, S] one per completion
+    values: jax.Array  # [P, K, S, E] or [P, K, G, S, E]
+    tokens: Tokens  # of these keys, [P or 1, S] or [P, G, S]; `visible` says which a query may read
+    own: bool = False  # whether these are the keys of the very queries, of which none reads a later one
 
 
 class VisionInput(NamedTuple):
-    """Picture states among the tokens that run.
+    """Picture states among the tokens that run."""
 
-    Attributes:
-        states: [P, N, D] of a tower.
-        index: i32 [P, S], which of them stands in a token's place; -1 for text.
-        deepstack: [P, N, D], added at these places after the first layers, one for each.
-    """
-
-    states: jax.Array
-    index: jax.Array
-    deepstack: tuple[jax.Array, ...] = ()
+    states: jax.Array  # [P, N, D] of a tower
+    index: jax.Array  # i32 [P, S], which of them stands in a token's place; -1 for text
+    deepstack: tuple[jax.Array, ...] = ()  # [P, N, D], added at these places after the first layers, one for each
 
 
 class Context(NamedTuple):
-    """Positions, masks and pictures of the tokens that run, the same for every layer.
+    """Positions, masks and pictures of the tokens that run, the same for every layer."""
 
-    Attributes:
-        positions: i32 [P, S] of the S tokens that run (see ``attend_streams``); [P, S, 3], time, row and column, where
-            pictures are among them.
-        prompt: The prompts' tokens [P, L], running or cached.
-        completion: The completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none.
-        cached: Decoding only: positions and validity of the cache's slots, the running tokens' included.
-        slot: Decoding only: i32 scalar, from where on the running tokens are written.
-        rotation: Cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] where layers
-            differ; None where nothing is rotated.
-        vision: The pictures among the tokens; None where there are none.
-    """
-
+    # i32 [P, S] of the S tokens that run (see `attend_streams`); [P, S, 3], time, row and column, where pictures are
+    # among them
     positions: jax.Array
-    prompt: Tokens
+    prompt: Tokens  # the prompts' tokens [P, L], running or cached
+    # the completions' tokens [P, T], alike for the group, or [P, G, T]; None if there are none
     completion: Tokens | None = None
+    # decoding only: positions and validity of the cache's slots, the running tokens' included
     cached: Tokens | None = None
-    slot: jax.Array | None = None
+    slot: jax.Array | None = None  # decoding only: i32 scalar, from where on the running tokens are written
+    # cosine and sine of the positions, each float32 [P, S, E/2], or [kinds, P, S, E/2] where layers differ; None where
+    # nothing is rotated
     rotation: tuple[jax.Array, jax.Array] | None = None
-    vision: VisionInput | None = None
+    vision: VisionInput | None = None  # the pictures among the tokens; None where there are none
 
 
 class LayerInput(NamedTuple):
-    """Settings and cached keys and values of one layer.
+    """Settings and cached keys and values of one layer."""
 
-    Attributes:
-        window: i32 scalar, or None if no layer has a window.
-        scale: float32 scalar that multiplies the scores; None for E^-0.5 in all layers.
-        depth: i32 scalar, the layer's number; None where no layer asks for it.
-        rotation: i32 scalar, the layer's kind of rotation; None where all have the same.
-        prefix: The prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run.
-        cache: The completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far, as `cache.Cache` has them.
-    """
-
-    window: jax.Array | None = None
-    scale: jax.Array | None = None
-    depth: jax.Array | None = None
-    rotation: jax.Array | None = None
+    window: jax.Array | None = None  # i32 scalar, or None if no layer has a window
+    scale: jax.Array | None = None  # float32 scalar that multiplies the scores; None for E^-0.5 in all layers
+    depth: jax.Array | None = None  # i32 scalar, the layer's number; None where no layer asks for it
+    rotation: jax.Array | None = None  # i32 scalar, the layer's kind of rotation; None where all have the same
+    # the prompts' keys [P, K, E, L] and values [P, K, L, E], when the prompts do not run
     prefix: tuple[jax.Array, jax.Array] | None = None
+    # the completions' keys [P, K, G, E, T] and values [P, K, G, T, E] so far, as `cache.Cache` has them
     cache: tuple[jax.Array, jax.Array] | None = None
 
 
@@ -296,8 +265,8 @@ def attend_streams(
         value: [P, S, K, E].
         layer_input: The layer's window, scale, and cached keys and values.
         context: Positions and masks.
-        softcap: Of the scores, as in ``attend``.
-        by_row: As in ``attend``.
+        softcap: Of the scores, as in ``attend``; so is `by_row`.
+        by_row: Whether rows may take turns.
 
     Returns:
         The mixed values [P, S, H·E]; and keys and values to cache: the prompts' when they run alone, the cache with

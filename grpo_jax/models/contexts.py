@@ -1,6 +1,6 @@
 """Positions, masks and pictures of the tokens that run, as attention takes them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +12,18 @@ from grpo_jax.models.vision.pictures import PictureStates
 
 
 class Places(NamedTuple):
-    """Tokens [.., S] of rows with pictures.
+    """Tokens [.., S] of rows with pictures."""
 
-    Attributes:
-        index: i32 [.., S], which of a row's I·M picture states a token stands for; -1 for text.
-        positions: i32 [.., S, 3], of time, row and column, counted from the row's first token.
-        advance: i32 [..], the position behind the row's last token.
-    """
-
-    index: jax.Array
-    positions: jax.Array
-    advance: jax.Array
+    index: jax.Array  # i32 [.., S], which of a row's I·M picture states a token stands for; -1 for text
+    positions: jax.Array  # i32 [.., S, 3], of time, row and column, counted from the row's first token
+    advance: jax.Array  # i32 [..], the position behind the row's last token
 
 
 def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_token: int, capacity: int) -> Places:
-    """Finds the pictures of each row by their placeholder tokens, in order.
+    """Find the pictures of each row of tokens i32 [.., S] by their placeholder tokens, in order.
 
-    Args:
-        tokens: i32 [.., S].
-        mask: bool [.., S], False on padding.
-        grid: i32 [.., I, 2], rows and columns of merged tokens of each picture; (0, 0) where there is none. A row has
-            as many placeholders as its pictures have merged tokens.
-        image_token: the placeholder.
-        capacity: M, states that are kept for each picture.
+    `grid` i32 [.., I, 2] holds rows and columns of merged tokens of each picture, (0, 0) where there is none: a row has
+    as many placeholders as its pictures have merged tokens. `capacity` is M, the states that are kept for each picture.
     """
     pictured = (tokens == image_token) & mask
     number = jnp.cumsum(pictured, axis=-1, dtype=jnp.int32) - 1
@@ -59,13 +48,7 @@ def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_to
 
 
 class Prompts(NamedTuple):
-    """Prompts that run.
-
-    Attributes:
-        context: theirs alone.
-        lengths: i32 [P], real tokens.
-        advance: i32 [P], the position behind each prompt.
-    """
+    """Prompts that run: their context, i32 [P] real tokens, and i32 [P] the position behind each."""
 
     context: Context
     lengths: jax.Array
@@ -95,12 +78,7 @@ def group_context(
 ) -> Context:
     """Prompts followed by the tokens [P, G, T] of their groups, each row from its first place on.
 
-    Args:
-        config: the model's.
-        prompts: as they run.
-        tokens: looked at for pictures only.
-        mask: bool [P, G, T].
-        answers: pictures [P, G, I, ..] that stand among the tokens.
+    `answers` are pictures [P, G, I, ..] that stand among the tokens, which are looked at for these only.
     """
     count, group, steps = tokens.shape
     if steps == 0:
@@ -159,15 +137,11 @@ def extend_context(
 ) -> tuple[Context, Rows]:
     """Further tokens [P, G, A] of completions of different lengths, and what the cache holds with them.
 
-    Args:
-        config: the model's.
-        prefix: their prompts.
-        cache: with ``rows``; the tokens are written from slot ``length`` on.
-        tokens: looked at for pictures only.
-        mask: bool [P, G, A], True for the first tokens of each row.
-        pictures: [P, G, I, ..] that stand among the tokens.
+    `mask` bool [P, G, A] is True for the first tokens of each row. They are written from the cache's slot ``length``
+    on; `pictures` [P, G, I, ..] stand among them.
     """
-    before, (count, group, steps) = cache.rows, tokens.shape
+    before = cache.rows
+    count, group, steps = tokens.shape
     readable = jax.lax.dynamic_update_slice_in_dim(before.mask, mask, cache.length, axis=2)
     held = jnp.cumsum(readable, axis=-1, dtype=jnp.int32)
     order = prefix.lengths[:, None, None] + held - readable
@@ -187,7 +161,7 @@ def extend_context(
     return context, Rows(readable, advance)
 
 
-def _places(config: Any, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
+def _places(config: ModelConfig, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
     if config.vision is None:
         raise ValueError("pictures must be None for a model without a vision tower")
     token, capacity = config.vision.image_token, pictures.states.shape[-2]
@@ -197,8 +171,8 @@ def _places(config: Any, tokens: jax.Array, mask: jax.Array, pictures: PictureSt
 def _across_group(index: jax.Array, pictures: PictureStates) -> jax.Array:
     """Indices [P, G, S] into each completion's own states as indices [P, G·S] into those of its whole group."""
     count, group, _ = index.shape
-    own = pictures.states.shape[-3] * pictures.states.shape[-2]
-    first = jnp.arange(group, dtype=jnp.int32)[:, None] * own
+    states = pictures.states.shape[-3] * pictures.states.shape[-2]
+    first = jnp.arange(group, dtype=jnp.int32)[:, None] * states
     return jnp.where(index >= 0, index + first, -1).reshape(count, -1)
 
 

@@ -1,7 +1,6 @@
 """The scanned decoder that serves every family (`families`), and its freshly drawn weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,30 +9,23 @@ from flax import linen as nn
 from grpo_jax.models.attention import Context, LayerInput, embed_pictures
 from grpo_jax.models.contexts import prompt_context
 from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.layers import draw_params, remat_block
 from grpo_jax.models.lora import LoraConfig, init_adapters
+from grpo_jax.models.variables import PyTree
 
 REMAT = ("none", "products", "layer")
 
 
 class Decoder(nn.Module):
-    """Embedding, scanned layers, final norm.
+    """Embedding, scanned layers, final norm."""
 
-    Attributes:
-        config: shape and choices.
-        dtype: of the computation.
-        param_dtype: of freshly drawn parameters.
-        remat: what the backward pass computes again (see ``make_policy``).
-        lora: adapters' configuration; they are used where the ``lora`` collection holds them.
-        stacked: one scanned layer with stacked weights, or a layer after the other with weights of its own.
-        spread: lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device.
-    """
-
-    config: ModelConfig
-    dtype: jax.typing.DTypeLike = jnp.float32
-    param_dtype: jax.typing.DTypeLike = jnp.float32
-    remat: str = "products"
-    lora: LoraConfig | None = None
-    stacked: bool = True
+    config: ModelConfig  # shape and choices
+    dtype: jax.typing.DTypeLike = jnp.float32  # of the computation
+    param_dtype: jax.typing.DTypeLike = jnp.float32  # of freshly drawn parameters
+    remat: str = "products"  # what the backward pass computes again (see `make_policy`)
+    lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
+    stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
+    # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device
     spread: Callable[[jax.Array], jax.Array] | None = None
 
     def setup(self):
@@ -48,9 +40,8 @@ class Decoder(nn.Module):
         self.norm = family.final_norm(c, self.param_dtype)
 
     def _stack(self, block: type[nn.Module]) -> nn.Module:
-        block = _remat(block, self.remat)
         stack = nn.scan(
-            block,
+            remat_block(block, self.remat),
             variable_axes={"params": 0, "lora": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast),
@@ -68,14 +59,14 @@ class Decoder(nn.Module):
         self,
         tokens: jax.Array,
         context: Context,
-        remembered: Sequence[LayerInput] = (),
-    ) -> tuple[jax.Array, Any]:
+        cached_inputs: Sequence[LayerInput] = (),
+    ) -> tuple[jax.Array, PyTree]:
         """Run tokens through all layers.
 
         Args:
-            tokens: i32 [P, S], the prompts' unless they are ``remembered``, then the completions'.
-            context: their positions and masks.
-            remembered: for each layer the keys and values it reads when the prompts do not run; layers that are
+            tokens: i32 [P, S], the prompts' unless their keys are cached, then the completions'.
+            context: Their positions and masks.
+            cached_inputs: For each layer the keys and values it reads when the prompts do not run; layers that are
                 not stacked take them.
 
         Returns:
@@ -97,18 +88,11 @@ class Decoder(nn.Module):
             x, new_keys_values = self.layers(x, inputs, context)
             return self.norm(x), new_keys_values
         new_keys_values = []
-        for i, (layer, memory) in enumerate(zip(self.layers, remembered, strict=True)):
-            own = jax.tree.map(lambda x, i=i: x[i], inputs)
-            x, written = layer(x, own._replace(prefix=memory.prefix, cache=memory.cache), context)
+        for i, (layer, cached) in enumerate(zip(self.layers, cached_inputs, strict=True)):
+            layer_input = jax.tree.map(lambda x, i=i: x[i], inputs)
+            x, written = layer(x, layer_input._replace(prefix=cached.prefix, cache=cached.cache), context)
             new_keys_values.append(written)
         return self.norm(x), new_keys_values
-
-
-def _remat(block: type[nn.Module], remat: str) -> type[nn.Module]:
-    if remat == "none":
-        return block
-    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
-    return nn.remat(block, prevent_cse=False, policy=keep)
 
 
 def init_variables(
@@ -117,7 +101,7 @@ def init_variables(
     *,
     param_dtype: str = "float32",
     lora: LoraConfig | None = None,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Freshly drawn variables: normal weights (``Family.initial_stddev``), unit norms, zero biases; float32 adapters.
 
     The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
@@ -126,25 +110,12 @@ def init_variables(
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
     shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]
     weights_key, adapters_key = jax.random.split(key)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    keys = jax.random.split(weights_key, len(leaves))
-    params = [
-        _draw([entry.key for entry in path], leaf, subkey, config)
-        for (path, leaf), subkey in zip(leaves, keys, strict=True)
-    ]
-    variables = {"params": jax.tree_util.tree_unflatten(structure, params)}
+    family = family_of(config)
+    params = draw_params(shapes, weights_key, lambda names: family.initial_stddev(config, names[-2:][0]))
+    variables = {"params": params}
     if lora is not None:
         variables["lora"] = init_adapters(variables["params"], adapters_key, lora)
     return variables
-
-
-def _draw(path: list[str], leaf: jax.ShapeDtypeStruct, key: jax.Array, config: ModelConfig) -> jax.Array:
-    if path[-1] == "scale":
-        return jnp.ones(leaf.shape, leaf.dtype)
-    if path[-1] in ("bias", "excess"):
-        return jnp.zeros(leaf.shape, leaf.dtype)
-    stddev = family_of(config).initial_stddev(config, path[-2:][0])
-    return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev).astype(leaf.dtype)
 
 
 def as_dtype(name: str, argument: str) -> jnp.dtype:

@@ -1,11 +1,15 @@
-"""Layers that all families share: projections, norms, activations, mixtures of experts."""
+"""Layers that all families share: projections, norms, activations, mixtures of experts; and a small perceptron."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.quantised import as_array
+from grpo_jax.models.lora import LoraConfig, as_array
+from grpo_jax.models.variables import PyTree
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -18,16 +22,32 @@ ACTIVATIONS = {
 }
 
 
-class Projection(nn.Module):
-    """Linear map with an optional bias and, where the ``lora`` collection has one, an adapter.
+def remat_block(block: type[nn.Module], remat: str) -> type[nn.Module]:
+    """The layer with what its backward pass computes again (see ``policy.make_policy``)."""
+    if remat == "none":
+        return block
+    keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
+    return nn.remat(block, prevent_cse=False, policy=keep)
 
-    Attributes:
-        features: width of the result.
-        use_bias: whether there is a bias.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-        lora: the adapters' configuration; None where there can be none.
-    """
+
+def draw_params(shapes: PyTree, key: jax.Array, stddev_of: Callable[[tuple[str, ...]], float]) -> PyTree:
+    """Freshly drawn parameters: normal weights of the deviation of each path, unit norms, zero biases."""
+
+    def draw(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+        names = tuple(entry.key for entry in path)
+        if names[-1] == "scale":
+            return jnp.ones(leaf.shape, leaf.dtype)
+        if names[-1] in ("bias", "excess"):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev_of(names)).astype(leaf.dtype)
+
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.tree.unflatten(structure, list(jax.random.split(key, len(leaves))))
+    return jax.tree_util.tree_map_with_path(draw, shapes, keys)
+
+
+class Projection(nn.Module):
+    """Linear map with an optional bias and, where the ``lora`` collection has one, an adapter."""
 
     features: int
     use_bias: bool
@@ -56,10 +76,7 @@ class Projection(nn.Module):
 class RMSNorm(nn.Module):
     """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    Attributes:
-        epsilon: added to the mean square.
-        param_dtype: of the parameters.
-        unit_offset: multiply by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
+    With `unit_offset` it multiplies by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
     """
 
     epsilon: float
@@ -98,15 +115,7 @@ class LayerNorm(nn.Module):
 
 
 class Router(nn.Module):
-    """The experts of each token and their weights.
-
-    Attributes:
-        experts: X, how many there are.
-        chosen: k, how many of them a token runs through.
-        normalised: whether the weights of the chosen ones add up to 1.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-    """
+    """The experts of each token and their weights: `chosen` of them, whose weights add up to 1 where `normalised`."""
 
     experts: int
     chosen: int
@@ -125,14 +134,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The same projection of every expert, without bias.
-
-    Attributes:
-        experts: X, how many there are.
-        features: width of the result.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-    """
+    """The same projection of every expert, without bias."""
 
     experts: int
     features: int
@@ -159,3 +161,59 @@ def mixed(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
     places = jnp.argsort(order)
     back = jnp.take(rows, places, axis=0).reshape(*weights.shape, -1)
     return jnp.einsum("nkd,nk->nd", back, weights)
+
+
+class Network(NamedTuple):
+    """A network as pure functions: init(key) → parameters, apply(parameters, observations `[.., F]`) → `[..]`."""
+
+    init: Callable[[jax.Array], PyTree]
+    apply: Callable[[PyTree, jax.Array], jax.Array]
+
+
+class MLP(nn.Module):
+    """Hidden layers with an activation, then one linear output that is squeezed: `[.., F]` → `[..]`."""
+
+    hidden: Sequence[int]
+    activation: str
+    output_scale: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Observations `[.., F]` to one number each, `[..]`."""
+        for width in self.hidden:
+            x = ACTIVATIONS[self.activation](nn.Dense(width, kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
+        return nn.Dense(1, kernel_init=nn.initializers.orthogonal(self.output_scale))(x)[..., 0]
+
+
+def make_mlp(
+    features: int, *, hidden: Sequence[int] = (64,), activation: str = "tanh", output_scale: float = 0.01
+) -> Network:
+    """Make a perceptron with one output: the log-odds of one of two actions, or a value.
+
+    Orthogonal start with gain √2 in the hidden layers and zero biases, as PPO's reference code has it
+    (https://arxiv.org/abs/2005.12729, table 1).
+
+    Args:
+        features: F, length of an observation, such as CartPole's four numbers.
+        hidden: Width of each hidden layer; none makes it linear.
+        activation: "tanh" or "relu".
+        output_scale: Gain of the last layer's start; small, so that a policy starts near uniform.
+
+    Raises:
+        ValueError: A width below 1 or an unknown activation.
+    """
+    if features < 1 or any(width < 1 for width in hidden):
+        raise ValueError(f"features, hidden: expected widths of at least 1, got {features}, {tuple(hidden)}")
+    if activation not in ("relu", "tanh"):
+        raise ValueError(f"activation: expected one of ['relu', 'tanh'], got {activation!r}")
+    module = MLP(tuple(hidden), activation, output_scale)
+
+    def init(key: jax.Array) -> PyTree:
+        return module.init(key, jnp.zeros((1, features)))["params"]
+
+    def apply(params: PyTree, observations: jax.Array) -> jax.Array:
+        # As one matrix: on CPU a product with several leading axes, batched over seeds, takes four times as long.
+        rows = observations.reshape(-1, features)
+        return module.apply({"params": params}, rows).reshape(observations.shape[:-1])
+
+    return Network(init, apply)

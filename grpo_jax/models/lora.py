@@ -1,14 +1,29 @@
-"""Low-rank adapters: a collection of their own, so that leaving it out is the base model exactly."""
+"""Low-rank adapters, and the frozen weights in 8 or 4 bits beside them.
+
+Adapters are a collection of their own, so that leaving it out is the base model exactly. A quantised weight is stored
+through qwix as round(w / s), with s the largest magnitude of its group over the largest integer; products are computed
+from s · round(w / s) in the computation's dtype (weight-only quantisation, as in QLoRA, Dettmers et al. 2023,
+arXiv:2305.14314, with evenly spaced integers).
+"""
+
+from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.quantised import as_array
-from grpo_jax.models.variables import VISUAL
+from grpo_jax.errors import extras_named
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
+
+if TYPE_CHECKING:
+    from qwix import QArray
+
+KINDS = ("int8", "int4")
+TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +31,10 @@ class LoraConfig:
     """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685).
 
     Attributes:
-        rank: inner size of the adapters.
-        alpha: their strength before division by the rank.
-        targets: projections that get one, of those that the model's family has (``Family.projections``).
-        vision: the same of the vision tower beside it (``TowerFamily.projections``).
+        rank: Inner size of the adapters.
+        alpha: Their strength before division by the rank.
+        targets: Projections that get one, of those that the model's family has (``Family.projections``).
+        vision: The same of the vision tower beside it (``TowerFamily.projections``).
     """
 
     rank: int
@@ -43,29 +58,20 @@ class LoraConfig:
 
 
 def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str) -> None:
-    """Refuse targets that an architecture with these projections lacks.
-
-    Raises:
-        ValueError: naming them and the projections there are.
-    """
+    """Refuse targets that an architecture with these projections lacks; the ValueError names them and what there is."""
     unknown = [name for name in lora.targets if name not in projections]
     if unknown:
         raise ValueError(f"targets must be some of {tuple(projections)} for model_type {model_type!r}, got {unknown}")
 
 
 def init_adapters(
-    params: Mapping[str, Any], key: jax.Array, lora: LoraConfig, visual: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Fresh adapters for a decoder's parameters, float32: A uniform, B zero, so nothing changes yet.
-
-    Args:
-        params: the decoder's parameters, or their shapes (``jax.eval_shape``).
-        key: PRNG key.
-        lora: which projections, which rank.
-        visual: the vision tower's, where it gets adapters too.
+    params: Variables, key: jax.Array, lora: LoraConfig, visual: Variables | None = None
+) -> dict[str, PyTree]:
+    """Fresh adapters for a decoder's parameters (or their shapes), float32: A uniform, B zero, so nothing changes yet.
 
     Returns:
-        The ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers, rank, out].
+        The ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; those of the vision
+        tower's parameters `visual`, where it gets adapters too, under ``visual``.
     """
     adapters = {"layers": _fresh(params["layers"], key, lora.targets, lora.rank)}
     if lora.vision and visual is not None:
@@ -73,7 +79,7 @@ def init_adapters(
     return adapters
 
 
-def _fresh(layers: Mapping[str, Any], key: jax.Array, targets: tuple[str, ...], rank: int) -> dict[str, Any]:
+def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: int) -> dict[str, PyTree]:
     adapters = {}
     for name, subkey in zip(targets, jax.random.split(key, len(targets)), strict=True):
         count, width_in, width_out = layers[name]["kernel"].shape
@@ -86,17 +92,12 @@ def _fresh(layers: Mapping[str, Any], key: jax.Array, targets: tuple[str, ...], 
 
 
 class MergedKernel(NamedTuple):
-    """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory.
+    """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory."""
 
-    Attributes:
-        kernel: [layers, in, out], or [layers, experts, in, out]; an array or quantised.
-        adapter: ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; None where it has none.
-        scale: of their product.
-    """
-
-    kernel: Any
+    kernel: jax.Array | QArray  # [layers, in, out], or [layers, experts, in, out]; an array or quantised
+    # `a` [layers, in, rank] and `b` [layers, rank, out]; None where it has none
     adapter: Mapping[str, jax.Array] | None
-    scale: float
+    scale: float  # of their product
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,7 +107,10 @@ class MergedKernel(NamedTuple):
     def at(self, index: tuple[int, ...]) -> jax.Array:
         """The kernel of a layer, or of its expert, float32."""
         kernel, adapter = jax.tree.map(lambda leaf: entry(leaf, index), (self.kernel, self.adapter))
-        return as_array(kernel, jnp.float32) if adapter is None else _folded(kernel, adapter, self.scale)
+        kernel = as_array(kernel, jnp.float32)
+        if adapter is None:
+            return kernel
+        return kernel + jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * self.scale
 
 
 def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
@@ -118,69 +122,89 @@ def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
     return part.reshape(leaf.shape[axes:])
 
 
-def merging(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:
-    """As `merge`, but in float32 and with kernels that wait as ``MergedKernel``: for ``hf.save_folder``.
-
-    Raises:
-        ValueError: as `merge`.
-    """
-
-    def wait(layers: Mapping[str, Any], adapters: Mapping[str, Any], scale: float) -> dict[str, Any]:
-        return {
-            name: {**own, "kernel": MergedKernel(own["kernel"], adapters.get(name), scale)} if "kernel" in own else own
-            for name, own in layers.items()
-        }
-
-    return _with_adapters(variables, lora, wait)
-
-
-def merge(variables: Mapping[str, Any], lora: LoraConfig | None) -> dict[str, Any]:
-    """The parameters with the adapters folded in; each kernel keeps its dtype, quantised ones become float32.
+def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
+    """The parameters with adapters folded into kernels, each of which waits as a `MergedKernel`.
 
     Args:
         variables: ``{"params": tree}``, with or without ``"lora"``, and ``"visual"`` where that has adapters.
-        lora: the adapters' configuration; may be None when there are none.
+        lora: The adapters' configuration; may be None when there are none.
 
     Returns:
         With ``visual`` where the tower is trained or has adapters, and so differs from its folder's.
 
     Raises:
-        ValueError: if there are adapters but no configuration to scale them by.
+        ValueError: There are adapters but no configuration to scale them by.
     """
-
-    def fold(layers: Mapping[str, Any], adapters: Mapping[str, Any], scale: float) -> dict[str, Any]:
-        layers = {
-            name: {**own, "kernel": as_array(own["kernel"], own["kernel"].dtype)} if "kernel" in own else own
-            for name, own in layers.items()
-        }
-        for name, adapter in adapters.items():
-            kernel = layers[name]["kernel"]
-            layers[name] = {**layers[name], "kernel": _folded(kernel, adapter, scale).astype(kernel.dtype)}
-        return layers
-
-    return _with_adapters(variables, lora, fold)
-
-
-def _with_adapters(
-    variables: Mapping[str, Any], lora: LoraConfig | None, fold: Callable[..., dict[str, Any]]
-) -> dict[str, Any]:
-    """The parameters with the adapters put into the layers by ``fold(layers, adapters, scale)``."""
     params = dict(variables["params"])
     if "lora" not in variables:
         return params
     if lora is None:
         raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
 
-    def whole(tree: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-        return {**tree, "layers": fold(tree["layers"], adapters["layers"], lora.scale)}
+    def with_adapters(tree: Variables, adapters: Variables) -> dict[str, PyTree]:
+        layers = {
+            name: {**layer, "kernel": MergedKernel(layer["kernel"], adapters["layers"].get(name), lora.scale)}
+            if "kernel" in layer
+            else layer
+            for name, layer in tree["layers"].items()
+        }
+        return {**tree, "layers": layers}
 
     adapters = variables["lora"]
     if VISUAL in adapters:
-        params[VISUAL] = whole(variables[VISUAL], adapters[VISUAL])
-    return whole(params, adapters)
+        params[VISUAL] = with_adapters(variables[VISUAL], adapters[VISUAL])
+    return with_adapters(params, adapters)
 
 
-def _folded(kernel: Any, adapter: Mapping[str, jax.Array], scale: float) -> jax.Array:
-    """kernel + a b · scale, float32 [.., in, out]."""
-    update = jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * scale
-    return as_array(kernel, jnp.float32) + update
+def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> dict[str, PyTree]:
+    """The parameters with the kernels of the layers in few bits; embeddings, norms and biases as they are.
+
+    Kernels reach the device one stack at a time, so the whole model is never there in full.
+
+    Args:
+        params: A decoder's; kernels [layers, in, out] or [layers, experts, in, out].
+        kind: ``int8``, a scale for each output; or ``int4``, a scale for each output and ``TILE`` inputs (where that
+            does not divide their number, for each output).
+        device: Where the result goes; None for the first.
+
+    Returns:
+        The same tree; the kernels are ``qwix.QArray``, which the decoder reads like arrays (``as_array``).
+
+    Raises:
+        ValueError: kind is another one.
+        UserError: qwix is not installed.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+    with extras_named():
+        import qwix
+
+    @jax.jit
+    def store(kernel: jax.Array) -> qwix.QArray:
+        inputs = kernel.ndim - 2
+        tiles = {inputs: TILE} if kind == "int4" and kernel.shape[inputs] % TILE == 0 else None
+        others = tuple(axis for axis in range(kernel.ndim) if axis != inputs)
+        return qwix.quantize(kernel.astype(jnp.float32), kind, channelwise_axes=others, tiled_axes=tiles)
+
+    def put(leaf: jax.Array) -> jax.Array:
+        return jnp.array(jax.device_put(leaf, device), copy=True)  # JAX may alias host memory
+
+    def place(path: jax.tree_util.KeyPath, leaf: jax.Array) -> PyTree:
+        return store(jax.device_put(leaf, device)) if path[-1].key == "kernel" else put(leaf)
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def count_weights(params: PyTree) -> int:
+    """How many weights there are, however they are stored; scales are none."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "qvalue"))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def as_array(kernel: jax.Array | QArray, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A kernel as an array of this dtype, however it is stored."""
+    if hasattr(kernel, "qvalue"):
+        import qwix
+
+        kernel = qwix.dequantize(kernel)
+    return kernel.astype(dtype)

@@ -38,7 +38,7 @@ def write_policy(
     plain_words: bool = False,
     vectors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Writes a Hugging Face folder with random weights and a tokenizer of whole words.
+    """Write a Hugging Face folder with random weights and a tokenizer of whole words; returns the folder.
 
     Text is split at white space; a word or mark of `words` is one token, any other is "<|unknown|>". Tokens are joined
     with a space when read back.
@@ -55,11 +55,8 @@ def write_policy(
         plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
         vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones.
 
-    Returns:
-        The folder.
-
     Raises:
-        ValueError: If there are no words, a word holds white space, or the heads do not divide the width evenly.
+        ValueError: There are no words, a word holds white space, or the heads do not divide the width evenly.
     """
     words = list(dict.fromkeys(words))
     if not words or any(word.split() != [word] for word in words):

@@ -25,10 +25,9 @@ from grpo_jax.models.cache import Cache, Prefix, init_cache
 from grpo_jax.models.contexts import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
 from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.hf.tokens import chat_renderer, prompt_encoder
-from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merging
-from grpo_jax.models.quantised import quantise
+from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
 from grpo_jax.models.vision.pictures import PictureStates
@@ -106,7 +105,7 @@ class Policy:
         return self._folder.config
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> hf.Tokenizer:
         """The folder's Hugging Face tokenizer."""
         return self._folder.tokenizer
 
@@ -142,7 +141,7 @@ class Policy:
         nodes: jax.Array | None = None,
         **options: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probability of each token and entropy of the distribution it was drawn from, under this policy.
+        """Log-probability of each token and entropy of the distribution it was drawn from, both [P, G, T] and wide.
 
         Args:
             variables: They hold the head.
@@ -151,9 +150,6 @@ class Policy:
             trie: The texts of which each completion is one; it must not be traced.
             nodes: i32 [P, G, T] with a trie, the node before each token; by default completions begin at its root.
             **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
-
-        Returns:
-            (logprobs, entropy), both [P, G, T], at least float32.
         """
         head = self.head(variables)
         with _precision(self.matmul_precision):
@@ -166,19 +162,12 @@ class Policy:
     def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
 
-        Marks such as ``<|im_end|>`` come from the template alone; in a prompt they are text.
-
-        Raises:
-            UserError: The chat template or the tokenizer fails, or a prompt cannot be encoded.
+        Marks such as ``<|im_end|>`` come from the template alone; in a prompt they are text. UserError where the
+        template or the tokenizer fails, or a prompt cannot be encoded.
         """
         chat = bool(getattr(self.tokenizer, "chat_template", None))
-        encode = prompt_encoder(
-            self.tokenizer,
-            chat_renderer(self.tokenizer) if chat else str,
-            add_special_tokens=not chat,
-            vocab_size=self.config.vocab_size,
-        )
-        ids = [encode(prompt) for prompt in prompts]
+        encode = conversation_encoder(self.tokenizer, chat=chat, vocab_size=self.config.vocab_size)
+        ids = [encode([Message("user", (prompt,))]) for prompt in prompts]
         width = max(map(len, ids))
         tokens = np.full((len(ids), width), self.pad_id, np.int32)
         mask = np.arange(width) >= width - np.array([[len(row)] for row in ids])
@@ -186,7 +175,7 @@ class Policy:
             row[width - len(entry) :] = entry
         return tokens, mask
 
-    def decode(self, samples: Any) -> list[list[str]]:
+    def decode(self, samples: PyTree) -> list[list[str]]:
         """Completions of a sampler as texts `[P][G]`, special tokens left out."""
         tokens, mask = jax.device_get((samples.tokens, samples.mask))
         return [
@@ -197,23 +186,17 @@ class Policy:
     def save(self, folder: str | Path, variables: Variables, *, dtype: str = "float32") -> None:
         """Write a folder that `AutoModelForCausalLM.from_pretrained` loads (Qwen-VL: `AutoModelForImageTextToText`).
 
-        Args:
-            folder: Where to write; it appears at once, when complete.
-            variables: Adapters are merged into the weights, in float32 and a layer at a time.
-            dtype: Type of the language model's weights. In float32 nothing that was trained is rounded away; bfloat16
-                keeps little of what small adapters changed. Tensors that are not the policy's (a frozen vision tower)
-                are copied as they are.
-
-        Raises:
-            UserError: The folder cannot be written.
+        It appears at once, when complete. Adapters are merged into the weights, in float32 and a layer at a time. In
+        float32 nothing that was trained is rounded away; bfloat16 keeps little of what small adapters changed. Tensors
+        that are not the policy's (a frozen vision tower) are copied as they are. UserError where the folder cannot be
+        written.
         """
-        hf.save_folder(folder, self._folder.path, self.config, merging(variables, self.lora), dtype=dtype)
+        hf.save_folder(folder, self._folder.path, self.config, merge(variables, self.lora), dtype=dtype)
 
     def save_adapters(self, folder: str | Path, variables: Variables) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` loads onto the base model; it appears when complete.
 
-        Raises:
-            UserError: There are no adapters, or the folder cannot be written.
+        UserError where there are no adapters, or the folder cannot be written.
         """
         if self.lora is None:
             raise UserError("--adapters: this run trained all weights and has none (policy.lora.rank 0)")
@@ -224,7 +207,7 @@ _WITHOUT_WEIGHTS = [field.name for field in dataclasses.fields(Policy) if field.
 jax.tree_util.register_dataclass(Policy, data_fields=["variables"], meta_fields=_WITHOUT_WEIGHTS)
 
 
-def _precision(name: str | None) -> AbstractContextManager[Any]:
+def _precision(name: str | None) -> AbstractContextManager[object]:
     """The context in which products of matrices have this precision; None leaves JAX's own."""
     return nullcontext() if name is None else jax.default_matmul_precision(name)
 
@@ -233,10 +216,7 @@ def precision_of(compute_dtype: str, precision: str | None) -> str | None:
     """The precision of products of matrices: the configured one, or what the type of the activations needs.
 
     That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's own
-    setting, None, for other types.
-
-    Raises:
-        ValueError: It is not ``default``, ``high`` or ``highest``, as of `jax.default_matmul_precision`.
+    setting, None, for other types. ValueError for none of `PRECISIONS`.
     """
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"matmul_precision must be one of {PRECISIONS} or None, got {precision!r}")
@@ -253,9 +233,6 @@ def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
         return None
     start = jnp.full((), 2.0**16, jnp.float32)
     return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
-
-
-# --------------------------------------------------------------------------------------------------- pure functions
 
 
 def make_policy(
@@ -294,7 +271,7 @@ def make_policy(
     decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
     unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
 
-    def precise(function: Callable[..., Any]) -> Callable[..., Any]:
+    def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         @wraps(function)
         def run(*args, **kwargs):
             with _precision(matmul_precision):
@@ -320,12 +297,9 @@ def make_policy(
     def run_unstacked(
         variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache, context: Context
     ) -> tuple[jax.Array, Cache]:
-        layer_inputs = [
-            LayerInput(prefix=(prefix_keys, prefix_values), cache=(keys, values))
-            for prefix_keys, prefix_values, keys, values in zip(
-                prefix.keys, prefix.values, cache.keys, cache.values, strict=True
-            )
-        ]
+        prefixes = zip(prefix.keys, prefix.values, strict=True)
+        caches = zip(cache.keys, cache.values, strict=True)
+        layer_inputs = [LayerInput(prefix=read, cache=own) for read, own in zip(prefixes, caches, strict=True)]
         hidden, written = unstacked.apply(variables, tokens, context, layer_inputs)
         keys, values = zip(*written, strict=True)
         return hidden, cache._replace(keys=keys, values=values)
@@ -436,9 +410,6 @@ def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> No
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- loading
-
-
 def load_policy(
     folder: str | Path | hf.PolicyFolder,
     section: PolicySection | None = None,
@@ -484,7 +455,7 @@ def load_policy(
     config = read.config
     policy = configured_functions(section, config, mesh)
     lora = policy.lora
-    variables: dict[str, Any] = {"params": put(weights)}
+    variables: dict[str, PyTree] = {"params": put(weights)}
     tower = None
     if (config.vision is not None if vision is None else vision) or needs_tower(section, lora):
         _check_tower(section, read)
@@ -521,8 +492,7 @@ def configured_functions(section: PolicySection, config: ModelConfig, mesh: jax.
 def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
     """The adapters' configuration for a model, or None where all weights are trained.
 
-    Raises:
-        UserError: A target is no projection of this architecture, or the folder that the section names does not fit it.
+    UserError where a target is no projection of this architecture, or the folder of adapters does not fit it.
     """
     if section.path is not None:
         return load_adapters(section.path, model)[0]

@@ -16,40 +16,25 @@ SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of one model.
+    """Rotary embedding of one model."""
 
-    Attributes:
-        theta: base of the wavelengths.
-        scaling: one of ``SCALINGS``; or ``longrope``, and ``none``, which does not turn at all.
-        factor: how far the context is stretched (all scalings but ``default``).
-        original_length: context length before stretching (``llama3``, ``yarn``, ``longrope``).
-        low_freq_factor: llama3: wavelengths above original_length / low_freq_factor are stretched in full.
-        high_freq_factor: llama3: wavelengths below original_length / high_freq_factor are left alone.
-        beta_fast: yarn: dimensions turning more often than this within original_length are left alone.
-        beta_slow: yarn: dimensions turning less often than this are stretched in full.
-        truncate: yarn: whether the range of dimensions is rounded outwards to integers.
-        short_factors: longrope: what the wavelength of each pair is multiplied by in texts of up to original_length
-            tokens. Longer ones would take another table for all of their tokens, and have none here.
-        attention_factor: multiplies sine and cosine (yarn's temperature).
-        share: of each head's dimensions that turn, the first ones; the others pass.
-        sections: how many frequencies turn with time, row and column, where positions have these three axes.
-        interleaved: the three take turns among the frequencies (Qwen3-VL) rather than follow one another.
-    """
-
-    theta: float = 10_000.0
-    scaling: str = "default"
-    factor: float = 1.0
-    original_length: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+    theta: float = 10_000.0  # base of the wavelengths
+    scaling: str = "default"  # one of `SCALINGS`; or `longrope`, and `none`, which does not turn at all
+    factor: float = 1.0  # how far the context is stretched (all scalings but `default`)
+    original_length: int = 0  # context length before stretching (`llama3`, `yarn`, `longrope`)
+    low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / low_freq_factor are stretched in full
+    high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / high_freq_factor are left alone
+    beta_fast: float = 32.0  # yarn: dimensions turning more often than this within original_length are left alone
+    beta_slow: float = 1.0  # yarn: dimensions turning less often than this are stretched in full
+    truncate: bool = True  # yarn: whether the range of dimensions is rounded outwards to integers
+    # longrope: what the wavelength of each pair is multiplied by in texts of up to original_length tokens. Longer ones
+    # would take another table for all of their tokens, and have none here
     short_factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0
-    share: float = 1.0
+    attention_factor: float = 1.0  # multiplies sine and cosine (yarn's temperature)
+    share: float = 1.0  # of each head's dimensions that turn, the first ones; the others pass
+    # how many frequencies turn with time, row and column, where positions have these three axes
     sections: tuple[int, ...] = ()
-    interleaved: bool = False
+    interleaved: bool = False  # the three take turns among the frequencies (Qwen3-VL) rather than follow one another
 
 
 UNTURNED = RopeConfig(scaling="none")
@@ -162,15 +147,10 @@ _ROPE_KINDS = {
 
 
 def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
-    """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before).
+    """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before), of a ``config.json``.
 
-    Args:
-        fields: The contents of a ``config.json``.
-        theta: transformers' default where a folder does not say.
-        plain: Further rope types that scale nothing.
-
-    Raises:
-        ValueError: Naming the field that is missing or not supported, with its value.
+    `theta` is transformers' default where a folder does not say; `plain` are further rope types that scale nothing.
+    ValueErrors name the field that is missing or not supported, with its value.
     """
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")

@@ -6,10 +6,12 @@ heads, units of the MLP, rows of the vocabulary (Shoeybi et al. 2019, arXiv:1909
 (Xu et al. 2021, arXiv:2105.04663); all that is said here is where parameters, optimizer state and batch lie.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -18,43 +20,42 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.families import FAMILIES
-from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS
-from grpo_jax.models.variables import VISUAL
-from grpo_jax.models.vision.tower import TOWERS
+from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
+from grpo_jax.models.vision.tower import TOWERS, TowerFamily
+
+if TYPE_CHECKING:
+    from grpo_jax.models.policy import Policy
 
 FSDP, TENSOR = "fsdp", "tensor"
 BOTH = (TENSOR, FSDP)
 
 
-def _projections(cut: str, families: Iterable[Any]) -> str:
+def _projections(cut: str, families: Iterable[Family | TowerFamily]) -> str:
     """A pattern of the families' projections that are cut this way."""
     kinds = {name: kind for family in families for name, kind in family.projections.items()}
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
 
 
-_COLUMNS, _ROWS, _FUSED = (_projections(cut, FAMILIES.values()) for cut in (COLUMNS, ROWS, FUSED))
-_SEEN = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUSED)}
+_COLUMNS = _projections(COLUMNS, FAMILIES.values())
+_ROWS = _projections(ROWS, FAMILIES.values())
+_FUSED = _projections(FUSED, FAMILIES.values())
+_TOWER = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUSED)}
 
 
 class Partition(NamedTuple):
-    """A line of the table.
+    """A line of the table."""
 
-    Attributes:
-        pattern: of the end of a leaf's path, names joined by "/".
-        spec: axes of the mesh for each axis of the leaf; axes left out are whole.
-        otherwise: the spec where the first does not divide the leaf, or None: then it is refused.
-    """
-
-    pattern: str
-    spec: P
-    otherwise: P | None = None
+    pattern: str  # of the end of a leaf's path, names joined by "/"
+    spec: P  # axes of the mesh for each axis of the leaf; axes left out are whole
+    otherwise: P | None = None  # the spec where the first does not divide the leaf, or None: then it is refused
 
 
 TABLE = (
     # Towers are small beside their language models: what does not divide is whole on every device.
-    Partition(f"{VISUAL}/layers/{_SEEN[COLUMNS]}/kernel", P(None, FSDP, TENSOR), P()),
-    Partition(f"{VISUAL}/layers/{_SEEN[ROWS]}/kernel", P(None, TENSOR, FSDP), P()),
-    Partition(f"{VISUAL}/layers/{_SEEN[FUSED]}/kernel", P(None, BOTH), P()),
+    Partition(f"{VISUAL}/layers/{_TOWER[COLUMNS]}/kernel", P(None, FSDP, TENSOR), P()),
+    Partition(f"{VISUAL}/layers/{_TOWER[ROWS]}/kernel", P(None, TENSOR, FSDP), P()),
+    Partition(f"{VISUAL}/layers/{_TOWER[FUSED]}/kernel", P(None, BOTH), P()),
     Partition(f"{VISUAL}/layers/[^/]*/[ab]", P()),
     Partition(f"{VISUAL}/merger/fc1/kernel", P(FSDP, TENSOR), P()),
     Partition(f"{VISUAL}/merger/fc2/kernel", P(TENSOR, FSDP), P()),
@@ -90,7 +91,7 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
     """The first fsdp · tensor devices as a mesh; neighbours share a tensor axis, which communicates most.
 
     Raises:
-        ValueError: a size below 1, or too few devices.
+        ValueError: A size below 1, or too few devices.
     """
     if min(fsdp, tensor) < 1:
         raise ValueError(f"fsdp and tensor must be at least 1, got {fsdp} and {tensor}")
@@ -99,24 +100,17 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.asarray(devices[: fsdp * tensor]).reshape(fsdp, tensor), (FSDP, TENSOR))
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for each leaf, by its path (`TABLE`).
-
-    Args:
-        tree: variables, an optimizer's state, or a whole train state; arrays or shapes (`jax.eval_shape`).
-        mesh: of `make_mesh`.
+def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """A NamedSharding for each leaf (an array or its shape) of a train state or a part of it, by its path (`TABLE`).
 
     Raises:
-        ValueError: naming the leaf, its shape and the axis of the mesh that does not divide it; or a leaf with axes
+        ValueError: Naming the leaf, its shape and the axis of the mesh that does not divide it; or a leaf with axes
             that the table does not know.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    found = [NamedSharding(mesh, _spec(_name(path), np.shape(leaf), mesh)) for path, leaf in leaves]
-    return jax.tree.unflatten(structure, found)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    specs = [_spec(name, np.shape(leaf), mesh) for name, (_, leaf) in zip(names, leaves, strict=True)]
+    return jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
 
 
 def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -153,35 +147,32 @@ def _shortest(spec: P, mesh: Mesh) -> P:
     return P(*axes)
 
 
-def shard(tree: Any, mesh: Mesh | None) -> Any:
-    """A tree of parameters or state on the mesh; leaves that lie right already are not copied.
+def shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """A tree of parameters or state on the mesh; leaves that lie right already are not copied. Raises as `shardings`.
 
     Here and below, without a mesh (None) everything stays as it is, on one device. Each process of several needs the
     whole of a leaf that does not lie right, and puts its own devices' parts there.
-
-    Raises:
-        ValueError: as `shardings`.
     """
     return tree if mesh is None else jax.tree.map(_put, tree, shardings(tree, mesh))
 
 
-def shard_batch(tree: Any, mesh: Mesh | None) -> Any:
+def shard_batch(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """Arrays [P, ..] with the prompts shared out over `fsdp`, alike along `tensor`; P must be a multiple of `fsdp`."""
     return tree if mesh is None else jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P(FSDP))), tree)
 
 
-def gather(tree: Any, mesh: Mesh | None) -> Any:
+def gather(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """The whole of each array on every device, and so in every process."""
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, P()))
 
 
-def on_host(tree: Any) -> Any:
+def on_host(tree: PyTree) -> PyTree:
     """Whole NumPy arrays in place of those on devices; what other processes hold of them is brought here first.
 
     Several processes must make the call together.
     """
 
-    def whole(leaf: Any) -> Any:
+    def whole(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
         return gather(leaf, leaf.sharding.mesh)
@@ -189,14 +180,14 @@ def on_host(tree: Any) -> Any:
     return jax.device_get(jax.tree.map(whole, tree))
 
 
-def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _put(leaf: PyTree, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def over_prompts(mesh: Mesh | None) -> Callable[[Any], Any] | None:
+def over_prompts(mesh: Mesh | None) -> Callable[[PyTree], PyTree] | None:
     """The function that keeps arrays [P, ..] of a compiled computation shared out by prompts; None without a mesh.
 
     For the states between layers (`make_policy`): they then stay where they are, and weights come to them. Left to
@@ -205,7 +196,7 @@ def over_prompts(mesh: Mesh | None) -> Callable[[Any], Any] | None:
     return mesh and partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P(FSDP)))
 
 
-def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
+def shard_policy(policy: Policy, mesh: Mesh | None) -> Policy:
     """The policy's functions with each prompt's work on the devices that hold its part of the batch.
 
     Decoding is left to XLA: for few tokens it is the states that travel, and each device reads its own weights alone.
@@ -214,13 +205,13 @@ def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
         return policy
     share_out = over_prompts(mesh)
 
-    def shared_out(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(variables: Any, *arrays: Any, **named: Any) -> Any:
+    def shared_out(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        def run(variables: Variables, *arrays: PyTree, **named: PyTree) -> PyTree:
             return function(embedding_gathered(variables), *share_out(arrays), **share_out(named))
 
         return run
 
-    def embedding_gathered(variables: Any) -> Any:
+    def embedding_gathered(variables: Variables) -> Variables:
         # With D in parts, so would the states be that come from it, instead of the prompts.
         params = variables["params"]
         tables = {name: gather_columns(params[name]) for name in ("embed_tokens", "embed_positions") if name in params}
@@ -230,7 +221,7 @@ def shard_policy(policy: Any, mesh: Mesh | None) -> Any:
         rows = P(TENSOR) if matrix.shape[0] % mesh.shape[TENSOR] == 0 else P()
         return jax.lax.with_sharding_constraint(matrix, NamedSharding(mesh, rows))
 
-    def head(variables: Any) -> jax.Array:
+    def head(variables: Variables) -> jax.Array:
         # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
         return gather_columns(policy.head(variables))
 
@@ -245,13 +236,13 @@ def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh | None) 
     if mesh is None:
         return optimizer
 
-    def constrain(tree: Any) -> Any:
+    def constrain(tree: PyTree) -> PyTree:
         return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         return jax.jit(optimizer.init, out_shardings=shardings(jax.eval_shape(optimizer.init, params), mesh))(params)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         return constrain(optimizer.update(constrain(updates), state, params))
 
     return optax.GradientTransformation(init, update)

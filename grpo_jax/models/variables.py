@@ -34,7 +34,7 @@ def token_values(head: dict[str, jax.Array], hidden: jax.Array) -> jax.Array:
     return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"], precision="highest") + head["bias"]
 
 
-def tower_params(variables: Mapping[str, Any]) -> Any:
+def tower_params(variables: Variables) -> PyTree:
     """The tower's parameters, frozen or trained.
 
     Raises:
@@ -46,7 +46,7 @@ def tower_params(variables: Mapping[str, Any]) -> Any:
     raise ValueError("variables hold no vision tower: load the folder with vision=True")
 
 
-def with_tower(variables: Mapping[str, Any], visual: Any, *, trained: bool) -> dict[str, Any]:
+def with_tower(variables: Variables, visual: PyTree, *, trained: bool) -> dict[str, PyTree]:
     """Variables with a tower's parameters where they belong: beside ``params`` while frozen, else among them."""
     if trained:
         return {**variables, "params": {**variables["params"], VISUAL: visual}}
@@ -56,7 +56,7 @@ def with_tower(variables: Mapping[str, Any], visual: Any, *, trained: bool) -> d
 def unstack(variables: Variables) -> Variables:
     """Stacked ``layers`` of every collection as ``layers_0``, ``layers_1``, ...; a tower as it is."""
 
-    def split(tree: Mapping[str, Any]) -> dict[str, Any]:
+    def split(tree: Variables) -> dict[str, PyTree]:
         stacked = tree.get("layers", {})
         count = len(next(iter(jax.tree.leaves(stacked)), ()))
         apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}

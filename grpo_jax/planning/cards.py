@@ -1,20 +1,23 @@
-"""What lies on each device of a run: lines of bytes by part, and whether they fit."""
+"""What lies on each device of a run: lines of bytes by part, whether they fit, and what to change if not."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
+from grpo_jax.config.build import build, flat, merged, nested, to_dict
 from grpo_jax.config.fields import require
+from grpo_jax.config.help import spelled
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
+from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.planning.advice import Excess
+from grpo_jax.planning import MEMORY
 from grpo_jax.planning.policy import GIB, PolicyMemory, policy_memory
-from grpo_jax.planning.request import MEMORY
 from grpo_jax.training.memory import Shown
 
 RUNTIME = GIB // 2
@@ -22,6 +25,7 @@ RUNTIME = GIB // 2
 FREE = 0.05
 """Of a device, left for what does not fit between other things."""
 _RUNTIME = "runtime"
+_WORTH = 2**26  # bytes: what saves less is not worth a word
 
 
 class Line(NamedTuple):
@@ -64,22 +68,24 @@ class Card(NamedTuple):
 class Planner:
     """Plans of configs with one policy's shape on the same devices; each shape is compiled once."""
 
-    def __init__(self, model: Any, gib: tuple[float, ...], shown: Shown | None = None):
-        """Takes the decoder's config, the devices' memory and the pictures that the policy is shown."""
-        self._model, self._gib, self._shown = model, gib, shown
-        self._known: dict[str, PolicyMemory] = {}
+    def __init__(self, model: ModelConfig, gib: tuple[float, ...], shown: Shown | None = None):
+        """Take the decoder's config, the devices' memory and the pictures that the policy is shown."""
+        self._model = model
+        self._gib = gib
+        self._shown = shown
+        self._planned: dict[str, PolicyMemory] = {}
 
     def policy(self, config: Config) -> PolicyMemory:
         """The policy's memory, by device."""
         relevant = (config.policy, config.training, config.sampling, config.data, config.algorithm, config.ppo)
-        if (key := repr(relevant)) not in self._known:
+        if (key := repr(relevant)) not in self._planned:
             section = config.policy.mesh
             try:
                 mesh = make_mesh(section.fsdp, section.tensor, jax.devices()) if section.size > 1 else None
-                self._known[key] = policy_memory(config, self._model, mesh, self._shown)
+                self._planned[key] = policy_memory(config, self._model, mesh, self._shown)
             except ValueError as error:  # no such projection, a weight that does not divide, too few devices
                 raise UserError(f"policy: {error}") from error
-        return self._known[key]
+        return self._planned[key]
 
     def cards(self, config: Config) -> list[Card]:
         """All devices with what would lie on them."""
@@ -177,7 +183,121 @@ def _limit(memory: PolicyMemory) -> str:
     return "at most: compiled in float32" if memory.widened else "compiled"
 
 
-def judge_lines(judge: Any) -> list[Line]:
+def judge_lines(judge: object) -> list[Line]:
     """What a judge says that it takes (`memory`)."""
     count = getattr(judge, "memory", None)
     return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]
+
+
+# ------------------------------------------------------------------------------------------ what to change in a config
+
+
+class Excess(NamedTuple):
+    """How much a config takes too much.
+
+    Attributes:
+        bytes: Over all devices; 0 if it fits.
+        parts: "policy" and judges whose device is full.
+        weights: Whether the policy's weights alone are too much, so that saving activations cannot help.
+    """
+
+    bytes: int
+    parts: frozenset[str]
+    weights: bool
+
+
+class Saving(NamedTuple):
+    """A way to save memory.
+
+    Attributes:
+        part: Whose memory: "policy", or a judge's name.
+        activations: Whether it saves activations, rather than weights and what goes with them.
+        fields: The config in force → the fields to change, {"section.field": value}; empty where nothing can be.
+    """
+
+    part: str
+    activations: bool
+    fields: Callable[[Config], dict[str, object]]
+
+
+def list_savings(config: Config, cards: int) -> list[Saving]:
+    """Return what can be done, in the order in which it is tried: what changes nothing that is learned comes first.
+
+    Args:
+        config: Its judges say themselves what can be saved (`savings`).
+        cards: That there are; with three or more the policy may have all but the last.
+    """
+
+    def a_prompt_at_a_time(config: Config) -> dict[str, object]:
+        prompts = config.training.prompts_per_batch // config.training.minibatches
+        return {"training.accumulation": max(prompts // config.policy.mesh.fsdp, 1)}
+
+    def adapters(config: Config) -> dict[str, object]:
+        return {} if config.policy.lora.used else {"policy.lora.rank": 16}
+
+    def narrow_base(config: Config) -> dict[str, object]:
+        narrow = {"policy.frozen_dtype": "bfloat16", "policy.compute_dtype": "bfloat16"}
+        return narrow if config.policy.lora.used else {}
+
+    def mesh(config: Config) -> dict[str, object]:
+        parts = cards - 1
+        prompts = config.training.prompts_per_batch // config.training.minibatches
+        if config.policy.mesh.size > 1 or parts < 2 or prompts % parts:
+            return {}
+        # A micro-batch must have a prompt for each part.
+        accumulation = min(config.training.accumulation, prompts // parts)
+        return {"policy.mesh.fsdp": parts, "training.accumulation": accumulation}
+
+    def smaller_group(config: Config) -> dict[str, object]:
+        return {"sampling.group_size": max(config.sampling.group_size // 2, 2)}
+
+    judges = []
+    for name, judge in config.judges.items():
+        for fields in getattr(judge, "savings", list)():
+            changes = {f"judges.{name}.{field}": value for field, value in fields.items()}
+            judges.append(Saving(name, False, lambda _, changes=changes: changes))
+    return [
+        Saving(POLICY, True, lambda _: {"policy.remat": "layer"}),
+        Saving(POLICY, True, a_prompt_at_a_time),
+        Saving(POLICY, True, lambda _: {"training.chunk_prompts": 1}),
+        *judges,
+        Saving(POLICY, False, adapters),
+        Saving(POLICY, False, narrow_base),
+        Saving(POLICY, True, lambda _: {"policy.compute_dtype": "bfloat16"}),
+        Saving(POLICY, False, mesh),
+        Saving(POLICY, True, smaller_group),
+    ]
+
+
+def changes_that_fit(config: Config, cards: int, excess: Callable[[Config], Excess]) -> tuple[list[str], Excess]:
+    """Change one thing after the other until everything fits or nothing more helps; each is tried, not guessed.
+
+    Args:
+        config: That does not fit.
+        cards: Devices that there are.
+        excess: Of a config.
+
+    Returns:
+        The words of the command line that make the changes which help, and the excess that is left.
+    """
+    words: list[str] = []
+    left = excess(config)
+    for _ in range(2):  # what could not help before the weights fitted may help now
+        for saving in list_savings(config, cards):
+            if not left.bytes:
+                return words, left
+            hopeless = saving.part == POLICY and saving.activations and left.weights
+            if hopeless or saving.part not in left.parts:
+                continue
+            values = to_dict(config)
+            now = flat(values)
+            changes = {name: value for name, value in saving.fields(config).items() if now[name] != value}
+            if not changes:
+                continue
+            changed = build(Config, merged(values, nested(changes)))
+            after = excess(changed)
+            if after.bytes < left.bytes - _WORTH:
+                words.append(" ".join(f"--{name} {spelled(value)}" for name, value in changes.items()))
+                config = changed
+                left = after
+    return words, left

@@ -6,7 +6,6 @@ No weight is read: a folder with config.json is enough. The exit code is 0 if it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -14,18 +13,16 @@ from grpo_jax.config.build import to_dict
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import precision_of
-from grpo_jax.planning.advice import changes_that_fit
-from grpo_jax.planning.cards import FREE, Card, Planner
-from grpo_jax.planning.policy import GIB, PolicyMemory
-from grpo_jax.planning.request import PLAN
-from grpo_jax.planning.shapes import read_shape, read_shown
+from grpo_jax.planning import PLAN
+from grpo_jax.planning.cards import FREE, Card, Planner, changes_that_fit
+from grpo_jax.planning.policy import GIB, PolicyMemory, read_shape, read_shown
 from grpo_jax.runs.policy import NEW
 
 _PREALLOCATED = 0.75  # JAX's default share of a card
 
 
-def show_plan(config: Any, gib: tuple[float, ...]) -> int:
-    """Prints the plan of a config; returns the exit code: 0 if it fits, 1 if not.
+def show_plan(config: object, gib: tuple[float, ...]) -> int:
+    """Print the plan of a config; returns the exit code: 0 if it fits, 1 if not.
 
     Args:
         config: The run.

@@ -8,20 +8,30 @@ memory the program allocates (`memory_analysis`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import os
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
-from grpo_jax.models.policy import configured_functions
-from grpo_jax.models.quantised import count_weights
+from grpo_jax.errors import UserError, shown
+from grpo_jax.models import hf
+from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.hf.image_processor import most_patches
+from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.lora import count_weights
+from grpo_jax.models.policy import configured_functions, lora_config, needs_tower
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL
+from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.rollout.rollout import IN_FLIGHT
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.sampler import bucket_size, make_sampler
+from grpo_jax.sampling.sampler import Samples, bucket_size, make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.memory import (
@@ -35,6 +45,30 @@ from grpo_jax.training.memory import (
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
 GIB = 2**30
+_QWEN_7B: dict[str, object] = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_TOWER_2 = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "patch_size": 14, "hidden_size": 3584}
+_TOWER_2_5 = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584} | {
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+PUBLISHED_POLICIES = {
+    "Qwen/Qwen2-VL-7B-Instruct": _QWEN_7B
+    | {"model_type": "qwen2_vl", "max_position_embeddings": 32768, "vision_config": _TOWER_2},
+    "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN_7B
+    | {"model_type": "qwen2_5_vl", "max_position_embeddings": 128000, "vision_config": _TOWER_2_5},
+}
+"""What their config.json says, for planning where there is no connection."""
 
 
 class PolicyMemory(NamedTuple):
@@ -92,9 +126,9 @@ class PolicyMemory(NamedTuple):
 
 
 def policy_memory(
-    config: Config, model: Any, mesh: jax.sharding.Mesh | None = None, shown: Shown | None = None
+    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None = None, shown: Shown | None = None
 ) -> PolicyMemory:
-    """Counts and compiles what `config` does with a policy of the shape `model`.
+    """Count and compile what `config` does with a policy of the shape `model`.
 
     Prompts are taken to be as long as data.max_prompt_tokens allows.
 
@@ -134,7 +168,7 @@ def policy_memory(
     )
 
 
-def cache_bytes(config: Config, model: Any) -> int:
+def cache_bytes(config: Config, model: ModelConfig) -> int:
     """Keys and values of a chunk of prompts and of their completions: 2 · layers · K · E · (P · L + P · G · T).
 
     Of episodes T is that of all turns; the cache of the turns before the last is there until the last one's is filled
@@ -155,14 +189,16 @@ def _slots(config: Config, turns: int) -> int:
     return turns * section.max_new_tokens + (turns - 1) * (bucket_size(section.max_answer_tokens, smallest=8) + 1)
 
 
-def _cached(config: Config, model: Any, tokens: int) -> int:
+def _cached(config: Config, model: ModelConfig, tokens: int) -> int:
     """Keys and values of so many tokens for each prompt of a chunk, on one device."""
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     size = per_token * bucket_size(_chunk(config)) * tokens * jnp.dtype(config.policy.compute_dtype).itemsize
     return size // (config.policy.mesh.fsdp * config.policy.mesh.tensor)
 
 
-def _beside_the_cache(config: Config, model: Any, mesh: Any, shown: Shown | None, apart: int) -> int:
+def _beside_the_cache(
+    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None, apart: int
+) -> int:
     """What sampling a chunk takes beside its cache and the copy of the layers; of episodes the larger of two turns."""
     section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
     first = _cached(config, model, length + section.written_completions * section.max_new_tokens)
@@ -177,19 +213,19 @@ def _layers_bytes(state: TrainState) -> int:
     return tree_bytes([tree.get("layers", {}) for name, tree in state.variables.items() if name not in (VALUE, VISUAL)])
 
 
-def tree_size(tree: Any) -> int:
+def tree_size(tree: object) -> int:
     """Number of elements of a tree of arrays or shapes."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: object) -> int:
     """Bytes of a tree of arrays or shapes on one device: of a leaf that is spread over several, one part."""
-    return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
+    def leaf_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return int(np.prod(shape)) * leaf.dtype.itemsize
 
-def _leaf_bytes(leaf: Any) -> int:
-    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return int(np.prod(shape)) * leaf.dtype.itemsize
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
 
 def _chunk(config: Config) -> int:
@@ -201,7 +237,7 @@ def _params(config: Config) -> SamplingParams:
     return sampling_params(config.sampling, config.sampling.written_completions, config.sampling.temperature)
 
 
-def _compiled_turn(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -> int:
+def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> int:
     """Temporary bytes of the last turn of a chunk's episodes."""
     sampler = make_episode_sampler(
         configured_functions(config.policy, model, mesh), _params(config), eos_ids=(0,), pad_id=0
@@ -220,7 +256,7 @@ def _compiled_turn(config: Config, model: Any, mesh: jax.sharding.Mesh | None) -
     )
 
 
-def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:
+def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None) -> int:
     """Temporary bytes of sampling one chunk of prompts: caches, logits, and the layers' insides.
 
     With pictures those of their states too, or of the tower that makes them, which runs before.
@@ -230,7 +266,7 @@ def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | Non
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), len(tokens))
 
-    def draw(variables: Any, states: Any) -> Any:
+    def draw(variables: dict, states: object) -> Samples:
         return gather(sample(variables, tokens, np.ones_like(tokens, bool), keys, states), mesh)
 
     variables = state_shapes(config, model, mesh, pictures=shown is not None).variables
@@ -241,3 +277,67 @@ def _compiled_sampling(config: Config, model: Any, mesh: jax.sharding.Mesh | Non
     states = jax.eval_shape(policy.encode_images, variables, pictures)
     seen = tree_bytes(pictures) + temporary_bytes(jax.jit(policy.encode_images), variables, pictures)
     return tree_bytes(states) + max(temporary_bytes(jax.jit(draw), variables, states), seen)
+
+
+# --------------------------------------------------------------------------------------------- the policy's shape
+
+
+def read_shape(path: str) -> ModelConfig:
+    """Return the decoder's config of a folder or hub id."""
+    folder = policy_folder(path)
+    if os.path.isfile(folder / "config.json"):
+        raw = read_json(folder / "config.json")
+    elif path in PUBLISHED_POLICIES:
+        raw = PUBLISHED_POLICIES[path]
+    elif os.path.isdir(folder) or path.count("/") != 1:
+        raise UserError(f"policy.path: expected a folder with config.json or a hub id, got {shown(path, 120)}")
+    else:
+        raw = read_json(_download_config(path))
+    return hf.model_config(folder, raw)
+
+
+def policy_folder(path: str) -> Path:
+    """Return where a policy's folder would be, by the path or name that a config has."""
+    return Path(os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path)))
+
+
+def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, list[str]]:
+    """Return the pictures that the policy is shown, or None, and the plan's notes about its vision tower."""
+    prompt, answer = config.task.count_pictures(config)
+    answers = answer * (config.sampling.turns - 1)
+    vision = getattr(model, "vision", None)
+    if vision is None:
+        if prompt or answers:
+            raise UserError(f"policy.path: {config.policy.path} has no vision tower, and there are pictures to see")
+        return None, []
+    tower = f"vision tower: {tower_size(vision):,} parameters"
+    if not prompt and not answers and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
+        return None, [f"{tower}, not loaded (prompts are text); an export copies them"]
+    patches = most_patches(policy_folder(config.policy.path), vision, config.data.picture_size)
+    tokens = patches // vision.merged
+    room = config.data.max_prompt_tokens
+    if prompt * tokens > room:
+        raise UserError(
+            f"data.max_prompt_tokens: {prompt} pictures of {tokens} tokens do not fit into {room}; allow longer ones, "
+            "or choose a smaller data.picture_size"
+        )
+    trained = "trained" if config.policy.vision == "train" else "frozen"
+    places = f"{prompt} in a prompt" + (f", {answers} among the turns" if answers else "")
+    return Shown(prompt, answers, patches), [f"{tower}, {trained}; pictures of {tokens} tokens: {places}"]
+
+
+def _download_config(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # offline, gated, no such id: hub and transport raise many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"policy.path: {name!r} is no folder here, and the hub did not give its config.json ({reason})"
+        ) from error
+
+
+def tower_size(vision: VisionConfig) -> int:
+    """Return the number of weights of a vision tower."""
+    return tree_size(tower_shapes(vision))

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.models.hf.hub import push_folder, require_hub
+from grpo_jax.models.hf.folder import push_folder, require_hub
 from grpo_jax.reports.console import Console, LiveLine, result_lines
 from grpo_jax.reports.model_card import model_card
 from grpo_jax.reports.page import end_sections, write_report

@@ -28,7 +28,7 @@ from grpo_jax.rollout.environment import Answering, Environment, ReplyTokens, as
 from grpo_jax.rollout.episodes import AnswerError, Episode, Turn, remembered
 from grpo_jax.rollout.pipeline import Slot, Stage, run_pipeline
 from grpo_jax.sampling.episodes import Carried, EpisodeSampler
-from grpo_jax.sampling.writing import Samples
+from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import Objectives
 
 EVALUATION_STREAM = 2**31 - 1

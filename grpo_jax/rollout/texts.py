@@ -16,7 +16,7 @@ from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.sampling.choices import choices_trie
+from grpo_jax.sampling.samplers import choices_trie
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,11 +1,16 @@
 """The folder of a run: what lies where, made once, written so that a full disk or a kill loses nothing."""
 
+from __future__ import annotations
+
 import errno
+import fcntl
 import json
 import math
 import os
 import shutil
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,9 +21,112 @@ import numpy as np
 
 from grpo_jax.config.files import parse_json, read_bytes
 from grpo_jax.errors import UserError
-from grpo_jax.runs.lock import NAME as LOCK
-from grpo_jax.runs.lock import RunLock
 from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry
+
+LOCK = "run.lock"
+_BEAT_SECONDS, _STALE_SECONDS = 20.0, 90.0
+
+
+class RunLock:
+    """The lock of a folder: a file that says who has it, locked by the system for as long as that process lives.
+
+    What a process left that was killed is free again at once. Other machines do not see such locks on every network
+    file system; for them the holder touches the file every 20 seconds, and 90 seconds without that make it free.
+    """
+
+    def __init__(self, folder: Path):
+        """Takes the lock."""
+        self._path = folder / LOCK
+        self._handle = self._take()
+        _write_holder(self._handle, {"host": socket.gethostname(), "process": os.getpid()})
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Gives it back; a second time does nothing."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if _is_same(self._handle, self._path):
+            self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # a judge may have closed it
+            os.close(self._handle)
+
+    def _take(self) -> int:
+        while True:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = _read_holder(handle)
+                os.close(handle)
+                if not _is_dead(holder):
+                    raise self._refusal(holder) from None
+                self._path.unlink(missing_ok=True)  # a child of it has the lock still: another file is another lock
+                continue
+            if not _is_same(handle, self._path):  # given back, and removed, since it was opened
+                os.close(handle)
+                continue
+            holder = _read_holder(handle)
+            if holder.get("host") not in (None, socket.gethostname()) and self._age() < _STALE_SECONDS:
+                os.close(handle)
+                raise self._refusal(holder)
+            return handle
+
+    def _refusal(self, holder: dict[str, object]) -> UserError:
+        who = "another process"
+        if holder:
+            who = f"process {holder.get('process')} on {holder.get('host')}"
+        return UserError(
+            f"{self._path.parent} is in use by {who}: wait until that run ends, stop it, or choose another --run_dir "
+            f"(if there is no such process: remove {LOCK} in it)"
+        )
+
+    def _age(self) -> float:
+        """Seconds since the holder touched it, by the file system's own clock."""
+        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{LOCK}.") as now:
+            return os.stat(now.name).st_mtime - self._path.stat().st_mtime
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_SECONDS):
+            try:
+                os.utime(self._path)
+            except OSError:  # the folder is gone, or away for a moment
+                continue
+
+
+def _is_same(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except OSError:
+        return False
+
+
+def _is_dead(holder: dict[str, object]) -> bool:
+    """Whether it ran on this machine and does no longer."""
+    process = holder.get("process")
+    if holder.get("host") != socket.gethostname() or not isinstance(process, int):
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _read_holder(handle: int) -> dict[str, object]:
+    try:
+        return parse_json(os.pread(handle, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_holder(handle: int, holder: dict[str, object]) -> None:
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(holder).encode(), 0)
+
 
 Result = TypeVar("Result")
 MAX_ATTEMPTS = 4
@@ -46,17 +154,7 @@ def retry_write(
     on_retry: Callable[[Exception, float], None] = lambda error, pause: None,
     max_attempts: int = MAX_ATTEMPTS,
 ) -> Result:
-    """Call `write` until it succeeds: a disk is full or away for a moment, and a run is long.
-
-    Args:
-        write: What is tried.
-        may_pass: Whether an error is worth another attempt.
-        on_retry: on_retry(error, seconds of the pause) is called before each pause.
-        max_attempts: Attempts in all.
-
-    Raises:
-        Exception: The last attempt's, or one that does not pass.
-    """
+    """Call `write` until it succeeds: a disk is full or away for a moment, and a run is long."""
     for attempt in range(max_attempts - 1):
         try:
             return write()
@@ -114,11 +212,7 @@ class AppendedFile:
     """Text appended straight to a file: nothing stays in a buffer that a kill would lose or a close would repeat."""
 
     def __init__(self, path: str | Path):
-        """Opens or makes the file.
-
-        Raises:
-            UserError: It cannot be opened for writing.
-        """
+        """Opens or makes the file."""
         self._path = path
         with disk_errors(path):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by close()
@@ -175,12 +269,8 @@ class RunDirectory:
         self._made: list[Path] = []  # folders that `open` had to make on the way here, the inner ones first
 
     @classmethod
-    def open(cls, path: str | Path, *, resume: bool = False) -> "RunDirectory":
+    def open(cls, path: str | Path, *, resume: bool = False) -> RunDirectory:
         """Makes the folder, or opens an earlier run's with `resume`.
-
-        Args:
-            path: Of the run.
-            resume: It must hold a run already.
 
         Raises:
             UserError: It holds a run already, there is none to resume, or it is not writable.
@@ -253,7 +343,7 @@ class RunDirectory:
         """Writes config.yaml."""
         write_atomically(self.config, text)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, object]) -> None:
         """Writes summary.json; numbers that are not finite become null."""
         write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
 
@@ -262,12 +352,8 @@ class RunDirectory:
 
         What a prompt shows is 000_shown_0.png, and so on.
         """
-        if not gallery:
-            return
-        with disk_errors(self.images):
-            self.images.mkdir(exist_ok=True)
         texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
-        write_atomically(self.images / "gallery.json", json.dumps(finite(texts), indent=1).encode())
+        self._write_texts("gallery.json", texts)
         for index, entry in enumerate(gallery):
             drawn = {"before": entry.before, "after": entry.after, **_numbered("shown", entry.shown)}
             self._write_pictures(index, drawn)
@@ -277,10 +363,6 @@ class RunDirectory:
 
         What the policy read is 000_episode_shown_0.png of the prompt, 000_turn_1_shown_0.png of the answer to a turn.
         """
-        if not episodes:
-            return
-        with disk_errors(self.images):
-            self.images.mkdir(exist_ok=True)
         texts = [
             {
                 "prompt": entry.prompt,
@@ -290,25 +372,26 @@ class RunDirectory:
             }
             for entry in episodes
         ]
-        write_atomically(self.images / "episodes.json", json.dumps(finite(texts), indent=1).encode())
+        self._write_texts("episodes.json", texts)
         for index, entry in enumerate(episodes):
             drawn = _numbered("episode_shown", entry.pictures)
             for number, turn in enumerate(entry.turns, 1):
                 drawn |= {f"turn_{number}": turn.image, **_numbered(f"turn_{number}_shown", turn.pictures)}
             self._write_pictures(index, drawn)
 
+    def _write_texts(self, name: str, texts: Sequence[object]) -> None:
+        if texts:
+            with disk_errors(self.images):
+                self.images.mkdir(exist_ok=True)
+            write_atomically(self.images / name, json.dumps(finite(texts), indent=1).encode())
+
     def _write_pictures(self, index: int, pictures: Mapping[str, np.ndarray | None]) -> None:
         for name, picture in pictures.items():
             if picture is not None:
                 write_atomically(self.images / f"{index:03d}_{name}.png", encode_png(picture))
 
-    def write_completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
-        """Writes completions/step_00000N.parquet, one row per completion.
-
-        Args:
-            step: The iteration; becomes the first column.
-            columns: Equally long; prompt, completion, each reward, advantage, length, truncated.
-        """
+    def write_completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> Path:
+        """Writes completions/step_00000N.parquet, one row per completion."""
         import pyarrow
         import pyarrow.parquet
 
@@ -335,11 +418,7 @@ class RunDirectory:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line that a kill cut short is left out.
-
-    Raises:
-        UserError: A line before the last is not JSON.
-    """
+    """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
     path = Path(path)
     if not path.is_file():
         return []
@@ -365,9 +444,9 @@ def truncate_metrics(path: str | Path, step: int) -> None:
     path = Path(path)
     if not path.is_file():
         return
-    kept = sum(row["step"] <= step for row in read_metrics(path))
+    remaining = sum(row["step"] <= step for row in read_metrics(path))
     lines = [line for line in _content(path).split(b"\n") if line.strip()]
-    write_atomically(path, b"".join(line + b"\n" for line in lines[:kept]))
+    write_atomically(path, b"".join(line + b"\n" for line in lines[:remaining]))
 
 
 def _content(metrics: Path) -> bytes:
@@ -377,7 +456,7 @@ def _content(metrics: Path) -> bytes:
         raise UserError(f"{metrics}: cannot be read ({error})") from error
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """A copy that strict JSON can hold: plain numbers and lists, null for NaN and the infinities."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from grpo_jax.core.repeated import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped
+from grpo_jax.models.variables import Variables
+from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
-from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, with_control
+from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, turn_measures, with_control
 from grpo_jax.runs.parts import Parts, objectives_of
-from grpo_jax.runs.turns import turn_measures
 from grpo_jax.training.estimators import total_rewards
 
 PICTURE_CHUNK = 32
@@ -49,7 +50,7 @@ class Evaluation(NamedTuple):
         return [episode.last.text for episode in self.episodes]
 
 
-def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sampled: bool = False) -> Evaluation:
+def evaluate_policy(parts: Parts, variables: Variables, rows: Sequence[Row], *, sampled: bool = False) -> Evaluation:
     """Measures the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
 
     Where the task lists what may be written, the first of its ranking takes the greedy completion's place.
@@ -68,8 +69,7 @@ def evaluate_policy(parts: Parts, variables: Any, rows: Sequence[Any], *, sample
     )
     measures = means(parts, judgement, episodes.lengths)
     measures |= {name: measure(episodes) for name, measure in OWN_MEASURES.items()}
-    names = parts.environment.reward_names + parts.environment.watch_names
-    measures |= turn_measures(judgement, names)
+    measures |= turn_measures(judgement, parts.measure_names)
     samples = sample_measures(parts, episodes, judgement) if count > 1 else None
     first = jax.tree.map(lambda array: array[:, :1], judgement)
     return Evaluation(measures, first, [group[0] for group in episodes.episodes], samples)
@@ -83,19 +83,18 @@ def sample_measures(parts: Parts, episodes: Episodes, judgement: Judgement) -> S
     value is no completion.
     """
     threshold = parts.config.evaluation.pass_threshold
-    names = parts.environment.reward_names + parts.environment.watch_names
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
     count = judged.shape[1]
-    found: Statistics = {}
-    for index, name in enumerate(names):
+    statistics: Statistics = {}
+    for index, name in enumerate(parts.measure_names):
         values = judged[..., index]
         present, passed = np.isfinite(values).sum(1), (values >= threshold).sum(1)
-        found[name] = {f"mean@{count}": _mean_of(values)}
+        statistics[name] = {f"mean@{count}": _mean_of(values)}
         for k in sorted({*(2**power for power in range(count.bit_length())), count}):
             interval = mean_interval(pass_at_k(passed, present, k))
-            found[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # a probability's
+            statistics[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # a probability's
     totals = total_rewards(objectives_of(parts, judgement.rewards, episodes.lengths))
-    return found | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
+    return statistics | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
 
 
 def _mean_of(values: np.ndarray) -> list[float]:
@@ -105,13 +104,13 @@ def _mean_of(values: np.ndarray) -> list[float]:
     return [*mean_interval(np.divide(sums, present.sum(1), out=np.full(len(sums), np.nan), where=present.any(1)))]
 
 
-def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evaluation:
+def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) -> Evaluation:
     """Measures the policy's rankings of what may be written; what the task says of one stands in its row's columns."""
     choices, rank = parts.task_data.choices, parts.samplers.rank
     assert choices is not None and rank is not None
     texts: list[str] = []
-    told: list[Any] = []
-    every: dict[str, list[Any]] = {}
+    ranked_rows: list[Row] = []
+    every: dict[str, list[object]] = {}
     for start in range(0, len(rows), _chunk(parts)):
         if parts.stopping():
             raise Stopped
@@ -121,33 +120,35 @@ def evaluate_ranking(parts: Parts, variables: Any, rows: Sequence[Any]) -> Evalu
         pictures = {}
         if prompt.pictures is not None and encode_images is not None:
             pictures["pictures"] = encode_images(variables, prompt.pictures)[0]
-        found = jax.device_get(rank(variables, prompt.tokens, prompt.mask, **pictures))
-        columns = choices.columns(part, found.texts, found.scores)
-        texts += [choices.texts[int(number)] for number in found.texts[:, 0]]
-        told += [
+        ranking = jax.device_get(rank(variables, prompt.tokens, prompt.mask, **pictures))
+        columns = choices.columns(part, ranking.texts, ranking.scores)
+        texts += [choices.texts[int(number)] for number in ranking.texts[:, 0]]
+        ranked_rows += [
             dataclasses.replace(row, columns={**row.columns, **{name: values[i] for name, values in columns.items()}})
             for i, row in enumerate(part)
         ]
         for name, values in columns.items():
             every.setdefault(name, []).extend(values)
-    found = evaluate_texts(parts, told, texts)
-    return found._replace(judgement=found.judgement._replace(columns=every))
+    evaluation = evaluate_texts(parts, ranked_rows, texts)
+    return evaluation._replace(judgement=evaluation.judgement._replace(columns=every))
 
 
-def evaluate_controls(parts: Parts, variables: Any, rows: Sequence[Any]) -> dict[str, float]:
+def evaluate_controls(parts: Parts, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
     """What the policy's episodes come to where another environment answers: rewards and measures as NAME_CONTROL."""
     environment, measures = parts.environment, {}
     if environment.answering is None:
         return {}
     for control, respond in parts.task_data.environment.controls.items():
         answering = environment.answering._replace(respond=respond)
-        found = evaluate_policy(parts._replace(environment=environment._replace(answering=answering)), variables, rows)
+        evaluation = evaluate_policy(
+            parts._replace(environment=environment._replace(answering=answering)), variables, rows
+        )
         names = environment.reward_names + environment.watch_names
-        measures |= {with_control(name, control): found.measures[name] for name in names}
+        measures |= {with_control(name, control): evaluation.measures[name] for name in names}
     return measures
 
 
-def evaluate_texts(parts: Parts, rows: Sequence[Any], texts: Sequence[str]) -> Evaluation:
+def evaluate_texts(parts: Parts, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
     """Measures given texts in the policy's place: the unchanged prompts, or the oracle's rewrites.
 
     They were not written token by token: the penalty on length is not theirs.
@@ -162,21 +163,21 @@ def _chunk(parts: Parts) -> int:
     return TEXT_CHUNK if environment.render is None and environment.encode_images is None else PICTURE_CHUNK
 
 
-def measure_all(parts: Parts, variables: Any) -> dict[str, Evaluation]:
-    """The test prompts measured alike: the policy's texts, and those that the task measures in its place.
+def measure_all(parts: Parts, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
+    """The test prompts measured alike: the policy's texts and, with `references`, those measured in its place.
 
     Nothing where no prompts are held out.
     """
     rows = parts.test_rows
     if not rows:
         return {}
-    found = {"greedy": evaluate_policy(parts, variables, rows)}
-    found["greedy"].measures.update(evaluate_controls(parts, variables, rows))
+    evaluations = {"greedy": evaluate_policy(parts, variables, rows)}
+    evaluations["greedy"].measures.update(evaluate_controls(parts, variables, rows))
     if parts.config.evaluation.sampled:
-        found["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
-    for kind, texts in parts.task_data.report.references(rows).items():
-        found[kind] = evaluate_texts(parts, rows, texts)
-    return found
+        evaluations["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
+    for kind, texts in parts.task_data.report.references(rows).items() if references else ():
+        evaluations[kind] = evaluate_texts(parts, rows, texts)
+    return evaluations
 
 
 def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
@@ -184,18 +185,12 @@ def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, 
 
     The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
     mean of their own that could take a missing value's place. It is NaN where an objective is missing in all rows.
-
-    Args:
-        parts: Weights, conditions and the penalty on length.
-        judgement: Of P prompts.
-        lengths: i32 [P, G, U], tokens of each turn.
     """
-    names = parts.environment.reward_names + parts.environment.watch_names
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
     objectives = objectives_of(parts, judgement.rewards, lengths)
     terms = zip(objectives.weights, _present_means(np.asarray(objectives.rewards)), strict=True)
     total = float(sum(weight * mean for weight, mean in terms if weight))
-    return {**dict(zip(names, _present_means(judged), strict=True)), TOTAL: total}
+    return {**dict(zip(parts.measure_names, _present_means(judged), strict=True)), TOTAL: total}
 
 
 def _present_means(values: np.ndarray) -> list[float]:

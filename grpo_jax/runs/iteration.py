@@ -2,24 +2,46 @@
 
 Every random number and every position follows from (seed, iteration), so a run is resumed by its number of
 iterations and its arrays.
+
+With training.lag 1 the next batch is on its way while one is judged and learned from (`Prefetcher`):
+
+    weights     θ0        θ1        θ2
+    learn       batch 0 ─►batch 1 ─►batch 2
+    sample      batch 1   batch 2   batch 3      with the weights above it, those before the update
+
+Which weights sample a batch follows from the iteration alone: θ0 for batches 0 and 1, then θn for batch n+1. Nothing
+that is learned depends on how long anything takes, and a resumed run begins again what was on its way.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+from grpo_jax.config import Config
+from grpo_jax.core.trie import Trie
+from grpo_jax.errors import ABANDONED, Stopped
+from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
+from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
 from grpo_jax.rollout.pictures import pictures_column
-from grpo_jax.rollout.pipeline import Slot
+from grpo_jax.rollout.pipeline import Pipeline, Slot
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
-from grpo_jax.runs.loop.learner import Learner, LearningBrief, led_learner
+from grpo_jax.rollout.watchdog import unseen_interrupts_end
+from grpo_jax.runs.measures import turn_metrics
 from grpo_jax.runs.parts import Parts, objectives_of
-from grpo_jax.runs.turns import turn_metrics
+from grpo_jax.runs.progress import Record
+from grpo_jax.runs.several.company import Company
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import (
     OVERLONG,
@@ -27,11 +49,112 @@ from grpo_jax.training.estimators import (
     signal_metrics,
     total_rewards,
 )
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
+    StaleWeights,
     TrainState,
+    commit_to_device,
+    free_buffers,
+    init_state,
     needs_reference,
-    release,
+    refresh_reference,
+    stale_copy,
+    stale_variables,
 )
+from grpo_jax.training.update import make_update
+
+
+class LearningBrief(NamedTuple):
+    """What of the data decides how is learned: process 0 tells it the others.
+
+    Attributes:
+        iterations: Iterations in all.
+        accumulation: Micro-batches of an update.
+        allowed: bool [V], the tokens that may be written; None for all.
+        trie: The texts of which each completion is one, or None.
+    """
+
+    iterations: int
+    accumulation: int
+    allowed: np.ndarray | None
+    trie: Trie | None
+
+
+class Learner(NamedTuple):
+    """The compiled parts of training.
+
+    Attributes:
+        update: update(state, batch, key) → (state, report).
+        schedule: Learning rate by update.
+        iterations: Iterations in all.
+        updates_per_iteration: Optimizer updates of one iteration.
+        start: start(variables) → the state that training begins with. It takes the trained weights over: where they
+            are not the reference, they can be read until the first update only.
+        refresh: refresh(state) → the state whose reference is the policy as it is.
+    """
+
+    update: Callable[..., tuple[TrainState, Record]]
+    schedule: optax.Schedule
+    iterations: int
+    updates_per_iteration: int
+    start: Callable[[Variables], TrainState]
+    refresh: Callable[[TrainState], TrainState]
+
+
+def make_learner(parts: Parts) -> Learner:
+    """Optimizer, schedule and update step that a run's config names."""
+    config, company = parts.config, parts.company
+    iterations = iterations_in_all(config.training, len(parts.prompts.train))
+    brief = LearningBrief(iterations, config.training.accumulation, parts.allowed_tokens, parts.trie)
+    company.lead("learning", lambda brief: None)(brief)
+    return led_learner(config, parts.policy, brief, company)
+
+
+def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: Company) -> Learner:
+    """The learner, whose functions are those of all processes."""
+    iterations = brief.iterations
+    training = dataclasses.replace(config.training, accumulation=brief.accumulation)
+    per_iteration = config.training.inner_epochs * config.training.minibatches
+    section = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
+    schedule = make_schedule(section, iterations * per_iteration)
+    optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=config.ppo.value_rate), policy.mesh)
+    update = make_update(
+        policy,
+        optimizer,
+        config.algorithm,
+        training,
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.written_tokens,
+        allowed_tokens=None if brief.allowed is None else jnp.asarray(brief.allowed),
+        trie=brief.trie,
+        ppo=config.ppo,
+    )
+    steered = config.algorithm.learns_values and config.ppo.kl_coef > 0
+
+    # New adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
+    untouched = config.policy.lora.path is None and config.warm_start.steps == 0
+    base_reference = untouched and config.algorithm.update_ref_every == 0
+
+    def start(variables: Variables) -> TrainState:
+        state = init_state(
+            variables,
+            optimizer,
+            keep_reference=needs_reference(config.algorithm, config.ppo),
+            base_reference=base_reference,
+            kl_coef=config.ppo.kl_coef if steered else None,
+            loss_scale=make_loss_scale(config.policy.compute_dtype),
+            take_over=True,
+        )
+        state = commit_to_device(shard(state, policy.mesh))
+        return state._replace(behind=stale_copy(state)) if config.training.lag else state
+
+    def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
+        return update(state, shard_batch(batch, policy.mesh), key)
+
+    lead = company.lead
+    refresh = lead("refresh", refresh_reference)
+    return Learner(lead("update", learn_from), schedule, iterations, per_iteration, lead("start", start), refresh)
+
 
 _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
 
@@ -48,50 +171,28 @@ class Iteration(NamedTuple):
     """
 
     state: TrainState
-    row: dict[str, Any]
+    row: Record
     seconds: dict[str, float]
-    completions: dict[str, Any]
+    completions: Record
     rewards: np.ndarray
 
 
-def make_learner(parts: Parts) -> Learner:
-    """Optimizer, schedule and update step that a run's config names."""
-    config, company = parts.config, parts.company
-    iterations = iterations_in_all(config.training, len(parts.prompts.train))
-    brief = LearningBrief(iterations, config.training.accumulation, parts.allowed_tokens, parts.trie)
-    company.lead("learning", lambda brief: None)(brief)
-    return led_learner(config, parts.policy, brief, company)
-
-
 def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:
-    """Samples a batch, judges it and learns from it.
-
-    Args:
-        parts: The run's parts.
-        learner: Its compiled steps.
-        state: Donated.
-        iteration: From 0.
-    """
+    """Samples a batch, judges it and learns from it."""
     started = time.monotonic()
     sampled = sample_groups(parts, state.variables, iteration)
     return learn(parts, learner, state, iteration, sampled, started)
 
 
-Sampled = tuple[Episodes, Judgement, dict[str, Any]]
+Sampled = tuple[Episodes, Judgement, Record]
 """The groups that an iteration learns from, what they are worth, and the batch's part of the metrics row."""
 
 
-def sample_groups(parts: Parts, variables: Any, iteration: int, slot: Slot | None = None) -> Sampled:
+def sample_groups(parts: Parts, variables: Variables, iteration: int, slot: Slot | None = None) -> Sampled:
     """Sample and judge the batch of an iteration, and with dynamic sampling others until P groups are informative.
 
     DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups take their places in the
     order they were drawn; if there are too few, groups of the first draw whose variance is zero fill up.
-
-    Args:
-        parts: The run's parts.
-        variables: Of the policy that samples.
-        iteration: From 0.
-        slot: Among batches that are on their way at once; only where there are no further draws.
 
     Returns:
         What is learned from. The metrics are of the first draw: what the policy is like, before anything was left out.
@@ -113,16 +214,7 @@ def sample_groups(parts: Parts, variables: Any, iteration: int, slot: Slot | Non
 def learn(
     parts: Parts, learner: Learner, state: TrainState, iteration: int, sampled: Sampled, started: float
 ) -> Iteration:
-    """Learn from a batch.
-
-    Args:
-        parts: The run's parts.
-        learner: Its compiled steps.
-        state: Donated.
-        iteration: From 0.
-        sampled: Of `sample_groups`.
-        started: `time.monotonic()` when the iteration began.
-    """
+    """Learn from a batch."""
     config, every = parts.config, parts.config.algorithm.update_ref_every
     episodes, judgement, measured = sampled
     before_update = time.perf_counter()
@@ -133,12 +225,12 @@ def learn(
     seconds = {**episodes.seconds, "update": time.perf_counter() - before_update}
     if needs_reference(config.algorithm, config.ppo) and every and (iteration + 1) % every == 0:
         before, state = state.reference, learner.refresh(state)
-        release(before)
+        free_buffers(before)
     row = {
         "step": iteration + 1,
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
-        "learning_rate": float(learner.schedule(first_update)),
+        "learning_rate": float(np.asarray(learner.schedule(first_update))),
         **measured,
     }
     if state.loss_scale is not None:
@@ -151,7 +243,7 @@ def learn(
 
 
 def sample_batch(
-    parts: Parts, variables: Any, iteration: int, number: int = 0, slot: Slot | None = None
+    parts: Parts, variables: Variables, iteration: int, number: int = 0, slot: Slot | None = None
 ) -> tuple[Episodes, Judgement]:
     """Sample and judge one draw: rows and random numbers are functions of (seed, iteration, number)."""
     config, rows = parts.config, parts.prompts.train
@@ -188,7 +280,7 @@ def batch_of(parts: Parts, episodes: Episodes, judgement: Judgement) -> Batch:
     )
 
 
-def update_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
+def update_metrics(report: Record) -> Record:
     """The update's part of a metrics row; a value head adds its own."""
     parts, measured = report["metrics"], report["measured"]
     policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
@@ -262,16 +354,14 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": float(present.mean()), f"{name}/std": float(present.std())}
 
 
-def _timings(parts: Parts, seconds: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, float]:
+def _timings(parts: Parts, seconds: Mapping[str, float], row: Record) -> dict[str, float]:
     prompts = parts.config.training.prompts_per_batch * row.get("draws", 1)
     tokens = row["completion_tokens"] * prompts * parts.config.sampling.written_completions
     timings = {f"seconds/{name}": value for name, value in seconds.items()}
     return {**timings, "tokens_per_second": tokens / max(seconds["sample"], 1e-9)}
 
 
-def completion_columns(
-    parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray
-) -> dict[str, Any]:
+def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:
     """The completions of a batch as columns, one entry each, groups one after another; of episodes one for each turn.
 
     Args:
@@ -285,15 +375,15 @@ def completion_columns(
     names += [f"watch/{name}" for name in parts.environment.watch_names]
     values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
     kept_prompts = episodes.lengths[..., 0] == 0
-    entries: list[dict[str, Any]] = []
+    entries: list[Record] = []
     rows = []
     for p, g in np.ndindex(advantages.shape[:2]):
         for number, turn in enumerate(episodes.episodes[p][g].turns):
             advantage = advantages[p, g]
             if advantages.ndim == 3:
-                own = samples.mask[p, g] & (samples.turn[p, g] == number)
-                own = own[: advantages.shape[2]]
-                advantage = advantage[own].mean() if own.any() else 0
+                in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
+                in_turn = in_turn[: advantages.shape[2]]
+                advantage = advantage[in_turn].mean() if in_turn.any() else 0
             entry = {"prompt": episodes.rows[p].prompt, "completion": turn.written, "text": turn.text}
             if turns > 1:
                 answer = None if turn.answer is None or turn.answer.done else turn.answer.text
@@ -310,3 +400,99 @@ def completion_columns(
             entries.append(entry)
             rows.append(episodes.rows[p])
     return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(rows)
+
+
+_POLL_SECONDS = 0.5  # how often who waits looks up where a signal does not wake it
+_GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
+
+
+class Prefetcher:
+    """Batches on their way, a thread for each: the one that is learned from next, and the one behind it.
+
+    Their stages are one line: each takes the chunks of one batch after those of the other, so a slow judge holds up no
+    sampling. Where a batch is not one pass through the stages (several turns, further draws), it begins when the one
+    before has ended.
+    """
+
+    def __init__(self, parts: Parts):
+        """Nothing is on its way yet."""
+        config = parts.config
+        self._parts = parts._replace(stopping=lambda: self._closed or parts.stopping())
+        self._pipeline = (
+            Pipeline() if config.sampling.turns == 1 and config.algorithm.dead_groups != "resample" else None
+        )
+        self._drawn: dict[int, Future[Sampled]] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        self._closed = False
+
+    def begin(self, iteration: int, state: TrainState, behind: StaleWeights) -> None:
+        """Begins the batch of an iteration, unless it is on its way already."""
+        if iteration in self._drawn:
+            return
+        variables = stale_variables(state, behind)
+        drawn: Future[Sampled] = Future()
+        slot, before = (None, [*self._drawn.values()]) if self._pipeline is None else (self._pipeline.slot(), [])
+        arguments = (drawn, before, iteration, variables, slot)
+        thread = threading.Thread(target=self._draw, args=arguments, name="sample ahead", daemon=True)
+        self._drawn[iteration], self._threads[iteration] = drawn, thread
+        thread.start()
+
+    def take(self, iteration: int) -> Sampled:
+        """The batch of an iteration, once it is judged; raises what ended it."""
+        drawn = self._drawn[iteration]
+        self._await([drawn])
+        sampled = drawn.result()
+        del self._drawn[iteration], self._threads[iteration]
+        return sampled
+
+    def settle(self) -> None:
+        """Waits until nothing is on its way: who comes next has sampler and judges alone. `take` tells of failures."""
+        self._await([*self._drawn.values()])
+
+    def close(self) -> None:
+        """Stops what is on its way. A call that does not return is left behind."""
+        self._closed = True
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                thread.name = ABANDONED + thread.name
+        self._drawn.clear()
+        self._threads.clear()
+
+    def _await(self, drawn: list[Future[Sampled]]) -> None:
+        with unseen_interrupts_end():
+            while wait(drawn, _POLL_SECONDS).not_done:
+                pass
+
+    def _draw(
+        self,
+        drawn: Future[Sampled],
+        before: list[Future[Sampled]],
+        iteration: int,
+        variables: Variables,
+        slot: Slot | None,
+    ) -> None:
+        """The life of a batch's thread."""
+        try:
+            while wait(before, _POLL_SECONDS).not_done:
+                if self._parts.stopping():
+                    raise Stopped
+            drawn.set_result(sample_groups(self._parts, variables, iteration, slot))
+        except BaseException as error:  # told where the batch is taken
+            drawn.set_exception(error)
+
+
+def iterate_ahead(parts: Parts, learner: Learner, ahead: Prefetcher, state: TrainState, iteration: int) -> Iteration:
+    """As `run_iteration`, and the next batch is begun before this one is waited for."""
+    started, behind = time.monotonic(), state.behind
+    assert behind is not None  # `Learner.start` and checkpoints have it
+    ahead.begin(iteration, state, behind)  # the first of this process; others are on their way
+    now = stale_copy(state)
+    if iteration + 1 < learner.iterations:
+        ahead.begin(iteration + 1, state, now)
+    drawn = ahead.take(iteration)
+    staleness = int(state.step) - int(behind.step)
+    free_buffers(behind)
+    result = learn(parts, learner, state._replace(behind=now), iteration, drawn, started)
+    return result._replace(row={**result.row, "staleness": staleness})

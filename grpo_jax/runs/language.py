@@ -15,6 +15,7 @@ import numpy as np
 from grpo_jax.config.build import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
+from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.rewards import (
     IN_PYTHON,
     listed,
@@ -24,20 +25,20 @@ from grpo_jax.rollout.rewards import (
     no_reward_yet,
 )
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all
-from grpo_jax.runs.iteration import Learner, make_learner, run_iteration
-from grpo_jax.runs.loop.ahead import Ahead, iterate_ahead
+from grpo_jax.runs.iteration import Learner, Prefetcher, iterate_ahead, make_learner, run_iteration
 from grpo_jax.runs.measures import TOTAL
 from grpo_jax.runs.parts import Parts, load_parts, within_budget
 from grpo_jax.runs.processes import StopRequests
-from grpo_jax.runs.progress import added, identity_of, require_same, with_total
+from grpo_jax.runs.progress import Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language
 from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished
-from grpo_jax.training.state import TrainState, release, restored_state, saved_parts
+from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import PATIENCE
 
 UNTRAINED = "untrained"
@@ -68,9 +69,9 @@ class LanguageProgram:
     clock: float
 
     @cached_property
-    def ahead(self) -> Ahead | None:
+    def ahead(self) -> Prefetcher | None:
         """Batches that are sampled ahead (training.lag); None where each is sampled with the newest weights."""
-        return Ahead(self.parts) if self.parts.config.training.lag else None
+        return Prefetcher(self.parts) if self.parts.config.training.lag else None
 
     @property
     def iterations(self) -> int:
@@ -78,28 +79,28 @@ class LanguageProgram:
         return self.learner.iterations
 
     @property
-    def identity(self) -> Mapping[str, Any]:
+    def identity(self) -> Mapping[str, object]:
         """What the task says."""
         return self.parts.task_data.identity
 
     def template(self) -> TrainState:
         """The start without its arrays: two states at once may not fit."""
         state = self.learner.start(self.parts.policy.variables)
-        release(saved_parts(state))
+        free_buffers(saved_parts(state))
         return state
 
-    def saved(self, state: TrainState) -> dict[str, Any]:
+    def saved(self, state: TrainState) -> Record:
         """All that training changes; frozen weights are left out."""
         return saved_parts(state)
 
-    def restored(self, saved: Mapping[str, Any], template: TrainState) -> TrainState:
+    def restored(self, saved: Mapping[str, PyTree], template: TrainState) -> TrainState:
         """With the frozen weights of the template."""
         return restored_state(saved, template.variables)
 
     def begin(self, folder: Path) -> Begun | None:
         """Teaches what there is to teach, and measures the start."""
         seconds: dict[str, float] = {}
-        notes: dict[str, Any] = {"before": {}, "remembered": {}}
+        notes: Record = {"before": {}, "remembered": {}}
         if self.parts.config.warm_start.steps:
             warmed = self._warm_up(folder)
             if warmed is None:
@@ -113,20 +114,23 @@ class LanguageProgram:
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         line = "no prompts are held out: nothing is measured before and after training"
         if before:
-            found = before["greedy"].measures
-            told = {name: value for name, value in found.items() if not of_turns(name, found)}
-            measures = "  ".join(f"{name} {value:.3f}" for name, value in told.items())
+            measured = before["greedy"].measures
+            measures = "  ".join(
+                f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured)
+            )
             line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
-            self._tell_absent(before["greedy"])
+            values = self._by_name(np.moveaxis(before["greedy"].judgement.final_rewards, -1, 0))
+            if missing := missing_rewards(values, self.parts.rewards.weights):
+                self.say(f"note: no held-out completion got the reward {listed(missing)}")
         return Begun(state, notes, seconds, line)
 
-    def _warm_up(self, folder: Path) -> tuple[TrainState, dict[str, Any], dict[str, float]] | None:
+    def _warm_up(self, folder: Path) -> tuple[TrainState, Record, dict[str, float]] | None:
         """Measures the policy as it was loaded and teaches it the task's pairs; None if stopped on the way."""
         parts = self.parts
         meta = self._interrupted(folder)
         if meta is None:
             started = time.monotonic()
-            notes: dict[str, Any] = {"before": {}, "remembered": {}}
+            notes: Record = {"before": {}, "remembered": {}}
             if parts.test_rows:
                 untrained = evaluate_policy(parts, parts.policy.variables, parts.test_rows)
                 remembered = parts.task_data.report.remember(UNTRAINED, {"greedy": untrained.judgement})
@@ -136,7 +140,7 @@ class LanguageProgram:
 
         begun = meta
 
-        def to_save() -> dict[str, Any]:
+        def to_save() -> Record:
             return {**begun, "seconds": with_total(begun["seconds"], self.clock)}
 
         with Checkpoints(folder, keep=2, note=self.say, company=parts.company) as checkpoints:
@@ -146,7 +150,7 @@ class LanguageProgram:
         variables, seconds = warmed
         return self.learner.start(variables), meta["notes"], {**meta["seconds"], "warm_start": seconds}
 
-    def _interrupted(self, folder: Path) -> dict[str, Any] | None:
+    def _interrupted(self, folder: Path) -> Record | None:
         """What the last checkpoint of an interrupted warm start remembers; None if there is none."""
         if not folder.is_dir():
             return None
@@ -157,26 +161,19 @@ class LanguageProgram:
         require_same(meta["identity"], self.parts.config, self.identity, folder)
         return {name: meta[name] for name in ("identity", "notes", "seconds")}
 
-    def _noted(self, notes: Mapping[str, Any], name: str, found: Mapping[str, Evaluation]) -> dict[str, Any]:
-        measures = {kind: evaluation.measures for kind, evaluation in found.items()}
-        if not found:
+    def _noted(self, notes: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Record:
+        measures = {kind: evaluation.measures for kind, evaluation in evaluations.items()}
+        if not evaluations:
             return dict(notes)
-        judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
+        judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
         noted = {
             "before": notes["before"] | measures,
             "remembered": notes["remembered"] | self.parts.task_data.report.remember(name, judgements),
         }
-        samples = found["sampled"].samples if "sampled" in found else None
+        samples = evaluations["sampled"].samples if "sampled" in evaluations else None
         return noted if samples is None else noted | {"samples": samples}
 
-    def _tell_absent(self, before: Evaluation) -> None:
-        """Notes the rewards that no held-out completion has before training."""
-        values = self._by_name(np.moveaxis(before.judgement.final_rewards, -1, 0))
-        gone = missing_rewards(values, self.parts.rewards.weights)
-        if gone:
-            self.say(f"note: no held-out completion got the reward {listed(gone)}")
-
-    def _by_name(self, values: Iterable[Any]) -> dict[str, Any]:
+    def _by_name(self, values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.parts.environment.reward_names, values, strict=True))
 
     def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
@@ -231,16 +228,12 @@ class LanguageProgram:
         if not due or not self.parts.validation_rows:
             return None
         self._settle()
-        found = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
-        measures = dict(found.measures)
+        evaluation = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
+        measures = dict(evaluation.measures)
         return measures, measures.pop(TOTAL)
 
-    def finish(self, state: TrainState, progress: Any, directory: Any) -> Finished:
-        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`.
-
-        Raises:
-            UserError: The run is over and never had a reward, or made no update: it was resumed after it had said so.
-        """
+    def finish(self, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
+        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`."""
         failure = self._nothing_judged(progress.notes.get("absent", {}), progress.iteration)
         if int(state.step) == 0:
             failure = failure or self._nothing_learned(state, progress.iteration)
@@ -264,25 +257,14 @@ def load_program(
     config: Config,
     output: Any,
     *,
-    prompts: Any,
-    rewards: Any,
+    prompts: object,
+    rewards: object,
     clock: float,
     stop: StopRequests,
     leaving: ExitStack,
     company: Company = ALONE,
 ) -> LanguageProgram:
-    """Loads a language run.
-
-    Args:
-        config: The run's.
-        output: Its terminal (`reports.output.RunOutput`).
-        prompts: In place of the task's own, or None.
-        rewards: In place of the config's, or None.
-        clock: `time.monotonic()` at the start.
-        stop: Looked at while judges are waited for.
-        leaving: What ends judges that hold something outside this process, when the run does.
-        company: The processes of the run.
-    """
+    """Loads a language run."""
     source = from_python(config, prompts, rewards)
     if source.config is not config and not config.resume:  # a resume may be refused yet
         output.directory.write_config(to_yaml(source.config))

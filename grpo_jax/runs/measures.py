@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
 
 from grpo_jax.config import Config
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.binding import ResolvedRewards
-from grpo_jax.rollout.rollout import Episodes
-from grpo_jax.runs.loop.early_stopping import SCORE
-from grpo_jax.tasks.display import of_turns
+from grpo_jax.rollout.rollout import Episodes, Judgement
+from grpo_jax.runs.progress import SCORE
+from grpo_jax.tasks.display import Table, of_turns
 from grpo_jax.training.estimators import OVERLONG
 
 TOTAL = "total"
@@ -28,16 +30,7 @@ def with_control(name: str, control: str) -> str:
 
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
-    """Refuses rewards and watched measures whose name the run tells something else by, which one would replace.
-
-    Args:
-        config: The run's.
-        rewards: As found.
-        controls: Names of the task's controls.
-
-    Raises:
-        UserError: Naming it.
-    """
+    """Refuses rewards and watched measures whose name the run tells something else by, which one would replace."""
     sections = [*rewards.sections, *map(RewardSection, rewards.watch)]
     names = [section.called for section in sections]
     taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
@@ -53,3 +46,89 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
         expected = "a name that no other measure of the run has (set a reward's label; in Python: ('name', function))"
         of_others = config.sampling.turns > 1 and of_turns(name, measured_names)
         require(same and name not in taken and not of_others, f"{where}.{name}", expected, name)
+
+
+RIGHT = 1.0
+"""A measure's best value: what reaches it in the first turn was right."""
+
+
+def turn_metrics(
+    episodes: Episodes, judgement: Judgement, rewards: Sequence[str], watched: Sequence[str]
+) -> dict[str, float]:
+    """A batch's episodes in a metrics row; nothing where the policy writes once.
+
+    Returns:
+        "reward/NAME@turnU", "watch/NAME@turnU" and "completion_tokens@turnU": means over the completions that have turn
+        U, from 1. "turns": of an episode. "answer_tokens": what was said to one.
+    """
+    lengths, samples = episodes.lengths, episodes.samples
+    if lengths.shape[2] == 1:
+        return {}
+    row: dict[str, float] = {}
+    judged = (("reward", rewards, judgement.rewards), ("watch", watched, judgement.watched))
+    for turn in range(lengths.shape[2]):
+        for kind, names, values in judged:
+            row |= {f"{kind}/{name}@turn{turn + 1}": _mean(values[:, :, turn, n]) for n, name in enumerate(names)}
+        written = lengths[:, :, turn]
+        row[f"completion_tokens@turn{turn + 1}"] = _mean(np.where(written > 0, written, np.nan))
+    answered = (samples.present & ~samples.mask).sum(-1)
+    return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(answered.mean())}
+
+
+def _mean(values: np.ndarray) -> float:
+    present = values[np.isfinite(values)].astype(np.float64)
+    return float(present.mean()) if present.size else float("nan")
+
+
+def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float]:
+    """Held-out measures of episodes beside those of their ends; nothing where the policy writes once.
+
+    Returns:
+        Of each measure, as means over the completions that have it: "NAME_turn_U" after U turns, for all but the last
+        turn (an episode that ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of
+        those that were right in the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the
+        start.
+    """
+    if judgement.rewards.shape[2] == 1:
+        return {}
+    values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
+    values = values.reshape(-1, *values.shape[2:])  # [P·G, U, N + W]
+    ends = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1).reshape(len(values), -1)
+    # A turn that does not exist has no value of any name; one whose measures all failed counts as the one before.
+    exists = np.isfinite(values).any(axis=-1)
+    last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)
+    carried = np.take_along_axis(values, last[..., None], axis=1)
+    measures: dict[str, float] = {}
+    for n, name in enumerate(names):
+        first, end, turns = values[:, 0, n], ends[:, n], values[:, :, n]
+        measures |= {f"{name}_turn_{turn + 1}": _mean(carried[:, turn, n]) for turn in range(values.shape[1] - 1)}
+        best = np.where(np.isfinite(turns), turns, -np.inf).max(axis=1)
+        right = (first >= RIGHT) & np.isfinite(end)
+        measures[f"{name}_peak"] = _mean(best)
+        measures[f"{name}_kept"] = _mean(np.where(right, end >= first, np.nan))
+        measures[f"{name}_gain"] = _mean(end - first)
+    return measures
+
+
+def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table | None:
+    """The measures of `turn_measures` in a summary's evaluation, before and after training; None without any."""
+    names = [name for name in evaluation if all(f"{name}_{end}" in evaluation for end in ("peak", "kept", "gain"))]
+    if not names:
+        return None
+    last = sum(f"{names[0]}_turn_{turn}" in evaluation for turn in range(1, len(evaluation) + 1)) + 1
+    columns = [*(f"_turn_{turn}" for turn in range(1, last)), "", "_peak", "_kept", "_gain"]
+    rows = [
+        (name, when, *(_cell(evaluation[f"{name}{column}"].get(when)) for column in columns))
+        for name in names
+        for when in ("before", "after")
+    ]
+    heads = [*(f"turn {turn}" for turn in range(1, last + 1)), "peak", "kept", "gain"]
+    note = (
+        "Held-out prompts, greedy: after each turn; at the best of them (peak); how many of those that were right in "
+        "turn 1 ended no worse (kept); the end less turn 1 (gain)."
+    )
+    return Table("Turn by turn", ("measure", "training", *heads), rows, note)
+
+
+def _cell(value: float | None) -> float | str:
+    return "–" if value is None or not np.isfinite(value) else round(value, 4)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,18 +20,18 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
-from grpo_jax.rollout.data import PromptSet, all_rows, batches_per_epoch, iterations_in_all, row_sizes
-from grpo_jax.rollout.encoding import check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.data import SPLITS, PromptSet, Row, all_rows, batches_per_epoch, iterations_in_all, row_sizes
+from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
-from grpo_jax.runs.loop.early_stopping import SCORE
 from grpo_jax.runs.measures import require_names
-from grpo_jax.runs.policy import load_run_policy, make_new_policy, policy_folder
-from grpo_jax.runs.seeing import image_processor_of, make_prepare
+from grpo_jax.runs.policy import image_processor_of, load_run_policy, make_new_policy, make_prepare, policy_folder
+from grpo_jax.runs.progress import SCORE
 from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see
@@ -82,14 +82,19 @@ class Parts(NamedTuple):
         return self.task_data.prompts
 
     @property
-    def test_rows(self) -> Sequence[Any]:
+    def test_rows(self) -> Sequence[Row]:
         """The held-out prompts that results are reported on."""
         return self.prompts.test[: self.config.evaluation.prompts or None]
 
     @property
-    def validation_rows(self) -> Sequence[Any]:
+    def validation_rows(self) -> Sequence[Row]:
         """The held-out prompts that "best" is chosen on."""
         return self.prompts.validation[: self.config.evaluation.validation_prompts]
+
+    @property
+    def measure_names(self) -> tuple[str, ...]:
+        """Of rewards and watched measures, N + W."""
+        return self.environment.reward_names + self.environment.watch_names
 
     def scheduling(self, chunk_prompts: int, slot: Slot | None = None) -> Scheduling:
         """How a batch goes through the pipeline."""
@@ -124,17 +129,17 @@ def load_parts(
         ask_for_determinism(torch_too=bool(config.judges))
     placement = place_parts(config, say, processes=company.processes)
     data = config.task.load(TaskSetup(config, prompts, say))
-    _tell_prompts(config, data.prompts, data.source or config.data.prompts or "given", say)
-    timeout = config.judge_timeout or None
+    sizes = ", ".join(f"{len(part)} {split}" for split, part in zip(SPLITS, data.prompts, strict=True))
+    say("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
+    batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
-    names = tuple(config.judges)
     resolved = resolve_rewards(
         config.rewards,
         config.watch,
         data.rewards,
-        names,
+        tuple(config.judges),
         rewards,
-        timeout=timeout,
+        timeout=config.judge_timeout or None,
         trainer=trainer,
         drawn=data.render is not None,
     )
@@ -207,24 +212,14 @@ def load_parts(
 def make_environment(
     config: Config,
     data: TaskData,
-    loaded: Any,
+    loaded: hf.PolicyFolder,
     rewards: ResolvedRewards,
-    judges: Mapping[str, Any],
-    encode: Callable[..., Any],
+    judges: Mapping[str, object],
+    encode: Callable[..., Encoded],
     *,
     device: jax.Device | None = None,
 ) -> Environment:
-    """The functions between the policy's tokens and the rewards.
-
-    Args:
-        config: The run's.
-        data: What its task has loaded.
-        loaded: The policy's folder, for its tokenizer.
-        rewards: As found.
-        judges: Loaded, by name.
-        encode: Of `make_encode`.
-        device: The policy's, where pictures that it is shown go; None for where JAX sees them.
-    """
+    """The functions between the policy's tokens and the rewards."""
     image_processor = image_processor_of(config, loaded)
     maximised = {wanted.name: bind(wanted, judges) for wanted in rewards.maximised}
     watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}
@@ -247,12 +242,8 @@ def make_environment(
     )
 
 
-def make_answering(config: Config, environment: TurnEnvironment, loaded: Any) -> Answering | None:
-    """What stands between an episode's turns; None where the policy writes once.
-
-    Raises:
-        UserError: The task has no answers, or the policy's chat template cannot go on after one.
-    """
+def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> Answering | None:
+    """What stands between an episode's turns; None where the policy writes once."""
     section = config.sampling
     if section.turns == 1:
         return None
@@ -260,19 +251,22 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: Any) ->
         raise UserError(
             f"sampling.turns: expected 1, this task answers nothing (TaskData.environment); got {section.turns}"
         )
-    vision = loaded.config.vision
     encode_answer = make_encode_answer(
         loaded.tokenizer,
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.config.vocab_size,
         limit=section.max_answer_tokens,
-        vision=vision,
+        vision=loaded.config.vision,
         **config.data.template_options,
     )
-    lenient = config.on_judge_error == "missing"
-    eos_ids = tuple(loaded.eos_ids)
     return Answering(
-        section.turns, environment.respond, encode_answer, section.stream_tokens, loaded.pad_id, lenient, eos_ids
+        section.turns,
+        environment.respond,
+        encode_answer,
+        section.stream_tokens,
+        loaded.pad_id,
+        lenient=config.on_judge_error == "missing",
+        eos_ids=tuple(loaded.eos_ids),
     )
 
 
@@ -322,21 +316,11 @@ def ask_for_determinism(*, torch_too: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _tell_prompts(config: Config, prompts: PromptSet, source: str, say: Say) -> None:
-    """Says how many there are, and refuses too few for one batch before anything slow."""
-    sizes = f"{len(prompts.train)} train, {len(prompts.validation)} validation, {len(prompts.test)} test"
-    say("prompts", f"{source}: {sizes}")
-    batches_per_epoch(len(prompts.train), config.training.prompts_per_batch)
-
-
 def within_budget(parts: Parts, say: Say) -> Parts:
     """The parts with training.accumulation as training.memory_budget_gib asks for; as they are where it is 0.
 
     The update is compiled for the longest prompts and completions there may be, and XLA tells its temporary memory.
     Weights and optimizer state are not part of it.
-
-    Raises:
-        UserError: One prompt at a time does not fit.
     """
     config, training = parts.config, parts.config.training
     if training.memory_budget_gib == 0:
@@ -371,7 +355,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
     return parts._replace(config=with_accumulation(count))
 
 
-def _shown(parts: Parts, pictures: Any) -> Shown | None:
+def _shown(parts: Parts, pictures: Pictures | None) -> Shown | None:
     """The most pictures that the policy is shown, given those of the prompt that has most."""
     answers = (parts.config.sampling.turns - 1) * parts.task_data.environment.shows_pictures
     if pictures is None and not answers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +17,18 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, said
 from grpo_jax.models import hf
+from grpo_jax.models.lora import count_weights
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import Policy, load_policy
-from grpo_jax.models.quantised import count_weights
-from grpo_jax.models.variables import VALUE, VISUAL
+from grpo_jax.models.sharding import gather
+from grpo_jax.models.variables import VALUE, VISUAL, Variables
+from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_pictures, same_size
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
+from grpo_jax.rollout.pictures import source_of
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
+from grpo_jax.runs.progress import Record
 from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.state import trained_collections
 
@@ -47,15 +54,7 @@ def _start(config: Config) -> Path:
 
 
 def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths.
-
-    Args:
-        config: The run's.
-        vocabulary: What the policy can say.
-
-    Raises:
-        UserError: The task has no words for one.
-    """
+    """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths."""
     if config.policy.path != NEW:
         return
     if vocabulary is None:
@@ -161,7 +160,7 @@ def run_config(run_dir: str | Path) -> Config:
 
 def restore_policy(
     run_dir: str | Path, checkpoint: str, *, pictures: bool | None = False
-) -> tuple[Config, Policy, dict[str, Any]]:
+) -> tuple[Config, Policy, Record]:
     """A run's config, its policy as a checkpoint has it (without judges, on one device), and the checkpoint's meta.
 
     With its vision tower if it will be shown pictures (as `load_run_policy` has it), or was trained.
@@ -173,9 +172,7 @@ def restore_policy(
     return config, policy.replace(variables=variables), meta
 
 
-def restore_variables(
-    variables: dict[str, Any], run_dir: str | Path, checkpoint: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str) -> tuple[Variables, Record]:
     """A checkpoint's variables ("final", "best", "latest" or a step) on the devices of `variables`, and its meta.
 
     It holds the trained collections alone; frozen weights are those of the folder.
@@ -183,3 +180,64 @@ def restore_variables(
     trained = {name: variables[name] for name in trained_collections(variables)}
     restored, meta = restore_params(run_dir, checkpoint, trained)
     return {**variables, **restored}, meta
+
+
+def image_processor_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], ImageProcessor] | None:
+    """What loads the processor of the policy's folder, once; None for a policy that sees no pictures."""
+    vision = loaded.config.vision
+    if vision is None:
+        return None
+    return functools.cache(lambda: load_image_processor(loaded.path, vision, config.data.picture_size))
+
+
+See = Callable[[Variables, Pictures], tuple[PictureStates, PictureStates | Pictures]]
+
+
+def make_see(policy: Policy) -> See:
+    """see(variables, `Pictures`) → their states, and what the update takes of them.
+
+    A frozen tower's states are what the update takes; one that is trained, or has adapters, sees them again.
+    """
+    compiled = jax.jit(policy.encode_images)
+
+    def see(variables: Variables, pictures: Pictures) -> tuple[PictureStates, PictureStates | Pictures]:
+        states = gather(compiled(variables, pictures), policy.mesh)
+        frozen = VISUAL in variables and VISUAL not in variables.get("lora", {})
+        return states, states if frozen else pictures
+
+    return see
+
+
+def make_prepare(
+    image_processor: Callable[[], ImageProcessor], device: jax.Device | None = None
+) -> Callable[[object], Pictures]:
+    """prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
+
+    Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are prepared where they are and handed over by dlpack: the
+    same memory where the policy's device is theirs, one copy where it is another. Anything else that a row of the data
+    may hold, as a list, goes through the folder's processor on the host.
+
+    Args:
+        image_processor: Of `image_processor_of`; asked at the first call.
+        device: The policy's; None for where JAX sees the pictures.
+    """
+
+    def prepare(pictures: Any) -> Pictures:
+        processor = image_processor()
+        if not hasattr(pictures, "detach"):
+            return _on_the_host(pictures, processor)
+        patches, grid = own_package("bridges", "pixels").patches_of(pictures, processor.settings)
+        return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, processor.vision)
+
+    return prepare
+
+
+def _on_the_host(pictures: Sequence[object], image_processor: ImageProcessor) -> Pictures:
+    try:
+        rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
+    except ValueError as error:
+        raise UserError(f"pictures: {error}") from error
+    packed = pack_pictures(prepare_rows(rows, image_processor), image_processor.vision)
+    if packed is None:
+        raise ValueError("pictures: expected at least one")
+    return packed

@@ -38,11 +38,7 @@ class StopRequests:
         return self._asked
 
     def set(self) -> None:
-        """Asks.
-
-        Raises:
-            Stopped: Where that is allowed (`at_once`).
-        """
+        """Asks."""
         self._asked = True
         if self._at_once:
             raise Stopped
@@ -139,25 +135,22 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
         environment: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID; or
             what srun sets.
 
-    Returns:
-        The number of processes.
-
     Raises:
         UserError: as `announced` and `number_of`, or the first process cannot have its port.
     """
     count, slurm = announced(environment)
     if count == 1 or jax.distributed.is_initialized():
         return count
-    given: dict[str, Any] = {"cluster_detection_method": "slurm"}
+    options: dict[str, Any] = {"cluster_detection_method": "slurm"}
     if not slurm:
         number = number_of(environment)
-        given = {"coordinator_address": environment[COORDINATOR], "num_processes": count, "process_id": number}
+        options = {"coordinator_address": environment[COORDINATOR], "num_processes": count, "process_id": number}
         if number == 0:
             _require_free(environment[COORDINATOR])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # One that is gone is noticed by the others themselves (`several.channel.Watch`); JAX would abort them all.
     jax.config.update("jax_enable_recoverability", True)
-    jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     return count
 
 

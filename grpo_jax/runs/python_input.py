@@ -29,6 +29,7 @@ from grpo_jax.rollout.prompts import split_records
 from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
+from grpo_jax.runs.progress import Record
 
 _MOST_KEPT = 256 * 2**20  # bytes of pictures that were given in memory
 
@@ -47,17 +48,8 @@ class PythonInput(NamedTuple):
     rewards: dict[str, Reward]
 
 
-def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
-    """Checks prompts and rewards, and writes them into the config.
-
-    Args:
-        config: The run.
-        prompts: As `grpo_jax.train.run` takes them.
-        rewards: Likewise.
-
-    Raises:
-        UserError: Naming what is wrong.
-    """
+def from_python(config: Config, prompts: object, rewards: object) -> PythonInput:
+    """Checks prompts and rewards, and writes them into the config."""
     taken = None if prompts is None else _prompt_set(prompts, config.data)
     if taken is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=IN_PYTHON))
@@ -70,11 +62,6 @@ def from_python(config: Config, prompts: Any, rewards: Any) -> PythonInput:
 def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[str], None]) -> None:
     """Writes the rows to prompts.jsonl; on resume they must be those of the run.
 
-    Args:
-        source: What `run` was given.
-        directory: Of the run.
-        note: Prints a line, where columns hold what a JSON file would change.
-
     Raises:
         UserError: The run began with other rows, or the disk is full.
     """
@@ -84,10 +71,10 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[s
     if lost is not None:
         note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
         return
-    given = source.prompts
+    prompts = source.prompts
 
     def lines() -> Iterator[bytes]:
-        for split, part in zip(SPLITS, given, strict=True):
+        for split, part in zip(SPLITS, prompts, strict=True):
             yield from (f"{json.dumps(_kept(row, split))}\n".encode() for row in part)
 
     if not source.config.resume:
@@ -126,7 +113,7 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
     return PromptSet(*(rows.take(np.array(splits) == part) for part in range(len(SPLITS))))
 
 
-def _parsed(text: str) -> dict[str, Any] | str:
+def _parsed(text: str) -> Record | str:
     try:
         return parse_json(text)
     except ValueError as error:
@@ -138,7 +125,7 @@ def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:
         return all(kept == line for kept, line in itertools.zip_longest(file, lines))
 
 
-def _kept(row: Row, split: str) -> dict[str, Any]:
+def _kept(row: Row, split: str) -> Record:
     """A row as a line holds it; pictures as paths, or as base64 of what is in memory."""
     line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
     if row.pictures:
@@ -148,12 +135,8 @@ def _kept(row: Row, split: str) -> dict[str, Any]:
     return line
 
 
-def _row(line: Mapping[str, Any]) -> Row:
-    """The inverse of `_kept`.
-
-    Raises:
-        UserError: A picture's file is gone.
-    """
+def _row(line: Record) -> Row:
+    """The inverse of `_kept`."""
     try:
         pictures = tuple(source_of(kept, None) for kept in line.get("pictures", ()))
     except ValueError as error:
@@ -167,7 +150,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
         require(not getattr(section, name), f"data.{name}", "nothing beside run(prompts=…)", getattr(section, name))
     if isinstance(prompts, PromptSet):
         return prompts
-    how: dict[str, Any] = {"held_out": section.held_out, "columns": section.columns}
+    how: Record = {"held_out": section.held_out, "columns": section.columns}
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
     records = dataset_records(prompts, "prompts")
     if records is not None:
@@ -188,8 +171,8 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
-        given = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
-        named = [_named(reward) for reward in given]
+        functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
+        named = [_named(reward) for reward in functions]
     wrong = [shown(function) for _, function in named if not callable(function)]
     if wrong:
         raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
@@ -202,7 +185,7 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     return dict(named)
 
 
-def _named(reward: Any) -> tuple[str, Any]:
+def _named(reward: object) -> tuple[str, Any]:
     """A reward with its name: as a pair says, or the function's own, of a partial the inner one's."""
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[0], str):
         return reward
@@ -213,24 +196,20 @@ def _named(reward: Any) -> tuple[str, Any]:
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
-    """A section for each function: the config's of that name, which sets weight, condition and options, or a plain one.
-
-    Raises:
-        UserError: The config names a reward for which there is no function.
-    """
-    known = {section.called: section for section in sections}
-    unmatched = [label for label in known if label not in functions]
+    """A section for each function: the config's of that name (weight, condition and options), or a plain one."""
+    configured = {section.called: section for section in sections}
+    unmatched = [label for label in configured if label not in functions]
     if unmatched:
         raise UserError(
             f"rewards: config.rewards names {', '.join(unmatched)}, but the functions given are "
             f"{', '.join(functions)}: give one of that name, or take the entry out"
         )
-    found = []
+    resolved = []
     for label, function in functions.items():
         name = import_path(function, label)
-        own = {"name": name, "label": "" if name.endswith(f":{label}") else label}
-        found.append(dataclasses.replace(known.get(label, RewardSection(label)), **own))
-    return found
+        named = {"name": name, "label": "" if name.endswith(f":{label}") else label}
+        resolved.append(dataclasses.replace(configured.get(label, RewardSection(label)), **named))
+    return resolved
 
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:
@@ -252,7 +231,7 @@ def _what_json_would_change(prompts: PromptSet) -> str | None:
     return None
 
 
-def _size(source: Any) -> int:
+def _size(source: object) -> int:
     """About how many bytes a picture in memory takes where it is kept."""
     if isinstance(source, bytes):
         return len(source)
@@ -260,7 +239,7 @@ def _size(source: Any) -> int:
     return 3 * height * width
 
 
-def _foreign(value: Any) -> str | None:
+def _foreign(value: object) -> str | None:
     """The name of the first type within a value that JSON has not."""
     if value is None or type(value) in (bool, int, float, str):
         return None

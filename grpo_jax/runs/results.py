@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,17 +12,16 @@ from grpo_jax.rollout.episodes import Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
+from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import (
     Evaluation,
     Statistics,
-    evaluate_controls,
-    evaluate_policy,
     evaluate_texts,
+    measure_all,
 )
-from grpo_jax.runs.measures import TOTAL
+from grpo_jax.runs.measures import TOTAL, turns_table
 from grpo_jax.runs.parts import Parts
-from grpo_jax.runs.progress import added
-from grpo_jax.runs.turns import turns_table
+from grpo_jax.runs.progress import Progress, Record, added
 from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table
 from grpo_jax.tasks.task import Finished
@@ -41,19 +39,19 @@ def versions() -> dict[str, str]:
     import platform
     from importlib import metadata
 
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-def finish_language(parts: Parts, state: TrainState, progress: Any, directory: Any) -> Finished:
+def finish_language(parts: Parts, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
     """Measures the held-out prompts after training and writes `policy/` and `adapter/`."""
     started = time.monotonic()
-    after = measure_after(parts, state.variables)
+    after = measure_all(parts, state.variables, references=False)
     seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
     policy, variables = parts.policy, state.variables
     if parts.company.processes > 1:
@@ -61,11 +59,11 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     policy.save(directory.policy, variables)
     if policy.lora is not None:
         policy.save_adapters(directory.adapter, variables)
-    found = find(parts, progress.notes["remembered"], "after", after)
-    summary: dict[str, Any] = {**summarise(parts, progress, after, seconds), **found.entries}
+    findings = find(parts, progress.notes["remembered"], "after", after)
+    summary: Record = {**summarise(parts, progress, after, seconds), **findings.entries}
     further = (turns_table(summary["evaluation"]), samples_table(summary.get("samples", {})))
-    tables = [*found.tables, *(table for table in further if table is not None)]
-    lines = [*samples_lines(summary.get("samples", {})), *found.lines]
+    tables = [*findings.tables, *(table for table in further if table is not None)]
+    lines = [*samples_lines(summary.get("samples", {})), *findings.lines]
     finished = Finished(summary, lines=lines, tables=tables)
     if not after:
         return finished
@@ -75,29 +73,18 @@ def finish_language(parts: Parts, state: TrainState, progress: Any, directory: A
     return finished._replace(gallery=gallery, tables_below=below, episodes=episodes)
 
 
-def measure_after(parts: Parts, variables: Any) -> dict[str, Evaluation]:
-    """The held-out prompts, greedy and sampled; nothing where none are held out."""
-    if not parts.test_rows:
-        return {}
-    after = {"greedy": evaluate_policy(parts, variables, parts.test_rows)}
-    after["greedy"].measures.update(evaluate_controls(parts, variables, parts.test_rows))
-    if parts.config.evaluation.sampled:
-        after["sampled"] = evaluate_policy(parts, variables, parts.test_rows, sampled=True)
-    return after
-
-
-def find(parts: Parts, remembered: Mapping[str, Any], name: str, found: Mapping[str, Evaluation]) -> Findings:
+def find(parts: Parts, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
     """What the task makes of measurements, the last of which is called `name`; nothing where nothing was measured."""
-    if not found:
+    if not evaluations:
         return Findings()
-    judgements = {kind: evaluation.judgement for kind, evaluation in found.items()}
+    judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
     report = parts.task_data.report
     return report.findings({**remembered, **report.remember(name, judgements)}, parts.test_rows)
 
 
 def summarise(
-    parts: Parts, progress: Any, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
-) -> dict[str, Any]:
+    parts: Parts, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
+) -> Record:
     """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices.
 
     Where nothing is held out there are no measures; reward and improvement are null.
@@ -136,34 +123,29 @@ def summarise(
     }
 
 
-def statistics_of(found: Mapping[str, Evaluation]) -> Statistics | None:
+def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:
     """Those of a measurement; None where each prompt had one sampled completion, or none."""
-    return found["sampled"].samples if "sampled" in found else None
+    return evaluations["sampled"].samples if "sampled" in evaluations else None
 
 
-def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> dict[str, Any]:
-    """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn; nothing without any.
-
-    Args:
-        parts: The run's.
-        measured: By when, "before" and "after" training.
-    """
-    known = {when: found for when, found in measured.items() if found is not None}
-    if not known:
+def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> Record:
+    """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn."""
+    present = {when: by_measure for when, by_measure in measured.items() if by_measure is not None}
+    if not present:
         return {}
     section = parts.config.evaluation
     drawn = measured_section(parts.config.sampling, section)
     settings = {name: getattr(drawn, name) for name in ("temperature", "top_k", "top_p")}
-    measures: dict[str, dict[str, Any]] = {}
-    for when, found in known.items():
-        for name, statistics in found.items():
+    measures: dict[str, Record] = {}
+    for when, by_measure in present.items():
+        for name, statistics in by_measure.items():
             for statistic, values in statistics.items():
                 measures.setdefault(name, {}).setdefault(statistic, {})[when] = values
-    told = {"k": section.samples, **settings, "threshold": section.pass_threshold, "when": list(known)}
-    return {"samples": {**told, "measures": measures}}
+    settings_told = {"k": section.samples, **settings, "threshold": section.pass_threshold, "when": list(present)}
+    return {"samples": {**settings_told, "measures": measures}}
 
 
-def samples_table(samples: Mapping[str, Any]) -> Table | None:
+def samples_table(samples: Record) -> Table | None:
     """mean@k and pass@k of a summary's "samples", with their 95 % intervals; None without any."""
     if not samples:
         return None
@@ -179,7 +161,7 @@ def samples_table(samples: Mapping[str, Any]) -> Table | None:
     return Table("Several completions of each prompt", ("measure", "statistic", *samples["when"]), rows, note)
 
 
-def samples_lines(samples: Mapping[str, Any]) -> list[str]:
+def samples_lines(samples: Record) -> list[str]:
     """The same for the terminal."""
     table = samples_table(samples)
     if table is None:
@@ -194,8 +176,8 @@ def _interval(values: Sequence[float] | None) -> str:
     if values is None or values[0] is None or not np.isfinite(values[0]):
         return "–"
     mean, low, high = values
-    known = low is not None and np.isfinite(low)
-    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if known else f"{mean:.3f}"
+    bounded = low is not None and np.isfinite(low)
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if bounded else f"{mean:.3f}"
 
 
 def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
@@ -220,14 +202,14 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
     needed = [*later, *before] if plain is not None else later
     if drawn and any(image is None for image in needed):  # the renderer failed, and may
         return []
-    names, second = parts.environment.reward_names + parts.environment.watch_names, scores_of(after.judgement)
+    second = scores_of(after.judgement)
     return [
         GalleryEntry(
             row.prompt,
             after.texts[index],
             before[index],
             later[index],
-            {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(names)},
+            {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(parts.measure_names)},
             shown=[thumbnail(source, _SHOWN_SIZE) for source in row.pictures],
         )
         for index, row in enumerate(rows)
@@ -267,19 +249,18 @@ def scores_of(judgement: Judgement) -> np.ndarray:
 
 def texts_table(parts: Parts, after: Evaluation) -> Table:
     """One line per held-out prompt: prompt, text, what the task shows of the row, each reward and watched measure."""
-    environment, values = parts.environment, scores_of(after.judgement)
-    names = environment.reward_names + environment.watch_names
-    shown = parts.task_data.report.columns
+    values = scores_of(after.judgement)
+    columns = parts.task_data.report.columns
     rows = [
         (
             row.prompt,
             after.texts[index],
-            *(row.columns[column] for column in shown.values()),
+            *(row.columns[column] for column in columns.values()),
             *(round(float(value), 4) for value in values[index]),
         )
         for index, row in enumerate(parts.test_rows)
     ]
-    return Table("Held-out prompts after training", ("prompt", "rewrite", *shown, *names), rows)
+    return Table("Held-out prompts after training", ("prompt", "rewrite", *columns, *parts.measure_names), rows)
 
 
 def words_table(parts: Parts, after: Evaluation) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,21 +16,22 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
+from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
 from grpo_jax.rollout.environment import prepared
 from grpo_jax.rollout.episodes import Answer, checked
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.loop.learner import LearningBrief
+from grpo_jax.runs.iteration import LearningBrief
 from grpo_jax.runs.parts import Parts
 from grpo_jax.runs.policy import Policy
+from grpo_jax.runs.progress import Record
 from grpo_jax.runs.several.company import Company
-from grpo_jax.sampling.choices import completion_tokens
+from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
-from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, init_state, release, restored_state, saved_parts, settled
-from grpo_jax.training.supervised import make_supervised_objective, optimizer_section
+from grpo_jax.training.state import TrainState, commit_to_device, free_buffers, init_state, restored_state, saved_parts
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
@@ -42,9 +44,9 @@ def warm_start(
     parts: Parts,
     *,
     checkpoints: Checkpoints,
-    meta: Callable[[], dict[str, Any]],
+    meta: Callable[[], Record],
     say: Callable[[str], None],
-) -> tuple[dict[str, Any], float] | None:
+) -> tuple[Variables, float] | None:
     """Teaches the policy the task's pairs; what is trained (all weights, or the adapters) is what the run trains.
 
     It goes on after its own last checkpoint, if there is one, as if it had never been interrupted, and saves every
@@ -85,7 +87,7 @@ def warm_start(
     for line in checkpoints.set_aside_damaged():
         say(f"note: {line}")
     if checkpoints.latest_step() is not None:
-        release(saved_parts(state))
+        free_buffers(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
         state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["warm_start"]
         say(f"warm start goes on after update {done} of {section.steps}")
@@ -112,17 +114,12 @@ def warm_start(
 
 def led_lessons(
     config: Config, policy: Policy, brief: LearningBrief, company: Company
-) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, dict[str, Any]]]]:
-    """The functions start(variables) → state and step(state, batch) → (state, report), of all processes.
-
-    Args:
-        config: The run's.
-        policy: Its policy.
-        brief: What follows from the data.
-        company: The processes.
-    """
+) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, Record]]]:
+    """The functions start(variables) → state and step(state, batch) → (state, report), of all processes."""
     section = config.warm_start
-    optimizing = optimizer_section(section, config.optimizer)
+    optimizing = dataclasses.replace(
+        config.optimizer, learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
+    )
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
     allowed = None if brief.allowed is None else jnp.asarray(brief.allowed)
@@ -136,9 +133,9 @@ def led_lessons(
     )
     scale = make_loss_scale(config.policy.compute_dtype)
 
-    def start(variables: dict[str, Any]) -> TrainState:
+    def start(variables: Variables) -> TrainState:
         state = init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
-        return settled(shard(state, policy.mesh))
+        return commit_to_device(shard(state, policy.mesh))
 
     return company.lead("first lesson", start), company.lead("lesson", step)
 
@@ -190,36 +187,27 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
 
 
-def taught_stream(parts: Parts, pair: Pair, grids: Sequence[Any] = ()) -> tuple[list[int], list[bool]]:
-    """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write.
-
-    Args:
-        parts: Tokenizer, and what says answers.
-        pair: The prompt, a text, and perhaps answers and further texts in turn.
-        grids: Rows and columns of each picture among the answers.
-
-    Raises:
-        UserError: It has more texts than there are turns.
-    """
+def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
+    """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write."""
     answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
         raise UserError(
             f"warm_start.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
             f"{parts.config.sampling.turns}"
         )
-    ids, own = [], []
+    ids, learned = [], []
     for number, text in enumerate(texts):
         if number and answering is not None:
             answer = answers_of(pair)[number - 1]
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
             ids += answering.encode_answer(answer, ids[-1] in parts.policy.eos_ids, seen)
-            own += [False] * (len(ids) - len(own))
+            learned += [False] * (len(ids) - len(learned))
         ids += taught_tokens(parts, asked(pair[0]).prompt if number == 0 else "", text)
-        own += [True] * (len(ids) - len(own))
-    return ids, own
+        learned += [True] * (len(ids) - len(learned))
+    return ids, learned
 
 
-def supervised_batch(parts: Parts, variables: Any, pairs: Sequence[Pair]) -> Batch:
+def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) -> Batch:
     """The pairs as tokens: prompts and answers as in sampling, with what `variables` see in their pictures."""
     environment, section = parts.environment, parts.config.sampling
     prompts = environment.encode([asked(pair[0]) for pair in pairs])
@@ -229,8 +217,8 @@ def supervised_batch(parts: Parts, variables: Any, pairs: Sequence[Pair]) -> Bat
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for row, pair in enumerate(pairs):
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
-        ids, own = taught_stream(parts, pair, grids)
-        tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, own
+        ids, learned = taught_stream(parts, pair, grids)
+        tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
     pictures = {"pictures": prompts.pictures, "answers": shown}
     encode_images = environment.encode_images
     states = {

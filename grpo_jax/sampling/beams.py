@@ -9,12 +9,12 @@ Axes: P prompts, G beams that are kept of B, T tokens, V vocabulary, C candidate
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from grpo_jax.core.trie import (
@@ -30,29 +30,19 @@ from grpo_jax.core.trie import (
 )
 from grpo_jax.models.cache import Cache
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
+from grpo_jax.sampling.sampler import Samples, over_buckets
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Samples
 
 
 class Beams(NamedTuple):
-    """The paths that are kept, best first.
+    """The paths that are kept, best first."""
 
-    Attributes:
-        node: int32 [P, G], where each stands in the tree.
-        total: float32 [P, G], its log-probability; -inf for a beam that is not used yet.
-        rank: float32 [P, G], what paths are kept by: `total`, or that with its noise.
-        tokens: int32 [P, G, T].
-        mask: bool [P, G, T], its tokens.
-        logprobs: float32 [P, G, T].
-    """
-
-    node: jax.Array
-    total: jax.Array
-    rank: jax.Array
-    tokens: jax.Array
-    mask: jax.Array
-    logprobs: jax.Array
+    node: jax.Array  # int32 [P, G], where each stands in the tree
+    total: jax.Array  # float32 [P, G], its log-probability; -inf for a beam that is not used yet
+    rank: jax.Array  # float32 [P, G], what paths are kept by: `total`, or that with its noise
+    tokens: jax.Array  # int32 [P, G, T]
+    mask: jax.Array  # bool [P, G, T], its tokens
+    logprobs: jax.Array  # float32 [P, G, T]
 
 
 def make_beam_sampler(
@@ -61,8 +51,7 @@ def make_beam_sampler(
     """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode_step`, `init_cache`, `head` and `logits`, as of
-            `grpo_jax.models.policy.Policy`.
+        policy: As of `make_sampler`.
         params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
             divides the logits (0 counts as 1).
         pad_id: Token that fills up.
@@ -71,9 +60,8 @@ def make_beam_sampler(
             the texts not drawn yet, in this order.
 
     Returns:
-        `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples`, arguments as of `make_sampler`;
-        both log-probabilities are the policy's over the tree, and `weights` those of `inclusion_weights`. It raises
-        ValueError for a policy of another vocabulary.
+        `sample` as of `make_sampler`; both log-probabilities are the policy's over the tree, and `weights` those of
+        `inclusion_weights`. It raises ValueError for a policy of another vocabulary.
 
     Raises:
         ValueError: The tree has fewer texts than G, or longer ones than T.
@@ -85,7 +73,7 @@ def make_beam_sampler(
     search = make_search(policy, params, pad_id=pad_id, trie=trie)
 
     @jax.jit
-    def write(trie: Trie, variables, prompts, mask, keys, pictures) -> Samples:
+    def write(trie, variables, prompts, mask, keys, real, pictures) -> Samples:
         beams = search(trie, variables, prompts, mask, keys if without_replacement else None, pictures)
         truncated = trie.text[beams.node] < 0
         # Behind the last step's number, so that these draws are none of the search's.
@@ -93,15 +81,7 @@ def make_beam_sampler(
         weights = inclusion_weights(beams.total, beams.rank, apart)
         return Samples(beams.tokens, beams.mask, beams.logprobs, beams.logprobs, truncated, weights=weights)
 
-    def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
-        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
-        check_prompts(tokens, mask, keys)
-        check_room(getattr(policy, "max_positions", None), mask, depth_of(trie))
-        *padded, real = pad_to_bucket(tokens, mask, keys, pad_id)
-        found = write(trie, variables, *padded, pad_rows(pictures, len(real)))
-        return jax.tree.map(lambda x: x[: len(tokens)], found)
-
-    return sample
+    return over_buckets(functools.partial(write, trie), policy, pad_id, depth_of(trie))
 
 
 def inclusion_weights(logprobs: jax.Array, rank: jax.Array, keys: jax.Array | None) -> jax.Array:
@@ -134,20 +114,23 @@ def check_group(trie: Trie, group: int) -> None:
         raise ValueError(f"group_size must be at most {text_count(trie)}, the texts of the tree, got {group}")
 
 
-def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
+def make_search(policy: Policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Beams]:
     """search(trie, variables, prompts, mask, keys or None, pictures) → `Beams`, inside of a compiled function."""
-    depth, group, temperature = depth_of(trie), params.group_size, params.temperature or 1.0
+    depth = depth_of(trie)
+    group = params.group_size
+    temperature = params.temperature or 1.0
     wide = widest_below(trie) > NARROW
 
-    def search(trie: Trie, variables, prompts, mask, keys, pictures) -> Beams:
+    def search(trie, variables, prompts, mask, keys, pictures) -> Beams:
         prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
-        head, unstacked = policy.head(variables).astype(prefix.hidden.dtype), policy.unstack(variables)
+        head = policy.head(variables).astype(prefix.hidden.dtype)
+        unstacked = policy.unstack(variables)
         if head.shape[0] != trie.vocab_size:
             raise ValueError(f"trie must be of the policy's vocabulary of {head.shape[0]}, got {trie.vocab_size}")
 
-        def extend(index, beams: Beams, hidden, wide: bool) -> tuple[Beams, jax.Array]:
-            find = every_token if wide else listed_children
-            candidates = find(policy.logits, trie, beams.node, hidden, head)
+        def extend(index: jax.Array, beams: Beams, hidden: jax.Array, wide: bool) -> tuple[Beams, jax.Array]:
+            candidates_of = every_token if wide else listed_children
+            candidates = candidates_of(policy.logits, trie, beams.node, hidden, head)
             candidates = candidates._replace(logits=candidates.logits / temperature)
             step_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(keys)
             return extend_beams(trie, beams, candidates, index, step_keys, group=group, pad_id=pad_id)
@@ -171,10 +154,6 @@ def make_search(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> C
     return search
 
 
-LogitsOf = Callable[..., jax.Array]
-"""`Policy.logits`: (subscripts, two operands) → logits."""
-
-
 class Candidates(NamedTuple):
     """What may follow each beam: tokens int32, logits float32 and whether there is one, each [P, B, C]."""
 
@@ -183,7 +162,9 @@ class Candidates(NamedTuple):
     exists: jax.Array
 
 
-def every_token(logits_of: LogitsOf, trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array) -> Candidates:
+def every_token(
+    logits_of: Callable[..., jax.Array], trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array
+) -> Candidates:
     """The whole vocabulary, C = V, for nodes [P, B] and states [P, B, D]."""
     logits = logits_of("vd,rd->vr", head, hidden.reshape(-1, hidden.shape[-1])).T.reshape(*nodes.shape, -1)
     tokens = jnp.broadcast_to(jnp.arange(trie.vocab_size, dtype=jnp.int32), logits.shape)
@@ -191,7 +172,7 @@ def every_token(logits_of: LogitsOf, trie: Trie, nodes: jax.Array, hidden: jax.A
 
 
 def listed_children(
-    logits_of: LogitsOf, trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array
+    logits_of: Callable[..., jax.Array], trie: Trie, nodes: jax.Array, hidden: jax.Array, head: jax.Array
 ) -> Candidates:
     """The children of narrow nodes alone, C = `NARROW`: the head's other rows are not read."""
     tokens, exists = narrow_children(trie, nodes)
@@ -211,47 +192,51 @@ def extend_beams(
 ) -> tuple[Beams, jax.Array]:
     """One step: the best `group` paths among all extensions, and the beam that each came from, int32 [P, group].
 
+    Whole texts stay as they are and go on with `pad_id`; there are fewer paths where there are fewer extensions.
+
     Args:
         trie: The texts.
-        beams: The paths so far; whole texts stay as they are.
+        beams: The paths so far.
         candidates: What may follow each of the B beams.
         index: Place of the next token.
         keys: Typed keys [P] to draw without replacement; None for the most likely paths.
-        group: G, how many are kept; fewer if there are fewer extensions.
-        pad_id: What a whole text goes on with.
+        group: G, how many are kept.
+        pad_id: Token that fills up.
     """
     whole = trie.text[beams.node] >= 0
     exists, size = candidates.exists, candidates.exists.shape[-1]
     logits = jnp.where(exists, candidates.logits.astype(jnp.float32), -jnp.inf)
-    own = logits - jnp.where(exists.any(-1), jax.nn.logsumexp(logits, axis=-1), 0)[..., None]
+    steps = logits - jnp.where(exists.any(-1), jax.nn.logsumexp(logits, axis=-1), 0)[..., None]
     stays = jnp.where(jnp.arange(size) == 0, 0.0, -jnp.inf)  # a whole text's only extension is itself
-    own = jnp.where(whole[..., None], stays, own)
-    total = beams.total[..., None] + own
+    steps = jnp.where(whole[..., None], stays, steps)
+    total = beams.total[..., None] + steps
     rank = total if keys is None else _with_noise(total, beams.rank, keys)
 
     some = min(group, size)
-    best, found = lax.top_k(rank, some)
+    best, picks = lax.top_k(rank, some)
     rank, place = lax.top_k(best.reshape(len(best), -1), min(group, best.shape[1] * some))
     parents = (place // some).astype(jnp.int32)
-    found = jnp.take_along_axis(found.reshape(len(found), -1), place, axis=1)
+    picks = jnp.take_along_axis(picks.reshape(len(picks), -1), place, axis=1)
 
     def of_parent(values: jax.Array) -> jax.Array:
         return jax.vmap(lambda rows, chosen: rows[chosen])(values, parents)
 
-    def of_found(values: jax.Array) -> jax.Array:
-        return jax.vmap(lambda rows, chosen, at: rows[chosen, at])(values, parents, found)
+    def picked(values: jax.Array) -> jax.Array:
+        return jax.vmap(lambda rows, chosen, at: rows[chosen, at])(values, parents, picks)
 
-    whole, node, tokens = of_parent(whole), of_parent(beams.node), of_found(candidates.tokens)
+    whole = of_parent(whole)
+    node = of_parent(beams.node)
+    tokens = picked(candidates.tokens)
     at = (..., index)
-    kept = Beams(
+    best_beams = Beams(
         node=jnp.where(whole, node, follow(trie, node, tokens)),
-        total=of_found(total),
+        total=picked(total),
         rank=rank,
         tokens=of_parent(beams.tokens).at[at].set(jnp.where(whole, pad_id, tokens)),
         mask=of_parent(beams.mask).at[at].set(~whole),
-        logprobs=of_parent(beams.logprobs).at[at].set(jnp.where(whole, 0.0, of_found(own))),
+        logprobs=of_parent(beams.logprobs).at[at].set(jnp.where(whole, 0.0, picked(steps))),
     )
-    return kept, parents
+    return best_beams, parents
 
 
 def _root(prompts: int, pad_id: int, length: int) -> Beams:

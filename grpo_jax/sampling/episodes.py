@@ -5,46 +5,45 @@ from one pass over all that was said to a completion, of whatever length (`Polic
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.models.cache import Cache, Rows
-from grpo_jax.sampling.sampler import bucket_size, check_prompts, check_room, checked_tokens, pad_rows, pad_to_bucket
-from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import (
+from grpo_jax.models.cache import Cache, Prefix, Rows
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.variables import PyTree, Variables
+from grpo_jax.sampling.sampler import (
     Ends,
     Loop,
     Samples,
     begin,
-    generate,
+    bucket_size,
+    checked_prompts,
+    checked_tokens,
     group_keys,
     halves,
     make_writer,
+    move,
+    pad_rows,
+    pad_to_bucket,
     run,
-    samples_of,
     tokens_in,
+    write_completions,
 )
+from grpo_jax.sampling.token_choice import SamplingParams
 
 
 class Carried(NamedTuple):
-    """What a turn leaves to the next, on the device; P may be more than the prompts, by rows of padding.
+    """What a turn leaves to the next, on the device; P may be more than the prompts, by rows of padding."""
 
-    Attributes:
-        prefix: The prompts (`models.cache.Prefix`).
-        cache: What has been read of each completion, its last token left out.
-        last: i32 [P, G], that token.
-        spoke: bool [P, G], false where a completion wrote nothing in this turn.
-        seen: bool [P, G, V], the tokens in prompt and completion so far, or None where no repetition is penalised.
-    """
-
-    prefix: Any
-    cache: Cache
-    last: jax.Array
-    spoke: jax.Array
+    prefix: Prefix  # the prompts
+    cache: Cache  # what has been read of each completion, its last token left out
+    last: jax.Array  # i32 [P, G], that token
+    spoke: jax.Array  # bool [P, G], false where a completion wrote nothing in this turn
+    # bool [P, G, V], the tokens in prompt and completion so far, or None where no repetition is penalised
     seen: jax.Array | None = None
 
 
@@ -65,7 +64,7 @@ class EpisodeSampler(NamedTuple):
 
 
 def make_episode_sampler(
-    policy: Any,
+    policy: Policy,
     params: SamplingParams,
     *,
     eos_ids: tuple[int, ...],
@@ -73,15 +72,15 @@ def make_episode_sampler(
     allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
 ) -> EpisodeSampler:
-    """Makes the functions that write episodes; of the first turn, all is as with `sampler.make_sampler`.
+    """Make the functions that write episodes.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode_step`, `extend`, `init_cache` and `head`; see `models.policy.Policy`.
+        policy: As of `make_sampler`, with `extend` too.
         params: Group size, length of a turn, and distribution.
-        eos_ids: Tokens that end a turn; may be empty.
+        eos_ids: Tokens that end a turn; may be empty. It and what follows is as of `make_sampler`.
         pad_id: Token that fills up.
-        allowed_tokens: bool [V], the tokens that may be written; None for every token.
-        stops: Stop strings, which end a turn, as int32 [S, V] of `stopping.stop_table`; None for none.
+        allowed_tokens: bool [V], or None.
+        stops: Stop strings, which end a turn, or None.
 
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
@@ -90,42 +89,43 @@ def make_episode_sampler(
     table = None if stops is None else jnp.asarray(stops)
 
     @jax.jit
-    def first(stops, variables, *arguments) -> tuple[Samples, Carried]:
-        loop = generate(policy, params, alike._replace(stops=stops), variables, *arguments)
-        rows = Rows(
-            jnp.zeros((*loop.done.shape, 0), bool), jnp.repeat(loop.prefix.advance[:, None], params.group_size, 1)
-        )
-        return samples_of(loop), _carried(loop, rows)
+    def first(stops: jax.Array | None, variables: Variables, *arguments: PyTree) -> tuple[Samples, Carried]:
+        loop = write_completions(policy, params, alike._replace(stops=stops), variables, *arguments)
+        advance = jnp.repeat(loop.prefix.advance[:, None], params.group_size, 1)
+        return loop.samples, _carried(loop, Rows(jnp.zeros((*loop.done.shape, 0), bool), advance))
 
     @jax.jit
     def further(stops, variables, carried, tokens, mask, keys, active, pictures) -> tuple[Samples, Carried]:
         ends = alike._replace(stops=stops)
-        (count, group), length = carried.last.shape, params.max_new_tokens
-        prefix, active = carried.prefix, active & carried.spoke
+        count, group = carried.last.shape
+        length = params.max_new_tokens
+        prefix = carried.prefix
+        active = active & carried.spoke
         writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
         tokens = jnp.concatenate([carried.last[..., None], tokens], axis=-1)
         mask = jnp.concatenate([active[..., None], mask & active[..., None]], axis=-1)
         size = carried.cache.keys[0].shape[-1] + tokens.shape[-1] + length
         cache = _grown(carried.cache, policy.init_cache(count, group, size))
         hidden, cache = policy.extend(writer.unstacked, prefix, tokens, mask, cache, pictures)
-        said, seen = cache.rows, carried.seen
+        rows = cache.rows
+        seen = carried.seen
         if seen is not None:
             seen |= tokens_in(tokens, mask, seen.shape[-1])
         loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache, seen)
         loop = writer.record(loop, writer.logits(hidden.reshape(count * group, -1)))
         loop = run(writer.step, loop, length, halves(count, length, ends))
-        return samples_of(loop), _carried(loop, Rows(said.mask[..., : size - length], said.advance))
+        return loop.samples, _carried(loop, Rows(rows.mask[..., : size - length], rows.advance))
 
     def start(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> tuple[Samples, Carried]:
-        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
-        check_prompts(tokens, mask, keys)
-        check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
+        tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, params.max_new_tokens)
         padded = pad_to_bucket(tokens, mask, keys, alike.pad_id)
         samples, carried = first(table, variables, *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 
     def go_on(variables, carried, tokens, mask, keys, active, pictures=None) -> tuple[Samples, Carried]:
-        tokens, mask, active = np.asarray(tokens, np.int32), np.asarray(mask, bool), np.asarray(active, bool)
+        tokens = np.asarray(tokens, np.int32)
+        mask = np.asarray(mask, bool)
+        active = np.asarray(active, bool)
         _check_answers(tokens, mask, keys, active)
         more = carried.last.shape[0] - len(tokens)
         longer = bucket_size(tokens.shape[-1], smallest=8) - tokens.shape[-1]
@@ -152,14 +152,10 @@ def _carried(loop: Loop, rows: Rows) -> Carried:
 def _grown(cache: Cache, larger: Cache) -> Cache:
     """What a cache holds at the beginning of a larger one."""
 
-    def moved(part: jax.Array, room: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(room, part, (0,) * part.ndim)
-
     rows = cache.rows
-    assert rows is not None  # a turn has left them
-    keys, values = (tuple(map(moved, *parts)) for parts in ((cache.keys, larger.keys), (cache.values, larger.values)))
+    keys, values = move((cache.keys, cache.values), (larger.keys, larger.values))
     room = jnp.zeros((*rows.mask.shape[:2], keys[0].shape[-1]), bool)
-    return Cache(keys, values, cache.length, Rows(moved(rows.mask, room), rows.advance))
+    return Cache(keys, values, cache.length, Rows(move(rows.mask, room), rows.advance))
 
 
 def _check_answers(tokens: np.ndarray, mask: np.ndarray, keys: jax.Array, active: np.ndarray) -> None:

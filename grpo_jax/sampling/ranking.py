@@ -1,6 +1,11 @@
 """The best texts of a catalogue for each prompt, in order: so many by beams, or all of them by their exact scores.
 
-Axes: P prompts, K texts that are listed.
+For exact scores each node of the tree is decoded once, not each text. That is for catalogues whose tree fits into a
+cache: the widest level holds keys and values of P · n whole paths. Where only one text is left to go on with, its
+further tokens are certain, and nothing is decoded for them.
+
+Axes: P prompts, K texts that are listed, I numbers of texts, n nodes of a level that go on, e edges below them; of a
+stage S levels, N nodes and E edges, the most of any of them.
 """
 
 from __future__ import annotations
@@ -12,17 +17,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from grpo_jax.core.trie import NARROW, Trie, depth_of, text_count, widest_below
+from grpo_jax.models.cache import Cache
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.beams import check_group, make_search
-from grpo_jax.sampling.sampler import check_prompts, check_room, pad_rows, pad_to_bucket
-from grpo_jax.sampling.text_scores import levels_of, make_scores, numbers_of
+from grpo_jax.sampling.sampler import Array, checked_prompts, move, over_buckets
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Array
 
-_MOST_NUMBERS, _MOST_PROMPTS = 2**25, 256
-"""What a ranking of many prompts holds at once: so many numbers of all of them, or so many prompts where few do."""
+# What a ranking holds at once: so many numbers of all its prompts, and at most so many prompts.
+_MOST_NUMBERS = 2**25
+_MOST_PROMPTS = 256
 
 
 class Ranking(NamedTuple):
@@ -43,15 +49,15 @@ def make_ranker(
     """Make the function that lists the best texts of a tree for each prompt.
 
     Args:
-        policy: As of `beams.make_beam_sampler`.
-        listed: K, by as many beams; 0 for all texts, scored exactly (`text_scores`).
+        policy: As of `make_sampler`.
+        listed: K, by as many beams; 0 for all texts, scored exactly (`make_scores`).
         pad_id: Token that fills up.
         trie: The texts.
         temperature: Divides the logits; 0 counts as 1.
 
     Returns:
-        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`. It takes as many prompts at once as
-        fit into a bounded memory.
+        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`, in parts that fit into a bounded
+        memory.
 
     Raises:
         ValueError: The tree has fewer texts than K.
@@ -59,46 +65,213 @@ def make_ranker(
     check_group(trie, listed)
     if listed:
         numbers = listed * trie.vocab_size if widest_below(trie) > NARROW else 1
-        found = _by_beams(policy, SamplingParams(listed, depth_of(trie), temperature), pad_id=pad_id, trie=trie)
+        rank_part = _by_beams(policy, SamplingParams(listed, depth_of(trie), temperature), pad_id=pad_id, trie=trie)
     else:
         levels = levels_of(trie)
         numbers = numbers_of(policy, levels)
-        found = _by_scores(make_scores(policy, levels, temperature=temperature), text_count(trie))
+        rank_part = _by_scores(make_scores(policy, levels, temperature=temperature), text_count(trie))
+    rank_some = over_buckets(rank_part, policy, pad_id, depth_of(trie))
     most = max(1, min(_MOST_PROMPTS, _MOST_NUMBERS // numbers))
 
     def rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking:
-        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
-        keys = jax.random.split(jax.random.key(0), len(tokens))  # nothing is drawn
-        check_prompts(tokens, mask, keys)
-        check_room(getattr(policy, "max_positions", None), mask, depth_of(trie))
+        keys = jax.random.split(jax.random.key(0), len(prompt_tokens))  # nothing is drawn
+        tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, depth_of(trie))
         parts = []
-        for start in range(0, len(tokens), most):
+        for start in range(0, len(keys), most):
             part = slice(start, start + most)
-            padded, shown, _, real = pad_to_bucket(tokens[part], mask[part], keys[part], pad_id)
-            seen = pad_rows(jax.tree.map(lambda x, part=part: x[part], pictures), len(real))
-            ranking = found(variables, padded, shown, seen)
-            parts.append(jax.tree.map(lambda x, part=part: x[: len(tokens[part])], ranking))
+            some_pictures = jax.tree.map(lambda x, part=part: x[part], pictures)
+            parts.append(rank_some(variables, tokens[part], mask[part], keys[part], some_pictures))
         return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
     return rank
 
 
-def _by_beams(policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
+def _by_beams(policy: Policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
     search = make_search(policy, params, pad_id=pad_id, trie=trie)
 
     @jax.jit
-    def found(trie: Trie, variables, prompts, mask, pictures) -> Ranking:
+    def rank(trie: Trie, variables, prompts, mask, keys, real, pictures) -> Ranking:
         beams = search(trie, variables, prompts, mask, None, pictures)
         return Ranking(trie.text[beams.node], beams.total)
 
-    return functools.partial(found, trie)  # an argument: as a constant it would be in every program
+    return functools.partial(rank, trie)  # an argument: as a constant it would be in every program
 
 
 def _by_scores(score: Callable[..., jax.Array], count: int) -> Callable[..., Ranking]:
     @jax.jit
-    def found(variables, prompts, mask, pictures) -> Ranking:
+    def rank(variables, prompts, mask, keys, real, pictures) -> Ranking:
         scores = score(variables, prompts, mask, pictures)
         order = jnp.argsort(-scores, axis=1, stable=True)[:, :count]  # numbers that are no text come last
         return Ranking(order.astype(jnp.int32), jnp.take_along_axis(scores, order, axis=1))
 
-    return found
+    return rank
+
+
+class Level(NamedTuple):
+    """What lies between two levels of a tree, on the host."""
+
+    parent: np.ndarray  # int [e], which of the level's n nodes an edge starts from
+    token: np.ndarray  # int [e]
+    texts: np.ndarray  # int [e], the only text below an edge; -1 where there are several and it goes on
+    inner: np.ndarray  # int [n'], the edges that go on: the nodes of the next level
+
+
+def levels_of(trie: Trie) -> list[Level]:
+    """A tree from the root down, each branch as far as its texts differ."""
+    first, token, text = (np.asarray(x) for x in (trie.first, trie.token, trie.text))
+    only = _only_texts(first, text)
+    nodes = np.zeros(1, int)
+    levels = []
+    while len(nodes):
+        counts = first[nodes + 1] - first[nodes]
+        edges = np.concatenate([np.arange(int(first[node]), int(first[node + 1])) for node in nodes])
+        texts = only[edges + 1]
+        inner = np.flatnonzero(texts < 0)
+        levels.append(Level(np.repeat(np.arange(len(nodes)), counts), token[edges], texts, inner))
+        nodes = edges[inner] + 1
+    return levels
+
+
+def _only_texts(first: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """The one text at or below each node, int [n]; -1 where there are several."""
+    only = text.copy()
+    for node in reversed(np.flatnonzero(np.diff(first) == 1).tolist()):  # children are numbered behind their parents
+        only[node] = only[first[node] + 1]
+    return only
+
+
+class Stage(NamedTuple):
+    """Levels of a similar width behind the first, filled up to one shape so that a loop goes through them."""
+
+    origin: np.ndarray  # int [S, N], of each node of a level its parent among the nodes of the level before
+    written: np.ndarray  # int [S, N], the token that led to it
+    parent: np.ndarray  # int [S, E], which node an edge starts from; N for what fills up
+    token: np.ndarray  # int [S, E]
+    # int [S, E], the text that an edge leads to; the number of all texts where it goes on, or fills up
+    texts: np.ndarray
+    inner: np.ndarray  # int [S, N], the edges that go on
+    depth: int  # tokens that a path has behind the last of them
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.origin.shape[1]
+
+
+def stages_of(levels: list[Level], numbers: int) -> list[Stage]:
+    """The levels behind the first in few stages: a program for each level would take minutes to compile."""
+    stages, start = [], 1
+    while start < len(levels):
+        end = next((d for d in range(start, len(levels)) if _width(levels[d]) != _width(levels[start])), len(levels))
+        stages.append(_stage(levels, start, end, numbers))
+        start = end
+    return stages
+
+
+def _width(level: Level) -> int:
+    """The same for levels that lie within a factor of four; 0 for all narrow ones."""
+    return max(len(level.token).bit_length() // 2 - 3, 0)
+
+
+def _stage(levels: list[Level], start: int, end: int, numbers: int) -> Stage:
+    here, before = levels[start:end], levels[start - 1 : end - 1]
+    # The nodes before the first level are among them: its own find their paths there.
+    nodes = max(len(level.inner) for level in levels[max(start - 2, 0) : end])
+    edges = max(len(level.token) for level in here)
+
+    def filled(rows: list[np.ndarray], width: int, value: int) -> np.ndarray:
+        return np.stack([np.pad(row, (0, width - len(row)), constant_values=value) for row in rows]).astype(np.int32)
+
+    return Stage(
+        filled([level.parent[level.inner] for level in before], nodes, 0),
+        filled([level.token[level.inner] for level in before], nodes, 0),
+        filled([level.parent for level in here], edges, nodes),
+        filled([level.token for level in here], edges, 0),
+        filled([np.where(level.texts < 0, numbers, level.texts) for level in here], edges, numbers),
+        filled([level.inner for level in here], nodes, 0),
+        end - 1,
+    )
+
+
+def numbers_of(policy: Policy, levels: list[Level]) -> int:
+    """How many numbers `make_scores` holds for one prompt: its first logits, or keys and values of its widest stage."""
+
+    def of_paths(stage: Stage) -> int:
+        cache = jax.eval_shape(lambda: policy.init_cache(1, stage.nodes, stage.depth))
+        return sum(part.size for part in jax.tree.leaves(cache))
+
+    return max(len(levels[0].token), *map(of_paths, stages_of(levels, 0)), 1)
+
+
+def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0) -> Callable[..., jax.Array]:
+    """Make the function that scores every text after every prompt, to be called inside of a compiled one.
+
+        score(text) = Σ_t log p(token_t | prompt, tokens before it), p over the tokens that may follow in the tree
+
+    The scores' exponentials sum to 1 for each prompt. `levels` are those of the tree; the temperature divides the
+    logits (0 counts as 1).
+
+    Returns:
+        `score(variables, prompts, mask, pictures) -> float32 [P, I]`; -inf for a number that is no text of the tree.
+    """
+    numbers = 1 + max(int(level.texts.max()) for level in levels)
+    scale = temperature or 1.0
+    root = levels[0]
+    stages = stages_of(levels, numbers)
+
+    def score(variables, prompts, mask, pictures) -> jax.Array:
+        prefix = policy.prefill(variables, prompts, mask, *(() if pictures is None else (pictures,)))
+        head = policy.head(variables).astype(prefix.hidden.dtype)
+        unstacked = policy.unstack(variables)
+
+        def descend(carry, level: Stage):
+            scores, total, cache = carry
+            tokens = jnp.broadcast_to(level.written, total.shape)
+            hidden, cache = policy.decode_step(unstacked, prefix, tokens, _of_parents(cache, level.origin))
+            logits = policy.logits("ped,ed->pe", hidden[:, level.parent], head[level.token])
+            logs = _of_node(logits / scale, level.parent, total.shape[1])
+            logs = total[:, level.parent] + logs
+            return (scores.at[:, level.texts].set(logs, mode="drop"), logs[:, level.inner], cache), None
+
+        logits = policy.logits("pd,ed->pe", prefix.hidden, head[root.token])
+        logs = jax.nn.log_softmax(logits / scale)
+        scores = jnp.full((len(prompts), numbers), -jnp.inf, jnp.float32)
+        scores = scores.at[:, np.where(root.texts < 0, numbers, root.texts)].set(logs, mode="drop")
+        total = logs[:, root.inner]
+        cache = policy.init_cache(len(prompts), 1, 1)
+        for stage in stages:
+            total = _fitted(total, stage.nodes, axis=1)
+            cache = _moved(policy, cache, len(prompts), stage)
+            (scores, total, cache), _ = lax.scan(descend, (scores, total, cache), stage._replace(depth=None))
+        return scores
+
+    return score
+
+
+def _of_node(logits: jax.Array, parent: Array, nodes: int) -> jax.Array:
+    """Log-probabilities of edges [P, E] among those of their node."""
+    rows = logits.T
+    largest = jax.ops.segment_max(rows, parent, nodes)
+    mass = jax.ops.segment_sum(jnp.exp(rows - largest[parent]), parent, nodes)
+    return (rows - (largest + jnp.log(mass))[parent]).T
+
+
+def _fitted(values: jax.Array, size: int, *, axis: int) -> jax.Array:
+    """An axis cut or filled up to a size."""
+    part = lax.slice_in_dim(values, 0, min(size, values.shape[axis]), axis=axis)
+    pads = [(0, size - part.shape[i]) if i == axis else (0, 0) for i in range(values.ndim)]
+    return jnp.pad(part, pads)
+
+
+def _moved(policy: Policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
+    """A cache with room for the stage's nodes and their paths, and what another holds."""
+    keys, values = (
+        tuple(_fitted(part, stage.nodes, axis=part.ndim - 3) for part in parts) for parts in (cache.keys, cache.values)
+    )
+    return move(cache._replace(keys=keys, values=values), policy.init_cache(prompts, stage.nodes, stage.depth))
+
+
+def _of_parents(cache: Cache, parents: Array) -> Cache:
+    """A place for each node of the next level, with what its parent's path holds: [P, .., N, E, T] by int [N]."""
+    keys, values = (tuple(jnp.take(part, parents, axis=-3) for part in parts) for parts in (cache.keys, cache.values))
+    return cache._replace(keys=keys, values=values)

@@ -1,103 +1,109 @@
-"""Completions: prefill each prompt once, decode its G completions against that shared prefix.
+"""Completions: prefill each prompt once, then decode its G completions against that shared prefix.
 
-The sampler knows a policy by its functions (`prefill`, `unstack`, `decode_step`, `init_cache`, `head`; `forward_group`
-is the update's), so it works for anything that offers them. Axes: P prompts, G completions of a prompt, L
-prompt tokens, T completion tokens, D model width, V vocabulary; R is a row, one (prompt, completion) pair.
+A step of decoding costs a pass over the weights (`Policy.unstack` lays them apart once), the prompts' keys and values
+once for their group, the filled part of the cache, and one draw. A policy is known by its functions (`prefill`,
+`unstack`, `decode_step`, `init_cache`, `head`, `logits`): anything that offers them can be sampled.
+
+Axes: P prompts, G completions of a prompt, L prompt tokens, T completion tokens, D model width, V vocabulary; R is a
+row, one (prompt, completion) pair.
 """
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
-from grpo_jax.core.trie import Trie
-from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import Ends, Samples, generate, samples_of
+from grpo_jax.core.trie import ROOT, Trie, children, follow
+from grpo_jax.models.cache import Cache, Prefix
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.variables import PyTree, Variables
+from grpo_jax.models.vision.pictures import PictureStates
+from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
+
+Array = jax.Array | np.ndarray
+
+START = 0
+"""The state of a text without a token among stop strings; tokenizers may write a text's first token otherwise."""
+
+# A step is compiled once more for each size of the cache and for half of the prompts: only where that pays.
+_CACHE_STEP = 64  # tokens that are worth another size
+_CACHE_SIZES = 4  # sizes at most
+_HALVING = 32  # tokens above which completions end at times that differ enough
 
 
-def bucket_size(n: int, smallest: int = 1) -> int:
-    """Round n up to one of few sizes: multiples of `smallest`, and never more than four sizes per doubling.
+class Samples(NamedTuple):
+    """Completions of P prompts, on a device or fetched from it.
 
-    A size depends on n alone, never on earlier calls, so that a resumed run computes in the same shapes.
-
-    Args:
-        n: At least 1.
-        smallest: A power of two.
-
-    >>> [bucket_size(n) for n in (3, 8, 9, 17)], bucket_size(70, smallest=8)
-    ([3, 8, 10, 20], 80)
+    Attributes:
+        tokens: int32 [P, G, T], `pad_id` after the end.
+        mask: bool [P, G, T], true for tokens of the completion, the end-of-sequence token included.
+        logprobs: float32 [P, G, T] under the policy; 0 after the end.
+        sampler_logprobs: float32 [P, G, T] under the distribution drawn from; 0 after the end.
+        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens.
+        present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
+            what was said to it in between. None where the policy wrote all of it.
+        turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
+        weights: float32 [P, G] of completions that are not drawn independently: what each counts in a sum over its
+            group that estimates a mean over the policy's completions, which is its probability over that of standing
+            in the group. None for independent ones, which count 1/G each.
     """
-    multiple = max(smallest, 1 << max((n - 1).bit_length() - 3, 0))
-    return -(-n // multiple) * multiple
+
+    tokens: Array
+    mask: Array
+    logprobs: Array
+    sampler_logprobs: Array
+    truncated: Array
+    present: Array | None = None
+    turn: Array | None = None
+    weights: Array | None = None
 
 
-def check_prompts(tokens, mask, keys) -> None:
-    """Refuses prompts that are empty or not padded on the left, and keys of another kind, with a ValueError."""
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"prompt_tokens must be a non-empty [P, L], got the shape {tokens.shape}")
-    if mask.shape != tokens.shape:
-        raise ValueError(f"prompt_mask must have the shape {tokens.shape} of prompt_tokens, got {mask.shape}")
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"keys must be typed PRNG keys of shape ({tokens.shape[0]},), one per prompt, "
-            f"got {keys.dtype} of shape {keys.shape}"
-        )
-    if "rbg" in str(keys.dtype):
-        raise ValueError("keys must be of a generator that vmap treats row by row (threefry2x32), got rbg")
-    if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise ValueError("prompts must be padded on the left and hold at least one token each")
+class Ends(NamedTuple):
+    """What a completion may hold and what ends it: the arguments of `make_sampler`."""
+
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    allowed_tokens: np.ndarray | None = None
+    stops: Array | None = None
+    trie: Trie | None = None
 
 
-def check_room(limit: int | None, mask, length: int) -> None:
-    """Learned positions end: refuses a prompt that leaves no room for `length` tokens behind it."""
-    longest = int(mask.sum(axis=1).max())
-    if limit is not None and longest + length > limit:
-        raise ValueError(
-            f"prompt and completion must have at most {limit} tokens together, the policy's max_positions; "
-            f"got a prompt of {longest} tokens and max_new_tokens = {length}"
-        )
+class Loop(NamedTuple):
+    """State of the decoding loop; every array begins with the axis of prompts.
 
-
-def pad_to_bucket(tokens, mask, keys, pad_id):
-    """Left-pad L and repeat the last prompt until both are bucket sizes; also tell which rows are real."""
-    rows, length = tokens.shape
-    more_rows = bucket_size(rows) - rows
-    more_tokens = bucket_size(length, smallest=8) - length
-    tokens = np.pad(tokens, ((0, 0), (more_tokens, 0)), constant_values=pad_id)
-    mask = np.pad(mask, ((0, 0), (more_tokens, 0)))
-    if more_rows:
-        tokens, mask = (np.pad(x, ((0, more_rows), (0, 0)), mode="edge") for x in (tokens, mask))
-        keys = keys[np.minimum(np.arange(rows + more_rows), rows - 1)]
-    return tokens, mask, keys, np.arange(rows + more_rows) < rows
-
-
-def pad_rows(tree, rows: int):
-    """Arrays [P, ..] with the last row repeated until there are so many; None as it is."""
-    return jax.tree.map(lambda x: jnp.take(x, np.minimum(np.arange(rows), len(x) - 1), axis=0), tree)
-
-
-def checked_tokens(allowed_tokens):
-    """The tokens that may be written, bool [V] on the host, or None.
-
-    Raises:
-        ValueError: It is something else, or allows nothing.
+    `place` int32 [P, G] is where a text stands among the stop strings, `node` int32 [P, G] where in the tree of what
+    may be written, `seen` bool [P, G, V] what prompt and completion hold; None where that is not asked for.
     """
-    if allowed_tokens is None:
-        return None
-    allowed_tokens = np.asarray(allowed_tokens)
-    if allowed_tokens.dtype != bool or allowed_tokens.ndim != 1 or not allowed_tokens.any():
-        raise ValueError(
-            "allowed_tokens must be bool [V] with at least one true entry, "
-            f"got {allowed_tokens.dtype} of shape {allowed_tokens.shape}"
-        )
-    return allowed_tokens
+
+    step: jax.Array
+    prefix: Prefix
+    keys: jax.Array
+    done: jax.Array
+    last: jax.Array
+    cache: Cache
+    tokens: jax.Array
+    mask: jax.Array
+    logprobs: jax.Array
+    sampler_logprobs: jax.Array
+    place: jax.Array | None = None
+    seen: jax.Array | None = None
+    node: jax.Array | None = None
+
+    @property
+    def samples(self) -> Samples:
+        """What has been written."""
+        return Samples(self.tokens, self.mask, self.logprobs, self.sampler_logprobs, truncated=~self.done)
 
 
 def make_sampler(
-    policy: Any,
+    policy: Policy,
     params: SamplingParams,
     *,
     eos_ids: tuple[int, ...],
@@ -113,12 +119,12 @@ def make_sampler(
     fold_in(fold_in(keys[p], g), t): they do not depend on the other prompts of the batch.
 
     Args:
-        policy: Has `prefill`, `unstack`, `decode_step`, `init_cache` and `head`; see `grpo_jax.models.policy.Policy`.
+        policy: Of `load_policy` or `make_policy`, or anything with its functions.
         params: Group size, length and distribution.
         eos_ids: Tokens that end a completion; may be empty.
         pad_id: Token that fills prompts on the left and completions after their end.
         allowed_tokens: bool [V], the tokens that may be written at all; None for every token.
-        stops: Stop strings as int32 [S, V] of `stopping.stop_table`, which end a completion with the token that
+        stops: Stop strings as int32 [S, V] of `samplers.stop_table`, which end a completion with the token that
             completes one of them; None for none.
         trie: The texts of which each completion is one, in place of `allowed_tokens` and `stops`: at every token the
             policy's distribution is that over the children of its node (`core.trie`). None for any text.
@@ -137,15 +143,366 @@ def make_sampler(
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
-    def write(stops, trie, *arguments) -> Samples:
-        return samples_of(generate(policy, params, ends._replace(stops=stops, trie=trie), *arguments))
+    def write(stops: jax.Array | None, trie: Trie | None, *arguments: PyTree) -> Samples:
+        return write_completions(policy, params, ends._replace(stops=stops, trie=trie), *arguments).samples
+
+    return over_buckets(functools.partial(write, table, trie), policy, ends.pad_id, params.max_new_tokens)
+
+
+def generate(
+    policy: Policy,
+    prompts: Sequence[str],
+    *,
+    completions: int = 1,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    **params: float,
+) -> list[list[str]]:
+    """Write completions of prompts as texts, by the policy's chat template if there is one.
+
+    A second call with the same settings and numbers of prompts and tokens compiles nothing.
+
+    Args:
+        policy: Of `load_policy`.
+        prompts: P texts.
+        completions: G of each.
+        max_new_tokens: Tokens after which a completion is cut.
+        temperature: Divides the logits; 0 takes the most likely token.
+        seed: Of the random numbers; a completion's hang on it and on its prompt's place alone.
+        **params: Other fields of `SamplingParams`, such as top_p.
+
+    Returns:
+        Texts `[P][G]`, special tokens left out.
+
+    Raises:
+        TypeError: `prompts` is one text, or there is no such field.
+        ValueError: There are no prompts, or a field is out of range.
+        UserError: A prompt cannot be encoded.
+    """
+    if isinstance(prompts, str):
+        raise TypeError(f"prompts: expected a list of texts, got one: [{prompts[:40]!r}]")
+    if not prompts:
+        raise ValueError("prompts: expected at least one, got none")
+    settings = SamplingParams(completions, max_new_tokens, temperature, **params)
+    sample = _cached_sampler(policy, settings, tuple(policy.eos_ids), policy.pad_id)
+    tokens, mask = policy.encode(prompts)
+    return policy.decode(sample(policy.variables, tokens, mask, jax.random.split(jax.random.key(seed), len(prompts))))
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_sampler(
+    policy: Policy, settings: SamplingParams, eos_ids: tuple[int, ...], pad_id: int
+) -> Callable[..., Samples]:
+    return make_sampler(policy, settings, eos_ids=eos_ids, pad_id=pad_id)
+
+
+# ---------------------------------------------------------------------------------------------------------- prompts
+
+
+def bucket_size(n: int, smallest: int = 1) -> int:
+    """Round n up to one of few sizes: multiples of `smallest`, and never more than four sizes per doubling.
+
+    A size depends on n alone, never on earlier calls, so that a resumed run computes in the same shapes.
+
+    Args:
+        n: At least 1.
+        smallest: A power of two.
+
+    >>> [bucket_size(n) for n in (3, 8, 9, 17)], bucket_size(70, smallest=8)
+    ([3, 8, 10, 20], 80)
+    """
+    multiple = max(smallest, 1 << max((n - 1).bit_length() - 3, 0))
+    return -(-n // multiple) * multiple
+
+
+def over_buckets(write: Callable[..., Samples], policy: Policy, pad_id: int, length: int) -> Callable[..., Samples]:
+    """Make `sample` of `make_sampler` from the compiled write(variables, tokens, mask, keys, real, pictures)."""
 
     def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
-        tokens, mask = np.asarray(prompt_tokens, np.int32), np.asarray(prompt_mask, bool)
-        check_prompts(tokens, mask, keys)
-        check_room(getattr(policy, "max_positions", None), mask, params.max_new_tokens)
-        padded = pad_to_bucket(tokens, mask, keys, ends.pad_id)
-        samples = write(table, trie, variables, *padded, pad_rows(pictures, len(padded[0])))
-        return jax.tree.map(lambda x: x[: tokens.shape[0]], samples)
+        tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, length)
+        padded = pad_to_bucket(tokens, mask, keys, pad_id)
+        samples = write(variables, *padded, pad_rows(pictures, len(padded[0])))
+        return jax.tree.map(lambda x: x[: len(tokens)], samples)
 
     return sample
+
+
+def checked_prompts(
+    policy: Policy, prompt_tokens: ArrayLike, prompt_mask: ArrayLike, keys: jax.Array, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts and their mask on the host, int32 and bool [P, L].
+
+    Raises:
+        ValueError: They are empty or not padded on the left, the keys are of another kind, or a prompt leaves no room
+            for `length` tokens before the policy's positions end.
+    """
+    tokens = np.asarray(prompt_tokens, np.int32)
+    mask = np.asarray(prompt_mask, bool)
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"prompt_tokens must be a non-empty [P, L], got the shape {tokens.shape}")
+    if mask.shape != tokens.shape:
+        raise ValueError(f"prompt_mask must have the shape {tokens.shape} of prompt_tokens, got {mask.shape}")
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != tokens.shape[:1]:
+        raise ValueError(
+            f"keys must be typed PRNG keys of shape ({tokens.shape[0]},), one per prompt, "
+            f"got {keys.dtype} of shape {keys.shape}"
+        )
+    if "rbg" in str(keys.dtype):
+        raise ValueError("keys must be of a generator that vmap treats row by row (threefry2x32), got rbg")
+    if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError("prompts must be padded on the left and hold at least one token each")
+    limit = getattr(policy, "max_positions", None)
+    longest = int(mask.sum(axis=1).max())
+    if limit is not None and longest + length > limit:
+        raise ValueError(
+            f"prompt and completion must have at most {limit} tokens together, the policy's max_positions; "
+            f"got a prompt of {longest} tokens and max_new_tokens = {length}"
+        )
+    return tokens, mask
+
+
+def pad_to_bucket(
+    tokens: np.ndarray, mask: np.ndarray, keys: jax.Array, pad_id: int
+) -> tuple[np.ndarray, np.ndarray, jax.Array, np.ndarray]:
+    """Left-pad L and repeat the last prompt until both are bucket sizes; also tell which rows are real."""
+    rows, length = tokens.shape
+    more_rows = bucket_size(rows) - rows
+    more_tokens = bucket_size(length, smallest=8) - length
+    tokens = np.pad(tokens, ((0, 0), (more_tokens, 0)), constant_values=pad_id)
+    mask = np.pad(mask, ((0, 0), (more_tokens, 0)))
+    if more_rows:
+        tokens, mask = (np.pad(x, ((0, more_rows), (0, 0)), mode="edge") for x in (tokens, mask))
+        keys = keys[np.minimum(np.arange(rows + more_rows), rows - 1)]
+    return tokens, mask, keys, np.arange(rows + more_rows) < rows
+
+
+def pad_rows(tree: PyTree, rows: int) -> PyTree:
+    """Arrays [P, ..] with the last row repeated until there are so many; None as it is."""
+    return jax.tree.map(lambda x: jnp.take(x, np.minimum(np.arange(rows), len(x) - 1), axis=0), tree)
+
+
+def checked_tokens(allowed_tokens: ArrayLike | None) -> np.ndarray | None:
+    """The tokens that may be written, bool [V] on the host, or None.
+
+    Raises:
+        ValueError: It is something else, or allows nothing.
+    """
+    if allowed_tokens is None:
+        return None
+    allowed_tokens = np.asarray(allowed_tokens)
+    if allowed_tokens.dtype != bool or allowed_tokens.ndim != 1 or not allowed_tokens.any():
+        raise ValueError(
+            "allowed_tokens must be bool [V] with at least one true entry, "
+            f"got {allowed_tokens.dtype} of shape {allowed_tokens.shape}"
+        )
+    return allowed_tokens
+
+
+# --------------------------------------------------------------------------------------------------------- decoding
+
+
+def write_completions(
+    policy: Policy,
+    params: SamplingParams,
+    ends: Ends,
+    variables: Variables,
+    prompts: jax.Array,
+    prompt_mask: jax.Array,
+    keys: jax.Array,
+    real: jax.Array,
+    pictures: PictureStates | None,
+) -> Loop:
+    """The compiled part, once per bucket of shapes. `real` bool [P] is false for rows added as padding."""
+    rows = len(prompts)
+    group = params.group_size
+    length = params.max_new_tokens
+    prefix = policy.prefill(variables, prompts, prompt_mask, *(() if pictures is None else (pictures,)))
+    writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
+    sizes = cache_sizes(length)
+    seen = None
+    if params.penalises:
+        seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.vocabulary)[:, None], group, axis=1)
+    cache = policy.init_cache(rows, group, sizes[0])
+    loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache, seen)
+    # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
+    loop = writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1))
+    for size in sizes:
+        loop = loop._replace(cache=move(loop.cache, policy.init_cache(rows, group, size)))
+        loop = run(writer.step, loop, size, halves(rows, length, ends))
+    return loop
+
+
+def begin(
+    prefix: Prefix,
+    keys: jax.Array,
+    done: jax.Array,
+    length: int,
+    ends: Ends,
+    cache: Cache,
+    seen: jax.Array | None = None,
+) -> Loop:
+    """The state before the first token, for keys [P, G]; what is done [P] or [P, G] already costs no step."""
+    slab = (*keys.shape, length)
+    return Loop(
+        step=jnp.int32(0),
+        prefix=prefix,
+        keys=keys,
+        done=jnp.broadcast_to(done.reshape(len(done), -1), keys.shape),
+        last=jnp.full(keys.shape, ends.pad_id, jnp.int32),
+        cache=cache,
+        tokens=jnp.full(slab, ends.pad_id, jnp.int32),
+        mask=jnp.zeros(slab, bool),
+        logprobs=jnp.zeros(slab, jnp.float32),
+        sampler_logprobs=jnp.zeros(slab, jnp.float32),
+        place=None if ends.stops is None else jnp.full(keys.shape, START, jnp.int32),
+        seen=seen,
+        node=None if ends.trie is None else jnp.full(keys.shape, ROOT, jnp.int32),
+    )
+
+
+def group_keys(keys: jax.Array, group: int) -> jax.Array:
+    """Keys [P, G] of completions from the prompts' keys [P]."""
+    return jax.vmap(lambda key: jax.vmap(lambda g: jax.random.fold_in(key, g))(jnp.arange(group)))(keys)
+
+
+def tokens_in(tokens: jax.Array, mask: jax.Array, vocabulary: int) -> jax.Array:
+    """Which tokens stand in texts [.., L]: bool [.., V]."""
+    rows = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
+    present = jax.vmap(lambda row, there: jnp.zeros(vocabulary, bool).at[row].max(there))(*rows)
+    return present.reshape(*tokens.shape[:-1], vocabulary)
+
+
+def _unfinished(loop: Loop) -> jax.Array:
+    """Prompts with a completion that goes on, i32 scalar."""
+    return jnp.sum(~jnp.all(loop.done, axis=1))
+
+
+def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Loop:
+    """Step until so many tokens are written or all completions have ended.
+
+    With `halve`, decoding goes on with half of the prompts once the other half's groups have ended, at half the cost.
+    """
+    if not halve:
+        return _run(step, loop, until, 0)
+    half = loop.done.shape[0] // 2
+    loop = _run(step, loop, until, half)
+    order = jnp.argsort(jnp.all(loop.done, axis=1), stable=True)[:half]
+    few = jax.tree.map(lambda x: x[order] if x.ndim else x, loop)
+    few = _run(step, few, jnp.where(_unfinished(loop) > half, 0, until), 0)
+    return jax.tree.map(lambda x, part: x.at[order].set(part) if x.ndim else part, loop, few)
+
+
+def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_than: int) -> Loop:
+    """Step until so many tokens are written or no more prompts than that are unfinished."""
+    return lax.while_loop(lambda loop: (loop.step < until) & (_unfinished(loop) > more_than), step, loop)
+
+
+def halves(rows: int, length: int, ends: Ends) -> bool:
+    """Whether half of the prompts may go on alone."""
+    return (bool(ends.eos_ids) or ends.stops is not None or ends.trie is not None) and rows > 1 and length > _HALVING
+
+
+def cache_sizes(length: int) -> list[int]:
+    """Sizes the cache grows through until it holds `length` tokens; attention reads all of the current one.
+
+    >>> cache_sizes(40), cache_sizes(200)
+    ([40], [56, 112, 168, 200])
+    """
+    parts = -(-length // _CACHE_STEP)
+    size = -(-length // min(parts, _CACHE_SIZES))
+    size = -(-size // 8) * 8
+    return [*range(size, length, size), length]
+
+
+def move(cache: PyTree, larger: PyTree) -> PyTree:
+    """What a cache holds, at the beginning of a larger one."""
+    return jax.tree.map(lambda part, room: lax.dynamic_update_slice(room, part, (0,) * part.ndim), cache, larger)
+
+
+class Writer(NamedTuple):
+    """Compiled parts of a sampler for one set of variables."""
+
+    step: Callable[[Loop], Loop]  # decodes the last tokens and records the next
+    # (loop, logits float32 [V, R]) -> the loop with a token chosen for every row
+    record: Callable[[Loop, jax.Array], Loop]
+    logits: Callable[[jax.Array], jax.Array]  # float32 [V, R] of states [R, D]
+    vocabulary: int  # V
+    unstacked: Variables  # the variables as `decode_step` takes them
+
+
+def make_writer(
+    policy: Policy, params: SamplingParams, ends: Ends, variables: Variables, dtype: jax.typing.DTypeLike
+) -> Writer:
+    """A sampler's parts for these variables; `dtype` is that of the states."""
+    # Converted and unstacked here, not in the loop, where it would cost a pass over the weights for every token.
+    head = policy.head(variables).astype(dtype)
+    unstacked = policy.unstack(variables)
+    _check_vocabulary(head.shape[0], ends, params)
+    stops = ends.stops
+
+    def logits_of(hidden: jax.Array) -> jax.Array:
+        return policy.logits("vd,rd->vr", head, hidden)
+
+    def record(loop: Loop, logits: jax.Array) -> Loop:
+        step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
+        seen = None if loop.seen is None else loop.seen.reshape(-1, loop.seen.shape[-1])
+        barred = None
+        if params.min_new_tokens and ends.eos_ids:
+            too_early = loop.step < params.min_new_tokens
+            barred = jnp.zeros(logits.shape[0], bool).at[jnp.array(ends.eos_ids)].set(too_early)
+        allowed = ends.allowed_tokens
+        if ends.trie is not None:
+            allowed = children(ends.trie, loop.node.reshape(-1)).T
+        choice = choose_tokens(logits, step_keys, params, allowed, seen=seen, barred=barred)
+        choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
+        active = ~loop.done
+        tokens = jnp.where(active, choice.tokens, ends.pad_id)
+        ended = functools.reduce(jnp.logical_or, [tokens == eos for eos in ends.eos_ids], jnp.zeros_like(active))
+        if stops is not None:
+            place = jnp.where(active, stops[loop.place, tokens], loop.place)
+            stopped = place == len(stops)
+            ended = ended | stopped
+            loop = loop._replace(place=jnp.where(stopped, START, place))
+        if ends.trie is not None:
+            node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
+            ended = ended | (ends.trie.text[node] >= 0)
+            loop = loop._replace(node=node)
+        if loop.seen is not None:
+            p, g = jnp.indices(tokens.shape)
+            loop = loop._replace(seen=loop.seen.at[p, g, tokens].max(active))
+        at = (..., loop.step)
+        return loop._replace(
+            step=loop.step + 1,
+            done=loop.done | ended,
+            last=tokens,
+            tokens=loop.tokens.at[at].set(tokens),
+            mask=loop.mask.at[at].set(active),
+            logprobs=loop.logprobs.at[at].set(jnp.where(active, choice.logprobs, 0.0)),
+            sampler_logprobs=loop.sampler_logprobs.at[at].set(jnp.where(active, choice.sampler_logprobs, 0.0)),
+        )
+
+    def step(loop: Loop) -> Loop:
+        hidden, cache = policy.decode_step(unstacked, loop.prefix, loop.last, loop.cache)
+        return record(loop._replace(cache=cache), logits_of(hidden.reshape(-1, hidden.shape[-1])))
+
+    return Writer(step, record, logits_of, head.shape[0], unstacked)
+
+
+def _check_vocabulary(size: int, ends: Ends, params: SamplingParams) -> None:
+    allowed, stops = ends.allowed_tokens, ends.stops
+    if allowed is not None and allowed.shape != (size,):
+        raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed.shape}")
+    if stops is not None and stops.shape[1:] != (size,):
+        raise ValueError(f"stops must have the shape [S, {size}] of the vocabulary, got {stops.shape}")
+    if ends.trie is not None and ends.trie.vocab_size != size:
+        raise ValueError(f"trie must be of the policy's vocabulary of {size}, got one of {ends.trie.vocab_size}")
+    if ends.trie is not None and (params.min_new_tokens or allowed is not None or stops is not None):
+        raise ValueError("trie says what is written and where it ends: leave out allowed_tokens, stops, min_new_tokens")
+    for name, ids in (("eos_ids", ends.eos_ids), ("pad_id", (ends.pad_id,))):
+        if any(not 0 <= i < size for i in ids):
+            raise ValueError(f"{name} must lie in [0, {size}), the vocabulary of the policy, got {ids}")
+    may_go_on = np.ones(size, bool) if allowed is None else allowed.copy()
+    may_go_on[list(ends.eos_ids)] = False
+    if params.min_new_tokens and not may_go_on.any():
+        raise ValueError("min_new_tokens must be 0 where only tokens of eos_ids are allowed")

@@ -1,26 +1,31 @@
-"""The samplers that a config names: what a run trains and measures with, and what `predict` writes with."""
+"""The samplers that a config names, and what restricts them: listed texts and stop strings."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
-from grpo_jax.core.trie import Trie, text_count
+from grpo_jax.core.trie import Trie, make_trie, text_count
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.hf.tokens import special_ids, token_pieces
+from grpo_jax.models.hf import PolicyFolder
+from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids, token_pieces
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
+from grpo_jax.models.variables import PyTree
 from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
 from grpo_jax.sampling.ranking import Ranking, make_ranker
-from grpo_jax.sampling.sampler import make_sampler
-from grpo_jax.sampling.stopping import stop_table
+from grpo_jax.sampling.sampler import START, Samples, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
+
+Sampler = Callable[..., Samples] | EpisodeSampler
 
 
 class Samplers(NamedTuple):
@@ -30,9 +35,9 @@ class Samplers(NamedTuple):
     written, `rank` lists the best of it, as of `ranking.make_ranker`; None elsewhere.
     """
 
-    training: Any
-    greedy: Any
-    sampled: Any
+    training: Sampler
+    greedy: Sampler
+    sampled: Sampler
     rank: Callable[..., Ranking] | None = None
 
 
@@ -51,9 +56,9 @@ def sampling_params(section: SamplingSection, group_size: int, temperature: floa
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
     """How the sampled completions of an evaluation are drawn: k of each prompt, one by one, else as in training."""
-    given = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
-    own = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(section, group="samples", group_size=evaluation.samples, keep_prompt=0, **own)
+    fields = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
+    changed = {name: value for name, value in fields.items() if value is not None}
+    return dataclasses.replace(section, group="samples", group_size=evaluation.samples, keep_prompt=0, **changed)
 
 
 def make_samplers(
@@ -76,56 +81,46 @@ def make_samplers(
         listed: How many of them a ranking has; 0 for all, scored exactly.
 
     Raises:
-        UserError: A stop string cannot be told from the policy's tokens.
+        UserError: A stop string cannot be told from the policy's tokens, or the texts are too few.
     """
     ends = named_ends(section, policy.folder, allowed)
+    rank = None
     if trie is not None:
-        return _over_texts(section, evaluation, policy, trie, ends, listed)
+        _check_texts(section, trie, listed)
+        rank = _gathered(make_ranker(policy, listed, pad_id=ends["pad_id"], trie=trie), policy.mesh)
 
-    def sampler(section: SamplingSection, group_size: int, temperature: float) -> Any:
+    def sampler(
+        section: SamplingSection, group_size: int, temperature: float
+    ) -> Callable[..., Samples] | EpisodeSampler:
         params = sampling_params(section, group_size, temperature)
-        if section.turns == 1:
-            return _gathered(make_sampler(policy, params, **ends), policy.mesh)
-        begin, go_on = make_episode_sampler(policy, params, **ends)
-        return EpisodeSampler(_gathered_turn(begin, policy.mesh), _gathered_turn(go_on, policy.mesh))
-
-    measured = measured_section(section, evaluation)
-    return Samplers(
-        sampler(section, section.written_completions, section.temperature),
-        sampler(section, 1, 0.0),
-        sampler(measured, measured.group_size, measured.temperature),
-    )
-
-
-def _over_texts(
-    section: SamplingSection, evaluation: EvaluationSection, policy: Any, trie: Trie, ends: dict[str, Any], listed: int
-) -> Samplers:
-    """Samplers of one text each, where a task lists them."""
-    pad_id, most = ends["pad_id"], f"at most {text_count(trie)}, the texts that may be written"
-    require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
-    few = section.group == "samples" or section.written_completions <= text_count(trie)
-    require(few, "sampling.group_size", most, section.group_size)
-    require(listed <= text_count(trie), "task.listed", most, listed)
-
-    def sampler(section: SamplingSection, group_size: int, temperature: float) -> Any:
-        params = sampling_params(section, group_size, temperature)
-        if group_size == 1 or section.group == "samples":
+        if section.turns > 1:
+            begin, go_on = make_episode_sampler(policy, params, **ends)
+            return EpisodeSampler(_gathered_turn(begin, policy.mesh), _gathered_turn(go_on, policy.mesh))
+        if trie is None or group_size == 1 or section.group == "samples":
             return _gathered(make_sampler(policy, params, **ends, trie=trie), policy.mesh)
         drawn = section.group == "distinct"
-        beams = make_beam_sampler(policy, params, pad_id=pad_id, trie=trie, without_replacement=drawn)
+        beams = make_beam_sampler(policy, params, pad_id=ends["pad_id"], trie=trie, without_replacement=drawn)
         return _gathered(beams, policy.mesh)
 
     measured = measured_section(section, evaluation)
-    ranked = _gathered(make_ranker(policy, listed, pad_id=pad_id, trie=trie), policy.mesh)
     return Samplers(
         sampler(section, section.written_completions, section.temperature),
         sampler(section, 1, 0.0),
         sampler(measured, measured.group_size, measured.temperature),
-        ranked,
+        rank,
     )
 
 
-def named_ends(section: SamplingSection, loaded: Any, allowed: np.ndarray | None) -> dict[str, Any]:
+def _check_texts(section: SamplingSection, trie: Trie, listed: int) -> None:
+    """Raises UserError where a task lists fewer texts than are to be written, or texts are written in turns."""
+    most = f"at most {text_count(trie)}, the texts that may be written"
+    require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
+    enough = section.group == "samples" or section.written_completions <= text_count(trie)
+    require(enough, "sampling.group_size", most, section.group_size)
+    require(listed <= text_count(trie), "task.listed", most, listed)
+
+
+def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarray | None) -> dict[str, PyTree]:
     """What completions may hold and what ends them: keyword arguments of `make_sampler`."""
     return {
         "eos_ids": loaded.eos_ids,
@@ -135,17 +130,11 @@ def named_ends(section: SamplingSection, loaded: Any, allowed: np.ndarray | None
     }
 
 
-def stops_of(stops: list[str], tokenizer: Any, vocab_size: int) -> np.ndarray | None:
-    """The `stop_table` of sampling.stop; None without any.
+def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
+    """The `stop_table` of sampling.stop for a vocabulary of V; None without any.
 
-    Args:
-        stops: The stop strings.
-        tokenizer: The policy's.
-        vocab_size: V, the model's.
-
-    Raises:
-        UserError: One holds a special token, which no text shows; or the tokenizer's texts are not those of its tokens
-            one after another.
+    UserError where one holds a special token, which no text shows, or the tokenizer's texts are not those of its tokens
+    one after another.
     """
     if not stops:
         return None
@@ -166,15 +155,115 @@ def stops_of(stops: list[str], tokenizer: Any, vocab_size: int) -> np.ndarray | 
     return stop_table(stops, pieces.first, pieces.later)
 
 
-def _gathered(sample: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    return lambda *arguments, **shown: gather(sample(*arguments, **shown), mesh)
+def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None) -> Callable[..., PyTree]:
+    return lambda *arguments, **named: gather(sample(*arguments, **named), mesh)
 
 
-def _gathered_turn(turn: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def _gathered_turn(turn: Callable[..., PyTree], mesh: Mesh | None) -> Callable[..., PyTree]:
     """One of an episode sampler's functions: what is carried stays where it is."""
 
-    def gathered(*arguments: Any, **shown: Any) -> Any:
-        samples, carried = turn(*arguments, **shown)
+    def gathered(*arguments: PyTree, **named: PyTree) -> PyTree:
+        samples, carried = turn(*arguments, **named)
         return gather(samples, mesh), carried
 
     return gathered
+
+
+def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
+    """A text as a completion, up to the token that ends it.
+
+    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of `eos_ids`
+    where that is none of them. Marks in the text are text (`plain_tokens`); an end token that is no mark, such as a
+    line's end, ends it, for the sampler would stop there. With `gap` a space comes before it: behind plain text a word
+    starts with its space, behind a chat template's mark it does not.
+    """
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[0]
+    ids = [*plain_tokens(tokenizer, f" {text}" if gap else text), end]
+    stop = next(place for place, token in enumerate(ids) if token in eos_ids)
+    return ids[: stop + 1]
+
+
+def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most: int) -> Trie:
+    """The tree of a task's texts (`tasks.task.Choices`); those that are the same tokens are the first of them.
+
+    UserError where a text is longer than `most`, sampling.max_new_tokens, or has no token of its own. `gap` is as of
+    `completion_tokens`.
+    """
+    unknown = loaded.tokenizer.unk_token_id
+    numbers: dict[tuple[int, ...], int] = {}
+    for number, text in enumerate(texts):
+        ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
+        if len(ids) > most:
+            raise UserError(
+                f"sampling.max_new_tokens: expected at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, "
+                f"which may be written; got {most}"
+            )
+        if not {*ids[:-1]} - {unknown}:
+            raise UserError(f"{one_line(repr(text), 60)} may be written, and the policy's tokenizer has no word of it")
+        numbers.setdefault(tuple(ids), number)
+    trie = make_trie(list(numbers), vocab_size=loaded.config.vocab_size)
+    first = np.array(list(numbers.values()))
+    text = np.asarray(trie.text)
+    return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
+
+
+def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:
+    """Stop strings as an automaton over tokens: the state that each leads to, int32 [S, V], from `START`.
+
+    Over bytes it is that of Aho and Corasick (1975): a state is the longest beginning of a stop string that the text
+    ends with. A token is several steps of it at once. The state S, which has no row, is reached by the token that
+    completes a stop string.
+
+    Args:
+        stops: At least one, none of them empty.
+        first: What each of V tokens adds to a text that is empty, in bytes; b"" for nothing.
+        later: What each adds to any other.
+
+    Raises:
+        ValueError: There is no stop string, or an empty one.
+    """
+    if not stops or not all(stops):
+        raise ValueError(f"stops: expected texts that are not empty, got {list(stops)}")
+    moves, found = _byte_moves([stop.encode() for stop in stops])
+    ended = len(found)
+    moves = np.vstack([np.where(found[moves], ended, moves), np.full(256, ended)])  # what follows changes nothing
+    begun, going = _token_moves(moves, np.zeros(1, int), first), _token_moves(moves, np.arange(ended), later)
+    begun[:, [not piece for piece in first]] = START - 1  # the text is still empty
+    return np.concatenate([begun, going]).astype(np.int32) + 1  # a row for START before those of the bytes' states
+
+
+def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The automaton over bytes: next state int [S, 256], and bool [S], true where a stop string has just ended."""
+    children: list[dict[int, int]] = [{}]
+    found = [False]
+    for stop in stops:
+        state = 0
+        for byte in stop:
+            if byte not in children[state]:
+                children[state][byte] = len(children)
+                children.append({})
+                found.append(False)
+            state = children[state][byte]
+        found[state] = True
+    moves, shorter = np.zeros((len(children), 256), int), [0] * len(children)
+    waiting = [0]
+    for state in waiting:  # breadth first: the state of a shorter ending is complete before it is asked
+        if state:
+            moves[state] = moves[shorter[state]]
+        for byte, child in children[state].items():
+            shorter[child] = moves[shorter[state], byte] if state else 0
+            found[child] |= found[shorter[child]]
+            moves[state, byte] = child
+            waiting.append(child)
+    return moves, np.array(found)
+
+
+def _token_moves(moves: np.ndarray, states: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
+    """Where each token leads from each state: int [states, V]."""
+    reached = np.repeat(states[:, None], len(pieces), axis=1)
+    lengths = np.array([len(piece) for piece in pieces])
+    for place in range(lengths.max(initial=0)):
+        longer = np.flatnonzero(lengths > place).tolist()
+        step = np.array([pieces[token][place] for token in longer])
+        reached[:, longer] = moves[reached[:, longer], step]
+    return reached

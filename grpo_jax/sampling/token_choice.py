@@ -47,11 +47,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        """Refuse values outside their range.
-
-        Raises:
-            ValueError: A value is out of range; the message names the field.
-        """
+        """Refuse values outside their range with a ValueError that names the field."""
         rules = {
             "group_size": (self.group_size >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),

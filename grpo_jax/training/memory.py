@@ -8,29 +8,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.lora import init_adapters
+from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import configured_functions, lora_config, make_loss_scale, needs_tower
-from grpo_jax.models.quantised import quantise
 from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
-from grpo_jax.models.variables import VALUE, VISUAL, init_value_head, with_tower
+from grpo_jax.models.variables import VALUE, VISUAL, PyTree, init_value_head, with_tower
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, pack_windows
 from grpo_jax.models.vision.tower import init_tower
-from grpo_jax.sampling.sampler import bucket_size
-from grpo_jax.sampling.writing import Samples, cache_sizes
+from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_turn_objectives
 from grpo_jax.training.objectives import ForwardPass, make_forward
@@ -73,7 +73,7 @@ def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) ->
     side = math.isqrt(patches // vision.merged) * vision.merge
     windows = pack_windows(np.array([side, side]), patches, vision)
 
-    def shape(*axes: int, dtype: Any = np.int32) -> Any:
+    def shape(*axes: int, dtype: type = np.int32) -> PyTree:
         return jax.ShapeDtypeStruct((*lead, *axes), dtype)
 
     return Pictures(
@@ -81,15 +81,10 @@ def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) ->
     )
 
 
-def state_shapes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, *, pictures: bool = False) -> TrainState:
-    """The shapes, types and places of the state that training begins with.
-
-    Args:
-        config: The run's.
-        model: The policy's config.
-        mesh: Its devices where they are several.
-        pictures: The policy is shown pictures, and has its vision tower even where that is not trained.
-    """
+def state_shapes(
+    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, *, pictures: bool = False
+) -> TrainState:
+    """The shapes, types and places of the state that training begins with."""
     section, lora = config.policy, lora_config(config.policy.lora, model)
 
     def start() -> TrainState:
@@ -121,18 +116,11 @@ def batch_shapes(
     state: TrainState,
     forward: ForwardPass,
     mesh: jax.sharding.Mesh | None,
-    shown: Callable[[tuple[int, ...]], dict[str, Any]] | None = None,
+    shown: Callable[[tuple[int, ...]], Mapping[str, PyTree]] | None = None,
 ) -> Batch:
     """The shapes of one update's batch, where all prompts and completions are as long as they may be.
 
     Shorter completions are packed into fewer rows, which takes less.
-
-    Args:
-        config: The run's.
-        state: Of `state_shapes`.
-        forward: Of `make_forward`.
-        mesh: The policy's devices where they are several.
-        shown: ((P, G)) → pictures as `Batch` has them; None for nothing.
     """
     training, sampling = config.training, config.sampling
     prompts = training.prompts_per_batch // training.minibatches
@@ -157,7 +145,7 @@ def batch_shapes(
     return _placed(shapes, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(FSDP)), shapes))
 
 
-def require_memory(config: Config, model: Any, *, available: int | None, listed: bool = False) -> None:
+def require_memory(config: Config, model: ModelConfig, *, available: int | None, listed: bool = False) -> None:
     """Refuses, before any weight is read, a run that cannot fit into the memory of its machine.
 
     A lower bound: weights, moments and reference (without a vision tower), with the keys and values that sampling
@@ -168,9 +156,6 @@ def require_memory(config: Config, model: Any, *, available: int | None, listed:
         model: The policy's config.
         available: Bytes that there are (`machine_memory`); None where nobody knows.
         listed: Completions are texts that the task lists, whatever sampling.max_new_tokens is.
-
-    Raises:
-        UserError: Naming what to lower.
     """
     if available is None:
         return
@@ -219,11 +204,11 @@ def _text(path: str) -> str:
         return ""
 
 
-def _tree_bytes(tree: Any) -> int:
+def _tree_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:
+def update_bytes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:
     """Temporary bytes of one optimizer update: activations, gradients, logits of a chunk of tokens."""
     policy = configured_functions(config.policy, model, mesh)
     forward = make_forward(policy, temperature=config.sampling.temperature)
@@ -239,7 +224,7 @@ def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, sho
 
     again = config.policy.vision == "train" or VISUAL in state.variables.get("lora", {})
 
-    def of_rows(shown: Shown, rows: tuple[int, ...]) -> dict[str, Any]:
+    def of_rows(shown: Shown, rows: tuple[int, ...]) -> dict[str, PyTree]:
         counts = {"pictures": (rows[:1], shown.prompt), "answers": (rows, shown.answers)}
         pictures = {
             name: picture_shapes(model.vision, (*lead, count), shown.patches)
@@ -255,7 +240,7 @@ def update_bytes(config: Config, model: Any, mesh: jax.sharding.Mesh | None, sho
     return temporary_bytes(jax.jit(step, donate_argnums=0), state, batch)
 
 
-def temporary_bytes(compiled: Any, *shapes: Any) -> int:
+def temporary_bytes(compiled: jax.stages.Wrapped, *shapes: PyTree) -> int:
     """Temporary memory of a jitted function for arguments of these shapes, without running it."""
     options = _FAST_COMPILE if jax.default_backend() == "cpu" else None
     return int(compiled.lower(*shapes).compile(compiler_options=options).memory_analysis().temp_size_in_bytes)
@@ -276,13 +261,13 @@ def fewest_parts(measure: Callable[[int], int], rows: int, *, budget: int, least
         choices = [more for more in choices if used * count <= budget * more] or choices[-1:]
 
 
-def _optimizer(config: Config) -> Any:
+def _optimizer(config: Config) -> optax.GradientTransformation:
     section = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
     schedule = make_schedule(section, max(config.training.max_steps, 1))
     return make_optimizer(section, schedule, value_rate=config.ppo.value_rate)
 
 
-def _placed(shapes: Any, places: Any) -> Any:
+def _placed(shapes: PyTree, places: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
     )

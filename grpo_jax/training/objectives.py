@@ -1,6 +1,9 @@
 """What an update minimises: the forward pass over a batch's completions, and the loss that a config names.
 
-Nothing here knows a concrete model or task: the policy comes as functions (`forward_group`, `token_logprobs`).
+PPO's flow of one batch, which `update.make_update` follows: a forward pass gives old log-probabilities and values; the
+estimates turn scores into rewards per token, advantages and returns; the updates then minimise the policy's loss and
+the value loss together. A completion is an episode that ends with its last token, be that the end token or the last
+one there was room for: nothing comes after it, so nothing is bootstrapped.
 """
 
 from __future__ import annotations
@@ -12,17 +15,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config.algorithm import AlgorithmSection
+from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
 from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
-from grpo_jax.core.masking import count, select
+from grpo_jax.core.kl import kl_divergence
+from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten, safe_divide, select
+from grpo_jax.core.ppo import value_loss
+from grpo_jax.core.returns import gae_advantages
+from grpo_jax.core.shaping import AdaptiveKL, kl_penalised_rewards
 from grpo_jax.core.trie import Trie, walk
-from grpo_jax.models.variables import VALUE, token_values
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.variables import VALUE, PyTree, Variables, token_values
 from grpo_jax.models.vision.pictures import Pictures
-from grpo_jax.training.batch import Batch, required
-from grpo_jax.training.packing import packed, unpacked
-
-Tree = Any
+from grpo_jax.training.batch import Batch, packed, required, unpacked
 
 
 class Forward(NamedTuple):
@@ -33,12 +38,14 @@ class Forward(NamedTuple):
     values: jax.Array | None
 
 
-ForwardPass = Callable[[dict[str, Tree], Batch], Forward]
-Objective = Callable[[dict[str, Tree], Batch, Any], tuple[jax.Array, dict[str, Any]]]
+Metrics = dict[str, PyTree]
+ForwardPass = Callable[[Variables, Batch], Forward]
+Objective = Callable[[Variables, Batch, PyTree], tuple[jax.Array, Metrics]]
+"""objective(variables, batch, normaliser of the whole update) → (loss, metrics by part of the loss)."""
 
 
 def make_forward(
-    policy: Any, *, temperature: float, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
+    policy: Policy, *, temperature: float, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
 ) -> ForwardPass:
     """The function (variables, batch) → `Forward`.
 
@@ -48,20 +55,27 @@ def make_forward(
         allowed_tokens: bool [V], or None for all.
         trie: The texts of which each completion is one, in place of `allowed_tokens`.
     """
-    options: dict[str, Any] = {"temperature": temperature, "allowed_tokens": allowed_tokens}
-    if trie is not None:
-        options = {"temperature": temperature, "trie": trie}
 
-    def forward(variables: dict[str, Tree], batch: Batch) -> Forward:
+    allowed: dict[str, Any] = {"allowed_tokens": allowed_tokens} if trie is None else {"trie": trie}
+
+    def forward(variables: Variables, batch: Batch) -> Forward:
         packing = batch.packing
-        shown = {
-            name: policy.encode_images(variables, pictures) if isinstance(pictures, Pictures) else pictures
-            for name, pictures in batch.pictures.items()
+        encode_images = policy.encode_images
+        pictures = {
+            name: encode_images(variables, part) if isinstance(part, Pictures) and encode_images is not None else part
+            for name, part in batch.pictures.items()
         }
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
-        hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **shown)
+        hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **pictures)
         nodes = None if trie is None or packing is None else packed(walk(trie, batch.tokens), packing)[0]
-        logprobs, entropy = policy.token_logprobs(variables, hidden, rows[0], nodes=nodes, **options)
+        logprobs, entropy = policy.token_logprobs(
+            variables,
+            hidden,
+            rows[0],
+            nodes=nodes,
+            temperature=temperature,
+            **allowed,
+        )
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         whole = Forward(logprobs, entropy, values)
         return whole if packing is None else jax.tree.map(lambda array: unpacked(array, batch.exists, packing), whole)
@@ -102,8 +116,8 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
 
 
 def policy_loss(
-    seen: Forward, batch: Batch, options: dict[str, Any], normaliser: Any
-) -> tuple[jax.Array, dict[str, Any]]:
+    passed: Forward, batch: Batch, options: dict[str, Any], normaliser: PyTree
+) -> tuple[jax.Array, Metrics]:
     """`losses.grpo_loss` of a forward pass; without old log-probabilities the policy is its own old one.
 
     Returns:
@@ -111,38 +125,141 @@ def policy_loss(
         log-probabilities, is the mean over tokens of |log π_old - log π_sampler|: the same policy, as trainer and
         sampler compute it.
     """
-    old = jax.lax.stop_gradient(seen.logprobs) if batch.old_logprobs is None else batch.old_logprobs
-    loss, metrics = losses.grpo_loss(
-        seen.logprobs,
+    old = jax.lax.stop_gradient(passed.logprobs) if batch.old_logprobs is None else batch.old_logprobs
+    loss, policy_metrics = losses.grpo_loss(
+        passed.logprobs,
         old,
         required("advantages", batch.advantages),
         batch.mask,
         normaliser=normaliser,
         ref_logprobs=batch.ref_logprobs,
-        entropy=seen.entropy,
+        entropy=passed.entropy,
         token_weights=batch.token_weights,
         kl_weights=batch.kl_weights,
         **options,
     )
-    measured: dict[str, Any] = {"policy": metrics}
+    metrics: Metrics = {"policy": policy_metrics}
     if batch.rollout_logprobs is not None:
         gap = select(batch.mask, jnp.abs(old - batch.rollout_logprobs))
-        measured["sampler_gap"] = Mean(jnp.sum(gap), count(batch.mask))
-    return loss, measured
+        metrics["sampler_gap"] = Mean(jnp.sum(gap), count(batch.mask))
+    return loss, metrics
 
 
 def make_policy_objective(forward: ForwardPass, options: dict[str, Any]) -> Objective:
-    """The policy-gradient objective of a batch.
+    """The policy-gradient objective; `options` are keyword arguments of `losses.grpo_loss`."""
 
-    Args:
-        forward: Of `make_forward`.
-        options: Keyword arguments of `losses.grpo_loss`.
-
-    Returns:
-        objective(variables, batch, normaliser) → (loss, what `policy_loss` measured).
-    """
-
-    def objective(variables: dict[str, Tree], batch: Batch, normaliser: Any) -> tuple[jax.Array, dict[str, Any]]:
+    def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
         return policy_loss(forward(variables, batch), batch, options, normaliser)
 
     return objective
+
+
+def make_supervised_objective(forward: ForwardPass) -> Objective:
+    """`losses.sft_loss` of a batch with one completion for each prompt: (loss, {"supervised": SFTMetrics})."""
+
+    def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
+        loss, metrics = losses.sft_loss(forward(variables, batch).logprobs, batch.mask, normaliser=normaliser)
+        return loss, {"supervised": metrics}
+
+    return objective
+
+
+def make_ppo_objective(forward: ForwardPass, options: dict[str, Any], section: PPOSection) -> Objective:
+    """PPO's objective: the policy loss of a preset with an advantage for each token, and the value loss.
+
+        loss = policy loss + value_coef · value loss (mean over tokens)
+
+    One forward pass serves both, and both gradients reach the policy's weights.
+
+    Args:
+        forward: Of `make_forward`; variables hold a value head.
+        options: Keyword arguments of `losses.grpo_loss`; preset "bnpo" makes its policy loss `ppo.ppo_loss`.
+        section: Coefficient and clip of the value loss.
+    """
+
+    def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
+        passed = forward(variables, batch)
+        loss, metrics = policy_loss(passed, batch, options, normaliser)
+        value, value_metrics = value_loss(
+            required("values", passed.values),
+            batch.old_values,
+            required("returns", batch.returns),
+            batch.mask,
+            clip=section.value_clip,
+            normaliser=normaliser,
+        )
+        return loss + section.value_coef * value, {**metrics, "value": value_metrics}
+
+    return objective
+
+
+class Estimates(NamedTuple):
+    """What a batch of PPO measures before its first update; scalars but for the first.
+
+    Attributes:
+        advantages: [P, G], the mean over each completion's tokens, as they are trained on.
+        completion_kl: KL against the reference of one completion, its tokens' k1 estimates summed; mean over rows.
+        value: Mean value of a token's state.
+        returns: Mean of what the values are to become.
+        explained_variance: 1 - Var(returns - values) / Var(returns): 1 is a perfect value, 0 a constant, less is worse.
+    """
+
+    advantages: jax.Array
+    completion_kl: jax.Array
+    value: jax.Array
+    returns: jax.Array
+    explained_variance: jax.Array
+
+
+def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array, jax.Array], tuple[Batch, Estimates]]:
+    """The compiled function (batch with scores and old_logprobs, values, KL coefficient) → batch to learn from.
+
+    Rewards per token, with the KL against `batch.ref_logprobs` (None: no KL), become advantages by GAE; the values
+    learn advantage + value. Advantages are whitened over the batch's tokens if the section says so.
+    """
+
+    def estimate(batch: Batch, values: jax.Array, kl_coef: jax.Array) -> tuple[Batch, Estimates]:
+        mask = batch.mask
+        old = required("old_logprobs", batch.old_logprobs)
+        reference = old if batch.ref_logprobs is None else batch.ref_logprobs
+        scores = required("scores", batch.scores)
+        values = select(mask, values)
+        rewards = kl_penalised_rewards(scores, old, reference, mask, kl_coef=kl_coef, estimator=section.kl_estimator)
+        # The state after the last token has value 0; padding stands in the way of no value, it is passed over.
+        following = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
+        advantages = gae_advantages(rewards, following, discount=section.discount, trace=section.trace, mask=mask)
+        returns = advantages + values
+        divergence = select(mask, kl_divergence(old, reference, estimator="k1"))
+        explained = _explained_variance(advantages, returns, mask)
+        if section.whiten:
+            advantages = masked_whiten(advantages, mask)
+        estimates = Estimates(
+            advantages=masked_mean(advantages, mask, axis=-1),
+            completion_kl=safe_divide(jnp.sum(divergence), count(mask.any(axis=-1))),
+            value=masked_mean(values, mask),
+            returns=masked_mean(returns, mask),
+            explained_variance=explained,
+        )
+        return batch._replace(advantages=advantages, scores=None, old_values=values, returns=returns), estimates
+
+    return jax.jit(estimate)
+
+
+def _explained_variance(error: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:
+    error_variance, target_variance = (jnp.square(masked_std(x, mask)) for x in (error, target))
+    return jnp.where(target_variance > 0, 1 - safe_divide(error_variance, target_variance), 0)
+
+
+def make_kl_control(section: PPOSection) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
+    """The function (coefficient, completion_kl, completions) → next coefficient; the same one without a target.
+
+    A divergence that is not finite says nothing: the coefficient stays.
+    """
+    if section.kl_target == 0:
+        return lambda coef, observed, samples: coef
+    control = AdaptiveKL(section.kl_target, section.kl_horizon)
+
+    def steer(coef: jax.Array, observed: jax.Array, samples: int) -> jax.Array:
+        return jnp.where(jnp.isfinite(observed), control.update(coef, observed, samples), coef)
+
+    return steer

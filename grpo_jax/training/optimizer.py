@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import optax
 
 from grpo_jax.config.sections import OptimizerSection
-from grpo_jax.models.variables import VALUE
-
-Tree = Any
+from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 _DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters beside them
 
 
 def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then constant, linear to 0 or cosine to 0.
-
-    Raises:
-        ValueError: The section leaves the rate open; `Config.learning_rate` says what a run takes then.
-    """
+    """Learning rate by update: linear warm-up, then constant, linear to 0 or cosine to 0."""
     peak, warmup = section.learning_rate, section.warmup_steps
     if peak is None:
         raise ValueError("section.learning_rate: expected a number, got None")
@@ -39,17 +31,14 @@ def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedu
     return optax.join_schedules([ramp, after], [warmup])
 
 
-def decayed(weights: dict[str, Tree]) -> dict[str, Tree]:
+def decayed(weights: Variables) -> Variables:
     """Which weights decay, a bool for each: matrices of projections, kernels and adapters alike.
 
     Norms, biases, embeddings (learned positions and an untied unembedding too) and the value head do not: decay would
     pull norms to 0 rather than to 1, rare tokens to 0 with every update they take no part in, and values to 0.
-
-    Args:
-        weights: The trained collections by name.
     """
 
-    def decays(path: tuple[Any, ...], _: Any) -> bool:
+    def decays(path: tuple[object, ...], _: object) -> bool:
         names = [getattr(entry, "key", None) for entry in path]
         return names[-1] in _DECAYED and names[0] != VALUE
 
@@ -64,14 +53,9 @@ def make_optimizer(
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  w' = w - rate · (m̂ / (√v̂ + ε) + weight_decay · w)
 
     with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101.
-
-    Args:
-        section: Its settings.
-        schedule: Learning rate by update.
-        value_rate: Learning rate of the value head as a multiple of the others'.
     """
 
-    def scale_value(updates: Tree, _: Tree | None) -> Tree:
+    def scale_value(updates: PyTree, _: PyTree | None) -> PyTree:
         if VALUE not in updates:
             return updates
         return {**updates, VALUE: jax.tree.map(lambda step: value_rate * step, updates[VALUE])}

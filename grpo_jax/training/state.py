@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
-from grpo_jax.models.variables import VALUE
-
-Tree = Any
+from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 
-class Behind(NamedTuple):
+class StaleWeights(NamedTuple):
     """The policy that samples ahead (training.lag), of before the last updates.
 
     Attributes:
@@ -25,7 +23,7 @@ class Behind(NamedTuple):
     """
 
     step: jax.Array
-    weights: Tree
+    weights: PyTree
 
 
 class TrainState(NamedTuple):
@@ -46,27 +44,27 @@ class TrainState(NamedTuple):
     """
 
     step: jax.Array
-    variables: dict[str, Tree]
-    opt_state: Tree
-    reference: Tree | None
+    variables: Variables
+    opt_state: PyTree
+    reference: PyTree | None
     skipped: jax.Array
     kl_coef: jax.Array | None = None
-    loss_scale: Any = None
-    behind: Behind | None = None
+    loss_scale: PyTree | None = None
+    behind: StaleWeights | None = None
 
 
-def policy_collection(variables: dict[str, Tree]) -> str:
+def policy_collection(variables: Variables) -> str:
     """The collection that holds the policy's trained weights: "lora" if there is one, else "params"."""
     return "lora" if "lora" in variables else "params"
 
 
-def trained_collections(variables: dict[str, Tree]) -> tuple[str, ...]:
+def trained_collections(variables: Variables) -> tuple[str, ...]:
     """The collections that gradients are taken for: the policy's, and the value head where there is one."""
     policy = policy_collection(variables)
     return (policy, VALUE) if VALUE in variables else (policy,)
 
 
-def trained_weights(variables: dict[str, Tree]) -> dict[str, Tree]:
+def trained_weights(variables: Variables) -> Variables:
     """The trained collections themselves."""
     return {name: variables[name] for name in trained_collections(variables)}
 
@@ -77,13 +75,13 @@ def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
 
 
 def init_state(
-    variables: dict[str, Tree],
+    variables: Variables,
     optimizer: optax.GradientTransformation,
     *,
     keep_reference: bool,
     base_reference: bool = True,
     kl_coef: float | None = None,
-    loss_scale: Any = None,
+    loss_scale: PyTree | None = None,
     take_over: bool = False,
 ) -> TrainState:
     """A fresh state; owns copies of the trained weights, so that they can be donated. Its reference is the start.
@@ -111,7 +109,7 @@ def init_state(
     return TrainState(step, variables, optimizer.init(trained), reference, skipped, coefficient, loss_scale)
 
 
-def settled(state: TrainState) -> TrainState:
+def commit_to_device(state: TrainState) -> TrainState:
     """A fresh state bound to the device of its weights, counts and moments too.
 
     JAX tells arrays that were put on a device from those that happen to lie there. What an update gives is bound: were
@@ -123,12 +121,12 @@ def settled(state: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, device), state)
 
 
-def saved_parts(state: TrainState) -> dict[str, Tree]:
+def saved_parts(state: TrainState) -> dict[str, PyTree]:
     """What a checkpoint holds of a state: everything that training changes, frozen weights left out."""
     return {**state._asdict(), "variables": trained_weights(state.variables)}
 
 
-def release(tree: Tree) -> None:
+def free_buffers(tree: PyTree) -> None:
     """Frees a tree's arrays, whoever else refers to them. It still has shapes, dtypes and places: a template.
 
     What is only traced holds no memory and is left as it is.
@@ -138,12 +136,12 @@ def release(tree: Tree) -> None:
             leaf.delete()
 
 
-def restored_state(parts: Mapping[str, Tree], variables: dict[str, Tree]) -> TrainState:
+def restored_state(parts: Mapping[str, PyTree], variables: Variables) -> TrainState:
     """The state of a checkpoint's parts, with the frozen weights of `variables`."""
     return TrainState(**{**parts, "variables": {**variables, **parts["variables"]}})
 
 
-def reference_variables(state: TrainState) -> dict[str, Tree]:
+def reference_variables(state: TrainState) -> Variables:
     """The variables of the reference policy; it has no value head."""
     policy = {name: tree for name, tree in state.variables.items() if name != VALUE}
     name = policy_collection(policy)
@@ -162,13 +160,13 @@ def refresh_reference(state: TrainState) -> TrainState:
     return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))
 
 
-def left_behind(state: TrainState) -> Behind:
+def stale_copy(state: TrainState) -> StaleWeights:
     """The policy as it stands, in arrays of its own that no update touches."""
     weights = state.variables[policy_collection(state.variables)]
-    return Behind(jnp.array(state.step), jax.tree.map(jnp.array, weights))
+    return StaleWeights(jnp.array(state.step), jax.tree.map(jnp.array, weights))
 
 
-def variables_behind(state: TrainState, behind: Behind) -> dict[str, Tree]:
+def stale_variables(state: TrainState, behind: StaleWeights) -> Variables:
     """The variables of the policy that samples ahead; a value head is of no use to it."""
     learned = trained_collections(state.variables)
     frozen = {name: tree for name, tree in state.variables.items() if name not in learned}

@@ -18,21 +18,23 @@ from grpo_jax.config.sections import TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
-from grpo_jax.core.trie import Trie
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host
+from grpo_jax.models.variables import PyTree, Variables
 from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
     Forward,
     ForwardPass,
+    Metrics,
     Objective,
     loss_options,
+    make_estimates,
     make_forward,
+    make_kl_control,
     make_policy_objective,
+    make_ppo_objective,
 )
-from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_objective
-from grpo_jax.training.state import TrainState, needs_reference, reference_variables, release, trained_weights
-
-Tree = Any
+from grpo_jax.training.state import TrainState, free_buffers, needs_reference, reference_variables, trained_weights
 
 PATIENCE = 3
 """A run ends when it left out as many updates in a row as so many iterations make: one batch may be at fault."""
@@ -42,9 +44,9 @@ def make_train_step(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     *,
-    normaliser: Callable[[Batch], Any],
+    normaliser: Callable[[Batch], PyTree],
     accumulation: int = 1,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """One optimizer update as one compiled function; what it changes is donated.
 
     An update whose loss or gradient is not finite is left out: weights, moments and counts stay as they were, and the
@@ -55,15 +57,12 @@ def make_train_step(
         optimizer: For the trained collections.
         normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
         accumulation: Micro-batches along P, run one after the other; P must be a multiple.
-
-    Returns:
-        train_step(state, batch) → (state, {"loss", "grad_norm", "skipped" (0 or 1), "metrics"}).
     """
 
-    def compute(moving: TrainState, frozen: dict[str, Tree], batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    def compute(moving: TrainState, frozen: Variables, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, whole, scale = moving.variables, normaliser(batch), moving.loss_scale
 
-        def scaled(trained: dict[str, Tree], micro: Batch) -> tuple[jax.Array, Any]:
+        def scaled(trained: Variables, micro: Batch) -> tuple[jax.Array, PyTree]:
             loss, metrics = objective({**frozen, **trained}, micro, whole)
             return loss if scale is None else loss * scale.scale, (loss, metrics)
 
@@ -81,16 +80,16 @@ def make_train_step(
 
     compiled = jax.jit(compute, donate_argnums=0)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # What no update changes stays outside what is donated: it may be shared, and is never copied.
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
         before = state._replace(variables=trained, reference=None, behind=None)
         after, report = compiled(before, frozen, batch)
         # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
-        release(before)
-        kept = {"reference": state.reference, "behind": state.behind}
-        return after._replace(variables={**frozen, **after.variables}, **kept), report
+        free_buffers(before)
+        unchanged = {"reference": state.reference, "behind": state.behind}
+        return after._replace(variables={**frozen, **after.variables}, **unchanged), report
 
     return train_step
 
@@ -108,7 +107,7 @@ def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> T
     return state._replace(skipped=jnp.where(finite, 0, before.skipped + hopeless), loss_scale=judged.dynamic_scale)
 
 
-def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> Tree:
+def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -> PyTree:
     """Sums function(part) over `parts` equal parts of the batch along P, one at a time."""
     if parts == 1:
         return function(batch)
@@ -119,13 +118,13 @@ def _accumulate(function: Callable[[Batch], Tree], batch: Batch, parts: int) -> 
     return jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), zeros, split)[0]
 
 
-def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callable[[dict[str, Tree], Batch], Forward]:
+def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callable[[Variables, Batch], Forward]:
     """A compiled function (variables, batch) → `Forward`, without gradients, some prompts at a time.
 
     The reference's, and the old policy's when a batch is used for more than one update.
     """
 
-    def step(variables: dict[str, Tree], batch: Batch) -> Forward:
+    def step(variables: Variables, batch: Batch) -> Forward:
         if accumulation == 1:
             return forward(variables, batch)
         parts = jax.lax.map(lambda micro: forward(variables, micro), micro_batches(batch, accumulation))
@@ -168,7 +167,7 @@ def make_token_weights(
 
 def make_preparation(
     forward: ForwardPass, algorithm: AlgorithmSection, ppo: PPOSection, training: TrainingSection
-) -> Callable[[TrainState, Batch], tuple[Batch, dict[str, Any]]]:
+) -> Callable[[TrainState, Batch], tuple[Batch, Metrics]]:
     """All that is computed once from a batch before its first update, and only where it is needed.
 
     The old policy's log-probabilities (with one update per batch they are the new ones, unless something is made of
@@ -185,8 +184,8 @@ def make_preparation(
     weighted, ahead = bool(algorithm.importance_cap) or algorithm.entropy_share < 1, training.lag > 0
     weigh, estimate = make_token_weights(algorithm), make_estimates(ppo)
 
-    def prepare(state: TrainState, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        measured: dict[str, Any] = {}
+    def prepare(state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
+        measured: Metrics = {}
         if needs_reference(algorithm, ppo):
             batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
         sampled = batch.rollout_logprobs if ahead and not algorithm.importance_cap else None
@@ -217,7 +216,7 @@ def make_configured_step(
     ppo: PPOSection = PPOSection(),
     *,
     max_new_tokens: int,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The train step of the objective that a config names; `max_new_tokens` is the longest completion there may be."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
     objective = (
@@ -234,29 +233,29 @@ def make_configured_step(
 
 
 def make_update(
-    policy: Any,
+    policy: Policy,
     optimizer: optax.GradientTransformation,
     algorithm: AlgorithmSection,
     training: TrainingSection,
     *,
-    temperature: float,
     max_new_tokens: int,
-    allowed_tokens: jax.Array | None = None,
-    trie: Trie | None = None,
     ppo: PPOSection = PPOSection(),
-) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, dict[str, Any]]]:
+    **distribution: Any,
+) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     """Everything that is learned from one batch: inner epochs of minibatches, one compiled step each.
+
+    `distribution` is temperature, allowed_tokens and trie of `make_forward`.
 
     Returns:
         update(state, batch, key) → (state, report): "loss" and "grad_norm" averaged over the steps, "skipped" steps
         counted, "metrics" by part of the loss, and "measured" before the first step (`make_preparation`), with the
         "kl_coef" that was used.
     """
-    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens, trie=trie)
+    forward = make_forward(policy, **distribution)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
     prepare, steer = make_preparation(forward, algorithm, ppo, training), make_kl_control(ppo)
 
-    def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, Any]]:
+    def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         batch, measured = prepare(state, batch)
         if state.kl_coef is not None:
             rows, observed = batch.tokens[..., 0].size, measured["estimates"].completion_kl
@@ -272,7 +271,7 @@ def make_update(
     return update
 
 
-def _average(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _average(reports: list[Metrics]) -> Metrics:
     """Joins the reports of a batch's steps: (total, weight) pairs add up, loss and gradient norm are averaged."""
     joined = jax.tree.map(lambda *values: sum(values), *[report["metrics"] for report in reports])
     count, skipped = len(reports), sum(int(report["skipped"]) for report in reports)

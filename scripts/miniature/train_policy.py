@@ -25,10 +25,9 @@ from grpo_jax.core import losses
 from grpo_jax.models import hf
 from grpo_jax.models.policy import make_policy
 from grpo_jax.training.batch import Batch
-from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
-from grpo_jax.training.supervised import make_supervised_objective
 from grpo_jax.training.update import make_train_step
 
 PAD, END, USER, REWRITE = "<|pad|>", "<|end|>", "<|user|>", "<|rewrite|>"

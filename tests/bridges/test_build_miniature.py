@@ -20,7 +20,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def test_a_part_from_the_command(one_thread, tmp_path, capsys):
+    assert build.main(["policy", "--out", str(tmp_path), "--steps", "1", *one_thread]) == 0
+    assert "policy 1/1 loss" in capsys.readouterr().out
+    assert files(tmp_path / "policy") == files(miniature.path("policy"))
+
+
 @pytest.mark.slow
+@pytest.mark.wide
 def test_all_parts_from_the_command(one_thread, tmp_path, capsys):
     before = times(build.WEIGHTS)
     trial = ["--out", str(tmp_path), "--steps", "1", "--prompts", "4"]

@@ -78,7 +78,7 @@ def test_pictures_are_compared_whatever_their_sizes(scorer):
 
 @pytest.mark.parametrize("resize_mode", ["shortest", "longest", "squash"])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-@pytest.mark.parametrize("shape", [(40, 40), (50, 33), (33, 50), (16, 16), (24, 30)])
+@pytest.mark.parametrize("shape", [(50, 33), (16, 16)])
 def test_preprocessing_matches_open_clips_on_pictures(resize_mode, interpolation, shape):
     from open_clip.transform import image_transform
 
@@ -161,34 +161,6 @@ def test_window_and_token_counts(scorer):
     long = " ".join("a" * 75)
     features = scorer.text_features([long, long + " dog"])
     assert torch.equal(features[0], features[1])
-
-
-def test_token_counts_of_open_clips_own_tokenizer():
-    from bridges.clip import Scorer
-
-    tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    texts = ["a photo of a cat", "Unbelievably long-winded, isn't it?"]
-    expected = [(row != 0).sum().item() for row in tokenizer(texts)]
-    stand_in = Scorer.__new__(Scorer)
-    stand_in._tokenizer = tokenizer
-    assert stand_in.count_tokens(texts) == expected
-
-
-def test_half_precision_is_close(folder, scorer):
-    half = load_scorer(folder, dtype="bfloat16")
-    scores = half.image_text(pictures(4), TEXTS)
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores, scorer.image_text(pictures(4), TEXTS), atol=0.03, rtol=0)
-
-
-def test_folder_may_be_named_in_open_clips_way(folder, scorer):
-    again = load_scorer(f"local-dir:{folder}", batch_size=8)
-    assert torch.equal(again.text_features(TEXTS), scorer.text_features(TEXTS))
-
-
-def test_nothing_to_score(scorer):
-    assert scorer.image_text(torch.zeros(0, 3, 8, 8), []).shape == (0,)
-    assert scorer.text_text([], []).shape == (0,)
 
 
 def test_wrong_inputs(scorer):
@@ -298,18 +270,7 @@ def test_one_linear_layer_is_a_quality_head(tmp_path):
 
 @pytest.mark.parametrize(
     "tensors",
-    [
-        {"weight": torch.ones(1, 5), "bias": torch.ones(1)},
-        {"weight": torch.ones(2, 4), "bias": torch.ones(2)},
-        {"weight": torch.ones(1, 4)},
-        {
-            "0.weight": torch.ones(3, 4),
-            "0.bias": torch.ones(3),
-            "1.weight": torch.ones(1, 2),
-            "1.bias": torch.ones(1),
-        },
-        {"scale": torch.ones(4)},
-    ],
+    [{"weight": torch.ones(1, 5), "bias": torch.ones(1)}, {"weight": torch.ones(1, 4)}, {"scale": torch.ones(4)}],
 )
 def test_quality_heads_that_do_not_fit(tmp_path, tensors):
     save_file(tensors, tmp_path / "head.safetensors")

@@ -78,16 +78,6 @@ def test_guessing_is_worth_little_and_a_second_guess_not_much_more():
     assert f"keep the better picture {np.mean(double):.3f}".replace("0.", ".") in page
 
 
-def test_what_is_seen_tells_the_turn_and_half_of_the_turns_want_a_third_word():
-    for colour in world.PALETTE:
-        out = [lens.turned(colour, turn) for turn in range(4)]
-        assert len(set(out)) == 4  # each turn looks different
-        better = [lens.turned(colour, -turn) for turn in range(4)]
-        assert [word in (colour, shown) for word, shown in zip(better, out, strict=True)] == [True, False, True, False]
-    with pytest.raises(ValueError, match=r"colour must be one of .* got 'pink'"):
-        lens.turned("pink", 1)
-
-
 def test_pictures_of_numpy_and_torch_come_out_alike_and_the_first_stay_as_they_were():
     torch = pytest.importorskip("torch")
     pictures, lenses = drawn(scenes(16)), EVERY * 2

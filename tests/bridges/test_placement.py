@@ -144,10 +144,8 @@ print(jax.config.read("jax_cuda_visible_devices"), os.environ.get("XLA_PYTHON_CL
     ("placement", "variables", "expected"),
     [
         (("gpu:2", "gpu:0", "gpu:1"), {}, "2 None"),
-        (("gpu:0", "gpu:0", "cpu"), {}, "0 false"),
         (("gpu:0,gpu:1", "gpu:2", "gpu:1"), {}, "0,1 false"),
         (("gpu:0", "gpu:0", "cpu"), {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, "0 true"),
-        (("cpu", "gpu:0", "gpu:0"), {}, "all None"),
     ],
 )
 def test_jax_is_shown_the_policys_cards_only(placement, variables, expected):

@@ -9,7 +9,7 @@ import pytest
 from support.text_task import ROOT
 
 from grpo_jax import __main__
-from grpo_jax.planning.request import MEMORY, PLAN
+from grpo_jax.planning import MEMORY, PLAN
 
 ASK = """
 source "$1"

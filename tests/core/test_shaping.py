@@ -48,53 +48,10 @@ def test_penalised_rewards_are_the_loop(estimator, seed):
     np.testing.assert_array_equal(np.asarray(got)[~mask], 0)
 
 
-@given(seeds)
-def test_a_row_of_k1_penalties_adds_up_to_its_log_ratio(seed):
-    scores, logprobs, ref, mask = batch(seed)
-    total = np.sum(PENALISED(scores, logprobs, ref, mask, kl_coef=np.float32(0.5)), axis=1)
-    ratio = np.sum(np.where(mask, logprobs - ref, 0), axis=1)
-    np.testing.assert_allclose(total, np.where(mask.any(1), scores, 0) - 0.5 * ratio, rtol=1e-4, atol=1e-5)
-
-
-@given(seeds, st.permutations(range(4)))
-def test_padding_order_and_leading_axes_change_nothing(seed, order):
-    scores, logprobs, ref, mask = batch(seed)
-    coef = np.float32(0.3)
-    expected = PENALISED(scores, logprobs, ref, mask, kl_coef=coef)
-    wide = [np.pad(part, ((0, 0), (0, 2)), constant_values=fill) for part, fill in ((logprobs, np.nan), (ref, np.nan))]
-    padded = PENALISED(scores, *wide, np.pad(mask, ((0, 0), (0, 2))), kl_coef=coef)
-    np.testing.assert_array_equal(padded[:, :5], expected)
-    np.testing.assert_array_equal(padded[:, 5:], 0)
-    moved = PENALISED(*(part[order] for part in (scores, logprobs, ref, mask)), kl_coef=coef)
-    np.testing.assert_array_equal(moved, np.asarray(expected)[order])
-    grouped = PENALISED(*(part.reshape(2, 2, *part.shape[1:]) for part in (scores, logprobs, ref, mask)), kl_coef=coef)
-    np.testing.assert_array_equal(np.reshape(grouped, (4, 5)), expected)
-
-
-def test_penalised_rewards_without_jit_mapped_and_in_low_precision():
-    scores, logprobs, ref, mask = batch(1)
-    expected = PENALISED(scores, logprobs, ref, mask, kl_coef=0.3)
-    np.testing.assert_allclose(kl_penalised_rewards(scores, logprobs, ref, mask, kl_coef=0.3), expected, rtol=1e-6)
-    mapped = jax.vmap(lambda *row: kl_penalised_rewards(*row, kl_coef=0.3))(scores, logprobs, ref, mask)
-    np.testing.assert_allclose(mapped, expected, rtol=1e-6)
-    low = [jnp.asarray(part, jnp.bfloat16) for part in (scores, logprobs, ref)]
-    got = kl_penalised_rewards(*low, mask, kl_coef=0.3)
-    assert got.dtype == jnp.float32
-    np.testing.assert_array_equal(got, kl_penalised_rewards(*(x.astype(jnp.float32) for x in low), mask, kl_coef=0.3))
-
-
 def test_penalised_rewards_are_constants_to_gradients():
     scores, logprobs, ref, mask = batch(2)
     slope = jax.grad(lambda x: kl_penalised_rewards(scores, x, ref, mask, kl_coef=0.3).sum())(logprobs)
     np.testing.assert_array_equal(slope, 0)
-
-
-def test_the_expected_return_is_the_score_less_the_divergence(x64):
-    """Over the policy's own samples k1 in the reward is the true divergence."""
-    logits, other = np.random.default_rng(0).normal(size=(2, 5))
-    logs, ref = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
-    each = kl_penalised_rewards(np.zeros(5), logs[:, None], ref[:, None], np.ones((5, 1), bool), kl_coef=0.7)
-    np.testing.assert_allclose(jnp.sum(jnp.exp(logs) * each[:, 0]), -0.7 * jnp.sum(jnp.exp(logs) * (logs - ref)))
 
 
 @given(st.floats(0.125, 2), st.floats(0, 30), st.integers(0, 4000), st.floats(0.5, 10))
@@ -135,12 +92,9 @@ def penalised(scores=S, logprobs=X, ref=X, mask=M, kl_coef=0.1, **options):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: penalised(scores=S.astype(int)), TypeError, "scores must be of a floating type, got int"),
         (lambda: penalised(scores=X), ValueError, r"scores must have shape \(2,\), got \(2, 3\)"),
-        (lambda: penalised(logprobs=X.astype(int)), TypeError, "logprobs must be of a floating type"),
         (lambda: penalised(logprobs=X[0, 0]), ValueError, "logprobs must have a token axis"),
         (lambda: penalised(ref=X[:1]), ValueError, r"ref_logprobs must have .* \(2, 3\), got \(1, 3\)"),
-        (lambda: penalised(mask=X), TypeError, "mask must be of type bool"),
         (lambda: penalised(mask=M[:1]), ValueError, r"mask must have shape \(2, 3\), got \(1, 3\)"),
         (lambda: penalised(kl_coef=-0.1), ValueError, "kl_coef must be at least 0, got -0.1"),
         (lambda: penalised(kl_coef=np.nan), ValueError, "kl_coef must be at least 0, got nan"),
@@ -160,11 +114,6 @@ def penalised(scores=S, logprobs=X, ref=X, mask=M, kl_coef=0.1, **options):
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_bad_input_is_refused_while_tracing():
-    with pytest.raises(ValueError, match="ref_logprobs must have logprobs' shape"):
-        jax.eval_shape(lambda x: penalised(ref=x), jax.ShapeDtypeStruct((1, 3), jnp.float32))
 
 
 def test_the_penalty_is_the_losses_estimator():

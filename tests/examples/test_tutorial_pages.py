@@ -10,7 +10,12 @@ from grpo_jax.config.named import load_module
 maker = load_module(str(ROOT / "docs" / "make_tutorial.py"), "tutorial")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?%?")
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-each_page = pytest.mark.parametrize("path", maker.PAGES, ids=lambda path: path.stem)
+DEFAULT = ("4_grpo", "7_a_language_policy")
+"""The pages of which the default run makes sure; the others are as long, and made of the same functions."""
+each_page = pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.wide] * (path.stem not in DEFAULT), id=path.stem) for path in maker.PAGES],
+)
 
 
 def form(printed: str) -> str:

@@ -17,8 +17,6 @@ def main(folder: Path, seed: int, kinds: list[str]) -> None:
     """Runs campaigns one after the other; each kind is the module of its name."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if any(wanted.startswith("disk:") for wanted in kinds):
-        importlib.import_module("faults.disk").prepare(folder)
     for wanted in kinds:
         kind, count, *names = wanted.split(":")
         module = importlib.import_module(f"faults.{kind}")

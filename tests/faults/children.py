@@ -5,7 +5,6 @@ The process that forks must have imported everything and started no device of JA
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import signal
@@ -21,13 +20,11 @@ class Ended(NamedTuple):
 
     Attributes:
         code: Its exit code; minus the signal's number where one ended it.
-        seconds: It took.
         out: Its standard output.
         err: Its standard error.
     """
 
     code: int
-    seconds: float
     out: str
     err: str
 
@@ -41,46 +38,34 @@ class Ended(NamedTuple):
 PATIENCE = 240.0  # seconds; only a hang takes that long
 
 
-def preload() -> None:
-    """Imports what any of the runs needs."""
-    import diffusers  # noqa: F401
-    import open_clip  # noqa: F401
-    import torch
-    import transformers  # noqa: F401
-
+def preload(names: Sequence[str]) -> None:
+    """Imports what runs of these names need."""
     import grpo_jax.runs.experiment
     import grpo_jax.runs.language
     import grpo_jax.tasks.cartpole.program
     import grpo_jax.train  # noqa: F401
 
-    torch.set_num_threads(1)
+    if "miniature" in names:
+        import diffusers  # noqa: F401
+        import open_clip  # noqa: F401
+    if set(names) != {"cartpole"}:
+        import torch
+        import transformers  # noqa: F401
+
+        torch.set_num_threads(1)
 
 
-def run(
-    arguments: Sequence[str],
-    *,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[int], None] = lambda pid: None,
-    folder: Path,
-    command: str = "grpo_jax.train",
-) -> Ended:
-    """A command in a child.
-
-    Args:
-        arguments: Of the command.
-        before: Called in the child before the command.
-        after: Called in the parent with the child's process number; what it returns is waited for.
-        folder: Where its output goes meanwhile.
-        command: Its module.
-    """
+def run(arguments: Sequence[str], *, before: Callable[[], None], folder: Path) -> Ended:
+    """The training command in a child, in which `before` is called first; its output goes to a folder."""
 
     def act() -> None:
         from grpo_jax.errors import leave
+        from grpo_jax.train import main
 
         before()
-        leave(importlib.import_module(command).main(list(arguments)))
+        leave(main(list(arguments)))
 
-    return _fork(act, after, folder)
+    return _fork(act, folder)
 
 
 def value_of(function: Callable[..., Any], *arguments: Any, folder: Path) -> Any:
@@ -91,25 +76,24 @@ def value_of(function: Callable[..., Any], *arguments: Any, folder: Path) -> Any
         result.write_bytes(pickle.dumps(function(*arguments)))
         os._exit(0)
 
-    ended = _fork(act, lambda pid: None, folder)
+    ended = _fork(act, folder)
     if ended.code != 0:
         raise RuntimeError(f"{function.__name__} failed: {ended.err}")
     return pickle.loads(result.read_bytes())  # our own, of a moment ago
 
 
-def _fork(act: Callable[[], None], after: Callable[[int], None], folder: Path) -> Ended:
+def _fork(act: Callable[[], None], folder: Path) -> Ended:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "stdout", folder / "stderr"]
     pid = os.fork()
     if pid == 0:
         _begin(paths, act)
-    after(pid)
     started = time.monotonic()
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
-            return Ended(code, time.monotonic() - started, *(path.read_text(errors="replace") for path in paths))
+            return Ended(code, *(path.read_text(errors="replace") for path in paths))
         if time.monotonic() - started > PATIENCE:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)

@@ -25,19 +25,16 @@ PHASES = {
     "load": ("grpo_jax.runs.language:load_parts", "grpo_jax.tasks.cartpole.program:make_train"),
     "baseline": ("grpo_jax.runs.language:measure_all", "grpo_jax.tasks.cartpole.program:CartPoleProgram._measure"),
     "warm start": ("grpo_jax.runs.language:warm_start",),
-    "iteration": (
-        "grpo_jax.runs.language:run_iteration",
-        "grpo_jax.tasks.cartpole.program:CartPoleProgram.advance",
-    ),
+    "iteration": ("grpo_jax.runs.language:run_iteration", "grpo_jax.tasks.cartpole.program:CartPoleProgram.advance"),
     "records": ("grpo_jax.reports.output:RunOutput.iteration",),
-    "validation": ("grpo_jax.runs.experiment:_measured",),
-    "commit": ("grpo_jax.runs.checkpoint.series:Series._commit",),
-    "best": ("grpo_jax.runs.checkpoint.checkpoints:Checkpoints.save_best",),
-    "final": ("grpo_jax.runs.checkpoint.checkpoints:Checkpoints.save_final",),
+    "validation": ("grpo_jax.runs.experiment:Run._measured",),
+    "commit": ("grpo_jax.runs.series:Series._commit",),
+    "best": ("grpo_jax.runs.checkpoint:Checkpoints.save_best",),
+    "final": ("grpo_jax.runs.checkpoint:Checkpoints.save_final",),
     "export": ("grpo_jax.models.policy:Policy.save",),
     "images": ("grpo_jax.runs.directory:RunDirectory.write_images",),
     "report": ("grpo_jax.reports.output:write_report",),
-    "resume": ("grpo_jax.runs.experiment:resume",),
+    "resume": ("grpo_jax.runs.experiment:Run.resume",),
 }
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -53,7 +50,7 @@ class Moment(NamedTuple):
 
 def campaign(folder: Path, seed: int, count: int, names: tuple[str, ...] = NAMES) -> Iterator[Outcome]:
     """Kills `count` runs, each once or twice; their kinds in turn."""
-    preload()
+    preload(names)
     draw = random.Random(seed)
     tried = make_runs(folder, names)
     known: dict[str, Reference] = {}
@@ -108,25 +105,16 @@ def _case(kind: Tried, reference: Reference, target: Path, draw: random.Random) 
     return Outcome(f"{kind.name}: {', then '.join(shown)}", not wrong, equal, "; ".join(wrong))
 
 
-def train(
-    kind: Tried,
-    target: Path,
-    *,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[int], None] = lambda pid: None,
-    judge: str = "work:0",
-    output: Path | None = None,
-) -> Ended:
-    """Begins a run, or goes on with it; the others are as `children.run` takes them."""
+def train(kind: Tried, target: Path, *, before: Callable[[], None] = lambda: None) -> Ended:
+    """Begins a run, or goes on with it; `before` is called in its process."""
 
     def first() -> None:
-        os.environ["JUDGE"], os.environ["JUDGE_RUN"] = judge, str(target)
+        os.environ["JUDGE"], os.environ["JUDGE_RUN"] = "work:0", str(target)
         before()
 
     known = (target / "config.yaml").is_file()
     named = ["--resume"] if known else ["--config", str(kind.config)]
-    output = output or target.parent / f".{target.name}"
-    return run([*named, "--run_dir", str(target)], before=first, after=after, folder=output)
+    return run([*named, "--run_dir", str(target)], before=first, folder=target.parent / f".{target.name}")
 
 
 def _judge(ended: Ended, moment: Moment) -> list[str]:

@@ -1,9 +1,12 @@
 """Judges that fail in every way there is: named in one line where that stops a run, else no reward, never a number."""
 
+import json
+import sys
+
 import numpy as np
 import pytest
 from faults.judge_faults import FAULTS
-from faults.judges import tried
+from support.text_task import rows, train_here
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StageError, UserError, one_line
@@ -63,18 +66,38 @@ def test_a_fault_is_named_or_missing(fault, tmp_path, monkeypatch):
     assert in_one_line(str(stopped.value)), str(stopped.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("raises SystemExit 0", "stop"),
-        ("at import: sys.exit(0)", "missing"),
-        ("isolated: segfault", "missing"),
-    ],
-)
-def test_a_fault_through_the_command(place, tmp_path, name, mode):
+def faulty(name, place, tmp_path, monkeypatch):
+    """The arguments of a run of two iterations whose first reward has a fault in the second."""
     (fault,) = [fault for fault in FAULTS if fault.name == name]
-    outcome = tried(place.config, tmp_path / "run", fault, mode, resumed=name == "raises SystemExit 0")
-    assert outcome.handled, outcome.note
+    (tmp_path / "odd_judge.py").write_text(fault.source)
+    rewards = [
+        {"name": f"{tmp_path}/odd_judge.py:judged", "isolated": fault.isolated},
+        {"name": f"{place.judge}:brief"},
+    ]
+    monkeypatch.setenv("JUDGE_FAULT", "1")
+    monkeypatch.setenv("JUDGE_RUN", str(tmp_path / "run"))
+    options = {"training.max_steps": 2, "training.save_every": 1, "training.inner_epochs": 1, "evaluation.every": 0}
+    return [*(f"--{name}={value}" for name, value in options.items()), "--rewards", json.dumps(rewards)]
+
+
+def test_a_fault_ends_the_command_with_one_line_and_the_run_goes_on_without_it(place, tmp_path, monkeypatch, capsys):
+    arguments, run = faulty("raises SystemExit 0", place, tmp_path, monkeypatch), tmp_path / "run"
+    assert train_here(place.config, run, *arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "judged" in line and len(line) < 300 and line.isprintable()
+    assert len(rows(run)) == 1 and (run / "checkpoints" / "step_1").is_dir()
+    monkeypatch.delenv("JUDGE_FAULT")
+    for name in [name for name in sys.modules if name.startswith("grpo_jax_file_odd_judge")]:
+        monkeypatch.delitem(sys.modules, name)  # it has looked at the environment
+    assert train_here(place.config, run, "--resume") == 0
+    assert [row["missing/judged"] for row in rows(run)] == [0, 0]
+
+
+def test_a_process_of_a_reward_that_dies_is_a_missing_reward(place, tmp_path, monkeypatch):
+    arguments = faulty("isolated: segfault", place, tmp_path, monkeypatch)
+    assert train_here(place.config, tmp_path / "run", *arguments, "--on_judge_error", "missing") == 0
+    table = [(row["missing/judged"], row["reward/judged/mean"], row["missing/brief"]) for row in rows(tmp_path / "run")]
+    assert table == [(0.0, 1.0, 0.0), (1.0, None, 0.0)]
 
 
 @pytest.mark.parametrize("where", ["task", "judges.odd"])

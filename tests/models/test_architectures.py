@@ -16,8 +16,8 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.families import read_config  # noqa: E402
 from grpo_jax.models.hf.weights import shapes  # noqa: E402
+from grpo_jax.models.lora import count_weights, quantise  # noqa: E402
 from grpo_jax.models.policy import lora_config, make_policy  # noqa: E402
-from grpo_jax.models.quantised import count_weights, quantise  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 FAMILIES = ("smollm3", "phi3", "qwen3_moe", "gemma2", "gemma3_text")

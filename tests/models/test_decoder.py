@@ -19,13 +19,14 @@ from support.tiny_decoders import (
     Tiny,
     compiled,
     group_batch,
+    merged_params,
     tiny,
 )
 
 from grpo_jax.models import attention
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.llama_config import DecoderConfig
-from grpo_jax.models.lora import LoraConfig, init_adapters, merge
+from grpo_jax.models.families.llama import DecoderConfig
+from grpo_jax.models.lora import LoraConfig, init_adapters
 from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -110,15 +111,13 @@ def test_padding_has_no_influence(model):
 
 @each_family
 def test_merged_adapters_are_the_adapted_model(model):
-    merged, base = merge(model.variables, model.lora), model.variables["params"]
+    merged, base = merged_params(model.variables, model.lora), model.variables["params"]
     adapted = model.policy.forward_group(model.variables, *BATCH)
     np.testing.assert_allclose(model.policy.forward_group({"params": merged}, *BATCH), adapted, atol=2e-4)
     for name in model.lora.targets:
         a, b = (np.asarray(model.variables["lora"]["layers"][name][factor]) for factor in "ab")
         expected = base["layers"][name]["kernel"] + 3.0 * np.einsum("lir,lro->lio", a, b)
         np.testing.assert_allclose(merged["layers"][name]["kernel"], expected, atol=1e-5)
-    half = {"params": jax.tree.map(lambda x: x.astype(jnp.bfloat16), base), "lora": model.variables["lora"]}
-    assert merge(half, model.lora)["layers"][name]["kernel"].dtype == jnp.bfloat16
 
 
 def test_leaving_adapters_out_is_the_base_model(model):
@@ -197,7 +196,7 @@ def test_bfloat16_compute_is_close(model):
 
 def test_adapters_need_their_configuration(model):
     with pytest.raises(ValueError, match="LoraConfig"):
-        merge(model.variables, None)
+        merged_params(model.variables, None)
     with pytest.raises(ValueError, match="lora=None"):
         make_policy(LLAMA).forward_group(model.variables, *BATCH)
     with pytest.raises(ValueError, match="targets must be at least one"):

@@ -19,7 +19,7 @@ from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import gpt2, llama
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.families.llama import DecoderConfig
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import lora_config, make_policy

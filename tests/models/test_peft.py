@@ -12,11 +12,12 @@ peft = pytest.importorskip("peft", reason="needs the package peft (pip install p
 import transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
+from support.tiny_decoders import merged_params  # noqa: E402
 
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
-from grpo_jax.models.lora import LoraConfig, init_adapters, merge, merging  # noqa: E402
+from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
 from grpo_jax.models.policy import make_policy  # noqa: E402
 
 # PEFT's own calls of what transformers and PEFT are about to drop.
@@ -94,14 +95,14 @@ def test_peft_computes_what_we_compute(world, written):
 
 def test_merged_weights_are_pefts(world, written, tmp_path):
     variables = {"params": world.loaded.params, "lora": world.adapters}
-    hf.save_folder(tmp_path / "policy", world.loaded.path, world.loaded.config, merging(variables, world.lora))
+    hf.save_folder(tmp_path / "policy", world.loaded.path, world.loaded.config, merge(variables, world.lora))
     model = peft.PeftModel.from_pretrained(world.base(), written).merge_and_unload()
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("policy", "theirs"))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=1e-5, msg=name)
-    merged = world.logits({"params": merge(variables, world.lora)}, None)
+    merged = world.logits({"params": merged_params(variables, world.lora)}, None)
     np.testing.assert_allclose(torch_logits(model), merged, atol=1e-4)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
 from support import tiny_update
+from support.tiny_decoders import merged_params
 
 from grpo_jax import train
 from grpo_jax.config import LoraSection, MeshSection, PolicySection, make_config, to_dict
@@ -14,9 +15,8 @@ from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.hf.peft import load_adapters
-from grpo_jax.models.lora import LoraConfig, merge
+from grpo_jax.models.lora import TILE, LoraConfig, count_weights, quantise
 from grpo_jax.models.policy import make_policy
-from grpo_jax.models.quantised import TILE, count_weights, quantise
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
@@ -99,9 +99,9 @@ def test_the_update_computes_from_the_rounded_weights(variables, step, kind):
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) > 1e-3
     exact, _ = step(variables["lora"], variables["params"])
     assert 1e-6 < abs(float(exact - value)) < {"int8": 0.02, "int4": 0.5}[kind]
-    merged = merge({"params": small, "lora": variables["lora"]}, LORA)
+    merged = merged_params({"params": small, "lora": variables["lora"]}, LORA)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(merged))
-    want = merge({"params": plain(small), "lora": variables["lora"]}, LORA)
+    want = merged_params({"params": plain(small), "lora": variables["lora"]}, LORA)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, want)
 
 
@@ -138,6 +138,6 @@ def test_a_run_trains_adapters_on_them(place, tmp_path, monkeypatch):
     assert "float32 on int8, LoRA rank 2" in (run / "train.log").read_text()
     lora, adapters = load_adapters(run / "adapter", hf.load_folder(place.policy, tokenizer=False).config)
     base = quantise(hf.load_folder(place.policy, tokenizer=False).params, "int8")
-    expected = merge({"params": plain(base), "lora": adapters}, lora)
+    expected = merged_params({"params": plain(base), "lora": adapters}, lora)
     written = hf.load_folder(run / "policy", tokenizer=False).params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), written, expected)

@@ -110,15 +110,7 @@ def trl_loss(parts, *, weights=None, args=(), **attributes):
 
 
 def trl_scored(rewards, *, kind=GRPOTrainer, weights=None, parts=None, finished=None, **attributes):
-    """What the trainer makes of rewards `[P, G, N]`: advantages `[P, G]`, masks, importance weights.
-
-    Args:
-        rewards: NaN is a missing reward.
-        kind: GRPOTrainer or RLOOTrainer.
-        weights: of the objectives.
-        parts: rows with `mask`, `old`, `ref` and `sampler` log-probabilities; single tokens by default.
-        finished: bool [rows], which completions end with EOS; all by default.
-    """
+    """What the trainer makes of rewards `[P, G, N]`: advantages `[P, G]`, masks, importance weights."""
     prompts, group, objectives = rewards.shape
     rows = prompts * group
     if parts is None:

@@ -23,12 +23,11 @@ ELSEWHERE = {
 """Pages whose blocks another test runs, with what they print or make."""
 WHOLE = ("tutorial", "recipes")
 """Folders of docs/ whose pages other tests run whole, with their files, commands and what they print."""
-SMALL = {
-    "sampling": {"group_size": 2, "max_new_tokens": 4},
-    "training": {"max_steps": 1, "prompts_per_batch": 2},
-}
+SMALL = {"sampling": {"group_size": 2, "max_new_tokens": 4}, "training": {"max_steps": 1, "prompts_per_batch": 2}}
 DEVICES = {"docs/scaling.md": 8}
 """Pages that need several."""
+WIDE = ("docs/scaling.md", "docs/runs.md", "docs/coming_from_trl.md")
+"""Pages whose calls the tests of meshes, of runs and of the page itself make too."""
 PACKAGES = {"docs/ending.md": "mlflow"}
 """Pages whose blocks need a package that is no dependency."""
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
@@ -97,7 +96,9 @@ def scope_of(page: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.wide] * (page in WIDE)) for page in WITH_PYTHON]
+)
 def test_python_of_a_page_runs(page, desk):
     if page in PACKAGES:
         pytest.importorskip(PACKAGES[page])

@@ -101,8 +101,7 @@ def page_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("source", "place"),
-    [(str(path.relative_to(ROOT)), page_of(path)) for path in PAGES] + list(ELSEWHERE.items()),
+    ("source", "place"), [(str(path.relative_to(ROOT)), page_of(path)) for path in PAGES] + list(ELSEWHERE.items())
 )
 def test_lists_tables_and_code_are_what_they_are_on_github(source, place, tags, site):
     """The two read indented text and lists differently."""

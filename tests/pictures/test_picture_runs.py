@@ -11,7 +11,6 @@ from support.text_task import assert_same_run, rewound, rows, train_here
 from support.vision.folders import picture, seeing_folder, write_rows
 
 from grpo_jax.config.command_line import load_config
-from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.evaluation import evaluate_policy
 from grpo_jax.runs.iteration import batch_of, sample_batch
@@ -145,37 +144,6 @@ def test_placeholders_are_never_sampled(parts):
     prompts = parts.prompts.train[:2]
     episodes, _ = collect(parts.environment, parts.samplers.training, variables, prompts, key=parts.key, iteration=0)
     assert not np.isin(episodes.samples.tokens[episodes.samples.mask], tokens).any()
-
-
-def test_a_chunk_is_seen_once_and_keeps_its_rows_pictures(parts):
-    seen = []
-
-    def encode_images(variables, pictures):
-        seen.append(pictures.grid.shape[0])
-        return parts.environment.encode_images(variables, pictures)
-
-    train = parts.prompts.train
-    several = [train[0], Row(99, "none"), Row(98, "two", pictures=(*train[1].pictures, *train[2].pictures))]
-    columns = {"wish": "a"}
-    several = [Row(row.id, row.prompt, columns, row.pictures) for row in several]
-    environment = parts.environment._replace(
-        score=lambda rows, texts, pictures, **told: (np.zeros((len(rows), GROUP, 1)), np.zeros((len(rows), GROUP, 0))),
-        encode_images=encode_images,
-    )
-    episodes, _ = collect(
-        environment,
-        parts.samplers.training,
-        parts.policy.variables,
-        several,
-        key=parts.key,
-        iteration=0,
-        scheduling=parts.scheduling(1),
-    )
-    grid = episodes.pictures["pictures"].grid
-    assert seen == [1, 1, 1] and grid.shape == (3, 2, 2)  # chunks of one and of two pictures
-    assert grid[:, :, 0].tolist() == [[4, 0], [0, 0], [4, 4]]
-    width = episodes.prompt_tokens.shape[1]
-    assert episodes.prompt_mask.shape == (3, width) and episodes.prompt_mask[:, -1].all()
 
 
 def test_a_picture_that_breaks_off_is_one_line(home, tmp_path, capsys):

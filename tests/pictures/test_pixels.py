@@ -8,16 +8,14 @@ import jax
 import numpy as np
 import pytest
 import torch
-from support.vision.folders import SETTINGS, picture, seeing_folder
+from support.vision.folders import SETTINGS
 from transformers import AutoImageProcessor
 
 from bridges import dlpack
 from bridges.pixels import patches_of
-from grpo_jax.errors import UserError
-from grpo_jax.models import hf
 from grpo_jax.models.hf.image_processor import PictureSettings, read_settings
 from grpo_jax.rollout.encoding import load_image_processor
-from grpo_jax.runs.seeing import make_prepare
+from grpo_jax.runs.policy import make_prepare
 
 VISION = SimpleNamespace(patch=4, merge=2, frames=2, family="qwen2_vl", merged=4, window=None, pixels=96)
 
@@ -84,25 +82,6 @@ def test_prepared_patches_are_handed_over_without_a_copy(folder, monkeypatch):
     assert prepared.patches.unsafe_buffer_pointer() == lent[0].data_ptr()
     np.testing.assert_array_equal(prepared.grid, [[[8, 8]], [[8, 8]]])
     np.testing.assert_array_equal(prepared.patches[:, 0], patches_of(drawn(2), image_processor.settings)[0].numpy())
-
-
-def test_a_policy_sees_the_same_either_way(tmp_path):
-    """Through the tower too: what an environment draws and what a data set holds are one picture."""
-    folder = seeing_folder(tmp_path / "policy")
-    loaded = hf.load_folder(folder, vision=True)
-    prepare = make_prepare(lambda: load_image_processor(folder, loaded.config.vision, None))
-    from grpo_jax.models.policy import make_policy
-
-    see = jax.jit(make_policy(loaded.config).encode_images)
-    variables = {"params": loaded.params, "visual": loaded.visual}
-    images = (drawn(2) * 255).round() / 255
-    on_device = see(variables, prepare(images)).states
-    on_host = see(variables, prepare([one.permute(1, 2, 0).numpy() for one in images])).states
-    np.testing.assert_allclose(on_device, on_host, atol=1e-5)
-    assert np.abs(np.asarray(on_device[0] - on_device[1])).max() > 1e-4
-    with pytest.raises(UserError, match="a picture in memory has the shape"):
-        prepare([np.zeros((2, 2, 2, 3))])
-    assert prepare([picture(0), picture(1)]).patches.shape == (2, 1, 64, 96)
 
 
 def test_what_is_no_picture_is_refused():

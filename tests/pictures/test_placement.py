@@ -70,9 +70,7 @@ RECORDS = {
         "images": [picture(3), picture(4, 60, 60)],
     },
     "inline": {
-        "prompt": [
-            {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "image": picture(5)}]},
-        ]
+        "prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "image": picture(5)}]}]
     },
 }
 

@@ -167,19 +167,14 @@ def test_data_sets_of_hugging_face(tmp_path):
             {"images": ["seen.png", 3]},
             "\"images\" 2: a picture is given as a path, as base64 text or as {'bytes': …}, got 3",
         ),
-        ({"image": {}}, 'a picture as {…} needs "bytes" or "path"'),
-        ({"image": "data:image/png,abc"}, "a data URL must be base64"),
         ({"image": "iVBORw0KGgo" + "A" * 50}, "a picture is not valid base64"),
         ({"image": "seen.png", "images": ["seen.png"]}, 'it has "image" and "images": keep one of them'),
         (
             {"image": "seen.png", "prompt": "<image> and <image>"},
             '"prompt" has <image> 2 times, and there are 1 pictures',
         ),
-        ({"image": ""}, "there is no picture without a name"),
         ({"pictures": [1]}, "column 'pictures' is a name the trainer itself passes"),
-        ({"prompt": []}, '"prompt" is empty'),
         ({"prompt": [{"role": "user"}]}, '"prompt", message 1: content must be text or a list of parts, got NoneType'),
-        ({"prompt": ["x"]}, '"prompt", message 1: expected {"role": system | user | assistant, "content": …}'),
         ({"prompt": [{"role": "assistant", "content": "x"}]}, "the last message must be the user's"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
@@ -205,7 +200,7 @@ def deep_values(low, high, dtype):
     return np.linspace(low, high, 12 * 20).reshape(12, 20).astype(dtype)
 
 
-@pytest.mark.parametrize("name", ["16.png", "16.tiff", "16.ppm", "float.tiff", "16", "float", "overshot"])
+@pytest.mark.parametrize("name", ["16.png", "16.ppm", "float.tiff", "float", "overshot"])
 def test_values_of_more_than_8_bits_are_taken_by_their_range(name, tmp_path):
     """Pillow cuts them off at 255: a picture of 16 bits would be white, floats to 1 black."""
     values = deep_values(0, 65535, np.uint16) if name.startswith("16") else deep_values(0, 1, np.float32)
@@ -227,12 +222,8 @@ def spoilt(folder: Path) -> dict[str, Path]:
     """Files that are no still pictures of a usable size."""
     frames = [picture(i) for i in range(3)]
     frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
-    frames[0].save(folder / "moving.png", save_all=True, append_images=frames[1:])
-    frames[0].save(folder / "moving.webp", save_all=True, append_images=frames[1:])
     frames[0].save(folder / "pages.tiff", save_all=True, append_images=frames[1:])
     (folder / "text.png").write_text("not a picture")
-    (folder / "empty.jpg").write_bytes(b"")
-    (folder / "short.png").write_bytes(bytes_of()[:20])
     Image.new("L", (3000, 10)).save(folder / "strip.png")
     huge = bytearray(bytes_of(Image.new("1", (1, 1))))
     huge[16:24] = (40_000).to_bytes(4, "big") * 2  # what its header says
@@ -248,12 +239,8 @@ def spoilt(folder: Path) -> dict[str, Path]:
 
 SPOILT = {
     "moving.gif": "it has 3 frames, and a prompt takes still pictures: keep one of them",
-    "moving.png": "it has 3 frames",
-    "moving.webp": "it has 3 frames",
     "pages.tiff": "it has 3 pages",
     "text.png": "it is no picture that can be read (PNG, JPEG",
-    "empty.jpg": "it is no picture that can be read",
-    "short.png": "it is ",
     "strip.png": "it is 3000 x 10 pixels: a side may be at most 200 times as long as the other",
     "bomb.png": "it has more than 89,478,485 pixels",
     "float.tiff": "its values are floats from 0 to 255: expected uint8, uint16 (to 65535) or floats in [0, 1]",

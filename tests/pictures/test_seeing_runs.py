@@ -86,6 +86,7 @@ def test_a_tower_is_trained(place, trained):
     assert changed and not left
 
 
+@pytest.mark.wide
 def test_adapters_on_a_tower_are_trained(place, tmp_path):
     run(configured(place, tmp_path / "run", *ADAPTED), rewards=[Letters()])
     changed, left = moved(place, tmp_path / "run")

@@ -15,11 +15,19 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.lora import quantise
 from grpo_jax.models.policy import make_policy
-from grpo_jax.models.quantised import quantise
-from grpo_jax.planning import advice, cards
-from grpo_jax.planning.policy import GIB, PolicyMemory, cache_bytes, policy_memory, tree_bytes
-from grpo_jax.planning.shapes import PUBLISHED_POLICIES, read_shape, tower_size
+from grpo_jax.planning import cards
+from grpo_jax.planning.policy import (
+    GIB,
+    PUBLISHED_POLICIES,
+    PolicyMemory,
+    cache_bytes,
+    policy_memory,
+    read_shape,
+    tower_size,
+    tree_bytes,
+)
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training.memory import batch_shapes, state_shapes
@@ -308,9 +316,9 @@ def test_changes_are_kept_only_where_they_help():
 
     def excess(given):
         size = 10 * GIB - 4 * GIB * (given.policy.remat == "layer") - 8 * GIB * (given.sampling.group_size < 3)
-        return advice.Excess(max(size, 0), frozenset({"policy"}) if size > 0 else frozenset(), False)
+        return cards.Excess(max(size, 0), frozenset({"policy"}) if size > 0 else frozenset(), False)
 
-    words, left = advice.changes_that_fit(config, 1, excess)
+    words, left = cards.changes_that_fit(config, 1, excess)
     assert words == ["--policy.remat layer", "--sampling.group_size 2"] and left.bytes == 0
 
 
@@ -319,9 +327,9 @@ def test_the_adapters_of_a_folder_are_adapters():
     config = configured("--policy.lora.path=some_adapter", "--policy.remat=none")
 
     def excess(given):
-        return advice.Excess(GIB * (given.policy.frozen_dtype == "float32"), frozenset({"policy"}), False)
+        return cards.Excess(GIB * (given.policy.frozen_dtype == "float32"), frozenset({"policy"}), False)
 
-    words, _ = advice.changes_that_fit(config, 1, excess)
+    words, _ = cards.changes_that_fit(config, 1, excess)
     assert words == ["--policy.frozen_dtype bfloat16 --policy.compute_dtype bfloat16"]
     lines = {line.name: line.note for line in cards.policy_lines(config, PolicyMemory(*[0] * 10, False))}
     assert lines["parameters"] == "float32, adapters float32"
@@ -332,11 +340,11 @@ def test_a_mesh_is_a_way_out_where_there_are_cards_to_share():
 
     def excess(given):
         too_much = GIB if given.policy.mesh.size == 1 else 0
-        return advice.Excess(too_much, frozenset({"policy"} if too_much else ()), True)
+        return cards.Excess(too_much, frozenset({"policy"} if too_much else ()), True)
 
-    assert advice.changes_that_fit(config, 3, excess)[0] == ["--policy.mesh.fsdp 2"]
-    assert advice.changes_that_fit(config, 2, excess)[1].bytes == GIB
-    assert advice.steps(config, 3)[0].part == "policy"
+    assert cards.changes_that_fit(config, 3, excess)[0] == ["--policy.mesh.fsdp 2"]
+    assert cards.changes_that_fit(config, 2, excess)[1].bytes == GIB
+    assert cards.list_savings(config, 3)[0].part == "policy"
 
 
 @pytest.mark.parametrize(

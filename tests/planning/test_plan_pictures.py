@@ -12,8 +12,7 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import read_config
 from grpo_jax.models.vision.tower import init_tower
-from grpo_jax.planning.policy import policy_memory, tree_bytes, tree_size
-from grpo_jax.planning.shapes import read_shape, read_shown
+from grpo_jax.planning.policy import policy_memory, read_shape, read_shown, tree_bytes, tree_size
 from grpo_jax.train import main
 from grpo_jax.training import memory as training_memory
 from grpo_jax.training.memory import Shown, update_bytes

@@ -6,7 +6,7 @@ import pytest
 from bridges import placement
 from grpo_jax.config.command_line import parse
 from grpo_jax.planning.cards import Planner
-from grpo_jax.planning.shapes import read_shape
+from grpo_jax.planning.policy import read_shape
 from grpo_jax.train import main
 
 POOL = ("--judges.renderer.replicas=4", "--judges.renderer.resources={num_gpus: 1}")

@@ -24,14 +24,9 @@ def test_every_import_leads_somewhere():
         ("def later():\n    from bridges.miniature import train_painter", "bridges.miniature has no train_painter"),
         ("import grpo_jax.loop", "no module grpo_jax.loop"),
         ("from grpo_jax.core import losses\nlosses.no_loss()", "losses has no no_loss"),
-        ("from beside import other", "beside has no other"),
-        ("from support import painters", "support has no painters"),
         ("from support.text_task import nothing", "support.text_task has no nothing"),
-        ("from support import text_task\ntext_task.nothing()", "text_task has no nothing"),
         ("import beside\nbeside.other()", "beside has no other"),
         ("from grpo_jax.core import losses\nlosses.grpo_loss\nimport beside\nbeside.there", None),
-        ("from grpo_jax.core import losses\nlosses = []\nlosses.append(1)", None),
-        ("import of_somebody_else\nof_somebody_else.anything()", None),
     ],
 )
 def test_the_reader_sees_what_is_not_there(source, found, tmp_path):

@@ -21,12 +21,7 @@ def python(folder, packages, *arguments):
     """Runs Python where packages are missing."""
     environment = without(folder / "hidden", *packages)
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [sys.executable, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
 
 
@@ -53,63 +48,47 @@ for module, *arguments in json.loads(sys.argv[1]):
         code = importlib.import_module(module).main(arguments)
     print(json.dumps([code, said.getvalue().splitlines()[-1]]))
 """
+PYTHON = """
+from grpo_jax import UserError, load_rewriter, make_config, run
+from grpo_jax import export
+try:
+    run(make_config(task="prompt_enhancement", policy={"path": "miniature"}, data={"prompts": "miniature"},
+                    run_dir="run"))
+except UserError as error:
+    print(error)
+assert export.main(["--run", sys.argv[2], "--out", "out"]) == 0
+print(load_rewriter(sys.argv[2])("a huge crimson disc"))
+"""
 TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.jsonl", "--rewards=[{name: judge.py:brief}]"]
 SHORT = "--sampling.max_new_tokens=8"  # the policy of this test has 128 positions
 
 
-@pytest.mark.parametrize(
-    ("packages", "commands", "missing"),
-    [
-        (
-            DIFFUSION,
-            [
-                ["grpo_jax.train"],
-                ["grpo_jax.train", "--plan"],
-                ["grpo_jax.evaluate", "--run", "REWRITER"],
-            ],
-            ["torch [diffusion]"] * 3,
-        ),
-        (DIFFUSION[1:], [["grpo_jax.train"]], ["diffusers [diffusion]"]),
-        (
-            ["sklearn", "qwix"],
-            [
-                ["grpo_jax.train", "--config", "recommendation_quick"],
-                ["grpo_jax.train", *TEXT, SHORT, "--policy.lora.rank=2", "--policy.quantised=int8"],
-            ],
-            ["sklearn [recommendation]", "qwix [quantised]"],
-        ),
-    ],
-    ids=["no torch", "no diffusers", "no sklearn, no qwix"],
-)
-def test_commands_name_the_extra(packages, commands, missing, rewriter, text_files):
-    given = [[str(rewriter) if word == "REWRITER" else word for word in command] for command in commands]
-    done = python(text_files, packages, "-c", COMMANDS, json.dumps(given))
-    assert done.returncode == 0, done.stderr
-    for line, wanted in zip(done.stdout.splitlines(), missing, strict=True):
-        module, extra = wanted.split()
-        expected = f'error: {module} is not installed; run pip install "grpo_jax{extra}"'
-        assert json.loads(line) == [2, expected]
+def refused_for(module, extra):
+    """What COMMANDS prints of a command that a package is missing for."""
+    return [2, f'error: {module} is not installed; run pip install "grpo_jax[{extra}]"']
 
 
-def test_without_torch_a_python_run_names_the_extra_and_what_needs_none_goes_on(rewriter, tmp_path):
+def test_without_torch_commands_and_python_name_the_extra_and_what_needs_none_goes_on(rewriter, tmp_path):
     """Exporting and rewriting, as with torch."""
-    code = f"""
-from grpo_jax import UserError, load_rewriter, make_config, run
-from grpo_jax import export
-try:
-    run(make_config(task="prompt_enhancement", policy={{"path": "miniature"}}, data={{"prompts": "miniature"}},
-                    run_dir="run"))
-except UserError as error:
-    print(error)
-assert export.main(["--run", {str(rewriter)!r}, "--out", "out"]) == 0
-print(load_rewriter({str(rewriter)!r})("a huge crimson disc"))
-"""
-    done = python(tmp_path, DIFFUSION, "-c", code)
+    commands = [["grpo_jax.train"], ["grpo_jax.train", "--plan"], ["grpo_jax.evaluate", "--run", str(rewriter)]]
+    done = python(tmp_path, DIFFUSION, "-c", COMMANDS + PYTHON, json.dumps(commands), rewriter)
     assert done.returncode == 0, done.stderr
-    refusal, exported, text = done.stdout.splitlines()
+    *refused, refusal, exported, text = done.stdout.splitlines()
+    assert [json.loads(line) for line in refused] == [refused_for("torch", "diffusion")] * 3
     assert refusal == 'torch is not installed; run pip install "grpo_jax[diffusion]"'
     assert exported.startswith("out: the policy of") and (tmp_path / "out" / "model.safetensors").is_file()
     assert text == load_rewriter(rewriter)("a huge crimson disc") != ""
+
+
+def test_without_sklearn_and_qwix_commands_name_their_extras(text_files):
+    commands = [
+        ["grpo_jax.train", "--config", "recommendation_quick"],
+        ["grpo_jax.train", *TEXT, SHORT, "--policy.lora.rank=2", "--policy.quantised=int8"],
+    ]
+    done = python(text_files, ["sklearn", "qwix"], "-c", COMMANDS, json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    expected = [refused_for("sklearn", "recommendation"), refused_for("qwix", "quantised")]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
 
 
 @pytest.fixture

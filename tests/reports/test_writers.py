@@ -17,7 +17,7 @@ from grpo_jax import train
 from grpo_jax.errors import UserError
 from grpo_jax.reports.writers import JsonLines, open_writers
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.loop.callbacks import IterationEvent
+from grpo_jax.runs.experiment import IterationEvent
 from grpo_jax.tasks.display import GalleryEntry
 
 

@@ -18,7 +18,7 @@ from grpo_jax.rollout.rollout import Judgement, Scheduling
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
 from grpo_jax.runs.several.company import ALONE
-from grpo_jax.sampling.writing import Samples
+from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import informative_groups
 
 SIZE, GROUP, STEPS, ROWS = 4, 3, 5, 14

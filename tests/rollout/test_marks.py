@@ -5,7 +5,7 @@ from support.encoded_prompts import format_prompt
 from support.marked_tokenizers import TOKENIZERS, spoken_tokens
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.tokens import chat_renderer, plain_tokens, prompt_encoder, special_ids
+from grpo_jax.models.hf.tokens import messages_renderer, plain_tokens, special_ids, texts_encoder
 
 ORDINARY = [
     "a red fox",
@@ -142,12 +142,13 @@ def test_prompts_without_tokens_and_tokens_without_a_row():
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="has no tokens"):
         format_prompt(tokenizer, "!?", form="append")
-    encode = prompt_encoder(TOKENIZERS["qwen2"](), str, add_special_tokens=True, vocab_size=50)
+    encode = texts_encoder(TOKENIZERS["qwen2"](), "".join, 1, add_special_tokens=True, vocab_size=50)
     with pytest.raises(UserError, match="the model has 50"):
-        encode("a fox")
+        encode(["a fox"])
 
 
 def test_switches_reach_the_template():
     tokenizer = TOKENIZERS["qwen2"]()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if not thinking %} quietly{% endif %}"
-    assert chat_renderer(tokenizer, thinking=False)("think") == "think quietly"
+    messages = [{"role": "user", "content": "think"}]
+    assert messages_renderer(tokenizer, thinking=False)(messages) == "think quietly"

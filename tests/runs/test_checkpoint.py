@@ -14,7 +14,7 @@ import pytest
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints, restore_params
-from grpo_jax.training.state import release
+from grpo_jax.training.state import free_buffers
 
 
 class Adaptive(NamedTuple):
@@ -81,7 +81,7 @@ def test_a_donated_or_released_state_does_not_reach_the_write_in_the_background(
         for step in range(8):
             checkpoints.save(step, {"variables": params}, {})
             before, params = params, advance(advance(params))
-            release(before)  # as an update does where JAX did not
+            free_buffers(before)  # as an update does where JAX did not
         for step in range(8):
             came, _ = checkpoints.restore(step, {"variables": params})
             assert all((np.asarray(leaf) == 2 * step).all() for leaf in jax.tree.leaves(came)), step

@@ -18,13 +18,13 @@ from grpo_jax.errors import UserError
 from grpo_jax.runs.directory import (
     AppendedFile,
     RunDirectory,
+    RunLock,
     disk_errors,
     encode_png,
     read_metrics,
     truncate_metrics,
     write_atomically,
 )
-from grpo_jax.runs.lock import RunLock
 from grpo_jax.runs.results import versions
 from grpo_jax.tasks.display import GalleryEntry
 

@@ -13,7 +13,7 @@ from support.text_task import PATIENCE, ROOT, assert_same_run, environment, fini
 
 from grpo_jax.errors import UserError
 from grpo_jax.reports.console import Console
-from grpo_jax.runs.lock import RunLock
+from grpo_jax.runs.directory import RunLock
 from grpo_jax.runs.processes import announced
 from grpo_jax.runs.progress import Progress
 

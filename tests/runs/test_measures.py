@@ -19,8 +19,7 @@ from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import ResolvedRewards
 from grpo_jax.rollout.rollout import Judgement
-from grpo_jax.runs.measures import require_names
-from grpo_jax.runs.turns import turn_measures
+from grpo_jax.runs.measures import require_names, turn_measures
 
 JUDGE = """
 import os, pathlib

@@ -12,7 +12,7 @@ from support.text_task import assert_same_bits, final_state, rows
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.models.policy import make_loss_scale, make_policy
 from grpo_jax.train import main
-from grpo_jax.training.ppo import make_kl_control
+from grpo_jax.training.objectives import make_kl_control
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import PATIENCE, make_update
 

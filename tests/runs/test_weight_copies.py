@@ -11,7 +11,7 @@ from support import taught_task
 from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
-from grpo_jax.runs import experiment
+from grpo_jax.runs.experiment import Run
 from grpo_jax.train import run
 
 
@@ -58,13 +58,13 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path, kl_coef
 
 def test_a_warm_start_leaves_nothing_behind(place, tmp_path, monkeypatch):
     counted, before = [], copies((272, 32))
-    train = experiment.train
+    train = Run.train
 
-    def counting(run, state, progress):
+    def counting(run):
         counted.append((copies((272, 32)) - before) / 2)
-        return train(run, state, progress)
+        return train(run)
 
-    monkeypatch.setattr(experiment, "train", counting)
+    monkeypatch.setattr(Run, "train", counting)
     values = yaml.safe_load(place.config.read_text()) | {
         "task": {"kind": taught_task.__file__, "texts": ["red soap", "wax"]},
         "run_dir": str(tmp_path / "run"),

@@ -13,11 +13,10 @@ from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.trie import NARROW, children, make_trie, walk, widest_below
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import make_policy
-from grpo_jax.sampling import ranking, text_scores
+from grpo_jax.sampling import ranking
 from grpo_jax.sampling.beams import make_beam_sampler
-from grpo_jax.sampling.ranking import make_ranker
+from grpo_jax.sampling.ranking import levels_of, make_ranker
 from grpo_jax.sampling.sampler import make_sampler
-from grpo_jax.sampling.text_scores import levels_of
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
@@ -257,8 +256,8 @@ def test_beams_find_what_is_below_a_wide_node_too(model, stages, monkeypatch):
     assert widest_below(trie) > NARROW >= widest_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
     monkeypatch.setattr(ranking, "_MOST_NUMBERS", 1)
     if stages == 2:
-        monkeypatch.setattr(text_scores, "_width", lambda level: len(level.token))
-    assert len(levels_of(trie)) == 3 and len(text_scores.stages_of(levels_of(trie), 0)) == stages
+        monkeypatch.setattr(ranking, "_width", lambda level: len(level.token))
+    assert len(levels_of(trie)) == 3 and len(ranking.stages_of(levels_of(trie), 0)) == stages
     every, best = (
         make_ranker(policy, count, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK) for count in (0, len(texts))
     )

@@ -10,10 +10,9 @@ import pytest
 from scipy import stats
 
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling import writing
-from grpo_jax.sampling.sampler import bucket_size, make_sampler
+from grpo_jax.sampling import sampler as sampler_module
+from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
-from grpo_jax.sampling.writing import Samples, cache_sizes
 
 VOCABULARY = 300  # more than two blocks of the two-level draw, and no multiple of one
 PAD, EOS = 0, 1
@@ -224,7 +223,7 @@ def test_groups_that_have_ended_leave_and_the_others_write_the_same(monkeypatch)
     given = prompts([25, 10, 20, 29, 10, 10]), keys_for(range(6))
     written = []
     for longest_whole in (40, 8):  # completions above this length may go on with half of the prompts
-        monkeypatch.setattr(writing, "_HALVING", longest_whole)
+        monkeypatch.setattr(sampler_module, "_HALVING", longest_whole)
         policy = Bigram()
         sample = make_sampler(policy, SamplingParams(3, 40), eos_ids=(EOS,), pad_id=PAD)
         written.append(jax.block_until_ready(sample(variables, *given[0], given[1])))

@@ -9,9 +9,8 @@ from support import tiny_models
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import make_policy
-from grpo_jax.sampling.sampler import make_sampler
+from grpo_jax.sampling.sampler import cache_sizes, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
-from grpo_jax.sampling.writing import cache_sizes
 
 NEW_TOKENS = 10
 UNUSED = tiny_models.VOCAB_SIZE - 1  # an id these greedy completions never reach

@@ -11,7 +11,7 @@ from support.tiny_decoders import tiny
 from grpo_jax.models.hf.tokens import token_pieces
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import make_sampler
-from grpo_jax.sampling.stopping import START, stop_table
+from grpo_jax.sampling.samplers import START, stop_table
 from grpo_jax.sampling.token_choice import SamplingParams
 
 EOS, PAD = 3, 0

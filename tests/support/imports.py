@@ -58,13 +58,7 @@ def for_types_alone(node) -> bool:
 
 
 def read_imports(source: str, module: str, package: bool = False) -> list[Import]:
-    """Every import of a module, those for type checkers alone left out.
-
-    Args:
-        source: its text.
-        module: its dotted name, that relative imports start from.
-        package: whether it is a package's `__init__`.
-    """
+    """Every import of a module, those for type checkers alone left out."""
 
     def visit(node, lazy) -> Iterator[Import]:
         if for_types_alone(node):

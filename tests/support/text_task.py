@@ -25,7 +25,7 @@ PATIENCE = 600  # seconds; only a hang takes that long
 TIMINGS = ("seconds/", "tokens_per_second")
 
 JUDGE = '''
-import os, pathlib, re, sys, time
+import os, pathlib, re, time
 
 def letters(prompts, completions, wish, **columns):
     """Share of letters; more for the letter that is wished for."""
@@ -48,8 +48,6 @@ def letters(prompts, completions, wish, **columns):
     if action == "lock":
         (pathlib.Path(os.environ["JUDGE_RUN"]) / "held").touch()
         re.match(r"(a+)+$", "a" * 40 + "b")  # longer than anybody waits, with the interpreter lock held
-    if action == "close":
-        sys.stdout.close(), sys.stderr.close(), os.closerange(0, 3)
     if action == "commit":
         hold_commits(after=int(rows))
     return {"nan": [float("nan"), *values[1:]], "short": values[1:]}.get(action, values)
@@ -98,13 +96,7 @@ def make_place(folder: Path) -> Place:
         "sampling": {"group_size": 4, "max_new_tokens": 8},
         "algorithm": {"kl_coef": 0.1, "update_ref_every": 2},
         "optimizer": {"learning_rate": 0.01, "schedule": "cosine", "warmup_steps": 3},
-        "training": {
-            "prompts_per_batch": 4,
-            "max_steps": 6,
-            "inner_epochs": 2,
-            "minibatches": 2,
-            "save_every": 3,
-        },
+        "training": {"prompts_per_batch": 4, "max_steps": 6, "inner_epochs": 2, "minibatches": 2, "save_every": 3},
         "evaluation": {"every": 2, "sampled": False},
         "rewards": [{"name": f"{judge}:letters"}, {"name": f"{judge}:brief", "weight": 0.5}],
     }
@@ -188,12 +180,7 @@ def rewound(run: Path, to: Path, step: int) -> Path:
 
 
 def environment(place: Place, run: Path, judge: str) -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONFAULTHANDLER": "1",
-        "JUDGE": judge,
-        "JUDGE_RUN": str(run),
-    }
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", "JUDGE": judge, "JUDGE_RUN": str(run)}
 
 
 def start(place: Place, run: Path, *arguments: str, judge: str = "work:0") -> subprocess.Popen:
@@ -284,7 +271,7 @@ def final_state(run: Path, which: int | str = "final"):
 
 def aged(checkpoint: Path, seconds: float) -> None:
     """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
-    from grpo_jax.runs.checkpoint.manifest import seal
+    from grpo_jax.runs.series import seal
 
     file = checkpoint / "meta.json"
     meta = json.loads(file.read_text())

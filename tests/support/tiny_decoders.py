@@ -11,8 +11,8 @@ import numpy as np
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama_config import DecoderConfig
-from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.families.llama import DecoderConfig
+from grpo_jax.models.lora import LoraConfig, MergedKernel, merge
 from grpo_jax.models.policy import Policy, make_policy
 
 QWEN2_FIELDS = {
@@ -97,3 +97,12 @@ def group_batch():
     tokens = rng.integers(0, 64, (PROMPTS, GROUP, STEPS)).astype(np.int32)
     ends = rng.integers(1, STEPS + 1, (PROMPTS, GROUP, 1))
     return prompt_tokens, prompt_mask, tokens, np.arange(STEPS) < ends
+
+
+def merged_params(variables, lora):
+    """Parameters with adapters folded into whole kernels, float32."""
+
+    def waits(leaf):
+        return isinstance(leaf, MergedKernel)
+
+    return jax.tree.map(lambda leaf: leaf.at(()) if waits(leaf) else leaf, merge(variables, lora), is_leaf=waits)

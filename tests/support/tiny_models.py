@@ -33,15 +33,7 @@ def chat_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
 
 
 def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: str = "1GB", **overrides) -> Path:
-    """A random folder of a model of text with a tokenizer and two end-of-sequence ids.
-
-    Args:
-        folder: where to write.
-        family: "qwen2", "qwen3", "llama", "qwen3_moe" or "gemma2".
-        seed: of the weights.
-        max_shard_size: as in `save_pretrained`; "20KB" gives several shards and an index.
-        **overrides: fields of the family's config.
-    """
+    """A random folder of a model of text with a tokenizer and two end-of-sequence ids."""
     import transformers
 
     config_class, model_class = {
@@ -92,14 +84,7 @@ def qwen3_vl(folder, *, seed: int = 0) -> Path:
 
 
 def qwen_vl(folder, family: str, *, seed: int = 0, **tower) -> Path:
-    """A random Qwen-VL folder with a tokenizer.
-
-    Args:
-        folder: where to write.
-        family: "qwen2_vl", "qwen2_5_vl" or "qwen3_vl".
-        seed: of the weights.
-        **tower: fields of `vision_config`; patches are 4 x 4 pixels and there are 2 heads.
-    """
+    """A random Qwen-VL folder with a tokenizer."""
     import transformers
 
     config_class, model_class, sections = {
@@ -155,14 +140,7 @@ def clip_tokenizer(window: int = 77) -> CLIPTokenizer:
 
 
 def stable_diffusion_3(folder, *, t5: bool = True, window: int = 77, seed: int = 0) -> Path:
-    """A random `StableDiffusion3Pipeline` folder: 16×16 pictures, two CLIP encoders and perhaps a T5.
-
-    Args:
-        folder: where to write.
-        t5: with a T5 encoder and its tokenizer; without, `model_index.json` holds nulls for them.
-        window: tokens the CLIP encoders take.
-        seed: of the weights.
-    """
+    """A random `StableDiffusion3Pipeline` folder: 16×16 pictures, two CLIP encoders and perhaps a T5."""
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
@@ -252,15 +230,7 @@ def tiny_t5(d_model: int):
 
 
 def clip(folder, *, window: int = 77, image_size: int = 24, seed: int = 0, preprocess: dict | None = None) -> Path:
-    """A random open_clip folder (`local-dir:` form) with a ViT tower and its own tokenizer.
-
-    Args:
-        folder: where to write.
-        window: tokens the text tower takes.
-        image_size: side of the pictures the tower sees.
-        seed: of the weights.
-        preprocess: fields of `preprocess_cfg` that differ from CLIP's.
-    """
+    """A random open_clip folder (`local-dir:` form) with a ViT tower and its own tokenizer."""
     import open_clip
     from safetensors.torch import save_file
 
@@ -328,13 +298,7 @@ def clip_model(folder, *, seed: int = 0) -> Path:
 
 
 def reward_model(folder, *, seed: int = 0, **overrides) -> Path:
-    """A random `Qwen2ForSequenceClassification` folder with a chat template and one output.
-
-    Args:
-        folder: where to write.
-        seed: of the weights.
-        **overrides: fields of its config.
-    """
+    """A random `Qwen2ForSequenceClassification` folder with a chat template and one output."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     tokenizer = chat_tokenizer()

@@ -178,14 +178,7 @@ def completion_logits(model, batch, **pictures) -> torch.Tensor:
 
 
 def grpo(predicted, batch, advantages, noise):
-    """GRPO with a k3 penalty: log-probabilities [P, G, T] at temperature 0.8 and the loss, whose gradient is taken.
-
-    Args:
-        predicted: logits of the completions.
-        batch: as above.
-        advantages: [P, G].
-        noise: [2, P, G, T], what old and reference log-probabilities differ by.
-    """
+    """GRPO with a k3 penalty: log-probabilities [P, G, T] at temperature 0.8 and the loss, whose gradient is taken."""
     tokens, mask = torch.tensor(batch[2], dtype=torch.long), torch.tensor(batch[3])
     logprobs = torch.log_softmax(predicted / 0.8, -1).gather(-1, tokens[..., None])[..., 0]
     old, ref = (logprobs.detach() + torch.tensor(n) for n in noise)

@@ -11,7 +11,7 @@ import pytest
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.core.losses import PRESETS
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.writing import Samples
+from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_objectives
 from grpo_jax.training.objectives import make_forward

@@ -7,13 +7,12 @@ import pytest
 
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama_config import DecoderConfig, Mixture
+from grpo_jax.models.families.llama import DecoderConfig, Mixture
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.rope import RopeConfig
 from grpo_jax.models.variables import VALUE
-from grpo_jax.training.batch import Batch
+from grpo_jax.training.batch import Batch, pack, packed, trimmed, unpacked
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.packing import pack, packed, trimmed, unpacked
 
 PROMPTS, GROUP, LENGTH, WIDTH = 2, 4, 5, 8
 LENGTHS = np.array([[3, 8, 1, 4], [2, 0, 5, 1]])

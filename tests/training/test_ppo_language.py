@@ -18,9 +18,8 @@ from grpo_jax.models.policy import make_policy
 from grpo_jax.models.variables import VALUE, init_value_head, token_values
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.batch import Batch
-from grpo_jax.training.objectives import loss_options, make_forward
+from grpo_jax.training.objectives import loss_options, make_estimates, make_forward, make_kl_control, make_ppo_objective
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.ppo import make_estimates, make_kl_control, make_ppo_objective
 from grpo_jax.training.state import reference_variables, refresh_reference, restored_state, saved_parts
 
 SECTION = AlgorithmSection(preset="bnpo", advantage="gae", entropy_coef=0.05)

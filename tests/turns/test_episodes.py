@@ -19,7 +19,7 @@ from grpo_jax.rollout.environment import Answering, Environment, make_score
 from grpo_jax.rollout.episodes import Answer, AnswerError
 from grpo_jax.rollout.rollout import Scheduling, collect
 from grpo_jax.sampling.episodes import make_episode_sampler
-from grpo_jax.sampling.stopping import stop_table
+from grpo_jax.sampling.samplers import stop_table
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import informative_groups, make_turn_objectives

@@ -9,7 +9,7 @@ from grpo_jax.reports.page import end_sections, render_report
 from grpo_jax.reports.run_files import RunEnd
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.turns import turn_measures, turns_table
+from grpo_jax.runs.measures import turn_measures, turns_table
 from grpo_jax.tasks.display import Display, EpisodeEntry, ShownTurn, of_turns
 
 nan = math.nan

@@ -3,14 +3,12 @@
 A new family is a file that ends in its `Family`, and its row here.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from grpo_jax.errors import shown
 from grpo_jax.models.families import gemma, gpt2, llama, phi, qwen3_moe, smollm
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama_config import DecoderConfig
+from grpo_jax.models.families.llama import DecoderConfig
+from grpo_jax.models.fields import Fields
 
 ModelConfig = DecoderConfig | GPT2Config
 
@@ -26,7 +24,7 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.model_type]
 
 
-def read_config(fields: Mapping[str, Any]) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
     """The config in the contents of a ``config.json``.
 
     Raises:

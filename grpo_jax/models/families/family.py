@@ -7,6 +7,7 @@ import jax
 from flax import linen as nn
 
 from grpo_jax.models.attention import LayerInput
+from grpo_jax.models.fields import Fields
 
 # How the devices along a tensor axis share a projection: each makes some of its outputs, or reads some of its inputs.
 # A fused one, whose outputs are several things side by side, is not cut that way.
@@ -14,30 +15,21 @@ COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
 
 
 class Naming(NamedTuple):
-    """How the folders of a family name their tensors.
+    """How the folders of a family name their tensors."""
 
-    Attributes:
-        prefixes: where a folder keeps its language model; the first that has an embedding wins, and the first of all
-            is where transformers' model has it.
-        heads: names of a head of its own.
-        tensors: what is not in a layer: the decoder's name → Hugging Face's behind the prefix.
-        layers: name of the list of layers.
-        modules: what is in a layer: the decoder's name → Hugging Face's, with {} for the number of an expert.
-        transposed: kernels are stored [out, in] (Linear), not [in, out] (Conv1D).
-        constants: pattern of tensors that old folders store although nothing is learned in them.
-        beside: how the names begin of what is no part of the language model (a vision tower).
-        together: of a layer, a tensor in which some folders keep what others keep apart: Hugging Face's name → the
-            decoder's, whose outputs lie one after the other in it, [experts, out, in].
-    """
-
+    # where a folder keeps its language model; the first that has an embedding wins, and the first of all is where
+    # transformers' model has it
     prefixes: tuple[str, ...]
-    heads: tuple[str, ...]
-    tensors: Mapping[str, str]
-    layers: str
+    heads: tuple[str, ...]  # names of a head of its own
+    tensors: Mapping[str, str]  # what is not in a layer: the decoder's name → Hugging Face's behind the prefix
+    layers: str  # name of the list of layers
+    # what is in a layer: the decoder's name → Hugging Face's, with {} for the number of an expert
     modules: Mapping[str, str]
-    transposed: bool
-    constants: str
-    beside: tuple[str, ...] = ()
+    transposed: bool  # kernels are stored [out, in] (Linear), not [in, out] (Conv1D)
+    constants: str  # pattern of tensors that old folders store although nothing is learned in them
+    beside: tuple[str, ...] = ()  # how the names begin of what is no part of the language model (a vision tower)
+    # of a layer, a tensor in which some folders keep what others keep apart: Hugging Face's name → the decoder's, whose
+    # outputs lie one after the other in it, [experts, out, in]
     together: Mapping[str, tuple[str, ...]] = {}
 
 
@@ -47,35 +39,28 @@ class Family(NamedTuple):
     Its configs are frozen dataclasses, hashable and hence static under jit, with at least the fields vocab_size,
     hidden_size, num_layers, num_heads, num_kv_heads, head_dim, max_positions, tie_word_embeddings,
     initializer_range and model_type.
-
-    Attributes:
-        model_types: Hugging Face's names of its architectures.
-        config: class of its configs.
-        read: (contents of config.json) -> a config.
-        block: its layer, a module made as block(config, dtype, param_dtype, lora, spread) and called as
-            block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see ``attend_streams``).
-        final_norm: (config, param_dtype) -> the norm after the last layer.
-        learned_positions: whether embedded positions are added to the embedded tokens.
-        rotation: (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures among the tokens) -> cosine and sine,
-            each float32 [.., E/2], by which the layers rotate queries and keys, with a leading axis of kinds where
-            layers differ; None where they do not rotate.
-        layer_inputs: (config) -> what each layer is given beside the states, stacked along a leading axis.
-        projections: names of the layers' kernels, on which adapters can be put → ``COLUMNS``, ``ROWS`` or ``FUSED``.
-        initial_stddev: (config, name of a projection or embedding) -> standard deviation of freshly drawn weights.
-        naming: of the tensors in its folders.
-        longest: (config) -> how many tokens prompt and completion may have together where positions are not learned
-            but end; None where they go on.
     """
 
-    model_types: tuple[str, ...]
-    config: type
-    read: Callable[[Mapping[str, Any]], Any]
+    model_types: tuple[str, ...]  # Hugging Face's names of its architectures
+    config: type  # class of its configs
+    read: Callable[[Fields], Any]  # (contents of config.json) -> a config
+    # its layer, a module made as block(config, dtype, param_dtype, lora, spread) and called as block(states [P, S, D],
+    # LayerInput, Context) -> (states, new keys and values; see `attend_streams`)
     block: type[nn.Module]
+    # (config, param_dtype) -> the norm after the last layer
     final_norm: Callable[[Any, jax.typing.DTypeLike], nn.Module]
-    learned_positions: bool
+    learned_positions: bool  # whether embedded positions are added to the embedded tokens
+    # (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures among the tokens) -> cosine and sine, each
+    # float32 [.., E/2], by which the layers rotate queries and keys, with a leading axis of kinds where layers differ;
+    # None where they do not rotate
     rotation: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array] | None]
+    # (config) -> what each layer is given beside the states, stacked along a leading axis
     layer_inputs: Callable[[Any], LayerInput]
+    # names of the layers' kernels, on which adapters can be put → `COLUMNS`, `ROWS` or `FUSED`
     projections: Mapping[str, str]
+    # (config, name of a projection or embedding) -> standard deviation of freshly drawn weights
     initial_stddev: Callable[[Any, str], float]
-    naming: Naming
+    naming: Naming  # of the tensors in its folders
+    # (config) -> how many tokens prompt and completion may have together where positions are not learned but end; None
+    # where they go on
     longest: Callable[[Any], int | None] = lambda config: None

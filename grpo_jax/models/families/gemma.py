@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
-from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, typed_windows
+from grpo_jax.models.families.llama import DecoderConfig, read_shared, typed_windows
 from grpo_jax.models.rope import RopeConfig, read_rope
 
 GEMMA2, GEMMA3 = "gemma2", "gemma3_text"

@@ -48,35 +48,20 @@ _NEUTRAL = {**kinds.NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
-    """Shape and choices of a GPT-2; hashable, hence static under jit.
+    """Shape and choices of a GPT-2; hashable, hence static under jit."""
 
-    Attributes:
-        vocab_size: V, rows of the embedding.
-        hidden_size: D.
-        intermediate_size: width of the MLP.
-        num_layers: number of layers.
-        num_heads: H, heads; divides D.
-        max_positions: rows of the position embedding; prompt and completion together have no more tokens.
-        activation: the MLP's, one of ``layers.ACTIVATIONS``.
-        layer_norm_eps: epsilon of every layer norm.
-        scale_attn_weights: divide attention's scores by the root of the head's size.
-        scale_attn_by_inverse_layer_idx: divide them by the layer's number (from 1) too.
-        tie_word_embeddings: the head is the embedding.
-        initializer_range: standard deviation of freshly drawn weights.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    max_positions: int
-    activation: str = "gelu_new"
-    layer_norm_eps: float = 1e-5
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    tie_word_embeddings: bool = True
-    initializer_range: float = 0.02
+    vocab_size: int  # V, rows of the embedding
+    hidden_size: int  # D
+    intermediate_size: int  # width of the MLP
+    num_layers: int  # number of layers
+    num_heads: int  # H, heads; divides D
+    max_positions: int  # rows of the position embedding; prompt and completion together have no more tokens
+    activation: str = "gelu_new"  # the MLP's, one of `layers.ACTIVATIONS`
+    layer_norm_eps: float = 1e-5  # epsilon of every layer norm
+    scale_attn_weights: bool = True  # divide attention's scores by the root of the head's size
+    scale_attn_by_inverse_layer_idx: bool = False  # divide them by the layer's number (from 1) too
+    tie_word_embeddings: bool = True  # the head is the embedding
+    initializer_range: float = 0.02  # standard deviation of freshly drawn weights
     vision: ClassVar[None] = None
 
     def __post_init__(self):

@@ -9,7 +9,7 @@ from grpo_jax.errors import shown
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import FUSED, ROWS
-from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, same_window
+from grpo_jax.models.families.llama import DecoderConfig, read_shared, same_window
 from grpo_jax.models.rope import RopeConfig
 
 MODEL_TYPE = "phi3"

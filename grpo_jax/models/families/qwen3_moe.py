@@ -8,7 +8,7 @@ from grpo_jax.errors import shown
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import COLUMNS, ROWS
-from grpo_jax.models.families.llama_config import DecoderConfig, Mixture, read_shared, same_window
+from grpo_jax.models.families.llama import DecoderConfig, Mixture, read_shared, same_window
 from grpo_jax.models.rope import read_rope
 
 MODEL_TYPE = "qwen3_moe"

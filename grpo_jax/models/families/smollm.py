@@ -3,7 +3,7 @@
 from grpo_jax.errors import shown
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
-from grpo_jax.models.families.llama_config import DecoderConfig, read_shared, typed_windows
+from grpo_jax.models.families.llama import DecoderConfig, read_shared, typed_windows
 from grpo_jax.models.rope import read_rope
 
 MODEL_TYPE = "smollm3"

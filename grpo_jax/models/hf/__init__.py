@@ -11,9 +11,11 @@ from grpo_jax.models.hf.folder import (
     resolve_folder,
     save_folder,
 )
+from grpo_jax.models.hf.tokens import Tokenizer
 
 __all__ = [
     "PolicyFolder",
+    "Tokenizer",
     "load_folder",
     "load_tokenizer",
     "load_tower",

@@ -5,17 +5,23 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_jax.errors import UserError, said, shown
 from grpo_jax.models.hf import templates
-from grpo_jax.models.hf.tokens import failures_named, messages_renderer, prompt_encoder, text_marks, texts_encoder
+from grpo_jax.models.hf.templates import Json
+from grpo_jax.models.hf.tokens import Tokenizer, failures_named, messages_renderer, text_marks, texts_encoder
+from grpo_jax.models.vision.config import VisionConfig
 
 PICTURE = None
 """A picture among the parts of a message."""
 
 
-_PROBE, _SYSTEM_PROBE = "7316940582", "5093718264"
+# Stand for what is said when a template's frame is looked for: digits, which templates leave alone.
+_PROBE = "7316940582"
+_SYSTEM_PROBE = "5093718264"
+_WRITTEN = "2850491637"
+_ANSWERED = "6081527394"
 
 
 class Fixed(NamedTuple):
@@ -37,11 +43,11 @@ class Message(NamedTuple):
     @property
     def text(self) -> str:
         """Its texts, pictures left out."""
-        return "".join(map(_said, self.parts))
+        return "".join(map(_text_of, self.parts))
 
 
-def _said(part: Part) -> str:
-    """What a part says; a picture says nothing."""
+def _text_of(part: Part) -> str:
+    """The text of a part; a picture has none."""
     return part.text if isinstance(part, Fixed) else part or ""
 
 
@@ -55,33 +61,35 @@ class PictureTokens(NamedTuple):
 
 
 class _Tools:
-    """What a template says the policy may call, and which texts in it look like marks."""
+    """Tools that a template is told of, and the texts in them that look like marks."""
 
-    def __init__(self, given: Sequence[Mapping[str, Any]], marks: Sequence[str]):
+    def __init__(self, tools: Sequence[Mapping[str, Json]], marks: Sequence[str]):
         signs = {sign for mark in marks for sign in mark if not (sign.isalnum() or sign in "_ ")}
-        self._given, self._mark = given, _any_of(marks)
+        self._tools = tools
+        self._mark = _any_of(marks)
         self.marks: list[str] = []
-        self._replaced(self._mark, self._keep)
+
+        def note(match: re.Match[str]) -> str:
+            self.marks.append(match.group())
+            return match.group()
+
+        self._replaced(self._mark, note)
         self.harmless = self._replaced(_any_of(signs), lambda _: " ")
         """Without any sign of which marks are made: not even texts that a template puts together become one."""
 
-    def _keep(self, found: re.Match[str]) -> str:
-        self.marks.append(found.group())
-        return found.group()
-
-    def showing(self, texts: Iterator[str]) -> Any:
-        """With other texts in the places of these."""
+    def showing(self, texts: Iterator[str]) -> Json:
+        """The tools with other texts in the places of their marks."""
         return self._replaced(self._mark, lambda _: next(texts))
 
-    def _replaced(self, pattern: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Any:
-        def replaced(value: Any) -> Any:
+    def _replaced(self, pattern: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Json:
+        def replaced(value: Json) -> Json:
             if isinstance(value, str):
                 return pattern.sub(by, value)
             if isinstance(value, Mapping):
                 return {replaced(key): replaced(entry) for key, entry in value.items()}
             return [replaced(entry) for entry in value] if isinstance(value, list | tuple) else value
 
-        return replaced(self._given)
+        return replaced(self._tools)
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
@@ -89,18 +97,18 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def picture_tokens(vision: Any) -> PictureTokens:
+def picture_tokens(vision: VisionConfig) -> PictureTokens:
     """Those that a tower's config names."""
     return PictureTokens(vision.vision_start_token, vision.image_token, vision.vision_end_token, vision.video_token)
 
 
 def conversation_encoder(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     chat: bool,
     tokens: PictureTokens | None = None,
     vocab_size: int | None = None,
-    **switches: Any,
+    **switches: Json,
 ) -> Callable[[Sequence[Message], Sequence[int]], list[int]]:
     """encode(messages, tokens of each picture) → the tokens that the answer starts from.
 
@@ -117,34 +125,33 @@ def conversation_encoder(
     Raises:
         UserError: As `texts_encoder`; the template drops a picture; or there are pictures and the model sees none.
     """
-    given = switches.pop("tools", None)
+    listed_tools = switches.pop("tools", None)
     render = messages_renderer(tokenizer, **switches) if chat else _continued
     names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
     mark = "".join(names)
     knows_pictures = chat and tokens is not None and _shows_pictures(render, names[1])
     further = () if tokens is None else tokens
     tools = None
-    if given:
-        tools = _Tools(given, tokenizer.convert_ids_to_tokens(sorted(text_marks(tokenizer).union(further))))
+    if listed_tools:
+        tools = _Tools(listed_tools, tokenizer.convert_ids_to_tokens(sorted(text_marks(tokenizer).union(further))))
     marks_in_tools = tools.marks if tools else []
-    encoders: dict[Any, Callable[[Sequence[str]], list[int]]] = {}
+    encoders: dict[tuple[object, ...], Callable[[Sequence[str]], list[int]]] = {}
 
-    def content(parts: Sequence[Part]) -> Any:
+    def content(parts: Sequence[Part]) -> Json:
         if knows_pictures and PICTURE in parts:
             return _content_parts(parts)
-        return "".join(mark if part is PICTURE else _said(part) for part in parts)
+        return "".join(mark if part is PICTURE else _text_of(part) for part in parts)
 
     def encoder_of(messages: Sequence[Message], count: int) -> Callable[[Sequence[str]], list[int]]:
         def rendered(texts: Sequence[str], harmless: bool = False) -> str:
-            left = iter(texts)
-            filled = [
-                tuple(next(left) if isinstance(part, str) else part for part in message.parts) for message in messages
-            ]
-            spoken = zip(messages, filled, strict=True)
-            said = [{"role": message.role, "content": content(parts)} for message, parts in spoken]
+            rest = iter(texts)
+            turns = []
+            for message in messages:
+                parts = [next(rest) if isinstance(part, str) else part for part in message.parts]
+                turns.append({"role": message.role, "content": content(parts)})
             if tools is None:
-                return render(said)
-            return render(said, tools=tools.harmless if harmless else tools.showing(left))
+                return render(turns)
+            return render(turns, tools=tools.harmless if harmless else tools.showing(rest))
 
         return texts_encoder(
             tokenizer,
@@ -173,49 +180,44 @@ def conversation_encoder(
     return encode
 
 
-def knows_option(tokenizer: Any, name: str) -> bool:
+def knows_option(tokenizer: Tokenizer, name: str) -> bool:
     """Whether a chat template says the name of an option at all."""
     template = tokenizer.get_chat_template(tools=[{}] if name == "tools" else None)
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
-def default_system_prompt(tokenizer: Any, **switches: Any) -> str:
-    """What a chat template says as the system where a conversation has no system message; "" for nothing.
-
-    Args:
-        tokenizer: With a chat template.
-        **switches: What the template is told beside the messages.
-    """
+def default_system_prompt(tokenizer: Tokenizer, **switches: Json) -> str:
+    """What a chat template says as the system where a conversation has no system message; "" for nothing."""
     render = messages_renderer(tokenizer, **switches)
     user = {"role": "user", "content": _PROBE}
     try:
-        told = render([{"role": "system", "content": _SYSTEM_PROBE}, user])
+        text = render([{"role": "system", "content": _SYSTEM_PROBE}, user])
         alone = render([user]).partition(_PROBE)[0]
     except UserError:  # it takes no system message
         return ""
-    opening, found, rest = told.partition(_SYSTEM_PROBE)
+    opening, found, rest = text.partition(_SYSTEM_PROBE)
     closing = rest.partition(_PROBE)[0]
     whole = found and closing and alone.startswith(opening) and alone.endswith(closing)
     return alone[len(opening) : -len(closing)].strip() if whole and len(alone) > len(opening) + len(closing) else ""
 
 
-def _continued(messages: Sequence[dict[str, Any]]) -> str:
+def _continued(messages: Sequence[dict[str, Json]]) -> str:
     """The frame of a prompt that is continued: none."""
     if len(messages) > 1:
         raise UserError("a prompt of several messages needs a chat template, and the policy's tokenizer has none")
     return messages[0]["content"]
 
 
-def _content_parts(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def _content_parts(parts: Sequence[Part]) -> list[dict[str, Json]]:
     """A message as templates take pictures in it; texts that touch are one."""
-    content: list[dict[str, Any]] = []
+    content: list[dict[str, Json]] = []
     for part in parts:
         if part is PICTURE:
             content.append({"type": "image"})
         elif content and content[-1]["type"] == "text":
-            content[-1]["text"] += _said(part)
+            content[-1]["text"] += _text_of(part)
         else:
-            content.append({"type": "text", "text": _said(part)})
+            content.append({"type": "text", "text": _text_of(part)})
     return content
 
 
@@ -235,21 +237,16 @@ def _expanded(ids: Sequence[int], picture: int, lengths: Sequence[int], texts: S
             f"prompt {shown(max(texts, key=len, default=''))} has {len(lengths)} pictures, and the policy's chat "
             f"template writes {ids.count(picture)} placeholders: mend or replace it"
         )
-    left = iter(lengths)
-    return [token for one in ids for token in ([one] * next(left) if one == picture else [one])]
-
-
-_ASKED, _WRITTEN, _ANSWERED = "7316940582", "2850491637", "6081527394"
-"""Stand for what was said when a template's frame is looked for: digits, which templates leave alone."""
+    return _repeated(ids, picture, lengths)
 
 
 def answer_encoder(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     eos_ids: Sequence[int],
     *,
     vocab_size: int | None = None,
     picture: Sequence[int] = (),
-    **switches: Any,
+    **switches: Json,
 ) -> Callable[[str, bool, Sequence[int]], list[int]]:
     """encode(answer, ended, pictures) → the tokens between a text of the policy's and its next one.
 
@@ -265,39 +262,44 @@ def answer_encoder(
         **switches: What the template is told beside the messages.
 
     Raises:
-        UserError: The template fails, or shows no second turn of a user; or (``encode``) as `prompt_encoder`.
+        UserError: The template fails, or shows no second turn of a user; or (``encode``) as `texts_encoder`.
     """
-    own = tokenizer.eos_token_id
-    end = [own] if own in eos_ids else list(eos_ids)[:1]
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id in eos_ids else list(eos_ids)[:1]
     names = tokenizer.convert_ids_to_tokens(list(picture))
 
-    def tail_of(content: Any) -> str:
+    def tail_of(content: Json) -> str:
         """What the template writes behind the policy's text where the user then says this."""
-        roles = zip(("user", "assistant", "user"), (_ASKED, _WRITTEN, content), strict=True)
-        text = _rendered(tokenizer, [{"role": role, "content": content} for role, content in roles], switches)
+        turns = (("user", _PROBE), ("assistant", _WRITTEN), ("user", content))
+        try:
+            text = templates.render(
+                tokenizer, [{"role": role, "content": content} for role, content in turns], **switches
+            )
+        except templates.TemplateFailed as error:
+            raise UserError(
+                f"the chat template of {said(tokenizer.name_or_path or 'the policy')} failed on a conversation "
+                f"({error}): mend it, or leave sampling.turns at 1"
+            ) from error
         return text.partition(_WRITTEN)[2]
 
     def knows_pictures(count: int) -> bool:
         try:
-            return tail_of(_parts(_ANSWERED, count)).count(names[1]) == count
+            return tail_of(_content_parts([PICTURE] * count + [_ANSWERED])).count(names[1]) == count
         except UserError:  # it takes texts alone
             return False
 
     @functools.cache
-    def framed(count: int) -> tuple[Callable[[str], list[int]], bool]:
+    def framed(count: int) -> tuple[Callable[[Sequence[str]], list[int]], bool]:
         """The encoder of answers with so many pictures, and whether what it gives closes the policy's text first."""
-        marks, encoder = (
-            "".join(names) * count,
-            functools.partial(prompt_encoder, tokenizer, add_special_tokens=False, vocab_size=vocab_size),
-        )
+        marks = "".join(names) * count
+        encoder = functools.partial(texts_encoder, tokenizer, count=1, add_special_tokens=False, vocab_size=vocab_size)
         if not getattr(tokenizer, "chat_template", None):
-            return encoder(lambda answer: marks + answer), False
+            return encoder(render=lambda texts: marks + texts[0]), False
         in_parts = count > 0 and knows_pictures(count)
 
-        def render(answer: str) -> str:
-            return tail_of(_parts(answer, count) if in_parts else marks + answer)
+        def render(texts: Sequence[str]) -> str:
+            return tail_of(_content_parts([PICTURE] * count + [texts[0]]) if in_parts else marks + texts[0])
 
-        head, found, _ = render(_ANSWERED).partition(_ANSWERED)
+        head, found, _ = render([_ANSWERED]).partition(_ANSWERED)
         if not found:
             raise UserError(
                 f"the chat template of {said(tokenizer.name_or_path or 'the policy')} shows no second turn of a user: "
@@ -305,30 +307,20 @@ def answer_encoder(
             )
         with failures_named(tokenizer):
             before = tokenizer(head, add_special_tokens=False)["input_ids"]
-        return encoder(render), not set(eos_ids).isdisjoint(before)
+        return encoder(render=render), not set(eos_ids).isdisjoint(before)
 
     def encode(answer: str, ended: bool, pictures: Sequence[int] = ()) -> list[int]:
         encode_text, closes = framed(len(pictures))
-        ids = encode_text(answer)
+        ids = encode_text([answer])
         opened = next(place for place, token in enumerate(ids) if token in eos_ids) + 1 if closes else 0
         closing = [] if ended else ids[:opened] or end
-        sizes, shown = iter(pictures), picture[1] if picture else None
-        repeated = ([token] * next(sizes) if token == shown else [token] for token in ids[opened:])
-        return [*closing, *(token for tokens in repeated for token in tokens)]
+        return [*closing, *_repeated(ids[opened:], picture[1] if picture else None, pictures)]
 
-    framed(0)  # a template that cannot do it is told before anything slow
+    framed(0)  # a template that cannot do it is refused before anything slow
     return encode
 
 
-def _parts(answer: str, pictures: int) -> list[dict[str, str]]:
-    return [*({"type": "image"} for _ in range(pictures)), {"type": "text", "text": answer}]
-
-
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], switches: Mapping[str, Any]) -> str:
-    try:
-        return templates.render(tokenizer, messages, **switches)
-    except templates.TemplateFailed as error:
-        raise UserError(
-            f"the chat template of {said(tokenizer.name_or_path or 'the policy')} failed on a conversation ({error}): "
-            "mend it, or leave sampling.turns at 1"
-        ) from error
+def _repeated(ids: Sequence[int], picture: int | None, lengths: Sequence[int]) -> list[int]:
+    """The tokens with each picture's placeholder as often as the picture has tokens."""
+    rest = iter(lengths)
+    return [token for one in ids for token in ([one] * next(rest) if one == picture else [one])]

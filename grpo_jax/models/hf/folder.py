@@ -1,23 +1,28 @@
 """Policies from Hugging Face folders, and back. Safetensors only; no code of a folder is ever run."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from safetensors import SafetensorError
 
-from grpo_jax.errors import UserError, shown
+from grpo_jax.errors import UserError, one_line, said, shown
 from grpo_jax.models.families import ModelConfig, read_config
+from grpo_jax.models.fields import Fields
 from grpo_jax.models.hf import templates
-from grpo_jax.models.hf.tokens import is_failure
+from grpo_jax.models.hf.tokens import Tokenizer, is_failure
 from grpo_jax.models.hf.weights import (
     INDEX,
+    Leaves,
     TensorFiles,
     flatten,
     name_table,
@@ -31,7 +36,7 @@ from grpo_jax.models.hf.weights import (
     weight_files,
     write_shard,
 )
-from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import tower_shapes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -43,24 +48,24 @@ class PolicyFolder(NamedTuple):
     """A policy as its folder holds it.
 
     Attributes:
-        config: shape and choices of the decoder.
-        params: its parameters, ``{"params": params}`` for the functions of ``make_policy``.
-        tokenizer: the folder's, or None if it was not asked for.
-        eos_ids: every token id that ends a completion.
-        pad_id: id used to fill up; the first of ``eos_ids`` where the folder names none.
-        path: where it was loaded from.
-        name: what others can load it by: the hub id, or the folder's absolute path.
-        visual: its vision tower's parameters, ``{"params": params, "visual": visual}``; None if it was not asked for.
+        config: Shape and choices of the decoder.
+        params: Its parameters; empty while only `read_folder` has run.
+        tokenizer: The folder's, or None if it was not asked for.
+        eos_ids: Every token id that ends a completion.
+        pad_id: Id used to fill up; the first of ``eos_ids`` where the folder names none.
+        path: Where it was loaded from.
+        name: What others can load it by: the hub id, or the folder's absolute path.
+        visual: Its vision tower's parameters; None if it was not asked for.
     """
 
     config: ModelConfig
-    params: dict[str, Any]
-    tokenizer: Any
+    params: dict[str, PyTree]
+    tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     pad_id: int
     path: Path
     name: str
-    visual: dict[str, Any] | None = None
+    visual: dict[str, PyTree] | None = None
 
 
 def load_folder(
@@ -68,21 +73,20 @@ def load_folder(
     *,
     param_dtype: str | None = "float32",
     tokenizer: bool = True,
-    put: Callable[[Any], Any] | None = None,
+    put: Callable[[PyTree], PyTree] | None = None,
     vision: bool = False,
 ) -> PolicyFolder:
     """Load the folder of one of the model families (`models.families`).
 
     Args:
-        folder: a local folder, or a hub id.
+        folder: A local folder, or a hub id.
         param_dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the folder's.
-        tokenizer: whether to load the tokenizer too.
-        put: takes the parameters from host memory to their devices; None copies them to the first.
-        vision: whether to load the vision tower too, where there is one (``load_tower``); without pictures it is not
-            needed.
+        tokenizer: Whether to load the tokenizer too.
+        put: Takes the parameters from host memory to their devices; None copies them to the first.
+        vision: Whether to load the vision tower too, where there is one.
 
     Raises:
-        UserError: if something is missing, truncated, or of an unsupported kind; says how to mend it.
+        UserError: Something is missing, truncated, or of an unsupported kind; says how to mend it.
     """
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
@@ -93,14 +97,12 @@ def load_folder(
 
 
 def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
-    """All of a folder but its weights, which take long: ``params`` is empty.
-
-    Raises:
-        UserError: as ``load_folder``.
-    """
+    """All of a folder but its weights, which take long; errors as of `load_folder`."""
     name, folder = str(folder), resolve_folder(folder)
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
-    raw = _read_config(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
+    raw = read_json(folder / "config.json")
     config = model_config(folder, raw)
     loaded = load_tokenizer(folder) if tokenizer else None
     eos_ids, pad_id = _special_ids(folder, raw, config.vocab_size, loaded)
@@ -108,31 +110,25 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
 
 
 def load_weights(
-    read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
+    read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> PolicyFolder:
-    """A policy that ``read_folder`` gave with its parameters; arguments and errors as ``load_folder`` has them."""
+    """A policy that `read_folder` gave with its parameters; arguments and errors as of `load_folder`."""
     params = _read_weights(read_params, read.path, read.config, param_dtype)
     return read._replace(params=(put or _copied)(params))
 
 
 def load_tower(
-    loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[Any], Any] | None = None
-) -> dict[str, Any]:
-    """Load the vision tower of a policy's folder.
+    loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
+) -> dict[str, PyTree]:
+    """The parameters of the vision tower in a policy's folder; arguments and errors as of `load_folder`.
 
-    Args:
-        loaded: the policy, whose config has a tower.
-        param_dtype: as in ``load_folder``.
-        put: takes ``{"visual": parameters}`` from host memory to their devices; None copies them to the first.
-
-    Raises:
-        UserError: if a tensor is missing, truncated, or of an unsupported kind.
+    `put` takes ``{"visual": parameters}``.
     """
     host = _read_weights(read_tower, loaded.path, loaded.config, param_dtype)
     return (put or _copied)({VISUAL: host})[VISUAL]
 
 
-def _read_weights(read: Callable[..., Any], folder: Path, config: ModelConfig, param_dtype: str | None) -> Any:
+def _read_weights(read: Callable[..., PyTree], folder: Path, config: ModelConfig, param_dtype: str | None) -> PyTree:
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     try:
         return read(config, TensorFiles(weight_files(folder)), dtype)
@@ -141,17 +137,13 @@ def _read_weights(read: Callable[..., Any], folder: Path, config: ModelConfig, p
         raise error if named else UserError(f"cannot load the policy in {folder}: {error}") from error
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: PyTree) -> PyTree:
     # JAX may alias host memory, and aliased buffers cannot be donated.
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
-def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a folder (with its chat template); ``trust_remote_code`` stays off.
-
-    Raises:
-        UserError: if the folder has none, or a broken one.
-    """
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a folder with its chat template; UserError if there is none, or a broken one."""
     folder = resolve_folder(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer; copy the model's tokenizer files into it")
@@ -172,11 +164,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The chat template with pictures that folders of 2024 keep apart from the tokenizer's own; None if there is none.
-
-    Raises:
-        UserError: its file is broken.
-    """
+    """The chat template with pictures that folders of 2024 keep apart from the tokenizer's own, or None."""
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
@@ -190,7 +178,7 @@ def save_folder(
     folder: str | Path,
     source_folder: str | Path,
     config: ModelConfig,
-    params: Mapping[str, Any],
+    params: Variables,
     *,
     dtype: str | None = None,
 ) -> None:
@@ -201,20 +189,22 @@ def save_folder(
     bit-equal.
 
     Args:
-        folder: where to write.
-        source_folder: the folder that the policy came from.
-        config: the decoder's configuration.
-        params: its parameters, adapters merged (``lora.merge`` or ``lora.merging``); with ``visual`` the tower's too.
-        dtype: of the weights in params; None keeps each tensor's dtype in the source.
+        folder: Where to write.
+        source_folder: The folder that the policy came from.
+        config: The decoder's.
+        params: Its parameters, adapters merged (``lora.merge``); with ``visual`` the tower's too.
+        dtype: Of the weights in params; None keeps each tensor's dtype in the source.
 
     Raises:
-        UserError: if the folder cannot be written or is in use for something else.
-        ValueError: if params are not this decoder's.
+        UserError: The folder cannot be written or is in use for something else.
+        ValueError: params are not this decoder's.
     """
     if dtype not in (*_DTYPES, None):
         raise ValueError(f"dtype must be one of {_DTYPES} or None, got {dtype!r}")
     folder, source = Path(folder), resolve_folder(source_folder)
-    _check_target(folder, source)
+    if folder.exists() and folder.resolve() == source.resolve():
+        raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
+    refuse_foreign(folder, "config.json", "an exported policy")
     leaves = _checked_leaves(config, params)
     try:
         with new_folder(folder) as work:
@@ -233,10 +223,8 @@ def save_folder(
 def resolve_folder(folder: str | Path) -> Path:
     """A local folder from its path or from a hub id, whose files are downloaded unless the local cache has them.
 
-    Only safetensors weights, configurations and tokenizer files are fetched.
-
-    Raises:
-        UserError: if it is neither, or the hub does not give it.
+    Only safetensors weights, configurations and tokenizer files are fetched. UserError if it is neither, or the hub
+    refuses.
     """
     name = str(folder)
     path = os.path.expanduser(name)
@@ -276,32 +264,24 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
-    return read_json(folder / "config.json")
-
-
-def model_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
-    """The decoder's config from what a folder's config.json holds.
-
-    Raises:
-        UserError: naming the field that is missing or not supported.
-    """
+def model_config(folder: Path, raw: Fields) -> ModelConfig:
+    """The decoder's config from the contents of a config.json; UserError names a field that is not supported."""
     try:
         return read_config(raw)
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
 
 
-def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: Any) -> tuple[tuple[int, ...], int]:
+def _special_ids(
+    folder: Path, raw: Fields, vocab_size: int, tokenizer: Tokenizer | None
+) -> tuple[tuple[int, ...], int]:
     """End and padding ids: the generation config's, else the config's, else the tokenizer's."""
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     nested = raw.get("text_config")
     sources = (generation, raw, nested if isinstance(nested, Mapping) else {})
 
-    def find(field: str, fallback: Any) -> tuple[int, ...]:
+    def find(field: str, fallback: object) -> tuple[int, ...]:
         for value in (*(source.get(field) for source in sources), fallback):
             ids = value if isinstance(value, list | tuple) else [value]
             ids = tuple(dict.fromkeys(i for i in ids if _is_id(i, vocab_size)))
@@ -317,11 +297,11 @@ def _special_ids(folder: Path, raw: dict[str, Any], vocab_size: int, tokenizer: 
     return eos_ids, (pads or eos_ids)[0]
 
 
-def _is_id(value: Any, vocab_size: int) -> bool:
+def _is_id(value: object, vocab_size: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
-def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+def _checked_leaves(config: ModelConfig, params: Variables) -> Leaves:
     expected = shapes(config)
     if VISUAL in params:
         expected = {**expected, VISUAL: tower_shapes(config.vision)}
@@ -334,12 +314,6 @@ def _checked_leaves(config: ModelConfig, params: Mapping[str, Any]) -> dict[tupl
     if wrong:
         raise ValueError(f"params do not fit the decoder's configuration at {', '.join(wrong[:10])}")
     return leaves
-
-
-def _check_target(folder: Path, source: Path) -> None:
-    if folder.exists() and folder.resolve() == source.resolve():
-        raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
-    refuse_foreign(folder, "config.json", "an exported policy")
 
 
 def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
@@ -358,12 +332,57 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
                     fields[name] = dtype
         (work / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     if (work / INDEX).is_file():
-        _write_total_size(work)
+        index = read_json(work / INDEX)
+        files = TensorFiles(weight_files(work))
+        total = sum(files.read(name).nbytes for name in files.names)
+        index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
+        (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_total_size(work: Path) -> None:
-    index = read_json(work / INDEX)
-    files = TensorFiles(weight_files(work))
-    total = sum(files.read(name).nbytes for name in files.names)
-    index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
-    (work / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def require_hub(repo: str) -> None:
+    """Refuse a name that is none, no login, and being offline with a UserError; asks nobody over the network."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+        _, _ = repo.split("/")  # `true`, as it is elsewhere, would be a name
+    except (HFValidationError, ValueError) as error:
+        raise UserError(f"push_to_hub: expected OWNER/NAME of a repository, got {said(repo)}") from error
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("push_to_hub: the hub is switched off here (HF_HUB_OFFLINE); unset it")
+    if get_token() is None:
+        raise UserError("push_to_hub: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN")
+
+
+def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
+    """Upload a folder's files as one commit to a repository "owner/name", which is made (`private`?) if there is none.
+
+    Returns:
+        The repository's address.
+
+    Raises:
+        UserError: The hub refuses or cannot be reached; the message has the command that tries again.
+    """
+    require_hub(repo)
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi(library_name="grpo_jax")
+        address = api.create_repo(repo, private=private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=address.repo_id, folder_path=str(folder), commit_message="A policy trained by grpo_jax"
+        )
+    except Exception as error:  # of the hub, of HTTP or of the network: each library raises its own
+        again = shlex.join(["hf", "upload", repo, str(folder), ".", *(["--private"] if private else [])])
+        raise UserError(f"push_to_hub: {_reason(error)}; {folder} is complete, to push it again: {again}") from error
+    return str(address)
+
+
+def _reason(error: Exception) -> str:
+    response = getattr(error, "response", None)
+    if response is None:
+        return f"the hub cannot be reached ({one_line(error) or type(error).__name__})"
+    answer = getattr(error, "server_message", None) or getattr(response, "reason_phrase", "")
+    hint = {401: ", is the token still valid?", 403: ", may this token write there?"}.get(response.status_code, "")
+    return f"the hub answered {response.status_code} ({one_line(answer)}){hint}"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,13 @@ from grpo_jax.errors import UserError, shown
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+    from transformers import BaseImageProcessor
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 """Where settings stand: under "image_processor" of the first, as transformers 5 writes them, or alone in the second."""
@@ -55,31 +61,18 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class PictureSettings:
-    """How a folder's processor prepares a picture.
+    """How a folder's processor prepares a picture."""
 
-    Attributes:
-        patch: Pixels along a patch's side.
-        merge: Patches along the side of a merged token.
-        frames: How often a still picture stands in a patch.
-        mean: Of each channel, taken off after rescaling.
-        deviation: Of each channel, divided by.
-        rescale: Factor of a pixel's value in [0, 255].
-        resample: Pillow's number of the filter: 2 bilinear, 3 bicubic.
-        least: Fewest pixels of a prepared picture.
-        most: Most pixels of one.
-        edge: Pixels along both sides of every prepared picture; 0 where each keeps its shape.
-    """
-
-    patch: int = 14
-    merge: int = 2
-    frames: int = 2
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    rescale: float = 1 / 255
-    resample: int = 3
-    least: int = 56 * 56
-    most: int = 28 * 28 * 1280
-    edge: int = 0
+    patch: int = 14  # pixels along a patch's side
+    merge: int = 2  # patches along the side of a merged token
+    frames: int = 2  # how often a still picture stands in a patch
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # of each channel, taken off after rescaling
+    deviation: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # of each channel, divided by
+    rescale: float = 1 / 255  # factor of a pixel's value in [0, 255]
+    resample: int = 3  # Pillow's number of the filter: 2 bilinear, 3 bicubic
+    least: int = 56 * 56  # fewest pixels of a prepared picture
+    most: int = 28 * 28 * 1280  # most pixels of one
+    edge: int = 0  # pixels along both sides of every prepared picture; 0 where each keeps its shape
 
     @property
     def step(self) -> int:
@@ -89,8 +82,7 @@ class PictureSettings:
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a prepared picture, in pixels: `edge`, or as the processor (`smart_resize`) chooses them.
 
-        Raises:
-            ValueError: The picture is longer than the processor takes.
+        ValueError where the picture is longer than the processor takes.
         """
         if min(height, width) < 1 or max(height, width) > LONGEST_SHAPE * min(height, width):
             raise ValueError(
@@ -113,7 +105,7 @@ class PictureSettings:
         return fitted[0] // self.patch, fitted[1] // self.patch
 
 
-def read_settings(folder: Path, vision: Any, size: int | None = None) -> PictureSettings:
+def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -> PictureSettings:
     """The settings of a folder.
 
     Args:
@@ -141,12 +133,8 @@ def read_settings(folder: Path, vision: Any, size: int | None = None) -> Picture
     return dataclasses.replace(settings, edge=edge)
 
 
-def most_patches(folder: Path, vision: Any, size: int | None = None) -> int:
-    """The most patches of a prepared picture; where a folder is not here in full, as its family usually has it.
-
-    Raises:
-        UserError: As `read_settings`.
-    """
+def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) -> int:
+    """The most patches of a prepared picture; where a folder is not here in full, as its family usually has it."""
     if any((folder / name).is_file() for name in FILES):
         settings = read_settings(folder, vision, size)
     else:
@@ -159,7 +147,7 @@ def most_patches(folder: Path, vision: Any, size: int | None = None) -> int:
     return rows * columns
 
 
-def _fields(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+def _fields(folder: Path) -> tuple[Path, kinds.Fields]:
     """The file that settings stand in, and what it says."""
     for name in FILES:
         path = folder / name
@@ -173,7 +161,7 @@ def _fields(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     )
 
 
-def _settings(fields: Mapping[str, Any]) -> PictureSettings:
+def _settings(fields: kinds.Fields) -> PictureSettings:
     """Raises ValueError naming the field."""
     kinds.check_kinds(fields, _KINDS)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
@@ -182,19 +170,19 @@ def _settings(fields: Mapping[str, Any]) -> PictureSettings:
     size = fields.get("size") or {}
     edges = {name: size[name] for name in ("shortest_edge", "longest_edge") if size.get(name) is not None}
     kinds.check_kinds(edges, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
-    found = PictureSettings()
-    least = fields.get("min_pixels") or edges.get("shortest_edge") or found.least
-    most = fields.get("max_pixels") or edges.get("longest_edge") or found.most
+    usual = PictureSettings()
+    least = fields.get("min_pixels") or edges.get("shortest_edge") or usual.least
+    most = fields.get("max_pixels") or edges.get("longest_edge") or usual.most
     if least > most:
         raise ValueError(f"min_pixels must be at most max_pixels, got {shown(least)} and {shown(most)}")
     return PictureSettings(
-        patch=fields.get("patch_size") or found.patch,
-        merge=fields.get("merge_size") or found.merge,
-        frames=fields.get("temporal_patch_size") or found.frames,
-        mean=_three(fields.get("image_mean") or found.mean),
-        deviation=_three(fields.get("image_std") or found.deviation),
-        rescale=float(fields.get("rescale_factor") or found.rescale),
-        resample=int(fields.get("resample") or found.resample),
+        patch=fields.get("patch_size") or usual.patch,
+        merge=fields.get("merge_size") or usual.merge,
+        frames=fields.get("temporal_patch_size") or usual.frames,
+        mean=_three(fields.get("image_mean") or usual.mean),
+        deviation=_three(fields.get("image_std") or usual.deviation),
+        rescale=float(fields.get("rescale_factor") or usual.rescale),
+        resample=int(fields.get("resample") or usual.resample),
         least=least,
         most=most,
     )
@@ -228,22 +216,17 @@ def _check_edge(settings: PictureSettings, edge: int) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------------- preparing
-
-
-def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Any]], list[Picture]]:
+def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Image]], list[Picture]]:
     """prepare(pictures of Pillow, RGB) → patches and grid of each, by the folder's own image processor.
 
     It is the one of torchvision where that is installed, else the one of Pillow; they differ in the last bits.
-
-    Raises:
-        UserError: The processor cannot be loaded.
+    UserError where the processor cannot be loaded.
     """
     processor = _load_processor(folder)
     torch_based = "Fast" in type(processor).__name__ or getattr(processor, "backend", "") == "torchvision"
     limits = {"shortest_edge": settings.least, "longest_edge": settings.most}
 
-    def sized(picture: Any) -> Any:
+    def sized(picture: Image) -> Image | torch.Tensor:
         if not settings.edge:
             return picture
         side = (settings.edge, settings.edge)
@@ -257,7 +240,7 @@ def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[
         mode = {2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}[settings.resample]
         return transforms.resize(pixels, list(side), interpolation=mode, antialias=True)
 
-    def prepare(pictures: Sequence[Any]) -> list[Picture]:
+    def prepare(pictures: Sequence[Image]) -> list[Picture]:
         if not pictures:
             return []
         made = processor(
@@ -273,7 +256,7 @@ def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[
     return prepare
 
 
-def _load_processor(folder: Path) -> Any:
+def _load_processor(folder: Path) -> BaseImageProcessor:
     """transformers' own class for what the folder names; never one of the folder's."""
     from transformers import AutoImageProcessor
 

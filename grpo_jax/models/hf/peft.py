@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,10 @@ from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.fields import Fields
 from grpo_jax.models.hf.weights import TensorFiles, listed, new_folder, read_json, refuse_foreign, shapes
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,22 +41,20 @@ _SILENT = (
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def save_adapters(
-    folder: str | Path, adapters: Mapping[str, Any], lora: LoraConfig, config: ModelConfig, *, base: str
-) -> None:
+def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, config: ModelConfig, *, base: str) -> None:
     """Write adapters that ``peft.PeftModel.from_pretrained`` loads onto the base model.
 
     The folder appears at once when it is complete, replacing an earlier one.
 
     Args:
-        folder: where to write.
-        adapters: the ``lora`` collection (``lora.init_adapters``); written as float32.
-        lora: its configuration.
-        config: the decoder's.
-        base: name of the base model, a folder or a hub id; PEFT's auto classes load it.
+        folder: Where to write.
+        adapters: The ``lora`` collection (``lora.init_adapters``); written as float32.
+        lora: Its configuration.
+        config: The decoder's.
+        base: Name of the base model, a folder or a hub id; PEFT's auto classes load it.
 
     Raises:
-        UserError: if the folder cannot be written or is in use for something else.
+        UserError: The folder cannot be written or is in use for something else.
     """
     folder = Path(folder)
     refuse_foreign(folder, CONFIG, "a folder of adapters")
@@ -75,7 +74,7 @@ def save_adapters(
         raise UserError(f"cannot write the adapters to {folder}: {error}") from error
 
 
-def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, dict[str, Any]]:
+def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, dict[str, PyTree]]:
     """Read adapters that PEFT, or ``save_adapters``, wrote for this decoder.
 
     Args:
@@ -109,7 +108,7 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
-def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> dict[str, Any]:
+def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> Fields:
     """The contents of adapter_config.json."""
     naming = family_of(config).naming
     if naming.beside:  # a list would also reach modules of the same names in the vision tower
@@ -138,19 +137,12 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> dict[str, Any
 
 
 class _Part(NamedTuple):
-    """A stack of layers that adapters can be on: the decoder's, or a vision tower's.
+    """A stack of layers that adapters can be on: the decoder's, or a vision tower's."""
 
-    Attributes:
-        path: where it is in parameters and adapters.
-        prefixes: what its modules' names may begin with; the first is transformers' own model's.
-        modules: projection → the rest of the module's name, with {} for the layer.
-        layers: how many.
-    """
-
-    path: tuple[str, ...]
-    prefixes: tuple[str, ...]
-    modules: Mapping[str, str]
-    layers: int
+    path: tuple[str, ...]  # where it is in parameters and adapters
+    prefixes: tuple[str, ...]  # what its modules' names may begin with; the first is transformers' own model's
+    modules: Mapping[str, str]  # projection → the rest of the module's name, with {} for the layer
+    layers: int  # how many
 
     def module(self, prefix: str, layer: int, name: str) -> str:
         """Name of a module."""
@@ -179,7 +171,7 @@ def _targets_of(lora: LoraConfig, part: _Part) -> tuple[str, ...]:
     return lora.vision if part.path else lora.targets
 
 
-def _layers(tree: Mapping[str, Any], part: _Part) -> Mapping[str, Any]:
+def _layers(tree: Variables, part: _Part) -> Variables:
     return reduce(lambda node, key: node[key], (*part.path, "layers"), tree)
 
 
@@ -198,7 +190,7 @@ def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str
     raise ValueError(f"its tensors are not those of a {config.model_type!r} model, such as {next(iter(names), 'none')}")
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(raw: Fields) -> None:
     """Every field that changes what the adapters compute is honoured or refused by name."""
     if raw.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {raw.get('peft_type')!r}")
@@ -212,10 +204,10 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported")
 
 
-def _targets(raw: Mapping[str, Any], part: _Part, prefix: str) -> tuple[str, ...]:
+def _targets(raw: Fields, part: _Part, prefix: str) -> tuple[str, ...]:
     """The projections that target_modules (list of endings, pattern, or "all-linear") reaches, by PEFT's own rules."""
 
-    def reached(wanted: Any, module: str) -> bool:
+    def reached(wanted: str | Sequence[str] | None, module: str) -> bool:
         if isinstance(wanted, str):
             return wanted.lower() == "all-linear" or re.fullmatch(wanted, module) is not None
         return any(module == ending or module.endswith(f".{ending}") for ending in wanted or ())
@@ -233,7 +225,7 @@ def _targets(raw: Mapping[str, Any], part: _Part, prefix: str) -> tuple[str, ...
     return tuple(targets)
 
 
-def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: Sequence[str]) -> dict[str, Any]:
+def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: Sequence[str]) -> dict[str, PyTree]:
     """The ``lora`` collection; what does not fit is named before anything is read."""
     parts, kernels = _parts(config), shapes(config)
     if config_vision := config.vision:

@@ -1,6 +1,7 @@
-"""Chat templates rendered by a process of their own (`rendering`): one that takes for ever or too much memory is told.
+"""Chat templates rendered by a process of their own, which runs this file: one that takes too long is ended.
 
-A template is part of a policy's folder and a program. Jinja's sandbox keeps it from files and code, not from work.
+A template is part of a policy's folder and a program. Jinja's sandbox keeps it from files and code, not from work: the
+process allows each so much time and memory and no more, and answers until the pipe that it was given closes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,11 +17,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from pathlib import Path
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.errors import one_line
-from grpo_jax.models.hf import rendering
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Json = Any
+"""What JSON holds."""
 
 _CODE = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -31,22 +38,18 @@ class TemplateFailed(Exception):
     """A template wrote nothing that can be used; says why in a line."""
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **switches: Any) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Json]], **switches: Json) -> str:
     """What the chat template of a tokenizer writes for a conversation, with the answer left open.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer with a chat template.
-        messages: As `apply_chat_template` takes them.
-        **switches: What the template is told beside them.
-
-    Raises:
-        TemplateFailed: It raised, took more than `rendering` allows, or there is none.
+    `switches` are what the template is told beside the messages. TemplateFailed where it raised, took more time or
+    memory than is allowed, or there is none.
     """
     try:
         template = tokenizer.get_chat_template(tools=switches.get("tools"))
     except Exception as error:  # several, and none by the name that is asked for
         raise TemplateFailed(f"{type(error).__name__}: {one_line(error)}") from error
-    return _RENDERER.render(template, messages, dict(tokenizer.special_tokens_map), switches)
+    request = {"messages": list(messages), "special_tokens": dict(tokenizer.special_tokens_map), "switches": switches}
+    return _RENDERER.render(template, request)
 
 
 def prepare() -> None:
@@ -60,7 +63,7 @@ class _Renderer:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
-        self.channel: Any = None
+        self.channel: Connection | None = None
         self.template: str | None = None
         self.lock = threading.Lock()
 
@@ -74,7 +77,7 @@ class _Renderer:
             return
         self._end()
         self.channel, theirs = Pipe()
-        words = [sys.executable, "-c", _CODE, json.dumps(sys.path), str(Path(rendering.__file__)), str(theirs.fileno())]
+        words = [sys.executable, "-c", _CODE, json.dumps(sys.path), __file__, str(theirs.fileno())]
         null = subprocess.DEVNULL
         try:
             self.process = subprocess.Popen(
@@ -90,11 +93,8 @@ class _Renderer:
         finally:
             theirs.close()
 
-    def render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], special: dict[str, Any], switches: dict[str, Any]
-    ) -> str:
+    def render(self, template: str, request: dict[str, Json]) -> str:
         """A conversation's text."""
-        request: dict[str, Any] = {"messages": list(messages), "special_tokens": special, "switches": switches}
         with self.lock:
             answer = self._ask(template, request)
             if answer == -signal.SIGKILL:  # from outside, where memory ran out perhaps: not the template's doing
@@ -105,7 +105,7 @@ class _Renderer:
             raise TemplateFailed(answer["failed"])
         return answer["text"]
 
-    def _ask(self, template: str, request: dict[str, Any]) -> dict[str, Any] | int:
+    def _ask(self, template: str, request: dict[str, Json]) -> dict[str, Json] | int:
         """The process's answer, or the exit code with which it ended instead."""
         self._start()
         if template != self.template:
@@ -147,11 +147,71 @@ class _Renderer:
 
 def _how_it_ended(code: int) -> str:
     if code == -signal.SIGPROF:
-        return f"it takes more than {rendering.SECONDS:g} s of computing"
-    known = -code in set(signal.Signals)
-    return f"its process ended with {signal.Signals(-code).name if known else f'exit code {code}'}"
+        return f"it takes more than {SECONDS:g} s of computing"
+    if -code in set(signal.Signals):
+        return f"its process ended with {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"
 
 
 _RENDERER = _Renderer()
 atexit.register(_RENDERER.end)
 os.register_at_fork(after_in_child=_RENDERER.forget)
+
+
+SECONDS = 2.0
+"""Of computing, for one conversation; an ordinary template takes less than a thousandth."""
+MEMORY = 2**29
+"""Bytes that rendering may take beside what this process holds when it begins."""
+LONGEST = 2**22
+"""Characters of a rendered conversation, beside 64 for each byte of what it was told."""
+
+
+class _Tokenizer:
+    """What `apply_chat_template` asks of a tokenizer."""
+
+    def __init__(self, template: str):
+        self.template = template
+        self.special_tokens_map: dict[str, Json] = {}
+
+    def get_chat_template(self, *_: object, **__: object) -> str:
+        return self.template
+
+
+def serve() -> None:
+    """Renders one conversation after the other."""
+    channel = Connection(int(sys.argv[1]))
+    from transformers import PreTrainedTokenizerBase
+
+    _limit_memory()
+    tokenizer = _Tokenizer("")
+    while True:
+        try:
+            request = channel.recv_bytes()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        task = json.loads(request)
+        if "template" in task:
+            tokenizer = _Tokenizer(task["template"])
+        tokenizer.special_tokens_map = task["special_tokens"]
+        try:
+            text = PreTrainedTokenizerBase.apply_chat_template(
+                tokenizer, task["messages"], tokenize=False, add_generation_prompt=True, **task["switches"]
+            )
+            many = len(text) > LONGEST + 64 * len(request)
+            answer = {"failed": f"it writes {len(text):,} characters"} if many else {"text": text}
+        except BaseException as error:  # a template raises what it likes
+            answer = {"failed": f"{type(error).__name__}: {one_line(error)}"}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        channel.send_bytes(json.dumps(answer).encode())
+
+
+def _limit_memory() -> None:
+    if sys.platform == "linux":  # elsewhere address space is not counted so
+        with open("/proc/self/statm") as file:
+            held = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
+
+
+if __name__ == "__main__":
+    serve()

@@ -10,12 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UserError, shown
+from grpo_jax.errors import UserError, one_line, shown
 from grpo_jax.models.hf import templates
+from grpo_jax.models.hf.templates import Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = object
 
 _PLACEHOLDER = "7316940582"
 """Stands for a prompt when its frame is looked for: templates that trim, capitalise or escape leave digits alone."""
@@ -25,34 +31,24 @@ _UNKNOWN = "\ue000 \U00012000 qzxwvkj"
 """Words that no vocabulary has: of nobody's script, of cuneiform, of Latin letters."""
 
 
-def special_ids(tokenizer: Any) -> frozenset[int]:
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids of all marks: those that it has a name for, and reserved ones, chat marks and the like."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(tokenizer.all_special_ids) | {token for token, what in added if what.special}
 
 
-def chat_renderer(tokenizer: Any, **switches: Any) -> Callable[[str], str]:
-    """render(content) → the chat template's text for a user's turn, with the answer left open.
+def messages_renderer(tokenizer: Tokenizer, **switches: Json) -> Callable[..., str]:
+    """render(messages, **more) → the chat template's text for a conversation, with the answer left open.
 
     Args:
-        tokenizer: A Hugging Face tokenizer with a chat template; it is rendered as `templates.render` says.
-        **switches: What the template is told beside the messages.
+        tokenizer: With a chat template; it is rendered as `templates.render` says.
+        **switches: What the template is told beside the messages, as is `more`.
 
     Raises:
         UserError: (``render``) the template fails, does what the sandbox forbids, takes too long, or writes nothing.
     """
 
-    render_messages = messages_renderer(tokenizer, **switches)
-    return lambda content: render_messages([{"role": "user", "content": content}])
-
-
-def messages_renderer(tokenizer: Any, **switches: Any) -> Callable[..., str]:
-    """render(messages, **more) → the chat template's text for a conversation, the answer left open; as `chat_renderer`.
-
-    The template is told `more` beside the switches.
-    """
-
-    def render(messages: Sequence[dict[str, Any]], **more: Any) -> str:
+    def render(messages: Sequence[dict[str, Json]], **more: Json) -> str:
         try:
             text = templates.render(tokenizer, messages, **switches, **more)
         except templates.TemplateFailed as error:
@@ -64,29 +60,8 @@ def messages_renderer(tokenizer: Any, **switches: Any) -> Callable[..., str]:
     return render
 
 
-def prompt_encoder(
-    tokenizer: Any, render: Callable[[str], str], *, add_special_tokens: bool, vocab_size: int | None = None
-) -> Callable[[str], list[int]]:
-    """encode(prompt) → the tokens of ``render(prompt)``, with the marks of the frame around the prompt and no others.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer, fast or slow.
-        render: Puts a prompt into its frame: a chat template, an instruction.
-        add_special_tokens: Whether the tokenizer adds its own, such as a begin token.
-        vocab_size: V, the model's; a token beyond it is refused.
-
-    Raises:
-        UserError: The tokenizer fails; or (``encode``) a prompt has no tokens, one that the model lacks, or text like a
-            mark inside a template that does not keep it apart.
-    """
-    encode = texts_encoder(
-        tokenizer, lambda texts: render(texts[0]), 1, add_special_tokens=add_special_tokens, vocab_size=vocab_size
-    )
-    return lambda prompt: encode([prompt])
-
-
 def texts_encoder(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     render: Callable[[Sequence[str]], str],
     count: int,
     *,
@@ -98,17 +73,21 @@ def texts_encoder(
     """encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts and no others.
 
     Args:
-        tokenizer: As `prompt_encoder`, which also says what is raised.
-        render: Puts so many texts into their frame.
+        tokenizer: A Hugging Face tokenizer, fast or slow.
+        render: Puts so many texts into their frame: a chat template, an instruction.
         count: How many.
-        add_special_tokens: As `prompt_encoder`.
-        vocab_size: Likewise.
+        add_special_tokens: Whether the tokenizer adds its own, such as a begin token.
+        vocab_size: V, the model's; a token beyond it is refused.
         further_marks: Tokens that no text may become, beside the special ones.
         harmless: As `render`, where the frame itself holds what others wrote: without that which could be a mark.
+
+    Raises:
+        UserError: The tokenizer fails; or (``encode``) a text has no tokens, one that the model lacks, or text like a
+            mark inside a template that does not keep it apart.
     """
     marks = text_marks(tokenizer) | frozenset(further_marks)
 
-    def tokens_of(text: str, **choices: Any) -> list[int]:
+    def tokens_of(text: str, **choices: bool) -> list[int]:
         with failures_named(tokenizer):
             return list(tokenizer(text, **choices)["input_ids"])
 
@@ -118,22 +97,23 @@ def texts_encoder(
     def whole(text: str) -> list[int]:
         return tokens_of(text, add_special_tokens=add_special_tokens)
 
-    held = [_PLACEHOLDER] if count == 1 else [f"{_PLACEHOLDER}{number:04d}" for number in range(count)]
-    frame = render(held)
-    expected = marks_in(whole((harmless or render)(held)))
+    fillers = [_PLACEHOLDER] if count == 1 else [f"{_PLACEHOLDER}{number:04d}" for number in range(count)]
+    frame = render(fillers)
+    expected = marks_in(whole((harmless or render)(fillers)))
 
     def apart(text: str, texts: Sequence[str]) -> list[int] | None:
         """The texts' parts of a rendered text encoded by themselves; None where the template does not show them."""
-        cut = _around_one(frame, text) if count == 1 else _around_several(frame, held, text, texts)
+        cut = _around_one(frame, text) if count == 1 else _around_several(frame, fillers, text, texts)
         if cut is None:
             return None
-        ids, (before, after) = [], _added(whole(frame), tokens_of(frame, add_special_tokens=False))
+        before, after = _added(whole(frame), tokens_of(frame, add_special_tokens=False))
+        ids = list(before)
         for place, part in enumerate(cut):
             if place % 2:
                 ids += plain_tokens(tokenizer, part)
             elif part:
                 ids += tokens_of(part, add_special_tokens=False)
-        ids = [*before, *ids, *after]
+        ids += after
         return ids if marks_in(ids) == expected else None
 
     def encode(texts: Sequence[str]) -> list[int]:
@@ -172,17 +152,17 @@ def _around_one(frame: str, text: str) -> tuple[str, str, str] | None:
     return head, text[len(head) : len(text) - len(tail)], tail
 
 
-def _around_several(frame: str, held: Sequence[str], text: str, texts: Sequence[str]) -> list[str] | None:
+def _around_several(frame: str, fillers: Sequence[str], text: str, texts: Sequence[str]) -> list[str] | None:
     """A rendered text as frame, text, frame, …; None unless each text stands there once, as it is or stripped."""
-    places = sorted((frame.find(one), number) for number, one in enumerate(held))
-    if any(place < 0 for place, _ in places) or any(frame.count(one) != 1 for one in held):
+    places = sorted((frame.find(one), number) for number, one in enumerate(fillers))
+    if any(place < 0 for place, _ in places) or any(frame.count(one) != 1 for one in fillers):
         return None
     parts, position, start = [], 0, 0
     for place, number in places:
         outer = frame[start:place]
         if not text.startswith(outer, position):
             return None
-        position, start = position + len(outer), place + len(held[number])
+        position, start = position + len(outer), place + len(fillers[number])
         tail = frame[start : min((p for p, _ in places if p > place), default=len(frame))]
         inner = next(
             (one for one in (texts[number], texts[number].strip()) if text.startswith(one + tail, position)), None
@@ -195,7 +175,7 @@ def _around_several(frame: str, held: Sequence[str], text: str, texts: Sequence[
     return [*parts, tail] if text[position:] == tail else None
 
 
-def plain_tokens(tokenizer: Any, text: str) -> list[int]:
+def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text by itself, without marks: what looks like one is text."""
     marks = text_marks(tokenizer)
     with failures_named(tokenizer):
@@ -209,18 +189,14 @@ def plain_tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 @contextmanager
-def failures_named(tokenizer: Any) -> Iterator[None]:
-    """Makes a tokenizer's failure a user's mistake; in Rust it is a panic, which is no ``Exception``.
-
-    Raises:
-        UserError: It failed.
-    """
+def failures_named(tokenizer: Tokenizer) -> Iterator[None]:
+    """Make a tokenizer's failure a UserError; in Rust it is a panic, which is no ``Exception``."""
     try:
         yield
     except BaseException as error:
         if not is_failure(error):
             raise
-        reason = f"{type(error).__name__}: {_line(error)}"
+        reason = f"{type(error).__name__}: {one_line(error, 100) or 'no reason given'}"
         raise UserError(f"the tokenizer of {_folder(tokenizer)} failed ({reason}); copy its files again") from error
 
 
@@ -229,7 +205,7 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def text_marks(tokenizer: Any) -> frozenset[int]:
+def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
     """Special ids that no text may become: all but one that the tokenizer gives for unknown words and nothing else.
 
     Some tokenizers name one for them and never give it: those of bytes, to which no text is unknown.
@@ -238,8 +214,8 @@ def text_marks(tokenizer: Any) -> frozenset[int]:
     if unknown is None or unknown in ends:
         return special_ids(tokenizer)
     with failures_named(tokenizer):
-        given = tokenizer(_UNKNOWN, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return special_ids(tokenizer) - {unknown}.intersection(given)
+        unknown_ids = tokenizer(_UNKNOWN, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return special_ids(tokenizer) - {unknown}.intersection(unknown_ids)
 
 
 def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
@@ -250,50 +226,39 @@ def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _folder(tokenizer: Any) -> str:
+def _folder(tokenizer: Tokenizer) -> str:
     return getattr(tokenizer, "name_or_path", "") or "the policy"
 
 
-def _template(tokenizer: Any) -> str:
+def _template(tokenizer: Tokenizer) -> str:
     return f"the chat template of {_folder(tokenizer)} (chat_template.jinja, or in tokenizer_config.json)"
 
 
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or "no reason given"
-    return text if len(text) <= 100 else f"{text[:99]}…"
-
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by itself, in SentencePiece's way
-_CHECKS, _CHECKED = 16, 24  # texts that must come out as their tokens say, and tokens of each
+_CHECKS = 16  # random texts that must come out as their tokens say
+_CHECKED = 24  # tokens of each
 
 
 class Pieces(NamedTuple):
     """Bytes by token id, V of each; special tokens and ids without a token add nothing.
 
-    Attributes:
-        first: Of a token that begins a text.
-        later: Of a token behind others.
+    `first` are those of a token that begins a text, `later` of a token behind others.
     """
 
     first: list[bytes]
     later: list[bytes]
 
 
-def token_pieces(tokenizer: Any, vocab_size: int) -> Pieces | None:
+def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
     """What tokens add to the text that decoding them gives (special tokens skipped, no spaces cleaned up).
 
-    A byte-level tokenizer's tokens, and SentencePiece's bytes, may hold parts of a character: hence bytes.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        vocab_size: V, the model's, which may exceed the tokenizer's.
-
-    Returns:
-        None for a tokenizer whose texts are not their tokens' one after another.
+    A byte-level tokenizer's tokens, and SentencePiece's bytes, may hold parts of a character: hence bytes. V is the
+    model's, which may exceed the tokenizer's. None for a tokenizer whose texts are not their tokens' one after another.
     """
-    special, known = special_ids(tokenizer), min(len(tokenizer), vocab_size)
-    names = tokenizer.convert_ids_to_tokens(list(range(known)))
-    ordinary = [token for token in range(known) if token not in special and names[token] is not None]
+    special = special_ids(tokenizer)
+    size = min(len(tokenizer), vocab_size)
+    names = tokenizer.convert_ids_to_tokens(list(range(size)))
+    ordinary = [token for token in range(size) if token not in special and names[token] is not None]
     byte_level = "ByteLevel" in str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
     pieces = Pieces([b""] * vocab_size, [b""] * vocab_size)
     if byte_level:
@@ -310,7 +275,7 @@ def token_pieces(tokenizer: Any, vocab_size: int) -> Pieces | None:
     return pieces if whole and _holds(tokenizer, whole, pieces) else None
 
 
-def _read_pieces(tokenizer: Any, ordinary: Sequence[int], names: Sequence[str], pieces: Pieces) -> None:
+def _read_pieces(tokenizer: Tokenizer, ordinary: Sequence[int], names: Sequence[str], pieces: Pieces) -> None:
     """Fills in what decoding says of each token alone and behind another one."""
     anchor = next((token for token in ordinary if names[token].isascii() and names[token].isalpha()), ordinary[0])
     start = _decoded(tokenizer, [anchor])
@@ -322,7 +287,7 @@ def _read_pieces(tokenizer: Any, ordinary: Sequence[int], names: Sequence[str], 
             pieces.later[token] = _decoded(tokenizer, [anchor, token]).removeprefix(start).encode()
 
 
-def _holds(tokenizer: Any, ordinary: Sequence[int], pieces: Pieces) -> bool:
+def _holds(tokenizer: Tokenizer, ordinary: Sequence[int], pieces: Pieces) -> bool:
     """Whether random texts are what their tokens add, one after another."""
     random = np.random.default_rng(0)
     for _ in range(_CHECKS):
@@ -333,7 +298,7 @@ def _holds(tokenizer: Any, ordinary: Sequence[int], pieces: Pieces) -> bool:
     return True
 
 
-def _decoded(tokenizer: Any, tokens: list[int]) -> str:
+def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

@@ -21,28 +21,23 @@ from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.families.family import Naming
 from grpo_jax.models.lora import MergedKernel, entry
-from grpo_jax.models.variables import VISUAL
+from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
+
+Leaves = Mapping[tuple[str, ...], PyTree]
+"""Arrays, or shapes, by their path in nested dictionaries."""
 
 
 class Place(NamedTuple):
-    """Where one tensor belongs.
+    """Where one tensor belongs."""
 
-    Attributes:
-        path: keys from the parameters' root to a leaf.
-        layer: index along the leaf's first axis, or None for a leaf that is not stacked.
-        transpose: the folder stores [out, in], or [out, ...] with all that follows as one axis; the leaf is [in, out].
-        shape: of the tensor in the folder.
-        expert: index along the leaf's second axis, or None for a leaf without experts.
-        together: the paths of leaves [in, out] of all experts that are one tensor [experts, out, in]; empty for one
-            leaf alone.
-    """
-
-    path: tuple[str, ...]
-    layer: int | None
+    path: tuple[str, ...]  # keys from the parameters' root to a leaf
+    layer: int | None  # index along the leaf's first axis, or None for a leaf that is not stacked
+    # the folder stores [out, in], or [out, ...] with all that follows as one axis; the leaf is [in, out]
     transpose: bool
-    shape: tuple[int, ...]
-    expert: int | None = None
+    shape: tuple[int, ...]  # of the tensor in the folder
+    expert: int | None = None  # index along the leaf's second axis, or None for a leaf without experts
+    # the paths of leaves [in, out] of all experts that are one tensor [experts, out, in]; else empty
     together: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -64,14 +59,14 @@ class Place(NamedTuple):
         return part(self.path).T.reshape(self.shape) if self.transpose else part(self.path)
 
 
-def shapes(config: ModelConfig) -> dict[str, Any]:
+def shapes(config: ModelConfig) -> dict[str, PyTree]:
     """The decoder's parameters as shapes; nothing is allocated."""
     return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
 
 
-def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+def flatten(tree: Variables, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], PyTree]:
     """Leaves of nested dictionaries by path."""
-    leaves: dict[tuple[str, ...], Any] = {}
+    leaves: dict[tuple[str, ...], PyTree] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             leaves.update(flatten(value, (*path, key)))
@@ -80,9 +75,9 @@ def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[s
     return leaves
 
 
-def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+def unflatten(leaves: Leaves) -> dict[str, PyTree]:
     """Nested dictionaries from leaves by path."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, PyTree] = {}
     for path, value in leaves.items():
         node = tree
         for key in path[:-1]:
@@ -94,14 +89,16 @@ def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     """Tensor name → place, in the naming that a folder with these names uses.
 
-    A tied model has no head of its own; where the folder repeats the embedding as one, both names
-    lead to the embedding.
+    Where the folder of a tied model repeats the embedding as a head, both names lead to the embedding.
     """
-    names, naming = set(names), family_of(config).naming
+    names = set(names)
+    naming = family_of(config).naming
     embedding = f"{naming.tensors['embed_tokens']}.weight"
     prefix = next((p for p in naming.prefixes if p + embedding in names), naming.prefixes[0])
     head = next((h for h in naming.heads if h in names), naming.heads[0])
-    layers, table, leaves = f"{prefix}{naming.layers}", {}, flatten(shapes(config))
+    layers = f"{prefix}{naming.layers}"
+    table = {}
+    leaves = flatten(shapes(config))
     together = _together(naming, layers, names)
     for (name, parts), layer in product(naming.together.items(), range(config.num_layers if together else 0)):
         paths = tuple(("layers", part, "kernel") for part in parts)
@@ -125,11 +122,14 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
 
 def _together(naming: Naming, layers: str, names: set[str]) -> set[str]:
     """The modules that this folder keeps together with others."""
-    found = any(f"{layers}.0.{name}" in names for name in naming.together)
-    return {part for parts in naming.together.values() for part in parts} if found else set()
+    if not any(f"{layers}.0.{name}" in names for name in naming.together):
+        return set()
+    return {part for parts in naming.together.values() for part in parts}
 
 
-def _in_layer(path: tuple[str, ...], module: str, transpose: bool, leaf: Any) -> list[tuple[str, Place]]:
+def _in_layer(
+    path: tuple[str, ...], module: str, transpose: bool, leaf: jax.ShapeDtypeStruct
+) -> list[tuple[str, Place]]:
     """The tensors that a stacked leaf is of a layer: one, or one for each expert."""
     if "{}" not in module:
         return [(module, Place(path, 0, transpose, leaf.shape[:0:-1] if transpose else leaf.shape[1:]))]
@@ -142,7 +142,9 @@ def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     vision = config.vision
     if vision is None:
         return {}
-    names, family, table = set(names), TOWERS[vision.family], {}
+    names = set(names)
+    family = TOWERS[vision.family]
+    table = {}
     prefixes = family_of(config).naming.beside
     prefix = next((p for p in prefixes if f"{p}{family.names['patch_embed']}.weight" in names), prefixes[0])
     for path, leaf in flatten(tower_shapes(vision)).items():
@@ -159,16 +161,6 @@ def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     return table
 
 
-def passes_through(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor is none of the language model's and goes to an export untouched."""
-    return beside(config, name) or re.search(family_of(config).naming.constants, name) is not None
-
-
-def beside(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor is of what stands beside the language model."""
-    return name.startswith(family_of(config).naming.beside)
-
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
@@ -178,7 +170,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the shards its index names, or the single one.
 
     Raises:
-        UserError: if there are none, or one is missing, or only formats that can run code exist.
+        UserError: There are none, or one is missing, or only formats that can run code exist.
     """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
@@ -203,11 +195,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        UserError: if the file cannot be read or is something else.
-    """
+    """A JSON object from a file; UserError if the file cannot be read or is something else."""
     text = read_text(path)
     try:
         content = read_json_text(text, whole=None)
@@ -222,12 +210,8 @@ class TensorFiles:
     """Tensors of several safetensors files by name, read when asked for."""
 
     def __init__(self, files: list[Path]):
-        """Open the files' headers.
-
-        Raises:
-            UserError: if a file is truncated or not safetensors, or two hold the same name.
-        """
-        self._open: dict[Path, Any] = {}
+        """Open the files' headers; UserError if one is truncated or not safetensors, or two hold the same name."""
+        self._open: dict[Path, safe_open] = {}
         self.names: dict[str, Path] = {}
         for path in files:
             try:
@@ -256,7 +240,7 @@ class TensorFiles:
         """The tensor in a dtype (None: its own), for computing with.
 
         Raises:
-            UserError: if it holds NaN or infinity, or values that the dtype cannot hold.
+            UserError: It holds NaN or infinity, or values that the dtype cannot hold.
         """
         value = self.read(name)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -275,29 +259,28 @@ class TensorFiles:
         return {"format": "pt", **(self._open[path].metadata() or {})}
 
 
-def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
     """The decoder's parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
 
     Raises:
-        UserError: naming tensors that are missing, unexpected, misshapen or of another kind, or one that is not finite.
+        UserError: Naming tensors that are missing, unexpected, misshapen or of another kind, or one that is not finite.
     """
     table = name_table(config, files.names)
-    unknown = [name for name in files.names if name not in table and not passes_through(config, name)]
+    naming = family_of(config).naming
+    foreign = [name for name in files.names if name not in table and not name.startswith(naming.beside)]
+    unknown = [name for name in foreign if not re.search(naming.constants, name)]
     return _read(table, unknown, files, dtype)
 
 
-def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
-    """The vision tower's parameters, as `read_params`.
-
-    Raises:
-        UserError: as `read_params`.
-    """
+def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
+    """The vision tower's parameters, as `read_params`."""
     table = tower_table(config, files.names)
-    unknown = [name for name in files.names if name not in table and beside(config, name)]
+    prefixes = family_of(config).naming.beside
+    unknown = [name for name in files.names if name not in table and name.startswith(prefixes)]
     return _read(table, unknown, files, dtype)[VISUAL]
 
 
-def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype: np.dtype | None) -> dict[str, Any]:
+def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
     problems = _problems(table, files) + [f"{name} is unexpected" for name in unknown]
     if problems:
         raise UserError(f"weights do not fit config.json: {listed(problems)}")
@@ -342,14 +325,10 @@ def write_shard(
     source: Path,
     table: Mapping[str, Place],
     files: TensorFiles,
-    leaves: Mapping[tuple[str, ...], Any],
+    leaves: Leaves,
     dtype: np.dtype | None,
 ) -> None:
-    """Write one file like ``source`` with the tensors of the table taken from ``leaves``.
-
-    Raises:
-        UserError: if a value is too large for float16.
-    """
+    """Write one file like ``source`` with the tensors of the table taken from ``leaves``."""
     tensors = {}
     for name, where in files.names.items():
         if where != source:
@@ -361,7 +340,7 @@ def write_shard(
     save_file(tensors, path, metadata=files.metadata(source))
 
 
-def _exported(name: str, leaves: Mapping[tuple[str, ...], Any], place: Place, dtype: np.dtype) -> np.ndarray:
+def _exported(name: str, leaves: Leaves, place: Place, dtype: np.dtype) -> np.ndarray:
     def part(path: tuple[str, ...]) -> np.ndarray:
         leaf = leaves[path]
         return np.asarray(leaf.at(place.index) if isinstance(leaf, MergedKernel) else entry(leaf, place.index))
@@ -373,15 +352,10 @@ def _exported(name: str, leaves: Mapping[tuple[str, ...], Any], place: Place, dt
 
 
 def refuse_foreign(folder: Path, marker: str, kind: str) -> None:
-    """Refuse a place that is in use for something else.
-
-    Args:
-        folder: where something will be written.
-        marker: file that every folder of this kind has.
-        kind: what to call it.
+    """Refuse to write into a place that is in use for something else.
 
     Raises:
-        UserError: it is a file, or a folder that holds something and lacks the marker.
+        UserError: It is a file, or a folder that holds something and lacks the `marker` file of this `kind`.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / marker).exists()):
         raise UserError(f"{folder} exists and is not {kind}: choose another place or remove it")

@@ -15,55 +15,32 @@ ACTIVATIONS = {**TEXT_ACTIVATIONS, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """Shape and choices of a vision tower; hashable, hence static under jit.
+    """Shape and choices of a vision tower; hashable, hence static under jit."""
 
-    Attributes:
-        family: Hugging Face's name of the architecture, tower and language model together.
-        depth: number of layers.
-        width: of the layers' states.
-        inner: of their MLP.
-        heads: of their attention; a head's size is a multiple of 4.
-        out: D, width of the language model.
-        patch: pixels along a patch's side.
-        image_token: the placeholder that a merged token's state takes the place of.
-        video_token: the same for videos, which are not supported: it must not occur in a text.
-        vision_start_token: ordinary token before a picture.
-        vision_end_token: ordinary token behind a picture.
-        activation: of the layers' MLP, one of `ACTIVATIONS`.
-        frames: a patch holds as many, all alike for a still picture.
-        channels: of a pixel.
-        merge: patches along the side of a merged token.
-        window: merged tokens along the side of an attention window; None where all layers see the whole picture.
-        full_attention_layers: those that do where there are windows.
-        deepstack_layers: those whose states are also added after the first layers of the language model, ascending.
-        positions: rows of the table of learned positions, of which the largest square is used; 0 for none.
-        theta: base of the rotations' wavelengths.
-        epsilon: of every norm.
-        initializer_range: standard deviation of freshly drawn weights.
-    """
-
-    family: str
-    depth: int
-    width: int
-    inner: int
-    heads: int
-    out: int
-    patch: int
-    image_token: int
-    video_token: int
-    vision_start_token: int
-    vision_end_token: int
-    activation: str = "quick_gelu"
-    frames: int = 2
-    channels: int = 3
-    merge: int = 2
+    family: str  # Hugging Face's name of the architecture, tower and language model together
+    depth: int  # number of layers
+    width: int  # of the layers' states
+    inner: int  # of their MLP
+    heads: int  # of their attention; a head's size is a multiple of 4
+    out: int  # D, width of the language model
+    patch: int  # pixels along a patch's side
+    image_token: int  # the placeholder that a merged token's state takes the place of
+    video_token: int  # the same for videos, which are not supported: it must not occur in a text
+    vision_start_token: int  # ordinary token before a picture
+    vision_end_token: int  # ordinary token behind a picture
+    activation: str = "quick_gelu"  # of the layers' MLP, one of `ACTIVATIONS`
+    frames: int = 2  # a patch holds as many, all alike for a still picture
+    channels: int = 3  # of a pixel
+    merge: int = 2  # patches along the side of a merged token
+    # merged tokens along the side of an attention window; None where all layers see the whole picture
     window: int | None = None
-    full_attention_layers: tuple[int, ...] = ()
+    full_attention_layers: tuple[int, ...] = ()  # those that do where there are windows
+    # those whose states are also added after the first layers of the language model, ascending
     deepstack_layers: tuple[int, ...] = ()
-    positions: int = 0
-    theta: float = 10_000.0
-    epsilon: float = 1e-6
-    initializer_range: float = 0.02
+    positions: int = 0  # rows of the table of learned positions, of which the largest square is used; 0 for none
+    theta: float = 10_000.0  # base of the rotations' wavelengths
+    epsilon: float = 1e-6  # of every norm
+    initializer_range: float = 0.02  # standard deviation of freshly drawn weights
 
     def __post_init__(self):
         """Refuse shapes that cannot be, by the names of the fields in a ``config.json``."""
@@ -165,13 +142,7 @@ _TOKENS = {
 def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
     """The tower of a Qwen-VL folder's ``config.json``, every field honoured or refused; None where it describes none.
 
-    Args:
-        config: The contents of the file.
-        vocab_size: V of its language model.
-        hidden_size: D of its language model.
-
-    Raises:
-        ValueError: Naming the field that is not supported or does not fit, with its value.
+    V and D are its language model's. ValueErrors name the field that is not supported or does not fit, with its value.
     """
     raw, family = config.get("vision_config"), config["model_type"]
     kinds.check_kinds(config, {"vision_config": kinds.TABLE} | dict.fromkeys(_TOKENS, _INDEX))

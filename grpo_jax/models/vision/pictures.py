@@ -47,13 +47,9 @@ class PictureStates(NamedTuple):
 
 
 def windows_of(grid: tuple[int, int], config: VisionConfig) -> np.ndarray:
-    """The windows of one picture, i32 [windows, B]: the merged tokens of each, row by row, then -1.
+    """The windows of one picture of rows and columns of patches, i32 [windows, B]: merged tokens row by row, then -1.
 
     Windows begin at the upper left; those at the lower and right edge may be cut.
-
-    Args:
-        grid: rows and columns of patches.
-        config: with windows; B = window².
     """
     assert config.window is not None
     height, width, side = grid[0] // config.merge, grid[1] // config.merge, config.window
@@ -123,13 +119,8 @@ def pack_pictures(
 def pack_rows(rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots: int, patches: int) -> Pictures:
     """Pack some of a data set's rows as `pack_pictures`: few shapes, none larger than the data set's largest.
 
-    Rows without any get slots without a picture, so that each part of a data set is of one kind.
-
-    Args:
-        rows: Each row's pictures, in the order of its text.
-        config: Of the tower.
-        slots: The most pictures of a row of the data set.
-        patches: The most patches of a picture of the data set.
+    Rows without any get slots without a picture, so that each part of a data set is of one kind. `slots` and `patches`
+    are the most pictures of a row, and patches of a picture, in the data set.
     """
     most_slots = max(1, *(len(row) for row in rows))
     most_patches = max([config.merged, *(len(picture.patches) for row in rows for picture in row)])
@@ -150,11 +141,7 @@ def _packed(rows: Sequence[Sequence[Picture]], config: VisionConfig, slots: int,
 
 
 def same_size(patches: jax.Array, grid: tuple[int, int], config: VisionConfig) -> Pictures:
-    """Pictures [.., I, h·w, C] of one grid, on the device where they are, padded to their bucket.
-
-    Raises:
-        ValueError: As `pack_pictures`.
-    """
+    """Pictures [.., I, h·w, C] of one grid, on their device, padded to their bucket; raises as `pack_pictures`."""
     lead, count = patches.shape[:-2], patches.shape[-2]
     _check(patches.shape[-2:], grid, config)
     size = bucket_patches(count, config)
@@ -197,10 +184,8 @@ Shown = TypeVar("Shown", Pictures, PictureStates)
 def joined(parts: Sequence[Shown | None]) -> Shown | None:
     """`Pictures` or `PictureStates` of several chunks of rows as those of all; None where none has any.
 
-    The chunks may differ in their sizes: the smaller ones are padded as `pack_pictures` does.
-
-    Raises:
-        ValueError: Some have pictures and some have none.
+    The chunks may differ in their sizes: the smaller ones are padded as `pack_pictures` does. ValueError where some
+    have pictures and some have none.
     """
     some = [part for part in parts if part is not None]
     if some and len(some) < len(parts):
@@ -209,12 +194,7 @@ def joined(parts: Sequence[Shown | None]) -> Shown | None:
 
 
 def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown | None:
-    """As `joined`, where some chunks may have none: their rows get slots without a picture.
-
-    Args:
-        parts: Of each chunk, [p, ..] or None.
-        counts: p of each.
-    """
+    """As `joined`, where some chunks may have none: their rows, `counts` of each, get slots without a picture."""
     some = next((part for part in parts if part is not None), None)
     if some is None:
         return None
@@ -239,12 +219,9 @@ def taken(pictures: Shown | None, places: slice | np.ndarray) -> Shown | None:
 
 
 def placed(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Pictures:
-    """Pictures [N, 1, ..] as those of completions, [P, G, I, ..]; no picture where a completion has fewer than others.
+    """Pictures [N, 1, ..] as those of completions of `shape` (P, G): [P, G, I, ..], filled up with no picture.
 
-    Args:
-        pictures: As they were prepared.
-        owners: (p, g) of each, in the order in which a completion sees its own.
-        shape: (P, G).
+    `owners` are (p, g) of each, in the order in which a completion sees its own.
     """
     index = np.full((*shape, max(Counter(owners).values())), len(owners))
     slots: Counter[tuple[int, int]] = Counter()

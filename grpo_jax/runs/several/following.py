@@ -13,13 +13,14 @@ import orbax.checkpoint as ocp
 from grpo_jax.config import Config
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import on_host
-from grpo_jax.runs.checkpoint.series import READ, WRITE, handler, read_tree, write_trees
-from grpo_jax.runs.loop.learner import LearningBrief, led_learner
+from grpo_jax.runs.iteration import LearningBrief, led_learner
 from grpo_jax.runs.parts import ask_for_determinism
 from grpo_jax.runs.policy import load_run_policy
+from grpo_jax.runs.series import READ, WRITE
 from grpo_jax.runs.several.company import Follower
 from grpo_jax.runs.several.devices import place_policy, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see
+from grpo_jax.runs.trees import handler, read_tree, write_trees
 from grpo_jax.runs.warm_start import led_lessons
 
 

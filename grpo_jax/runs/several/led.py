@@ -10,8 +10,7 @@ import numpy as np
 from grpo_jax.config import Config
 from grpo_jax.core.trie import Trie
 from grpo_jax.models.sharding import on_host
-from grpo_jax.runs.policy import Policy
-from grpo_jax.runs.seeing import make_see
+from grpo_jax.runs.policy import Policy, make_see
 from grpo_jax.runs.several.company import Company
 from grpo_jax.sampling.episodes import EpisodeSampler
 from grpo_jax.sampling.samplers import Samplers, make_samplers

@@ -23,7 +23,8 @@ from grpo_jax.core.masking import masked_whiten
 from grpo_jax.core.ppo import ppo_loss, value_loss
 from grpo_jax.core.returns import discounted_returns, gae_advantages, normalised_returns
 from grpo_jax.core.surrogates import Clip
-from grpo_jax.models.mlp import count_parameters, make_mlp
+from grpo_jax.models.layers import make_mlp
+from grpo_jax.models.lora import count_weights
 from grpo_jax.tasks.cartpole import environment
 from grpo_jax.tasks.cartpole.environment import FEATURES, MAX_STEPS, Episodes, Steps, largest, objective_rewards
 from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
@@ -421,5 +422,5 @@ def make_train(config: CartPoleConfig) -> Training:
         )
 
     shapes = jax.eval_shape(init, jax.random.key(0)).params
-    parameters = {name: count_parameters(tree) for name, tree in shapes.items()}
+    parameters = {name: count_weights(tree) for name, tree in shapes.items()}
     return Training(init, iterate, evaluate, block, train, parameters)

@@ -1,8 +1,6 @@
 """A judge in a pool of real Ray actors answers as in process, whichever actor answered and whichever died over it."""
 
-import importlib.util
 import inspect
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,15 +90,3 @@ def test_what_does_not_start_says_why(pool, tmp_path):
     (tmp_path / "broken").touch()
     with pytest.raises(ValueError, match="no such weights"):
         pool()
-
-
-@pytest.mark.wide
-def test_the_benchmark_measures_pools_as_they_are(cluster):
-    path = Path(__file__).parents[3] / "benchmarks" / "scaling" / "farm.py"
-    spec = importlib.util.spec_from_file_location("farm", path)
-    farm = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(farm)
-    (waiting,) = farm.measure_waiting(0.01, 2, [2], repeats=1).values()
-    assert waiting["batches"] == 4 and waiting["speedup_per_actor"] == pytest.approx(waiting["speedup"] / 2, abs=1e-3)
-    (pictures,) = farm.measure_pictures([8], 4, repeats=1).values()  # it asserts that the run's process fetched none
-    assert pictures["megabytes"] == pytest.approx(8 * 8 * 3 * 4 / 1e6, abs=1e-3)

@@ -15,7 +15,7 @@ from support.text_task import finish, finished_run, rows, start, train_here, wai
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-DEATHS = 20
+DEATHS = 8
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_o
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.wide
 def test_a_cluster_that_goes_away_ends_the_run_with_a_checkpoint(place, configured, tmp_path):
     run = tmp_path / "run"
     training = start(place._replace(config=configured("patient", replicas=2)), run, "--training.max_steps", "99")

@@ -113,14 +113,6 @@ def test_sparse_ranks_are_those_of_a_loop(shards):
     np.testing.assert_allclose(found.probability, probability, rtol=2e-5)
 
 
-def test_a_sparse_catalogue_over_several_blocks(monkeypatch):
-    whole = tfidf().score_ranks(["red cream", "soap"], [2, 4], [[0], []])
-    monkeypatch.setattr(ranking, "_BLOCK", 3)
-    parts = tfidf().score_ranks(["red cream", "soap"], [2, 4], [[0], []])
-    np.testing.assert_array_equal(whole.rank, parts.rank)
-    np.testing.assert_allclose(whole.probability, parts.probability, rtol=1e-6)
-
-
 def test_equal_titles_tie_by_the_rule():
     for ties, rank in (("against", 2), ("average", 1.5), ("favour", 1)):
         assert tfidf(ties=ties).score_ranks(["red nail polish"], [0], [[]]).rank == [rank]
@@ -176,10 +168,6 @@ def test_a_mixture_of_sparse_vectors():
     nothing = retriever.score_mixed_ranks([["rose", "rose"], []], [[1.0, -1.0], []], [2, 2], [[], []])
     assert nothing.rank.tolist() == [len(TITLES)] * 2
     assert retriever.score_mixed_ranks([[]], [[]], [2], [[]]).rank == [len(TITLES)]
-
-
-def test_no_queries():
-    assert tfidf().score_ranks([], [], []).rank.shape == (0,)
 
 
 def test_a_further_call_does_not_compile():
@@ -294,13 +282,6 @@ def test_the_self_test_reports_and_refuses():
         retriever.self_test(TITLES[1:])
     with pytest.raises(UserError, match="no title that is not blank"):
         Retriever(local.LocalBackend(index, same)).self_test([""] * 10)
-
-
-def test_useless_catalogues_are_refused():
-    with pytest.raises(UserError, match="no words"):
-        retrieval.open_retriever(["?", "!"])
-    with pytest.raises(UserError, match="no items"):
-        catalogue.open_index([], GivenVectors({}), None)
 
 
 def test_a_catalogue_of_nan_is_refused():

@@ -73,14 +73,6 @@ def test_scores_that_are_not_finite_are_a_failure(column, value):
     assert ask(retriever).rank == [1]
 
 
-def test_counts_of_other_queries_are_a_failure():
-    def cut(counts):
-        return counts._replace(better=counts.better[:0])
-
-    retriever = Retriever(Faulty(cut), patience=retrieval.Patience(attempts=1))
-    assert np.isnan(ask(retriever).rank).all()
-
-
 def test_missing_ranks_are_missing_rewards_and_no_zero():
     retriever = Retriever(Faulty(lost()), patience=retrieval.Patience(attempts=1))
 
@@ -143,17 +135,3 @@ def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():
 def test_a_folder_that_is_no_encoder_is_named(tmp_path):
     with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
         encoders.load_encoder(str(tmp_path), TITLES)
-
-
-def test_batches_depend_on_the_set_of_texts_alone():
-    texts = [f"text {i}" for i in range(150)]
-    groups = encoders.batches(texts)
-    assert encoders.batches(texts[::-1] + texts[:20]) == groups
-    assert [len(group) for group in groups] == [64, 64, 22]
-
-
-def test_titles_are_encoded_in_their_order():
-    titles = ["bb bb", "a1 a1 a1 a1", "cc", "bb bb"]
-    encoder = encoders.TfidfEncoder(titles)
-    found = encoders.encode_titles(encoder, titles).toarray()
-    np.testing.assert_allclose(found, encoder.encode(titles).toarray())

@@ -5,7 +5,6 @@ Starting actors is slow, so one service of two shards serves most tests; a file 
 
 import json
 import os
-import signal
 import threading
 import time
 
@@ -18,10 +17,7 @@ ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
 from bridges.pool import cluster  # noqa: E402
-from bridges.pool.pool import Limits, Pool  # noqa: E402
-from bridges.pool.section import PoolSection  # noqa: E402
-from bridges.pool.starting import start_actors  # noqa: E402
-from bridges.retrieval import catalogue, local, service  # noqa: E402
+from bridges.retrieval import service  # noqa: E402
 from bridges.retrieval.queries import make_queries  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
@@ -129,47 +125,6 @@ def test_ray_and_in_process_agree(running):
     assert over_ray.nearest(QUERIES, 5, EXCLUDE, history) == here.nearest(QUERIES, 5, EXCLUDE, history)
 
 
-def make_dense(vectors, queries):
-    """What actors load over dense vectors; texts are numbers of rows of `queries`."""
-    index = catalogue.Index(vectors, catalogue.Fingerprint("random", "given"), None)
-
-    class DenseShard(service.RankShard):
-        def load(self, device):
-            self._shard = local.Shard(index, shard=self._number, shards=self.shards)
-            self.items, self.fingerprint = len(vectors), ("random", "given")
-            return self
-
-        def encode(self, texts):
-            return queries[[int(text) for text in texts]]
-
-    return DenseShard
-
-
-def test_dense_vectors_over_ray_and_in_process_agree(running):
-    vectors = RNG.normal(size=(5000, 16)).astype(np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    vectors[[7, 4999]] = vectors[3]  # a tie across shards
-    wanted = vectors[RNG.integers(0, 5000, 70)] + np.float32(0.1)
-    kind = make_dense(vectors, wanted)
-    parts = [kind("", "given", i, 2) for i in range(2)]
-    actors = Pool("dense", start_actors("dense", parts, PoolSection(resources={"num_cpus": 0.1})), Limits(), whole=True)
-    over_ray = Retriever(service.RayBackend("dense", actors, timeout=120, owner=True))
-
-    class Given:
-        emphasis = None
-
-        def encode(self, texts):
-            return wanted[[int(text) for text in texts]]
-
-    here = Retriever(local.LocalBackend(catalogue.Index(vectors, over_ray.fingerprint, None), Given()))
-    targets = [3, *RNG.integers(0, 5000, 69).tolist()]
-    asked = [str(i) for i in range(70)], targets, [RNG.integers(0, 5000, 5).tolist() for _ in targets]
-    found, expected = over_ray.score_ranks(*asked), here.score_ranks(*asked)
-    over_ray.close()
-    np.testing.assert_array_equal(found.rank, expected.rank)
-    np.testing.assert_allclose(found.probability, expected.probability, rtol=1e-5)
-
-
 def test_a_service_for_another_run_is_refused(running):
     with pytest.raises(UserError, match="serves another catalogue"):
         service.connect(TITLES[::-1])
@@ -186,13 +141,6 @@ def test_a_missing_service_says_how_to_start_one(running):
         service.connect(TITLES, service="other")
     assert isinstance(error.value, UserError)  # a command shows it in one line
     assert "python -m bridges.retrieval serve --catalogue" in str(error.value)
-
-
-def test_ray_leaves_the_handlers_of_signals_alone(running):
-    ours = signal.getsignal(signal.SIGTERM)
-    with cluster.own_signals():
-        signal.signal(signal.SIGTERM, lambda *_: None)
-    assert signal.getsignal(signal.SIGTERM) is ours
 
 
 def test_nan_from_an_actor_is_a_failure(running, misbehave):

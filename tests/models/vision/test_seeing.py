@@ -7,12 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from support import torch_reference as reference  # noqa: E402
+from support.tiny_decoders import merged_params  # noqa: E402
 from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models.contexts import find_places  # noqa: E402
-from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
+from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
 from grpo_jax.models.policy import make_policy  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision.tower import TOWERS  # noqa: E402
@@ -190,5 +191,6 @@ def test_adapters_on_both_are_merged_weights(world):
         return hidden.sum(), hidden
 
     (_, hidden), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(adapters)
-    np.testing.assert_allclose(hidden, last({"params": merge(world.variables | {"lora": adapters}, lora)}), atol=1e-4)
+    folded = {"params": merged_params(world.variables | {"lora": adapters}, lora)}
+    np.testing.assert_allclose(hidden, last(folded), atol=1e-4)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads))

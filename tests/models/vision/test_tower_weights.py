@@ -15,7 +15,7 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
-from grpo_jax.models.lora import LoraConfig, init_adapters, merging  # noqa: E402
+from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
 from grpo_jax.models.policy import load_policy  # noqa: E402
 from grpo_jax.models.sharding import shardings  # noqa: E402
 from grpo_jax.models.vision.tower import TOWERS, init_tower, make_tower, tower_shapes  # noqa: E402
@@ -68,7 +68,7 @@ def export(tmp_path, world, params, **options):
 def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
     changed = jax.tree.map(lambda leaf: leaf * 1.1 + 0.01, {**world.loaded.params, "visual": world.loaded.visual})
     hf.save_folder(
-        tmp_path / "export", world.loaded.path, world.loaded.config, merging({"params": changed}, None), dtype="float32"
+        tmp_path / "export", world.loaded.path, world.loaded.config, merge({"params": changed}, None), dtype="float32"
     )
     before, after = tensors(world.loaded.path), tensors(tmp_path / "export")
     assert not any(torch.equal(before[name], after[name]) for name in before)
@@ -81,7 +81,7 @@ def test_a_frozen_tower_is_written_as_it_was(world, tmp_path):
     changed = jax.tree.map(lambda leaf: leaf + 1, world.loaded.params)
     variables = {"params": changed, "visual": jax.tree.map(jnp.zeros_like, world.loaded.visual)}
     hf.save_folder(
-        tmp_path / "export", world.loaded.path, world.loaded.config, merging(variables, None), dtype="bfloat16"
+        tmp_path / "export", world.loaded.path, world.loaded.config, merge(variables, None), dtype="bfloat16"
     )
     before, after = tensors(world.loaded.path), tensors(tmp_path / "export")
     tower = [name for name in before if "visual" in name]
@@ -108,7 +108,7 @@ def test_adapters_on_the_tower(world, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, plain, start)
     assert np.abs(ours.states - plain.states).max() > 0.1
     # Folded into the weights they compute the same.
-    export(tmp_path, world, merging(variables, lora))
+    export(tmp_path, world, merge(variables, lora))
     assert_states_agree(tower_of_torch(tmp_path / "export", rows), all_states(ours, rows))
 
 

@@ -13,7 +13,7 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.models.hf.weights import flatten, tower_table  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
-from grpo_jax.models.vision import layers  # noqa: E402
+from grpo_jax.models.vision import tower as tower_module  # noqa: E402
 from grpo_jax.models.vision.config import ACTIVATIONS  # noqa: E402
 from grpo_jax.models.vision.pictures import (  # noqa: E402
     Picture,
@@ -157,7 +157,7 @@ def test_heads_that_take_turns_see_the_same(world, see, monkeypatch):
         return jax.jit(jax.value_and_grad(partial(total, tower), has_aux=True))(world.loaded.visual)
 
     together = run()
-    monkeypatch.setattr(layers, "_MOST_SCORES", 1)
+    monkeypatch.setattr(tower_module, "_MOST_SCORES", 1)
     for one, other in zip(*map(jax.tree.leaves, (together, run())), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(one).max())
 

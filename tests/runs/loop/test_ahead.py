@@ -15,13 +15,12 @@ from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.iteration import make_learner, run_iteration, sample_batch
-from grpo_jax.runs.loop.ahead import Ahead, iterate_ahead
+from grpo_jax.runs.iteration import Prefetcher, iterate_ahead, make_learner, run_iteration, sample_batch
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import left_behind, saved_parts, variables_behind
+from grpo_jax.training.state import saved_parts, stale_copy, stale_variables
 from grpo_jax.training.update import make_preparation
 
 JUDGE = """
@@ -113,7 +112,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     expected = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).row
 
     parts, learner = loaded(config, *choices)
-    ahead, state = Ahead(parts), learner.start(parts.policy.variables)
+    ahead, state = Prefetcher(parts), learner.start(parts.policy.variables)
     first = iterate_ahead(parts, learner, ahead, state, 0)
     timed = ("seconds/", "tokens_per_second")
     told = {name: value for name, value in first.row.items() if not name.startswith(timed)}
@@ -124,7 +123,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     }
 
     state = first.state
-    episodes, judgement = sample_batch(parts, variables_behind(state, state.behind), 1)
+    episodes, judgement = sample_batch(parts, stale_variables(state, state.behind), 1)
     samples = episodes.samples
     batch = Batch(episodes.prompt_tokens, episodes.prompt_mask, samples.tokens, samples.mask)
     forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
@@ -145,7 +144,7 @@ def test_adapters_alone_are_kept_and_a_value_head_is_not(config):
     """The frozen weights are shared; what is left of the state that was donated is not asked for."""
     values = ["--policy.lora.rank=2", "--algorithm.advantage=gae", "--algorithm.update_ref_every=0"]
     parts, learner = loaded(config, *values)
-    ahead, state = Ahead(parts), learner.start(parts.policy.variables)
+    ahead, state = Prefetcher(parts), learner.start(parts.policy.variables)
     assert jax.tree.structure(state.behind.weights) == jax.tree.structure(state.variables["lora"])
     staleness = []
     for iteration in range(3):
@@ -212,6 +211,6 @@ def test_what_cannot_be():
 def test_a_copy_is_not_what_an_update_frees(config):
     parts, learner = loaded(config)
     state = learner.start(parts.policy.variables)
-    behind = left_behind(state)
+    behind = stale_copy(state)
     mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(behind)}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}

@@ -11,8 +11,8 @@ from support.text_task import rows
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.loop.callbacks import Callbacks, IterationEvent
-from grpo_jax.runs.loop.early_stopping import Waited, after_validation, reason_to_end
+from grpo_jax.runs.experiment import Callbacks, IterationEvent
+from grpo_jax.runs.progress import Waited, after_validation, reason_to_end
 from grpo_jax.train import run
 
 STEPS = 4  # of six: nothing exceeds the first validation by so much, and three more are waited for

@@ -11,10 +11,9 @@ import pytest
 from support.text_task import assert_same_run, finished_run, rewound, train_here
 
 from grpo_jax.errors import UserError
+from grpo_jax.runs import checkpoint as module
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.checkpoint import checkpoints as module
-from grpo_jax.runs.checkpoint.manifest import disk_usage
-from grpo_jax.runs.checkpoint.series import Series
+from grpo_jax.runs.series import Series, disk_usage
 
 SIZE = 100_000  # bytes of the arrays of a state
 

@@ -78,17 +78,7 @@ class Clock:
 
 
 def ends_of_iterations(seconds, update, sizes, *, lag, follows, iterations, monkeypatch):
-    """When each update ends of a loop as `runs.loop.ahead` makes it, its batches through `run_pipeline`.
-
-    Args:
-        seconds: Of one unit of a chunk's size in each stage.
-        update: Seconds.
-        sizes: Of a batch's chunks.
-        lag: 0 or 1.
-        follows: At lag 1, whether batches stand in a line.
-        iterations: How many.
-        monkeypatch: Gives the pipeline the clock's threads and conditions.
-    """
+    """When each update ends of a loop as `runs.iteration` makes it, its batches through `run_pipeline`."""
     clock = Clock()
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "threading", SimpleNamespace(Thread=clock.thread, Condition=clock.condition))

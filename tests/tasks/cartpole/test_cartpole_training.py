@@ -12,7 +12,8 @@ from support.text_task import ROOT
 from support.xla import devices
 
 from grpo_jax.config import make_config
-from grpo_jax.models.mlp import count_parameters, make_mlp
+from grpo_jax.models.layers import make_mlp
+from grpo_jax.models.lora import count_weights
 from grpo_jax.tasks.cartpole import environment as task
 from grpo_jax.tasks.cartpole import training as learning
 from grpo_jax.tasks.cartpole.program import seed_keys
@@ -139,7 +140,7 @@ def test_the_update_makes_good_actions_likelier(learned):
 def test_the_perceptron():
     network = make_mlp(4, hidden=(8, 5), activation="tanh", output_scale=0.01)
     params = network.init(jax.random.key(0))
-    assert count_parameters(params) == 4 * 8 + 8 + 8 * 5 + 5 + 5 + 1
+    assert count_weights(params) == 4 * 8 + 8 + 8 * 5 + 5 + 5 + 1
     x = jax.random.normal(jax.random.key(1), (3, 2, 4))
     got = network.apply(params, x)
     layers = [(np.asarray(params[f"Dense_{i}"]["kernel"]), np.asarray(params[f"Dense_{i}"]["bias"])) for i in range(3)]

@@ -20,7 +20,7 @@ from grpo_jax.recommend import main as recommend_main
 from grpo_jax.rollout.binding import bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.runs.checkpoint.manifest import seal
+from grpo_jax.runs.series import seal
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.loading import policy_words
 from grpo_jax.tasks.recommendation.rewards import reward_columns

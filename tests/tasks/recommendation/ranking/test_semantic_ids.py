@@ -11,7 +11,7 @@ from grpo_jax.core.trie import depth_of
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.recommend import load_recommender
-from grpo_jax.sampling.choices import choices_trie
+from grpo_jax.sampling.samplers import choices_trie
 from grpo_jax.tasks.recommendation.catalogue import items_of, make_catalogue, plain
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.semantic_ids import main as ids_main

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
 from grpo_jax.errors import UserError
+from grpo_jax.models.variables import PyTree
 
 EVALUATED = "variables"  # the part of a state that evaluation needs; stored apart so that it is read alone
 ITEMS = (EVALUATED, "training")
-
-PyTree = Any
 
 
 def items(state: Mapping[str, PyTree]) -> dict[str, dict[str, PyTree]]:
@@ -26,7 +26,7 @@ def items(state: Mapping[str, PyTree]) -> dict[str, dict[str, PyTree]]:
     return {EVALUATED: {EVALUATED: state[EVALUATED]}, "training": training}
 
 
-def leaves(tree: PyTree) -> dict[str, Any]:
+def leaves(tree: PyTree) -> dict[str, PyTree]:
     """Return `{"optimizer.0.mu.kernel": leaf}` in the tree's own order."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
@@ -35,8 +35,8 @@ def leaves(tree: PyTree) -> dict[str, Any]:
     return named
 
 
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+def _nested(leaves: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    tree: dict[str, PyTree] = {}
     for name, leaf in leaves.items():
         *parents, last = name.split(".")
         node = tree
@@ -46,14 +46,14 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def storable(part: PyTree) -> dict[str, Any]:
+def storable(part: PyTree) -> dict[str, PyTree]:
     """Return nested dictionaries of arrays; what is not a `jax.Array` is copied, since it is written later."""
 
-    def convert(name: str, leaf: Any) -> Any:
+    def convert(name: str, leaf: PyTree) -> jax.Array | np.ndarray:
         if _is_key(leaf):
             return jax.random.key_data(leaf)
         if isinstance(leaf, jax.Array):
@@ -68,10 +68,10 @@ def storable(part: PyTree) -> dict[str, Any]:
     return _nested({name: convert(name, leaf) for name, leaf in leaves(part).items()})
 
 
-def target(part: PyTree) -> dict[str, Any]:
+def target(part: PyTree) -> dict[str, PyTree]:
     """Describe the shapes, dtypes and shardings of a template, which Orbax restores to."""
 
-    def describe(leaf: Any) -> Any:
+    def describe(leaf: PyTree) -> jax.ShapeDtypeStruct | np.ndarray:
         if _is_key(leaf):
             leaf = jax.random.key_data(leaf)
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
@@ -82,7 +82,7 @@ def target(part: PyTree) -> dict[str, Any]:
     return _nested({name: describe(leaf) for name, leaf in leaves(part).items()})
 
 
-def as_template(leaf: Any, restored: Any) -> Any:
+def as_template(leaf: PyTree, restored: PyTree) -> PyTree:
     """Give a restored array the form that its template has: key, Python number, uncommitted array."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf))
@@ -94,10 +94,10 @@ def as_template(leaf: Any, restored: Any) -> Any:
     return restored
 
 
-def check_fits(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: Path) -> None:
+def check_fits(saved: Mapping[str, PyTree], wanted: Mapping[str, PyTree], where: Path) -> None:
     """Raises UserError naming the first leaf whose shape or dtype differs, or that one side lacks."""
 
-    def describe(leaf: Any) -> str:
+    def describe(leaf: PyTree) -> str:
         if leaf is None:
             return "absent"
         leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -111,3 +111,30 @@ def check_fits(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: Path)
                 f"{where} does not fit this configuration: {name} is {came} in the checkpoint,"
                 f" {expected} is expected; use the config.yaml that lies beside it"
             )
+
+
+def handler() -> ocp.CompositeCheckpointHandler:
+    """Make the Orbax handler of a checkpoint's trees."""
+    trees: dict[str, PyTree] = {name: ocp.StandardCheckpointHandler() for name in ITEMS}
+    return ocp.CompositeCheckpointHandler(**trees)
+
+
+def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, PyTree]) -> None:
+    """Copies a checkpoint's arrays, those of this process, and begins to write them."""
+    args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
+    checkpointer.save(Path(path), args=ocp.args.Composite(**args))
+
+
+def read_tree(path: str, item: str, template: PyTree) -> PyTree:
+    """Read a tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
+    with closing(ocp.Checkpointer(handler())) as reader:
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
+        return reader.restore(Path(path), args=args)[item]
+
+
+def describe_tree(path: Path, item: str) -> PyTree:
+    """Return shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
+    with closing(ocp.Checkpointer(handler())) as reader:
+        metadata = (reader.metadata(path).item_metadata or {}).get(item)
+    tree = getattr(metadata, "tree", metadata)
+    return {} if tree is None else tree

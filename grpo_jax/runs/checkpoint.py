@@ -25,20 +25,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from grpo_jax.errors import UserError, one_line, shown
-from grpo_jax.runs.checkpoint.manifest import disk_usage, find_damage
-from grpo_jax.runs.checkpoint.series import Series
-from grpo_jax.runs.checkpoint.tree import EVALUATED, PyTree, as_template, check_fits, items, leaves, storable
+from grpo_jax.models.variables import PyTree
 from grpo_jax.runs.directory import retry_write
+from grpo_jax.runs.progress import Record as Meta
+from grpo_jax.runs.series import Series, disk_usage, find_damage
 from grpo_jax.runs.several.company import ALONE, Company
+from grpo_jax.runs.trees import EVALUATED, as_template, check_fits, items, leaves, storable
 
 Result = TypeVar("Result")
-Meta = dict[str, Any]
 _NAMED = ("best", "final")
 
 
@@ -55,13 +55,6 @@ class _Entry(NamedTuple):
     @property
     def path(self) -> Path:
         return self.series.path(self.number)
-
-
-class _Damaged(NamedTuple):
-    """A damaged checkpoint and what is wrong with it."""
-
-    entry: _Entry
-    damage: str
 
 
 class Checkpoints:
@@ -135,11 +128,7 @@ class Checkpoints:
         self._save_named("final", step, state, meta)
 
     def latest_step(self) -> int | None:
-        """Return the step that `restore("latest")` would continue from; None if there is none.
-
-        Raises:
-            UserError: There are some, and all are damaged.
-        """
+        """Return the step that `restore("latest")` would continue from; None if there is none."""
         entry = self._looking(self._latest)[0]
         return None if entry is None else self._looking(lambda: self._meta(entry)["step"])
 
@@ -154,10 +143,10 @@ class Checkpoints:
         Raises:
             UserError: No sound one of `step_N` and `final` would remain.
         """
-        found = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
-        for entry, _ in found:
+        damaged = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
+        for entry, _ in damaged:
             entry.series.set_aside(entry.number)
-        return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in found]
+        return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in damaged]
 
     def available(self) -> list[str]:
         """Return the names that can be restored, as they are written on the command line."""
@@ -165,15 +154,11 @@ class Checkpoints:
         return [*map(str, self._steps.numbers()), *named]
 
     def restore(self, which: int | str, template: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Meta]:
-        """Restores a whole state.
+        """Restore a whole state, with the types and places of a template, and its meta (with `"step"`).
 
         Args:
             which: A step, or "latest", "best", "final".
-            template: A state of the same structure; its shapes and dtypes must be those of the checkpoint, and
-                each array is placed as the template's is.
-
-        Returns:
-            The state, of the template's types, and its meta (with `"step"`).
+            template: A state of the same structure; its shapes and dtypes must be those of the checkpoint.
 
         Raises:
             UserError: There is no such checkpoint, it is damaged, or it does not fit the template.
@@ -342,11 +327,11 @@ class Checkpoints:
         same = entry.series is not self._steps or step == entry.number
         return "" if same else f"it was saved as that of step {step}"
 
-    def _latest(self) -> tuple[_Entry | None, list[_Damaged]]:
+    def _latest(self) -> tuple[_Entry | None, list[tuple[_Entry, str]]]:
         """Return the furthest sound one of `step_N` and `final`, and the damaged ones met on the way."""
         self.wait()
         sound: list[_Entry] = []
-        damaged: list[_Damaged] = []
+        damaged: list[tuple[_Entry, str]] = []
         for series in (self._steps, self._named["final"]):
             entry, newer = self._newest_sound(series)
             damaged += newer
@@ -360,7 +345,7 @@ class Checkpoints:
             )
         return max(sound, key=lambda entry: self._meta(entry)["step"], default=None), damaged
 
-    def _newest_sound(self, series: Series) -> tuple[_Entry | None, list[_Damaged]]:
+    def _newest_sound(self, series: Series) -> tuple[_Entry | None, list[tuple[_Entry, str]]]:
         """Return the newest sound checkpoint of a series, and the damaged ones that are newer."""
         damaged = []
         for number in reversed(series.numbers()):
@@ -368,7 +353,7 @@ class Checkpoints:
             damage = self._damage(entry)
             if not damage:
                 return entry, damaged
-            damaged.append(_Damaged(entry, damage))
+            damaged.append((entry, damage))
         return None, damaged
 
     def _looking(self, look: Callable[[], Result]) -> Result:
@@ -414,24 +399,18 @@ class Checkpoints:
 
 
 def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, Meta]:
-    """Restores the policy's variables of a run for evaluation, without its optimizer.
+    """Restore a run's variables for evaluation, without its optimizer, and the checkpoint's meta.
 
     Args:
         run_dir: The run directory.
         which: A step, or "latest", "best", "final".
         template: Variables whose placement is wanted; None puts every array on the first device.
-
-    Returns:
-        The variables and the checkpoint's meta.
-
-    Raises:
-        UserError: No such run or checkpoint.
     """
     with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.restore_variables(which, template)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """JSON of what a meta holds: arrays become numbers and lists, paths become text."""
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return np.asarray(value).tolist()
@@ -468,8 +447,8 @@ def _silence_libraries() -> None:
         threading.excepthook = _without_late_errors(threading.excepthook)
 
 
-def _without_late_errors(hook: Any) -> Any:
-    def called(*arguments: Any) -> None:
+def _without_late_errors(hook: Callable[..., object]) -> Callable[..., object]:
+    def called(*arguments: PyTree) -> None:
         error = arguments[1] if len(arguments) == 3 else arguments[0].exc_value
         if not (isinstance(error, RuntimeError) and str(error) == _LATE):
             hook(*arguments)

@@ -7,22 +7,24 @@ files.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import orbax.checkpoint as ocp
 
 from grpo_jax.config.files import load_json
-from grpo_jax.runs.checkpoint.manifest import entries, link_files, seal
-from grpo_jax.runs.checkpoint.tree import ITEMS, PyTree, target
+from grpo_jax.errors import UserError
+from grpo_jax.models.variables import PyTree
+from grpo_jax.runs.progress import Record
 from grpo_jax.runs.several.company import ALONE, Company
+from grpo_jax.runs.trees import describe_tree, handler, read_tree, write_trees
 
 _WRITING, _META = ".writing", "meta.json"
 WRITE, READ = "write checkpoint", "read checkpoint"  # as all processes do it
@@ -41,7 +43,7 @@ class Series:
         committed: Callable[[], None] = lambda: None,
         company: Company = ALONE,
     ):
-        """Opens a folder; unless it is only read, it is made and what an interrupted write left is removed.
+        """Open a folder; unless it is only read, it is made and what an interrupted write left is removed.
 
         Args:
             folder: Of this series alone, but for other series in folders within it.
@@ -50,9 +52,6 @@ class Series:
             read_only: Nothing is made or removed: another process may be writing.
             committed: Called when one has its place, by the thread that wrote it.
             company: The processes that hold the arrays, each of which writes and reads its own.
-
-        Raises:
-            OSError: The folder cannot be made.
         """
         self.folder = folder
         self.writing: int | None = None  # the number of the write in the background
@@ -84,12 +83,8 @@ class Series:
         matches = (pattern.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def save(self, number: int, trees: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
-        """Copies the arrays and writes them in the background, after the write before is done.
-
-        Raises:
-            Exception: What Orbax or the system raised; here or in `wait`.
-        """
+    def save(self, number: int, trees: Mapping[str, PyTree], meta: Mapping[str, object]) -> None:
+        """Copy the arrays and write them in the background; what Orbax or the system raises comes here or in `wait`."""
         written = self._start_writing(number)
         self._write(str(written), trees)
         self.writing = number
@@ -97,13 +92,8 @@ class Series:
         self._thread = threading.Thread(target=self._commit, args=arguments, name="commit", daemon=True)
         self._thread.start()
 
-    def link(self, number: int, source: Path, meta: Mapping[str, Any]) -> None:
-        """Makes a checkpoint of the arrays of another one with a meta of its own, at once: of the same files.
-
-        Raises:
-            OSError: The other one is gone, or the file system has no hard links.
-            UserError: Its manifest is no manifest.
-        """
+    def link(self, number: int, source: Path, meta: Mapping[str, object]) -> None:
+        """Makes a checkpoint of the arrays of another one with a meta of its own, at once: of the same files."""
         written = self._start_writing(number)
         listed = {name: entry for name, entry in entries(source).items() if name != _META}
         link_files(listed, source, written)
@@ -136,16 +126,13 @@ class Series:
         """Read a tree of a checkpoint, in shapes and places of `template`."""
         return self._read(str(self.path(number)), item, template)
 
-    def read_meta(self, number: int) -> dict[str, Any]:
+    def read_meta(self, number: int) -> Record:
         """Read the meta of a checkpoint."""
         return load_json(self.path(number) / _META)
 
     def described(self, number: int, item: str) -> PyTree:
-        """Return shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
-        with closing(ocp.Checkpointer(handler())) as reader:
-            metadata = (reader.metadata(self.path(number)).item_metadata or {}).get(item)
-        tree = getattr(metadata, "tree", metadata)
-        return {} if tree is None else tree
+        """Return shapes and types of a tree of a checkpoint; {} where it holds none."""
+        return describe_tree(self.path(number), item)
 
     def close(self) -> None:
         """Waits for the write in the background and ends Orbax's threads."""
@@ -170,7 +157,7 @@ class Series:
         except BaseException as error:
             self._error = error
 
-    def _put_in_place(self, written: Path, number: int, meta: str, listed: Mapping[str, Any] | None = None) -> None:
+    def _put_in_place(self, written: Path, number: int, meta: str, listed: Mapping[str, object] | None = None) -> None:
         (written / _META).write_text(meta, encoding="utf-8")
         seal(written, listed)
         os.rename(written, self.path(number))
@@ -186,25 +173,6 @@ class Series:
         return self._checkpointer
 
 
-def handler() -> ocp.CompositeCheckpointHandler:
-    """Make the Orbax handler of a checkpoint's trees."""
-    trees: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ITEMS}
-    return ocp.CompositeCheckpointHandler(**trees)
-
-
-def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, PyTree]) -> None:
-    """Copies a checkpoint's arrays, those of this process, and begins to write them."""
-    args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
-    checkpointer.save(Path(path), args=ocp.args.Composite(**args))
-
-
-def read_tree(path: str, item: str, template: PyTree) -> PyTree:
-    """Read a tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
-    with closing(ocp.Checkpointer(handler())) as reader:
-        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
-        return reader.restore(Path(path), args=args)[item]
-
-
 def _sync(folder: Path) -> None:
     """Makes a rename in a folder last through a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -212,3 +180,85 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+MANIFEST = "manifest.json"
+
+
+def seal(folder: Path, listed: Mapping[str, object] | None = None) -> None:
+    """Lists every file below a folder in its manifest, which is on the disk when this returns."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / MANIFEST:
+            name = str(path.relative_to(folder))
+            entry = (listed or {}).get(name)
+            files[name] = entry or {"bytes": path.stat().st_size, "sha256": _checksum(path)}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({"files": files}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def entries(folder: Path) -> Record:
+    """Return a manifest's entries by file name."""
+    files = load_json(folder / MANIFEST).get("files")
+    if not isinstance(files, dict):
+        raise UserError(f"{folder / MANIFEST} lists no files")
+    return files
+
+
+def find_damage(folder: Path) -> str:
+    """Return the first difference from the manifest in a few words, "" where every file is as it was written."""
+    if not (folder / MANIFEST).exists():
+        return f"it has no {MANIFEST}: it was not written to its end"
+    try:
+        listed = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries(folder).items()}
+    except (UserError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    if not listed:
+        return f"{MANIFEST} lists nothing"
+    for name, (size, checksum) in listed.items():
+        damage = _compare(folder / name, size, checksum)
+        if damage:
+            return f"{name} {damage}"
+    return ""
+
+
+def _compare(path: Path, size: int, checksum: str) -> str:
+    try:
+        if path.stat().st_size != size:
+            return f"has {path.stat().st_size} bytes, not {size}"
+        return "" if _checksum(path) == checksum else "has another checksum"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def link_files(names: Iterable[str], source: Path, target: Path) -> None:
+    """Makes a folder of hard links to files of another one: they outlive each other and count once on the disk."""
+    wanted = set(names)
+    existing = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    if not wanted <= existing:
+        raise FileNotFoundError(f"{source} has no {min(wanted - existing)}")
+    target.mkdir(parents=True)
+    for name in wanted:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(source / name, target / name)
+
+
+def disk_usage(folders: Iterable[Path]) -> int:
+    """Return the bytes of all files in folders, each file once however many names it has."""
+    sizes = {}
+    for folder in folders:
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                with suppress(OSError):  # removed meanwhile
+                    status = os.lstat(os.path.join(parent, name))
+                    sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())

@@ -239,7 +239,7 @@ def resolve_rewards(
     return ResolvedRewards(without_none, tuple(maximised), watched, names)
 
 
-def bind(resolved: ResolvedReward, judges: Mapping[str, Callable[..., object]]) -> Reward:
+def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
     """Return the reward with the judges that it names as arguments, or the judge that is one.
 
     Raises:

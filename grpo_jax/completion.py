@@ -27,7 +27,7 @@ _COMMANDS = (evaluate, export, predict, report, recommend)
 
 
 class Words(NamedTuple):
-    """What there is to complete.
+    """Words to complete.
 
     Attributes:
         commands: The first words.

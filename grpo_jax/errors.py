@@ -1,4 +1,4 @@
-"""What the commands show in one line, and how: without a traceback, with an exit code."""
+"""Errors that commands show in one line: without a traceback, with an exit code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StageTimeout(StageError):
 
 
 def one_line(value: object, limit: int = 100) -> str:
-    """What a user's text, exception or object says of itself: one line that can be printed, of `limit` characters.
+    """One printable line, of `limit` characters, of a user's text, exception or object.
 
     Never raises, whatever its own methods do. Texts and exceptions speak as they are, other objects as their repr.
     """
@@ -238,13 +238,13 @@ def leave(code: int) -> NoReturn:
             with suppress(OSError, ValueError, AttributeError):
                 _open_nowhere(stream.fileno())
 
-    def insist() -> None:
+    def end_anyway() -> None:
         time.sleep(_LEAVING_SECONDS)
         os._exit(code)
 
     if any(thread.name.startswith(ABANDONED) for thread in threading.enumerate()):
         os._exit(code)  # it may run torch or JAX, which are taken apart under it
-    threading.Thread(target=insist, daemon=True).start()
+    threading.Thread(target=end_anyway, daemon=True).start()
     sys.exit(code)
 
 

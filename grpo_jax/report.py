@@ -75,7 +75,7 @@ def _run(path: str) -> RunDirectory:
 
 
 def _display(run: RunDirectory) -> Display:
-    """How its task shows measures; plainly, with a word about it, where the task cannot be found any more."""
+    """Display of the run's task; the plain one, with a note, where the task cannot be found any more."""
     from grpo_jax.config.command_line import load_config
     from grpo_jax.tasks.display import Display
 

@@ -106,9 +106,7 @@ def _sealed(value: bytes) -> bytes:
     return hashlib.sha256(value).digest() + value
 
 
-@functools.cache  # once for each text
-def _warn(text: str) -> None:
-    complain(text)
+_warn = functools.cache(complain)  # once for each text
 
 
 def _processor() -> str:

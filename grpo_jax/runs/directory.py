@@ -38,7 +38,8 @@ class RunLock:
         """Takes the lock."""
         self._path = folder / LOCK
         self._handle = self._take()
-        _write_holder(self._handle, {"host": socket.gethostname(), "process": os.getpid()})
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode(), 0)
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
@@ -109,10 +110,8 @@ def _is_dead(holder: dict[str, object]) -> bool:
         return False
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -121,11 +120,6 @@ def _read_holder(handle: int) -> dict[str, object]:
         return parse_json(os.pread(handle, 4096, 0))
     except (OSError, ValueError):
         return {}
-
-
-def _write_holder(handle: int, holder: dict[str, object]) -> None:
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(holder).encode(), 0)
 
 
 Result = TypeVar("Result")
@@ -297,7 +291,7 @@ class RunDirectory:
         return run
 
     def _claim(self, made: list[Path], resume: bool) -> None:
-        """What is decided once nobody else writes here."""
+        """Refuse a folder in use by another run, now that it is locked."""
         if resume:
             return
         if self._holds_something():

@@ -22,7 +22,7 @@ from grpo_jax.training.estimators import total_rewards
 PICTURE_CHUNK = 32
 """Prompts that travel together: bounds the pictures held at once, and lets judges work while the policy writes."""
 TEXT_CHUNK = 256
-"""The same where nothing is drawn and nothing seen."""
+"""Prompts that travel together where there are no pictures."""
 
 Statistics = dict[str, dict[str, list[float]]]
 """By measure and statistic ("mean@8", "pass@1", …): the mean over prompts and the bounds of its 95 % interval."""
@@ -76,7 +76,7 @@ def evaluate_policy(parts: Parts, variables: Variables, rows: Sequence[Row], *, 
 
 
 def sample_measures(parts: Parts, episodes: Episodes, judgement: Judgement) -> Statistics:
-    """What k completions of each prompt say of every reward, watched measure and of the total.
+    """Mean@k and pass@k of every reward and watched measure, and mean@k of the total.
 
     "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often at
     least one of j completions reaches evaluation.pass_threshold (`core.repeated.pass_at_k`); of no total. A missing
@@ -134,7 +134,7 @@ def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) ->
 
 
 def evaluate_controls(parts: Parts, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
-    """What the policy's episodes come to where another environment answers: rewards and measures as NAME_CONTROL."""
+    """Measures of the policy's episodes where another environment answers, as NAME_CONTROL."""
     environment, measures = parts.environment, {}
     if environment.answering is None:
         return {}

@@ -42,7 +42,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class IterationEvent:
-    """What a callback gets.
+    """Argument of a callback.
 
     Attributes:
         step: Iterations done.
@@ -350,7 +350,7 @@ class Run:
 
     @contextmanager
     def _saved_where_it_ends(self) -> Iterator[None]:
-        """What ends the run inside does so after the state before it is saved; a judge in one line."""
+        """Save the state before an exception ends the run; report a failed judge in one line."""
         try:
             yield
         except Stopped as stopped:

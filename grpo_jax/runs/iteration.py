@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
@@ -65,7 +65,7 @@ from grpo_jax.training.update import make_update
 
 
 class LearningBrief(NamedTuple):
-    """What of the data decides how is learned: process 0 tells it the others.
+    """Training choices that follow from the data; process 0 sends them to the others.
 
     Attributes:
         iterations: Iterations in all.
@@ -160,7 +160,7 @@ _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
 
 
 class Iteration(NamedTuple):
-    """What one iteration gives.
+    """Result of one iteration.
 
     Attributes:
         state: After the update.
@@ -235,7 +235,10 @@ def learn(
     }
     if state.loss_scale is not None:
         row["loss_scale"] = float(state.loss_scale.scale)
-    row |= _timings(parts, {**seconds, "total": time.monotonic() - started}, row)
+    written = config.training.prompts_per_batch * row.get("draws", 1) * config.sampling.written_completions
+    row |= {f"seconds/{name}": value for name, value in seconds.items()}
+    row["seconds/total"] = time.monotonic() - started
+    row["tokens_per_second"] = row["completion_tokens"] * written / max(seconds["sample"], 1e-9)
     estimates = report["measured"].get("estimates")
     advantages = np.asarray(batch.advantages if estimates is None else estimates.advantages)
     columns = completion_columns(parts, episodes, judgement, advantages)
@@ -354,13 +357,6 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": float(present.mean()), f"{name}/std": float(present.std())}
 
 
-def _timings(parts: Parts, seconds: Mapping[str, float], row: Record) -> dict[str, float]:
-    prompts = parts.config.training.prompts_per_batch * row.get("draws", 1)
-    tokens = row["completion_tokens"] * prompts * parts.config.sampling.written_completions
-    timings = {f"seconds/{name}": value for name, value in seconds.items()}
-    return {**timings, "tokens_per_second": tokens / max(seconds["sample"], 1e-9)}
-
-
 def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:
     """The completions of a batch as columns, one entry each, groups one after another; of episodes one for each turn.
 
@@ -415,7 +411,7 @@ class Prefetcher:
     """
 
     def __init__(self, parts: Parts):
-        """Nothing is on its way yet."""
+        """Begin with no batch on its way."""
         config = parts.config
         self._parts = parts._replace(stopping=lambda: self._closed or parts.stopping())
         self._pipeline = (
@@ -473,7 +469,7 @@ class Prefetcher:
         variables: Variables,
         slot: Slot | None,
     ) -> None:
-        """The life of a batch's thread."""
+        """Sample and judge one batch in its thread."""
         try:
             while wait(before, _POLL_SECONDS).not_done:
                 if self._parts.stopping():
@@ -484,7 +480,7 @@ class Prefetcher:
 
 
 def iterate_ahead(parts: Parts, learner: Learner, ahead: Prefetcher, state: TrainState, iteration: int) -> Iteration:
-    """As `run_iteration`, and the next batch is begun before this one is waited for."""
+    """`run_iteration` with the next batch begun before this one is waited for."""
     started, behind = time.monotonic(), state.behind
     assert behind is not None  # `Learner.start` and checkpoints have it
     ahead.begin(iteration, state, behind)  # the first of this process; others are on their way

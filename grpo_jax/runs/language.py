@@ -1,4 +1,4 @@
-"""What an experiment drives of a language policy: warm start, iterations, validation, the end."""
+"""Program of a language policy: warm start, iterations, validation, the end."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class LanguageProgram:
 
     @property
     def iterations(self) -> int:
-        """In all."""
+        """Number of iterations in all."""
         return self.learner.iterations
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """What the task says."""
+        """The task's, compared on resume."""
         return self.parts.task_data.identity
 
     def template(self) -> TrainState:
@@ -90,11 +90,11 @@ class LanguageProgram:
         return state
 
     def saved(self, state: TrainState) -> Record:
-        """All that training changes; frozen weights are left out."""
+        """Arrays that training changes; frozen weights are left out."""
         return saved_parts(state)
 
     def restored(self, saved: Mapping[str, PyTree], template: TrainState) -> TrainState:
-        """With the frozen weights of the template."""
+        """Join restored arrays with the frozen weights of the template."""
         return restored_state(saved, template.variables)
 
     def begin(self, folder: Path) -> Begun | None:
@@ -151,7 +151,7 @@ class LanguageProgram:
         return self.learner.start(variables), meta["notes"], {**meta["seconds"], "warm_start": seconds}
 
     def _interrupted(self, folder: Path) -> Record | None:
-        """What the last checkpoint of an interrupted warm start remembers; None if there is none."""
+        """Read the metadata of an interrupted warm start; None if there is none."""
         if not folder.is_dir():
             return None
         with Checkpoints(folder, read_only=True) as checkpoints:
@@ -194,7 +194,7 @@ class LanguageProgram:
         return Advanced(result.state, [result.row], result.seconds, noted, result.completions, failure)
 
     def _nothing_judged(self, absent: Mapping[str, int], iteration: int) -> str:
-        """What to say where no reward has come lately, or none at all in a short run; "" before."""
+        """Failure message where no reward has come lately, or none at all in a short run; "" before."""
         silence = no_reward_lately(absent, self.iterations)
         if not silence:
             return ""
@@ -202,7 +202,7 @@ class LanguageProgram:
         return f"{silence}. {saved}; mend the rewards, or what they ask, and {self._again(iteration)}"
 
     def _nothing_learned(self, state: TrainState, iteration: int) -> str:
-        """What to say where every update of a few iterations was left out, or all but the first of a shorter run."""
+        """Failure message where every update of a few iterations was left out, or most of a short run."""
         skipped = int(state.skipped)
         updates = self.learner.updates_per_iteration
         if skipped < max(1, min(PATIENCE * updates, self.iterations * updates - 1)):
@@ -217,7 +217,7 @@ class LanguageProgram:
         )
 
     def _again(self, iteration: int) -> str:
-        """What helps once the cause is mended."""
+        """Advice once the cause is mended."""
         resumed = f"go on with --resume --run_dir {self.parts.config.run_dir}"
         return resumed if iteration < self.iterations else "start again"
 
@@ -248,7 +248,7 @@ class LanguageProgram:
             self.ahead.close()
 
     def _settle(self) -> None:
-        """Held-out prompts have sampler and judges alone."""
+        """Wait for batches on their way: held-out prompts have sampler and judges alone."""
         if self.ahead is not None:
             self.ahead.settle()
 

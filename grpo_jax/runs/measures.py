@@ -1,4 +1,4 @@
-"""What a run measures of completions beside rewards and watched measures, and that no name is given twice."""
+"""Measures of completions beside rewards and watched measures; no two may have the same name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_MEASURES: Mapping[str, Callable[[Episodes], float]] = {
     "completion_tokens": lambda episodes: float(episodes.samples.mask.sum(-1).mean()),
     "usable": lambda episodes: float(episodes.usable.mean()),
 }
-"""What is measured of held-out completions beside rewards and watched measures."""
+"""Measures of held-out completions beside rewards and watched measures."""
 
 
 def with_control(name: str, control: str) -> str:

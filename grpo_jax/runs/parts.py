@@ -93,11 +93,11 @@ class Parts(NamedTuple):
 
     @property
     def measure_names(self) -> tuple[str, ...]:
-        """Of rewards and watched measures, N + W."""
+        """Names of rewards and watched measures, N + W."""
         return self.environment.reward_names + self.environment.watch_names
 
     def scheduling(self, chunk_prompts: int, slot: Slot | None = None) -> Scheduling:
-        """How a batch goes through the pipeline."""
+        """Chunks, time limit and stop of a batch in the pipeline."""
         return Scheduling(chunk_prompts, self.config.judge_timeout or None, self.stopping, slot)
 
 
@@ -243,7 +243,7 @@ def make_environment(
 
 
 def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> Answering | None:
-    """What stands between an episode's turns; None where the policy writes once."""
+    """Environment's side of an episode's turns; None where the policy writes once."""
     section = config.sampling
     if section.turns == 1:
         return None
@@ -271,7 +271,7 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
 
 
 def objectives_of(parts: Parts, rewards: np.ndarray, lengths: np.ndarray) -> Objectives:
-    """What is maximised, on the policy's device.
+    """Objectives of judged rewards, on the policy's device.
 
     Args:
         parts: Weights, conditions, the penalty on length.

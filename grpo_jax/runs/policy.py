@@ -129,7 +129,7 @@ def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) ->
 
 
 def _check_room(config: Config, limit: int | None) -> None:
-    """Some positions end: the longest prompt and the longest completion must fit together."""
+    """Refuse prompts and completions that do not fit into the policy's positions together."""
     prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
     if limit is not None and prompt + completion > limit:
         named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "what sampling.turns take"
@@ -183,7 +183,7 @@ def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str
 
 
 def image_processor_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], ImageProcessor] | None:
-    """What loads the processor of the policy's folder, once; None for a policy that sees no pictures."""
+    """Cached loader of the policy's image processor; None for a policy that sees no pictures."""
     vision = loaded.config.vision
     if vision is None:
         return None
@@ -225,14 +225,14 @@ def make_prepare(
     def prepare(pictures: Any) -> Pictures:
         processor = image_processor()
         if not hasattr(pictures, "detach"):
-            return _on_the_host(pictures, processor)
+            return _prepare_on_host(pictures, processor)
         patches, grid = own_package("bridges", "pixels").patches_of(pictures, processor.settings)
         return same_size(own_package("bridges", "dlpack").to_jax(patches.unsqueeze(1), device), grid, processor.vision)
 
     return prepare
 
 
-def _on_the_host(pictures: Sequence[object], image_processor: ImageProcessor) -> Pictures:
+def _prepare_on_host(pictures: Sequence[object], image_processor: ImageProcessor) -> Pictures:
     try:
         rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
     except ValueError as error:

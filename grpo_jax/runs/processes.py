@@ -30,7 +30,7 @@ class StopRequests:
     """Whether this process was asked to stop. Who waits for long looks here, saves, and leaves."""
 
     def __init__(self) -> None:
-        """Nobody has asked yet."""
+        """Begin without a request."""
         self._asked = self._at_once = False
 
     def is_set(self) -> bool:
@@ -87,14 +87,14 @@ def stop_requests() -> Iterator[StopRequests]:
 
 
 class Announcement(NamedTuple):
-    """What the environment says: how many processes, and whether SLURM says so (JAX then finds the rest itself)."""
+    """Number of processes, and whether SLURM announces it (JAX then finds the rest itself)."""
 
     count: int
     slurm: bool
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> Announcement:
-    """How many processes were started together: by JAX_NUM_PROCESSES, else by SLURM's step, else one.
+    """Number of processes that were started together: by JAX_NUM_PROCESSES, else by SLURM's step, else one.
 
     Raises:
         UserError: a variable that is no number or address, or of JAX's three one that is missing.
@@ -155,7 +155,7 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _require_free(address: str) -> None:
-    """That the coordinator, which is here, can have its port: over one that is taken JAX may crash."""
+    """Refuse a coordinator port that is taken: JAX may crash over it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was left a moment ago is free
         try:

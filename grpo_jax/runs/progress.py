@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint holds beside the arrays, whether a config may go on from it, early stopping."""
+"""Progress of a run: the metadata of its checkpoints, whether a config may go on from one, early stopping."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from grpo_jax.config.build import differences, identity
 from grpo_jax.errors import UserError
 
 Record = dict[str, Any]
-"""What JSON holds, by name."""
+"""A JSON object."""
 SCORE = "score"
 """As training.early_stopping_metric: what is maximised, by which the best checkpoint is chosen."""
 
 
 class Progress(NamedTuple):
-    """What a checkpoint holds beside the arrays; all of it JSON.
+    """Metadata of a checkpoint beside its arrays; all of it JSON.
 
     Attributes:
         iteration: Iterations done.
@@ -61,7 +61,7 @@ class Progress(NamedTuple):
 
 
 def identity_of(config: object, task: Mapping[str, Any]) -> dict[str, Record]:
-    """What must be the same when a run goes on from a checkpoint."""
+    """Config and task fields that must be the same when a run goes on from a checkpoint."""
     return {"config": identity(config), "task": dict(task)}
 
 
@@ -100,7 +100,7 @@ def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, fl
 
 
 class Waited(NamedTuple):
-    """How long early stopping has waited; JSON in every checkpoint.
+    """Count of early stopping; JSON in every checkpoint.
 
     Attributes:
         best: Best value of the metric so far; None before the first.
@@ -123,7 +123,7 @@ def after_validation(waited: Waited, measures: Mapping[str, float], iteration: i
 
 
 def reason_to_end(waited: Waited, training: Any) -> str:
-    """Why training is over before its iterations are; "" if it is not."""
+    """Reason to stop early; "" if there is none."""
     patience = getattr(training, "early_stopping_patience", 0)  # a program that validates nothing has none
     if not patience or waited.validations < patience:
         return ""

@@ -35,7 +35,7 @@ _MOST_KEPT = 256 * 2**20  # bytes of pictures that were given in memory
 
 
 class PythonInput(NamedTuple):
-    """What `run` was given beside its config.
+    """Prompts and rewards that `run` got beside its config.
 
     Attributes:
         config: The config, which names it.

@@ -74,7 +74,7 @@ def finish_language(parts: Parts, state: TrainState, progress: Progress, directo
 
 
 def find(parts: Parts, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
-    """What the task makes of measurements, the last of which is called `name`; nothing where nothing was measured."""
+    """Findings of the task from measurements, the last of which is called `name`; none without any."""
     if not evaluations:
         return Findings()
     judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
@@ -124,7 +124,7 @@ def summarise(
 
 
 def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:
-    """Those of a measurement; None where each prompt had one sampled completion, or none."""
+    """Statistics of several completions per prompt; None where each prompt had one, or none."""
     return evaluations["sampled"].samples if "sampled" in evaluations else None
 
 
@@ -162,7 +162,7 @@ def samples_table(samples: Record) -> Table | None:
 
 
 def samples_lines(samples: Record) -> list[str]:
-    """The same for the terminal."""
+    """Lines of `samples_table` for the terminal."""
     table = samples_table(samples)
     if table is None:
         return []
@@ -217,7 +217,7 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
 
 
 def _last_images(evaluation: Evaluation, count: int) -> list[np.ndarray | None]:
-    """What was drawn of the first texts, of episodes at their end."""
+    """Images of the first texts, of episodes at their end."""
     return [episode.last.image for episode in evaluation.episodes[:count]]
 
 

@@ -79,8 +79,8 @@ def warm_start(
             f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
     brief = LearningBrief(section.steps, config.training.accumulation, parts.allowed_tokens, parts.trie)
-    parts.company.lead("lessons", lambda brief: None)(brief)
-    start, step = led_lessons(config, parts.policy, brief, parts.company)
+    parts.company.lead("sft", lambda brief: None)(brief)
+    start, step = led_sft(config, parts.policy, brief, parts.company)
     state = start(parts.policy.variables)
     batch = _batches(parts, pairs)
     done, seconds = 0, 0.0
@@ -112,7 +112,7 @@ def warm_start(
     return state.variables, time.monotonic() - started
 
 
-def led_lessons(
+def led_sft(
     config: Config, policy: Policy, brief: LearningBrief, company: Company
 ) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, Record]]]:
     """The functions start(variables) → state and step(state, batch) → (state, report), of all processes."""
@@ -137,7 +137,7 @@ def led_lessons(
         state = init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
         return commit_to_device(shard(state, policy.mesh))
 
-    return company.lead("first lesson", start), company.lead("lesson", step)
+    return company.lead("sft start", start), company.lead("sft step", step)
 
 
 def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
@@ -188,7 +188,7 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
 
 
 def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
-    """All that stands behind a pair's prompt, as sampling makes it, and which tokens of it the policy is to write."""
+    """Tokens behind a pair's prompt, as sampling makes them, and which of them the policy is to write."""
     answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
         raise UserError(
@@ -232,15 +232,15 @@ def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) 
 
 
 def texts_of(pair: Pair) -> list[str]:
-    """What the policy is to write, turn after turn."""
+    """Texts for the policy to write, turn after turn."""
     return list(pair[1::2])
 
 
 def answers_of(pair: Pair) -> list[Answer]:
-    """What is said between its turns."""
+    """Answers between its turns."""
     return [checked(answer) for answer in pair[2::2]]
 
 
 def asked(prompt: str | Row) -> Row:
-    """What a pair asks, as a row."""
+    """Prompt of a pair as a row."""
     return prompt if isinstance(prompt, Row) else Row(0, prompt)

@@ -32,7 +32,7 @@ Array = jax.Array | np.ndarray  # on the policy's devices, or still on the host
 
 
 class Packing(NamedTuple):
-    """Where the tokens of P groups of G completions [T] stand in R rows of W for each prompt.
+    """Places of the tokens of P groups of G completions [T] in R rows of W for each prompt.
 
     Attributes:
         source: i32 [P, R, W], which token g·T + t of its group a place holds; -1 for none.
@@ -199,7 +199,7 @@ def make_batch(
     mesh: jax.sharding.Mesh | None = None,
     kept: int = 0,
 ) -> Batch:
-    """What is learned from, on the policy's devices.
+    """Batch of an update, on the policy's devices.
 
     Prompts and completions are cut to the longest of the batch; short completions share rows (`packing`). A prompt is
     read once for its group: it is left as it is where cutting saves less than 1/16 of what the group reads, since for
@@ -252,7 +252,7 @@ def make_batch(
         advantages = estimate_turn_advantages(returns, batch.turn, mask, algorithm, objectives.weights)
         batch = batch._replace(advantages=advantages)
     else:
-        # What nobody wrote has a vote where advantages are whitened, by tokens that of one.
+        # Unwritten rows (`keep_prompt`) count once in whitening, as if one token long.
         votes = mask.at[:, mask.shape[1] - kept :, 0].set(True) if kept else mask
         batch = batch._replace(advantages=estimate_advantages(rewards, votes, algorithm, objectives.weights))
     if samples.weights is not None:  # they are for a sum over the group; the loss takes the mean of its rows

@@ -32,7 +32,7 @@ OVERLONG = "overlong"
 
 
 class Objectives(NamedTuple):
-    """What is maximised, with the name and weight of each objective; NaN is missing.
+    """Objectives to maximise, with name and weight; NaN is missing.
 
     Attributes:
         rewards: f32 [P, G, N] of each completion; of an episode its last turn's, or what it returns from its first.
@@ -81,7 +81,7 @@ def make_objectives(
 def make_turn_objectives(
     judged: jax.Array, lengths: jax.Array, section: AlgorithmSection, **options: Any
 ) -> Objectives:
-    """As `make_objectives`, of episodes: conditions and the penalty on length hold in each turn by itself.
+    """`make_objectives` of episodes: conditions and the penalty on length hold in each turn by itself.
 
     Args:
         judged: f32 [P, G, U, N], NaN where missing and where a turn does not exist.
@@ -103,7 +103,7 @@ def make_turn_objectives(
 
 
 def total_rewards(objectives: Objectives) -> np.ndarray:
-    """What is maximised of each completion in one number, f32 [P, G]: the weighted sum of its objectives.
+    """Weighted sum of each completion's objectives, f32 [P, G].
 
     NaN where all of them are missing; where some are, as `sum_rewards` fills their places.
     """
@@ -161,7 +161,7 @@ def estimate_turn_advantages(
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:
-    """What there is to learn from the rewards, whichever estimator is used.
+    """Signal in the rewards, whichever estimator is used.
 
     Returns:
         "dead_groups/<name>": Share of groups in which an objective does not vary; "dead_groups/total": their sum.

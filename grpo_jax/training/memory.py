@@ -1,4 +1,4 @@
-"""What training holds in memory, asked of the compiler: shapes of its state and of a batch, bytes of an update.
+"""Memory that training needs, asked of the compiler: shapes of its state and of a batch, bytes of an update.
 
 Everything here is made by the constructors that training calls, for arrays that do not exist.
 """
@@ -64,7 +64,7 @@ def weight_dtype(config: Config) -> str:
 
 
 def tower_dtype(config: Config) -> str:
-    """The same of its vision tower, which may be frozen where the rest is trained."""
+    """Type of its vision tower's weights, which may be frozen where the rest is trained."""
     return "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
 
 

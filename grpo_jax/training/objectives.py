@@ -1,4 +1,4 @@
-"""What an update minimises: the forward pass over a batch's completions, and the loss that a config names.
+"""Objectives of an update: the forward pass over a batch's completions, and the loss that a config names.
 
 PPO's flow of one batch, which `update.make_update` follows: a forward pass gives old log-probabilities and values; the
 estimates turn scores into rewards per token, advantages and returns; the updates then minimise the policy's loss and
@@ -194,7 +194,7 @@ def make_ppo_objective(forward: ForwardPass, options: dict[str, Any], section: P
 
 
 class Estimates(NamedTuple):
-    """What a batch of PPO measures before its first update; scalars but for the first.
+    """Measures of a PPO batch before its first update; scalars but for the first.
 
     Attributes:
         advantages: [P, G], the mean over each completion's tokens, as they are trained on.

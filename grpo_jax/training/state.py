@@ -1,4 +1,4 @@
-"""What training changes: weights, moments, reference; how it begins, what a checkpoint holds of it."""
+"""State of training: weights, moments, reference; how it begins, and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def commit_to_device(state: TrainState) -> TrainState:
 
 
 def saved_parts(state: TrainState) -> dict[str, PyTree]:
-    """What a checkpoint holds of a state: everything that training changes, frozen weights left out."""
+    """Parts of a state in a checkpoint: everything that training changes, frozen weights left out."""
     return {**state._asdict(), "variables": trained_weights(state.variables)}
 
 

@@ -168,7 +168,7 @@ def make_token_weights(
 def make_preparation(
     forward: ForwardPass, algorithm: AlgorithmSection, ppo: PPOSection, training: TrainingSection
 ) -> Callable[[TrainState, Batch], tuple[Batch, Metrics]]:
-    """All that is computed once from a batch before its first update, and only where it is needed.
+    """Everything that is computed once from a batch before its first update, where it is needed.
 
     The old policy's log-probabilities (with one update per batch they are the new ones, unless something is made of
     them), the reference's, the tokens' weights, PPO's advantages and returns. Old is the policy before its first update

@@ -52,7 +52,7 @@ FROM = dict.fromkeys(("short_answers.md", "after_a_crash.md", "reading_the_repor
 UNCUT = ("after_a_crash.md",)
 WIDE = (
     *("after_a_crash.md", "several_cards.md", "reading_the_report.md", "own_judge.md", "short_answers.md"),
-    *("arithmetic.md", "own_task.md", "picture_input.md"),
+    *("arithmetic.md", "own_catalogue.md", "own_task.md", "picture_input.md"),
 )
 """Long pages whose commands other tests run too."""
 

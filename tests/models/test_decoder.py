@@ -25,7 +25,6 @@ from support.tiny_decoders import (
 
 from grpo_jax.models import attention
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.llama import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, init_adapters
 from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler
@@ -157,17 +156,6 @@ def test_sharing_changes_neither_states_nor_gradients(states_and_gradients):
     assert float(jnp.abs(shared["lora"]["layers"]["q_proj"]["a"]).max()) > 0
 
 
-def test_gradients_reach_the_prompt(states_and_gradients):
-    """A loss on the last state alone moves the embeddings of prompt tokens that no completion uses."""
-    prompt_tokens, tokens = np.full_like(BATCH[0], 63), np.full_like(BATCH[2], 5)
-    cotangent = np.zeros((PROMPTS, GROUP, STEPS, WIDTH), np.float32)
-    cotangent[:, :, -1] = 1
-    _, grads = states_and_gradients((prompt_tokens, BATCH[1], tokens, BATCH[3]), cotangent)
-    embedding = grads["params"]["embed_tokens"]
-    assert float(jnp.abs(embedding[63]).max()) > 1e-3
-    assert float(jnp.abs(embedding[6]).max()) == 0
-
-
 def test_an_empty_prompt_stays_finite(states_and_gradients):
     """Rows that only fill up a batch must not spread NaN through shared sums."""
     prompt_mask = BATCH[1].copy()
@@ -176,12 +164,6 @@ def test_an_empty_prompt_stays_finite(states_and_gradients):
     cotangent[0] = 0
     hidden, grads = states_and_gradients((BATCH[0], prompt_mask, *BATCH[2:]), cotangent)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((hidden, grads)))
-
-
-def test_one_token_completions(model):
-    hidden = model.policy.forward_group(model.variables, *BATCH[:2], BATCH[2][:, :, :1], BATCH[3][:, :, :1])
-    expected = model.policy.prefill(model.variables, *BATCH[:2]).hidden
-    np.testing.assert_allclose(hidden[:, :, 0], np.repeat(expected[:, None], GROUP, 1), atol=1e-5)
 
 
 @each_family
@@ -216,42 +198,6 @@ def test_adapters_on_projections_of_another_family_are_refused(model, target):
         make_policy(model.config, lora=LoraConfig(2, 4.0, (first, target)))
 
 
-def test_a_7b_model_is_shaped_without_being_allocated():
-    config = DecoderConfig.from_hf(
-        dict(
-            model_type="qwen2",
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            rope_theta=1e6,
-            tie_word_embeddings=False,
-        )
-    )
-    lora = LoraConfig(8, 32.0, ("q_proj", "down_proj"))
-    shapes = jax.eval_shape(
-        lambda key: init_variables(config, key, param_dtype="bfloat16", lora=lora), jax.random.key(0)
-    )
-    count = sum(leaf.size for leaf in jax.tree.leaves(shapes["params"]))
-    assert count == 7_615_616_512
-    assert {leaf.dtype for leaf in jax.tree.leaves(shapes["params"])} == {jnp.dtype("bfloat16")}
-    assert {leaf.dtype for leaf in jax.tree.leaves(shapes["lora"])} == {jnp.dtype("float32")}
-    policy = make_policy(config, compute_dtype="bfloat16", lora=lora)
-    i32, boolean = jnp.int32, jnp.bool_
-    prompts = (jax.ShapeDtypeStruct((4, 128), i32), jax.ShapeDtypeStruct((4, 128), boolean))
-    completions = (jax.ShapeDtypeStruct((4, 5, 20), i32), jax.ShapeDtypeStruct((4, 5, 20), boolean))
-    hidden = jax.eval_shape(policy.forward_group, shapes, *prompts, *completions)
-    assert hidden.shape == (4, 5, 20, 3584) and hidden.dtype == jnp.bfloat16
-    prefix = jax.eval_shape(policy.prefill, shapes, *prompts)
-    cache = jax.eval_shape(lambda: policy.init_cache(4, 5, 20))
-    unstacked = jax.eval_shape(policy.unstack, shapes)
-    step, after = jax.eval_shape(policy.decode_step, unstacked, prefix, jax.ShapeDtypeStruct((4, 5), i32), cache)
-    assert step.shape == (4, 5, 3584)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
-
-
 def test_misshapen_calls_are_refused(model):
     with pytest.raises(ValueError, match="prompt_tokens"):
         model.policy.forward_group(model.variables, BATCH[0], BATCH[1][:, :-1], BATCH[2], BATCH[3])
@@ -265,9 +211,7 @@ def test_misshapen_calls_are_refused(model):
         make_policy(LLAMA, matmul_precision="some")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "given", "highest"), [("float32", None, True), ("float32", "default", False), ("bfloat16", None, False)]
-)
+@pytest.mark.parametrize(("dtype", "given", "highest"), [("float32", None, True), ("bfloat16", None, False)])
 def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
     """In sampler, pass forward and gradient, as lowered: float32 would else be rounded to TF32 on a GPU."""
     policy = make_policy(LLAMA, compute_dtype=dtype, matmul_precision=given)
@@ -283,9 +227,7 @@ def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
         assert len(products) > 10 and {"HIGHEST" in line for line in products} == {highest}
 
 
-@pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("steps", [127, 301])
+@pytest.mark.parametrize(("steps", "apart", "by_row"), [(127, False, True), (301, False, False), (301, True, True)])
 def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeypatch):
     """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""
     rng = np.random.default_rng(steps)
@@ -321,9 +263,9 @@ def test_scores_of_many_queries_are_never_held_at_once(by_row):
 
 
 def test_rows_that_take_turns_need_less_memory():
-    """Sixteen rows: beside what grows with the rows in any case, the scores of one block of one row."""
+    """Eight rows: beside what grows with the rows in any case, the scores of one block of one row."""
     alone, together = (
-        _attention_gradient(16, 512, by_row).memory_analysis().temp_size_in_bytes for by_row in (True, False)
+        _attention_gradient(8, 512, by_row).memory_analysis().temp_size_in_bytes for by_row in (True, False)
     )
     assert alone < 0.5 * together
 

@@ -201,24 +201,6 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
     assert export.main(arguments) == 2 and "--dtype is for the whole policy" in capsys.readouterr().err
 
 
-def test_it_resumes_after_the_reference_was_refreshed(place, run, tmp_path):
-    import shutil
-
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    for late in ("final", "best", "step_2"):
-        shutil.rmtree(again / "checkpoints" / late, ignore_errors=True)
-    assert train_here(place, again, "--resume") == 0
-    for expected, row in zip(rows(run), rows(again), strict=True):
-        assert row["loss"] == expected["loss"] and row["kl"] == expected["kl"]
-    ours, theirs = (load_adapters(folder / "adapter", tiny_model(place))[1] for folder in (run, again))
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-def tiny_model(place):
-    return hf.load_folder(place.policy, tokenizer=False).config
-
-
 def test_training_starts_from_a_folder_of_adapters(place, run, tmp_path, capsys):
     """What was measured at the end there is measured at the start here, and the reference is that start."""
     options = ["--policy.lora.path", str(run / "adapter"), "--algorithm.update_ref_every", "0"]

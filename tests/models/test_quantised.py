@@ -88,17 +88,16 @@ def step():
     return jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_the_update_computes_from_the_rounded_weights(variables, step, kind):
+def test_the_update_computes_from_the_rounded_weights(variables, step):
     """The oracle: ordinary float weights that hold the rounded values. Adapters and their gradients stay float32."""
-    small = quantise(variables["params"], kind)
+    small = quantise(variables["params"], "int4")
     value, grads = step(variables["lora"], small)
     expected, expected_grads = step(variables["lora"], plain(small))
     assert value == pytest.approx(float(expected), abs=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) > 1e-3
     exact, _ = step(variables["lora"], variables["params"])
-    assert 1e-6 < abs(float(exact - value)) < {"int8": 0.02, "int4": 0.5}[kind]
+    assert 1e-6 < abs(float(exact - value)) < 0.5
     merged = merged_params({"params": small, "lora": variables["lora"]}, LORA)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(merged))
     want = merged_params({"params": plain(small), "lora": variables["lora"]}, LORA)

@@ -73,6 +73,8 @@ def test_texts_that_the_policy_did_not_write_have_tokens_too():
     assert rewards.ravel().tolist() == [2, 0]
     rewards, _ = score(rows, [["ab"], [""]], None, tokens=[[[7, 8, 9]], [[7]]])
     assert rewards.ravel().tolist() == [3, 1]
+    rewards, _ = score([Row(0, "abc")], [["x", "abc"]], None, tokens=[[[7], []]])  # a group keeps the unchanged prompt
+    assert rewards.ravel().tolist() == [1, 3]
 
 
 def test_two_rewards_of_one_function_have_a_label_each(finished):
@@ -92,17 +94,6 @@ def test_rewards_are_named_by_plain_texts():
         assert parse(["--task=text", *words, "--seed=1"]).rewards == expected
     assert make_config(task="text", rewards=["a.py:f", "b:g"]).rewards == expected
     assert to_dict(make_config(task="text", rewards="b:g"))["rewards"][0]["name"] == "b:g"
-
-
-def test_a_text_that_the_policy_did_not_write_has_its_own_tokens():
-    """As where a group keeps the unchanged prompt."""
-
-    def count(completions, completion_ids, **columns):
-        return [len(ids) for ids in completion_ids]
-
-    score = make_score({"count": count}, {}, missing=False, tokenize=lambda text: list(text.encode()))
-    rewards, _ = score([Row(0, "abc", {})], [["x", "abc"]], None, tokens=[[[7], []]])
-    assert rewards[..., 0].tolist() == [[1, 3]]
 
 
 # mistakes

@@ -36,7 +36,6 @@ def test_each_is_described_on_its_page():
     ("text", "right"),
     [
         ("It is 42.", "42"),
-        ("42", 42),
         ("First 7, then 42", "<<6*7=42>> so ... #### 42"),
         ("1,234,567 apples", "1234567"),
         ("$1,234.50", "1234.5"),
@@ -45,7 +44,6 @@ def test_each_is_described_on_its_page():
         ("−7 degrees", "-7"),
         ("46-4", "4"),  # a minus between two numbers is no sign
         ("1e3", "1000"),
-        ("50%", 50.0),
         (r"so \boxed{12} as shown in 3 steps", "12"),
         (r"\boxed{1} no, \boxed{x = \text{about } 2} (see 9)", r"Therefore \boxed{2}."),
         (r"\boxed{12{,}000}", "12000"),
@@ -61,7 +59,6 @@ def test_the_number_of_an_answer_is_found(text, right):
     [
         ("42 or 43", "42"),
         ("no idea", "42"),
-        ("", "42"),
         (r"\boxed{\frac{3}{4}}", "4"),  # its last number is no answer
         (r"\boxed{unknown} 42", "42"),
         ("1000001", "1000000"),
@@ -112,7 +109,6 @@ def test_a_form_is_that_of_the_whole_completion():
         ("<think>a\nb</think>\n4", {}, 1.0),
         ("<think>a</think>", {}, 0.0),  # nothing is said
         ("<think> </think> 4", {}, 0.0),  # nothing is thought
-        ("<think>a", {}, 0.0),
         ("so <think>a</think> 4", {}, 0.0),
         ("<think>a<think>b</think>4", {}, 0.0),
         ("<think>a</think>4</think>", {}, 0.0),

@@ -12,7 +12,6 @@ from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, event_loop
-from grpo_jax.tasks.recommendation.rewards import where_ranked
 
 PATIENCE = 60  # seconds; only a mistake takes that long
 FILE = """
@@ -186,8 +185,3 @@ def test_by_import_path_with_options_and_in_a_process_of_its_own(file):
         np.testing.assert_array_equal(collect(bind(wanted, {})), [[2], [4]])
     with pytest.raises(RewardError, match="it raised RuntimeError: the judge is away"):
         collect(isolate(f"{file}:broken", PATIENCE))
-
-
-def test_where_the_task_asks_it_about_some_completions_alone():
-    found = collect(where_ranked(lengths), rank=[float("nan"), 1.0])
-    np.testing.assert_array_equal(found, [[np.nan], [2]])

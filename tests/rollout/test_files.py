@@ -16,8 +16,6 @@ from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import default_system_prompt
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.environment import make_encode_answer
-from grpo_jax.rollout.episodes import Answer
 from grpo_jax.rollout.prompts import load_prompts, split_records
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
@@ -179,16 +177,6 @@ def test_a_conversation_that_has_a_system_message_keeps_it():
     assert (
         "Sing." in first and "Be brief." not in first and second.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     )
-
-
-def test_answers_between_turns_leave_thinking_as_prompts_do():
-    tokenizer = templated()
-    ends, vocabulary = [tokenizer.eos_token_id], len(tokenizer)
-    for thinking in (False, True):
-        encode_answer = make_encode_answer(
-            tokenizer, eos_ids=ends, vocab_size=vocabulary, limit=99, enable_thinking=thinking
-        )
-        assert ("(silent)" in tokenizer.decode(encode_answer(Answer("no"), True))) is not thinking
 
 
 def test_the_system_prompt_that_a_template_has_by_itself_is_found():

@@ -16,12 +16,7 @@ from grpo_jax.rollout.encoding import make_encode
 
 IGNORES = "{% for m in messages %}<|im_start|>user\nHello<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 LLAMA = dict(
-    model_type="llama",
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=2,
+    model_type="llama", vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
 )
 
 

@@ -41,12 +41,6 @@ def test_a_run_stops_where_all_rewards_are_absent_for_long():
     assert not no_reward_lately({}, 9) and not no_reward_lately({}, 0)
 
 
-def test_a_short_run_stops_at_its_end_if_there_never_was_a_reward():
-    assert "in 2 iterations" in no_reward_lately(after((NONE, NONE), (NONE, NONE)), 2)
-    assert not no_reward_lately(after((NONE, NONE)), 2)
-    assert not no_reward_lately(after((SOME, NONE), (NONE, NONE)), 2)
-
-
 @pytest.mark.parametrize("iterations", [2, 9])
 def test_a_single_reward_that_never_came_is_noted_once(iterations):
     notes = [no_reward_yet(after(*[(SOME, NONE)] * n), n, iterations) for n in range(1, iterations + 1)]

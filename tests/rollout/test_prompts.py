@@ -57,7 +57,6 @@ def test_split_column_decides(tmp_path):
         (b'{"prompt": 3}', "must be text or a list of messages, got int"),
         (b'{"prompt": "  "}', "is empty"),
         (b'{"prompt": "x", "split": "dev"}', "got 'dev'"),
-        (b'{"prompt": "x", "split": ["dev"]}', "got ['dev']"),
         (b'{"prompt": "x", "baseline_images": 1}', "column 'baseline_images'"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": "no split"}', 'no "split"'),
@@ -66,9 +65,7 @@ def test_split_column_decides(tmp_path):
         (b'{"prompt": "x", "n": 1' + b"0" * 30 + b"}", "a whole number beyond 64 bits"),
         (b'{"prompt": "x", "n": 1e999}', "'1e999' is too large a number"),
         (b'{"prompt": "x", "n": NaN}', "NaN is no number of JSON"),
-        (b'{"prompt": "x", "n": -Infinity}', "-Infinity is no number of JSON"),
         (b'{"prompt": "\\ud800"}', "half a character"),
-        (b'{"prompt": "x", "t": ["\\udfff"]}', "half a character"),
         (b'{"prompt": "a\\u0000b"}', "holds a NUL character"),
         (b'{"prompt": "x", "prompt": "y"}', "'prompt' stands twice in one object"),
         (b'{"prompt": "x", "t": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested deeper than 32 levels"),
@@ -100,22 +97,12 @@ def test_names_that_no_file_has(path):
     assert len(str(error.value)) < 300
 
 
-def test_thousands_of_bad_lines_make_a_short_message(tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text("nonsense\n" * 5000)
-    with pytest.raises(UserError, match=r": 5000 bad lines: line 1: not JSON .*; line 2: .*; and 4998 more") as error:
-        load_prompts(path)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("none.jsonl", None, "does not exist"),
         ("empty.jsonl", "", "has no prompts"),
-        ("blank.txt", "\n  \n", "has no prompts"),
         ("p.xlsx", "prompt\na", ".jsonl, .csv, .tsv, .txt or .parquet file"),
-        ("empty.csv", "", "has no prompts"),
         ("twice.csv", "prompt,prompt\na,b", "its first line names a column twice"),
         ("cells.csv", "prompt,answer\na,b,c", "line 2: 3 cells, and the first line names 2 columns"),
         ("quotes.csv", 'prompt\n"a\n', "line 2: unexpected end of data"),

@@ -59,19 +59,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 # ------------------------------------------------------------------------------------------------------- prompts
 
 
-def test_rewrite_goes_through_the_chat_template_without_thinking():
-    tokenizer = word_tokenizer()
-    ids = format_prompt(tokenizer, "a red fox", instruction="draw this: {prompt} now {x}")
-    assert tokenizer.decode(ids) == "<|user|> draw this: a red fox now {x} <|end|> <|assistant|> nothink"
-    assert tokenizer.decode(format_prompt(tokenizer, "a fox")) == "<|user|> a fox <|end|> <|assistant|> nothink"
-
-
-def test_append_and_templateless_prompts_are_plain():
-    assert format_prompt(word_tokenizer(), "a fox", form="append") == word_tokenizer()("a fox")["input_ids"]
-    plain = word_tokenizer(chat=False)
-    assert plain.decode(format_prompt(plain, "a fox", instruction="draw this: {prompt}")) == "draw this: a fox"
-
-
 def test_an_instruction_must_say_where_the_prompt_goes():
     with pytest.raises(UserError, match=r"must contain \{prompt\}"):
         format_prompt(word_tokenizer(), "a", instruction="draw")

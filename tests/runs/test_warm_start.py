@@ -11,14 +11,7 @@ from support.encoded_prompts import plain_rows
 from support.taught_task import PROMPT, Taught
 from support.tiny_models import causal_lm
 
-from grpo_jax.config import (
-    Config,
-    DataSection,
-    PolicySection,
-    SamplingSection,
-    TrainingSection,
-    WarmStartSection,
-)
+from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection, TrainingSection, WarmStartSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -102,10 +95,9 @@ def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):
     assert not samples.truncated.any()
 
 
-@pytest.mark.parametrize("mark", ["<|endoftext|>", "<|im_end|>"])
-def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught, mark):
+def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught):
     """Texts are data: what they say can end no turn, and open none."""
-    text = f"red{mark} soap"
+    text = "red<|im_end|> soap"
     parts, _, said = taught(text, allowed="all", max_new_tokens=40)
     tokenizer = parts.policy.tokenizer
     ids = tokenizer(text, split_special_tokens=True)["input_ids"]

@@ -1,9 +1,6 @@
 """Episodes: turns with answers of unequal length between them, against the same tokens in one pass."""
 
-import dataclasses
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny_decoders import ONE_HEAD, tiny
@@ -16,7 +13,6 @@ from grpo_jax.sampling.token_choice import SamplingParams
 EOS, PAD = 3, 0
 PARAMS = SamplingParams(4, 7, 1.0)
 KEYS = jax.random.split(jax.random.key(5), 3)
-GREEDY = dataclasses.replace(PARAMS, temperature=0.0)
 PROMPTS = np.array([[0, 0, 9, 10, 11], [0, 0, 0, 12, 13], [14, 15, 16, 17, 18]], np.int32)
 
 
@@ -32,17 +28,6 @@ def stream(parts):
     tokens, present, written, logprobs = (np.concatenate([part[i] for part in parts], axis=-1) for i in range(4))
     order = np.argsort(~present, axis=-1, kind="stable")
     return [np.take_along_axis(array, order, axis=-1) for array in (tokens, present, written, logprobs)]
-
-
-def long_prompts(samples, said, heard):
-    """Prompt, first turn and answer of each completion as a prompt of its own, [P·G, L] and mask."""
-    rows = []
-    for p, g in np.ndindex(3, 4):
-        first = np.asarray(samples.tokens)[p, g][np.asarray(samples.mask)[p, g]]
-        rows.append([*PROMPTS[p][PROMPTS[p] > 0], *first, *said[p, g][heard[p, g]]])
-    longest = max(map(len, rows))
-    tokens = np.array([[PAD] * (longest - len(row)) + row for row in rows], np.int32)
-    return tokens, np.array([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
 
 
 def play(model, turns):
@@ -76,58 +61,12 @@ def test_an_episodes_logprobs_are_those_of_its_tokens_in_one_pass(family):
     np.testing.assert_allclose(logprobs[written], np.asarray(expected)[written], atol=2e-5)
 
 
-def test_a_turn_is_what_a_long_prompt_would_make_of_it():
-    """The second turn's tokens and log-probabilities from one sampler call on prompt, first turn and answer."""
-    model = tiny("llama")
-    sampler = make_episode_sampler(model.policy, GREEDY, eos_ids=(EOS,), pad_id=PAD)
-    samples, carried = sampler.begin(model.variables, PROMPTS, PROMPTS > 0, KEYS)
-    said, heard = answers(np.random.default_rng(1), 6)
-    active = np.ones((3, 4), bool)
-    further, _ = sampler.go_on(model.variables, carried, said, heard, KEYS, active)
-    tokens, mask = long_prompts(samples, said, heard)
-    alone = make_sampler(model.policy, dataclasses.replace(GREEDY, group_size=1), eos_ids=(EOS,), pad_id=PAD)(
-        model.variables, tokens, mask, jax.random.split(jax.random.key(0), 12)
-    )
-    np.testing.assert_array_equal(np.asarray(further.tokens).reshape(12, -1), np.asarray(alone.tokens)[:, 0])
-    np.testing.assert_allclose(
-        np.asarray(further.logprobs).reshape(12, -1), np.asarray(alone.logprobs)[:, 0], atol=2e-5
-    )
-
-
 def test_the_first_turn_is_the_samplers():
     model = tiny("llama")
     sampler = make_episode_sampler(model.policy, PARAMS, eos_ids=(EOS,), pad_id=PAD)
     plain = make_sampler(model.policy, PARAMS, eos_ids=(EOS,), pad_id=PAD)(model.variables, PROMPTS, PROMPTS > 0, KEYS)
     samples, _ = sampler.begin(model.variables, PROMPTS, PROMPTS > 0, KEYS)
     jax.tree.map(np.testing.assert_array_equal, samples, plain)
-
-
-def test_gradients_of_an_episode_are_those_of_its_turns_behind_long_prompts():
-    model = tiny("llama")
-    sampler = make_episode_sampler(model.policy, PARAMS, eos_ids=(EOS, 7, 8, 9), pad_id=PAD)
-    first, carried = sampler.begin(model.variables, PROMPTS, PROMPTS > 0, KEYS)
-    said, heard = answers(np.random.default_rng(2), 6)
-    second, _ = sampler.go_on(model.variables, carried, said, heard, KEYS, np.ones((3, 4), bool))
-    one, two = (
-        (np.asarray(turn.tokens), np.asarray(turn.mask), np.asarray(turn.mask), np.zeros(turn.mask.shape))
-        for turn in (first, second)
-    )
-    tokens, present, written, _ = stream([one, (said, heard, np.zeros_like(heard), np.zeros(heard.shape)), two])
-    prompts, prompts_mask = long_prompts(first, said, heard)
-
-    def total(variables, rows, rows_mask, tokens, present, written):
-        hidden = model.policy.forward_group(variables, rows, rows_mask, tokens, present)
-        logprobs, _ = token_logprobs(hidden, model.policy.head(variables), tokens)
-        return jnp.sum(jnp.where(written, logprobs, 0.0))
-
-    def apart(variables):
-        alone = [array.reshape(12, 1, -1) for array in two[:3]]
-        return total(variables, PROMPTS, PROMPTS > 0, *one[:3]) + total(variables, prompts, prompts_mask, *alone)
-
-    params = {"params": model.variables["params"]}
-    together = jax.value_and_grad(lambda v: total(v, PROMPTS, PROMPTS > 0, tokens, present, written))(params)
-    for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(jax.value_and_grad(apart)(params)), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5 * max(1.0, float(np.abs(want).max())))
 
 
 def test_answers_that_do_not_fit_are_refused():

@@ -275,17 +275,6 @@ def test_completions_prompts_steps_and_keys_draw_differently():
     assert (np.asarray(first.tokens) == np.asarray(later.tokens)).mean() < 0.1
 
 
-def test_a_group_larger_by_some_begins_with_the_same_completions():
-    variables = table(seed=5)
-    small, large = (
-        make_sampler(Bigram(), SamplingParams(g, 5), eos_ids=(EOS,), pad_id=PAD)(
-            variables, *prompts([5, 6]), keys_for([0, 1])
-        )
-        for g in (2, 5)
-    )
-    np.testing.assert_array_equal(small.tokens, large.tokens[:, :2])
-
-
 def test_one_bucket_compiles_once():
     policy = Bigram()
     sample = make_sampler(policy, SamplingParams(2, 3), eos_ids=(EOS,), pad_id=PAD)

@@ -32,7 +32,7 @@ from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
 
-MESHES = ((8, 1), (4, 2), (2, 4))
+MESHES = ((8, 1), (2, 4))
 MIXTURE = dataclasses.replace(
     tiny_update.CONFIG,
     **dict(model_type="qwen3_moe", mixture=Mixture(4, 2, 16), qkv_bias=False, initializer_range=0.2),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +61,7 @@ def arguments(models, run_dir, *more) -> list[str]:
         "--judges.renderer.steps=2",
         "--judges.renderer.eval_steps=2",
         "--training.save_every=1",
-        "--optimizer.learning_rate=0.01",  # three updates of 1e-6 would vanish in the export's bfloat16
+        "--optimizer.learning_rate=0.01",  # two updates of 1e-6 would vanish in the export's bfloat16
         "--evaluation.prompts=2",
         "--evaluation.validation_prompts=2",  # as many: another number would compile another sampler
         "--evaluation.gallery=2",
@@ -83,9 +82,9 @@ def rows_of(run_dir) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def run(models, tmp_path_factory):
-    """A finished run of three iterations."""
+    """A finished run of two iterations."""
     run_dir = tmp_path_factory.mktemp("runs") / "sd3"
-    assert train.main(arguments(models, run_dir, "--training.max_steps=3")) == 0
+    assert train.main(arguments(models, run_dir, "--training.max_steps=2")) == 0
     return run_dir
 
 
@@ -106,11 +105,17 @@ def test_run_directory_is_complete(run):
     assert "alignment" in page and "data:image/png;base64," in page
     log = (run / "train.log").read_text()
     assert "LoRA rank 16" in log and "improvement" in log
+    summary = json.loads((run / "summary.json").read_text())
+    assert set(REWARDS) <= set(summary["evaluation"]) and {*STAGES, "evaluate"} <= set(summary["seconds"])
+    assert {"jax", "flax", "torch", "diffusers", "open_clip_torch"} <= set(summary["versions"])
+    assert {"policy", "renderer", "scorer"} <= set(summary["devices"])
+    total = summary["evaluation"]["total"]  # which is what is maximised: a condition of rewards has a part in it
+    assert summary["reward"] == total["after"] and summary["baseline_reward"] == total["before"]
 
 
 def test_every_iteration_logs_what_is_promised(run):
     rows = rows_of(run)
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2]
     names = [*LOGGED, *(f"seconds/{stage}" for stage in STAGES), "reward/total/mean", "reward/total/std"]
     for reward in REWARDS:
         names += [f"reward/{reward}/mean", f"reward/{reward}/std", f"dead_groups/{reward}", f"missing/{reward}"]
@@ -142,23 +147,6 @@ def test_rewards_are_kept_apart(run):
         assert len({tuple(values) for values in rewards}) == len(REWARDS)
         # GDPO: whitened over the batch.
         assert np.mean(table["advantage"]) == pytest.approx(0, abs=1e-4)
-
-
-def test_summary(run):
-    summary = json.loads((run / "summary.json").read_text())
-    assert set(REWARDS) <= set(summary["evaluation"])
-    for values in summary["evaluation"].values():
-        assert {"before", "after", "oracle"} <= set(values)
-        assert math.isfinite(values["before"]) and math.isfinite(values["after"]) and values["oracle"] is None
-    assert summary["seed"] == 0 and summary["iterations"] == 3 and summary["prompts"] == 2
-    assert {*STAGES, "evaluate"} <= set(summary["seconds"])
-    assert summary["seconds"]["total"] >= sum(summary["seconds"][stage] for stage in ("update", "evaluate"))
-    assert {"jax", "flax", "torch", "diffusers", "open_clip_torch"} <= set(summary["versions"])
-    assert {"policy", "renderer", "scorer"} <= set(summary["devices"])
-    weights = dict(zip(REWARDS, (1.0, 0.5, 0.2), strict=True))
-    after = sum(weight * summary["evaluation"][name]["after"] for name, weight in weights.items())
-    assert summary["reward"] == pytest.approx(after)
-    assert summary["improvement"] == pytest.approx(summary["reward"] - summary["baseline_reward"])
 
 
 def merged_weights(run, source: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -194,42 +182,6 @@ def test_exported_policy_is_qwen2_vl_with_its_vision_and_the_adapters_merged(run
     assert type(model).__name__ == "Qwen2VLForConditionalGeneration"
     tokens = AutoTokenizer.from_pretrained(run / "policy")("a red dog", return_tensors="pt").input_ids
     assert torch.isfinite(model(input_ids=tokens).logits).all()
-
-
-def test_a_bfloat16_export_is_rounded_once(run, models, tmp_path):
-    from grpo_jax import export
-
-    assert export.main(["--run", str(run), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
-    source, ours = (load_file(folder / "model.safetensors") for folder in (models["policy"], tmp_path / "out"))
-    for name, expected in merged_weights(run, source).items():
-        # One unit in bfloat16's last place, for the product's own rounding.
-        torch.testing.assert_close(ours[name].double(), expected, rtol=2**-8, atol=1e-8)
-        assert ours[name].dtype == torch.bfloat16 and not torch.equal(ours[name], source[name]), name
-
-
-def test_resumed_run_repeats_what_was_lost(run, models, tmp_path):
-    """A run killed in its third iteration: what is on disk then is the second checkpoint and later records."""
-    from grpo_jax.runs.checkpoint import restore_params
-
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    steps = sorted((again / "checkpoints").glob("step*"))
-    assert len(steps) == 2
-    for late in (steps[-1], again / "checkpoints" / "final", again / "checkpoints" / "best", again / "policy"):
-        shutil.rmtree(late)
-    (again / "summary.json").unlink()
-    assert train.main(["--resume", f"--run_dir={again}"]) == 0
-    first, second = rows_of(run), rows_of(again)
-    assert len(second) == 3
-    for expected, row in zip(first, second, strict=True):
-        timeless = {name for name in expected if not name.startswith("seconds/") and name != "tokens_per_second"}
-        assert {name: row[name] for name in timeless} == {name: expected[name] for name in timeless}
-    ours, theirs = (restore_params(folder, "final")[0]["lora"]["layers"] for folder in (run, again))
-    for name in TARGETS:
-        for side in "ab":
-            np.testing.assert_array_equal(ours[name][side], theirs[name][side])
-    exported = [load_file(folder / "policy" / "model.safetensors") for folder in (run, again)]
-    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
 
 
 FLAKY = """

@@ -8,7 +8,7 @@ from support import tiny_update
 
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.core import losses
-from grpo_jax.core.advantages import Condition, gdpo_advantages, group_advantages, sum_rewards
+from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
 from grpo_jax.training.estimators import (
     OVERLONG,
     Objectives,
@@ -40,11 +40,7 @@ def test_each_estimator_is_its_formula(rewards):
     summed = np.asarray(rewards) @ np.float32(WEIGHTS)
     centred = summed - summed.mean(1, keepdims=True)
     group, batch = summed.std(1, ddof=1, keepdims=True) + 1e-4, summed.std(ddof=1) + 1e-4
-    expected = {
-        "grpo": centred / group,
-        "rloo": centred * 4 / 3,
-        "batch": (summed - summed.mean()) / batch,
-    }
+    expected = {"grpo": centred / group, "rloo": centred * 4 / 3, "batch": (summed - summed.mean()) / batch}
     for name, values in expected.items():
         np.testing.assert_allclose(advantages(rewards, advantage=name), values, rtol=1e-4, atol=1e-6, err_msg=name)
     for scale, values in {"group": centred / group, "batch": centred / batch, "none": centred}.items():
@@ -75,14 +71,6 @@ def test_the_length_penalty_is_an_objective_of_its_own(rewards):
 
 def advantages_of(found: Objectives, **choices):
     return np.asarray(estimate_advantages(found.rewards, MASK, AlgorithmSection(**choices), found.weights))
-
-
-def test_conditions_come_first(rewards):
-    conditions = [Condition(1, 0, 0.0)]
-    found = make_objectives(
-        rewards, jnp.ones((3, 4), int), weights={"a": 1, "b": 1}, conditions=conditions, max_new_tokens=9
-    )
-    np.testing.assert_array_equal(found.rewards[..., 1], jnp.where(rewards[..., 0] >= 0, rewards[..., 1], 0))
 
 
 # signal

@@ -11,7 +11,7 @@ from grpo_jax.models.families.llama import DecoderConfig, Mixture
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.rope import RopeConfig
 from grpo_jax.models.variables import VALUE
-from grpo_jax.training.batch import Batch, pack, packed, trimmed, unpacked
+from grpo_jax.training.batch import Batch, pack, trimmed
 from grpo_jax.training.objectives import make_forward
 
 PROMPTS, GROUP, LENGTH, WIDTH = 2, 4, 5, 8
@@ -19,7 +19,6 @@ LENGTHS = np.array([[3, 8, 1, 4], [2, 0, 5, 1]])
 MASK = np.arange(WIDTH) < LENGTHS[..., None]
 SHAPE = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, initializer_range=0.3)
 CONFIGS = {
-    "windowed": DecoderConfig(**SHAPE, intermediate_size=24, num_kv_heads=1, head_dim=8, windows=(None, 3)),
     # All that a layer may have of its own: experts, rotations, caps, norms behind what is added.
     "mixture": DecoderConfig(
         **SHAPE,
@@ -41,7 +40,7 @@ def batch():
     return Batch(prompt_tokens, prompt_mask, tokens, MASK)
 
 
-@pytest.mark.parametrize("family", ["mixture", "gpt2"])  # a mixture has windows too
+@pytest.mark.parametrize("family", CONFIGS)
 def test_gradients_are_those_of_rows_of_their_own(family):
     config = CONFIGS[family]
     variables = init_variables(config, jax.random.key(0))
@@ -66,27 +65,6 @@ def test_gradients_are_those_of_rows_of_their_own(family):
         np.testing.assert_allclose(a, b, atol=1e-5)
     for a, b in zip(jax.tree.leaves(packed_slopes), jax.tree.leaves(slopes), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
-
-
-def test_a_token_of_another_completion_has_no_influence():
-    policy = make_policy(CONFIGS["windowed"])
-    variables = init_variables(CONFIGS["windowed"], jax.random.key(0))
-    forward = jax.jit(make_forward(policy, temperature=1.0))
-    whole = batch()._replace(packing=pack(MASK, shortest=1))
-    others = whole.tokens.copy()
-    others[:, 1:] = 31 - others[:, 1:]
-    before, after = forward(variables, whole), forward(variables, whole._replace(tokens=others))
-    np.testing.assert_array_equal(before.logprobs[:, 0], after.logprobs[:, 0])
-    assert (before.logprobs[0, 1] != after.logprobs[0, 1]).all()
-
-
-def test_packed_and_unpacked_again():
-    tokens, packing = batch().tokens, pack(MASK, shortest=1)
-    rows, mask, steps = packed(tokens, packing)
-    assert mask.sum() == MASK.sum()
-    np.testing.assert_array_equal(unpacked(rows, MASK, packing), np.where(MASK, tokens, 0))
-    expected = np.where(MASK, np.arange(WIDTH), 0)
-    np.testing.assert_array_equal(unpacked(steps, MASK, packing), expected)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,8 +10,6 @@ from grpo_jax.runs.parts import load_parts
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 
-ONE_UPDATE = ("--training.inner_epochs=1", "--training.minibatches=1")
-
 
 def first_iteration(place, *arguments):
     """The run's parts, its first batch, and the metrics of the iteration that learns from it."""
@@ -24,10 +22,9 @@ def first_iteration(place, *arguments):
     return parts, variables, episodes, row
 
 
-@pytest.mark.parametrize("updates", [(), ONE_UPDATE], ids=["several updates", "one update"])
-def test_the_gap_is_that_of_trainer_and_sampler_in_bfloat16(place, tmp_path, monkeypatch, updates):
+def test_the_gap_is_that_of_trainer_and_sampler_in_bfloat16(place, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
-    parts, variables, episodes, row = first_iteration(place, "--policy.compute_dtype=bfloat16", *updates)
+    parts, variables, episodes, row = first_iteration(place, "--policy.compute_dtype=bfloat16")
     samples = episodes.samples
     batch = Batch(episodes.prompt_tokens, episodes.prompt_mask, samples.tokens, samples.mask)
     forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))

@@ -198,11 +198,12 @@ def test_the_updates_logprobs_are_the_samplers(rollout, packed):
     batch, _ = batch_of(rollout, AlgorithmSection())
     assert batch.packing is not None
     batch = batch if packed else batch._replace(packing=None)
-    came = np.asarray(make_forward(model.policy, temperature=1.0)(model.variables, batch).logprobs)
+    forward = jax.jit(make_forward(model.policy, temperature=1.0))
+    came = np.asarray(forward(model.variables, batch).logprobs)
     mask = np.asarray(batch.mask)
     np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=2e-5)
     apart = long_prompts(turns_apart(rollout))
-    alone = np.asarray(make_forward(model.policy, temperature=1.0)(model.variables, apart).logprobs)
+    alone = np.asarray(forward(model.variables, apart).logprobs)
     for number, (p, g, turn, _, own) in enumerate(turns_apart(rollout)):
         places = mask[p, g] & (np.asarray(batch.turn)[p, g] == turn)
         np.testing.assert_allclose(came[p, g][places], alone[number, 0, : len(own)], atol=2e-5)
@@ -245,7 +246,7 @@ def test_gradients_are_those_of_long_prompts(rollout, weighed):
 
     def gradient(batch):
         whole = loss_normaliser(batch.mask, "token")
-        return jax.grad(lambda variables: objective(variables, batch, whole)[0])(params)
+        return jax.jit(jax.grad(lambda variables: objective(variables, batch, whole)[0]))(params)
 
     came, expected = gradient(batch), gradient(apart)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.01

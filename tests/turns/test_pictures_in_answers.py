@@ -86,7 +86,7 @@ def test_the_updates_logprobs_are_the_samplers(played):
     parts, variables, _, batch = played
     mask = np.asarray(batch.mask)
     allowed = np.asarray(parts.allowed_tokens)
-    forward = make_forward(parts.policy, temperature=1.0, allowed_tokens=jnp.asarray(allowed))
+    forward = jax.jit(make_forward(parts.policy, temperature=1.0, allowed_tokens=jnp.asarray(allowed)))
     came = np.asarray(forward(variables, batch).logprobs)
     np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=5e-5)
     other = batch._replace(
@@ -139,8 +139,11 @@ def test_it_is_the_long_prompts_logprobs_and_gradients(played):
         texts = [seen[p, g, own[0] : own[-1] + 1] for p, g, _, _, own in apart]
         return jnp.stack([jnp.pad(text, (0, steps - len(text))) for text in texts])
 
-    np.testing.assert_allclose(episode(params), long(params)[:, 0], atol=5e-5)
-    came, expected = (jax.grad(lambda params, of=of: jnp.sum(of(params)))(params) for of in (episode, long))
+    def measured(of):
+        return jax.jit(jax.value_and_grad(lambda params: (jnp.sum(of(params)), of(params)), has_aux=True))(params)
+
+    ((_, seen), came), ((_, wanted), expected) = measured(episode), measured(long)
+    np.testing.assert_allclose(seen, wanted[:, 0], atol=5e-5)
     for a, b in zip(jax.tree.leaves(came), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
 

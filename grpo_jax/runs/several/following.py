@@ -21,7 +21,7 @@ from grpo_jax.runs.several.company import Follower
 from grpo_jax.runs.several.devices import place_policy, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see
 from grpo_jax.runs.trees import handler, read_tree, write_trees
-from grpo_jax.runs.warm_start import led_lessons
+from grpo_jax.runs.warm_start import led_sft
 
 
 def follow(config: Config, follower: Follower) -> Any:
@@ -52,10 +52,10 @@ def follow(config: Config, follower: Follower) -> Any:
     def learning(brief: LearningBrief) -> None:
         led_learner(config, loaded[0], brief, follower)
 
-    def lessons(brief: LearningBrief) -> None:
-        led_lessons(config, loaded[0], brief, follower)
+    def sft(brief: LearningBrief) -> None:
+        led_sft(config, loaded[0], brief, follower)
 
-    for function in (load, sampling, learning, lessons):
+    for function in (load, sampling, learning, sft):
         follower.lead(function.__name__, function)
     follower.lead("whole", on_host)
     checkpointer = ocp.AsyncCheckpointer(handler())

@@ -1,15 +1,12 @@
 """What a run with adapters exports writes greedily, in transformers and PEFT, what our sampler writes from it."""
 
-import json
-
 import pytest
 
 torch = pytest.importorskip("torch")
-from safetensors.torch import load_file  # noqa: E402
 from support.text_task import train_here  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from grpo_jax import export, generate, load_policy, load_rewriter  # noqa: E402
+from grpo_jax import export, load_rewriter  # noqa: E402
 
 SYSTEM, PROMPTS = "Be brief.", ["a tree", "q", "Seven ducks on a pond!", "ümläut", "two\nlines"]
 TOKENS = 8
@@ -49,19 +46,6 @@ def test_the_merged_folder_writes_what_the_checkpoint_writes(run, ours, place, t
     assert written(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "out") == ours
     base = written(AutoModelForCausalLM.from_pretrained(place.policy), place.policy)
     assert len(set(ours)) > 1 and all(text != other for text, other in zip(ours, base, strict=True))
-
-
-def test_the_rounded_folder_is_the_merged_one_and_writes_the_same_in_both_libraries(run, tmp_path):
-    """Its weights are other ones, by a rounding: what is likeliest by little may be another token than the run's."""
-    out = tmp_path / "out"
-    assert export.main(["--run", str(run), "--out", str(out), "--dtype", "bfloat16"]) == 0
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    asked_alone = [[text] for text in written(model, out, system=())]
-    assert generate(load_policy(out), PROMPTS, max_new_tokens=TOKENS) == asked_alone
-    full, rounded = (load_file(folder / "model.safetensors") for folder in (run / "policy", out))
-    assert full.keys() == rounded.keys()
-    assert all(torch.equal(rounded[name], full[name].bfloat16()) for name in full)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -2,12 +2,11 @@
 
 import queue
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.runs.several.company import ALONE, Follower, Leader
+from grpo_jax.runs.several.company import Follower, Leader
 
 
 class Line:
@@ -27,27 +26,6 @@ class Line:
 def both():
     line = Line()
     return Leader(2, line), Follower(2, line)
-
-
-def test_both_compute_the_same_from_host_arguments_and_keys(both):
-    leader, follower = both
-    seen = {}
-
-    def draw(who):
-        def drawn(keys, scale, table, *, shape, name):
-            kinds = type(scale), isinstance(table, jax.Array)
-            seen[who] = (jax.vmap(lambda key: jax.random.normal(key, shape))(keys) * scale + table[2], name, kinds)
-            return seen[who]
-
-        return drawn
-
-    follower.lead("draw", draw("follower"))
-    led = leader.lead("draw", draw("leader"))
-    led(jax.random.split(jax.random.key(3), 4), np.float32(2), jnp.arange(3), shape=(3,), name="x")
-    leader.end(7)
-    assert follower.follow() == 7
-    np.testing.assert_array_equal(seen["leader"][0], seen["follower"][0])
-    assert seen["leader"][1:] == seen["follower"][1:] == ("x", (np.float32, True))
 
 
 def test_a_state_stays_where_it_is_and_what_is_given_back_unchanged_has_one_name(both):
@@ -94,10 +72,3 @@ def test_what_process_0_frees_is_freed_everywhere_and_can_still_be_a_template(bo
     leader.end(None)
     follower.follow()
     assert theirs[0][0] is theirs[1][0] and theirs[1][0].is_deleted() and theirs[1][0].shape == (2, 3)
-
-
-def test_one_process_calls_its_own():
-    def function():
-        return 1
-
-    assert ALONE.lead("any", function) is function and ALONE.processes == 1

@@ -13,6 +13,9 @@ from support.text_task import ROOT, environment, finish, finished_run, rows, tra
 from support.text_task import start as start_alone
 
 from grpo_jax import evaluate
+from grpo_jax.config import make_config
+from grpo_jax.errors import UserError
+from grpo_jax.runs.several import joining
 
 pytestmark = pytest.mark.slow
 END = 600  # seconds; only a hang takes that long
@@ -105,32 +108,17 @@ def test_a_run_that_was_stopped_and_killed_is_the_run_of_one_process(place, tmp_
     assert_ends_as(expected, place, tmp_path / "run", monkeypatch)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("number", range(4))
-def test_a_run_on_four_processes_survives_each(place, tmp_path, monkeypatch, number):
-    expected, run = rows(finished_run(place)), tmp_path / "run"
-    processes = start(place, run, 4, *MESH, judge="hold:4")
-    held(processes, run)
-    processes[number].kill()
-    done = ended(processes)
-    assert all(one.returncode not in (0, 2) for one in done)
-    if number:
-        assert lines(done[0].stderr)[0].startswith(f"error: process {number} of 4 is gone: ")
-    (run / "held").unlink()
-    assert_ends_as(expected, place, run, monkeypatch)
+def test_a_mesh_is_a_multiple_of_the_processes():
+    with pytest.raises(UserError, match=r"policy\.mesh: .* a multiple of the 2 processes, got 1"):
+        joining._require_fit(make_config(task="text"), 2)
 
 
 def test_mistakes_are_told_once(place, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for word, message in (
-        ("--policy.mesh.fsdp=1", "policy.mesh: expected fsdp x tensor a multiple of the 2 processes, got 1"),
-        ("--training.lag=1", "training.lag: expected 0 with a policy over 2 processes, got 1"),
-    ):
-        first, second = ended(start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=2", word))
-        assert first.returncode == 2 and lines(first.stderr) == [f"error: {message}"]
-        assert second.returncode == 2 and not lines(second.stderr)
-    (first, second) = ended(start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=3"))  # seen before they join
-    assert "expected a divisor of 2" in first.stderr and not lines(second.stderr)
+    first, second = ended(start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=2", "--training.lag=1"))
+    message = "training.lag: expected 0 with a policy over 2 processes, got 1"
+    assert first.returncode == 2 and lines(first.stderr) == [f"error: {message}"]
+    assert second.returncode == 2 and not lines(second.stderr)
     assert not os.path.exists(tmp_path / "run")
     lacking = start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=2", last=["--policy.path=/nowhere"])
     first, second = ended(lacking)  # what is wrong on one machine alone, its process tells
@@ -184,11 +172,3 @@ def test_the_coordinator_waits_for_one_that_leaves_late():
         for number in range(2)
     ]
     assert [(finish(process).returncode, process.args[-1]) for process in processes] == [(0, "0"), (0, "4")]
-
-
-@pytest.mark.wide
-def test_a_judge_that_fails_ends_all(place, tmp_path):
-    run = tmp_path / "run"
-    first, second = ended(start(place, run, 2, "--policy.mesh.fsdp=2", judge="raise:1"))
-    assert first.returncode == 2 and "the judge is away. Saved after iteration 1" in first.stderr
-    assert second.returncode == 2 and not lines(second.stderr)

@@ -50,24 +50,6 @@ def test_physics_is_gymnasiums():
     assert ended == 8
 
 
-def test_starts_and_steps_are_gymnaxs():
-    """To the bit, under compilation too: recorded runs go on from where they were."""
-    peer = pytest.importorskip("gymnax.environments.classic_control.cartpole").CartPole()
-    params = peer.default_params
-    keys = jax.random.split(jax.random.key(3), 64)
-    _, theirs = jax.vmap(lambda key: peer.reset_env(key, params))(keys)
-    ours = task.reset(jax.random.key(3), 64)
-    advance = jax.jit(jax.vmap(lambda state, action: peer.step_env(keys[0], state, action, params)[1:4:2]))
-    actions = jax.random.bernoulli(jax.random.key(4), shape=(60, 64))
-    for right in actions:
-        for name, value in ours._asdict().items():
-            np.testing.assert_array_equal(value, getattr(theirs, name))
-        ours, fell = jax.jit(task.step)(ours, right)
-        theirs, done = advance(theirs, right.astype(jnp.int32))
-        np.testing.assert_array_equal(fell, done)
-    assert fell.any() and not fell.all()
-
-
 def test_starts_are_within_bounds_and_differ():
     numbers = np.asarray(task.observe(starts(500)))
     assert np.abs(numbers).max() <= 0.05 and np.abs(numbers).max() > 0.049

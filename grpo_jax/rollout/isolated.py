@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -61,12 +61,8 @@ class _GoneError(Exception):
 def isolate(name: str, timeout: float | None) -> Reward:
     """Return a reward that is called in a process of its own, imported there and nowhere else.
 
-    Args:
-        name: package.module:function or file.py:function.
-        timeout: Seconds one call may take; its process is killed after them. None for no limit.
-
-    Returns:
-        A reward that raises RewardError where the process died, and has a fresh one for the next call.
+    It raises RewardError where the process died, and has a fresh one for the next call. One call may take `timeout`
+    seconds; its process is killed after them.
 
     Raises:
         UserError: There is no such function, or importing it fails.
@@ -122,7 +118,7 @@ class _Worker:
             module = Path(name.rpartition(":")[0]).name
             raise UserError(f"{kind} {name!r}: importing {module}: {error}") from error
 
-    def call(self, arguments: dict[str, Any]) -> list[Any]:
+    def call(self, arguments: Mapping[str, object]) -> list[Any]:
         """Return the function's values. Raises its failure, or the StopRun that it raised."""
         try:
             request = pickle.dumps(arguments)
@@ -182,11 +178,7 @@ class _Worker:
             self._finalize()
 
     def _ask(self, request: bytes | None, limit: float | None) -> dict[str, Any]:
-        """Send a request, if there is one, and wait for the next answer; the process is killed after `limit` seconds.
-
-        Raises:
-            _GoneError: The process ended, was killed, or answered with something else.
-        """
+        """Send a request, if there is one, and wait for the answer; after `limit` seconds the process is killed."""
         process = self.process
         assert process is not None
         overdue = threading.Event()
@@ -291,7 +283,7 @@ def serve() -> None:
         _send(channel, _answer(function, kind, request))
 
 
-def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str, Any]:
+def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str, object]:
     try:
         arguments = pickle.loads(request)
         if kind == ENVIRONMENT:
@@ -304,13 +296,13 @@ def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str
         return {"reason": reason_of(error)}
 
 
-def _plain(value: Any) -> float | str | None:
+def _plain(value: object) -> float | str | None:
     """Return a number, None, or of anything else what it looks like."""
     number = None if value is None else as_number(value)
     return number if value is None or number is not None else one_line(value, 60)
 
 
-def _plain_answer(value: Any) -> dict[str, Any]:
+def _plain_answer(value: object) -> dict[str, object]:
     """Return an answer without pictures, or what is wrong with it."""
     try:
         answer = checked(value)
@@ -321,7 +313,7 @@ def _plain_answer(value: Any) -> dict[str, Any]:
     return {"text": answer.text, "done": answer.done}
 
 
-def _send(channel: Connection, answer: dict[str, Any]) -> None:
+def _send(channel: Connection, answer: Mapping[str, object]) -> None:
     channel.send_bytes(json.dumps(answer).encode())
 
 

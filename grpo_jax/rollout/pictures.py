@@ -1,4 +1,4 @@
-"""Pictures of a data set: where they are, opened with care, and never sooner than they are needed."""
+"""Pictures of a data set: found, opened with Pillow when they are needed, and stored."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,23 +49,21 @@ class File(NamedTuple):
 
 Source = Any
 """A picture of a row: a `File`, bytes of one, or in memory: Pillow's, a NumPy or a torch array."""
+Result = TypeVar("Result")
 
 
-def source_of(value: Any, base: Path | None) -> Source:
-    """Read what a data set holds in the place of a picture.
+def source_of(value: object, base: Path | None) -> Source:
+    """Read what a data set holds in the place of a picture; raises ValueError.
 
     Args:
         value: A path; base64 text or a data URL; bytes; {"bytes": …, "path": …} as Hugging Face datasets have it;
             {"url": …} or {"base64": …} as in chat messages; a picture in memory.
         base: The folder that paths are relative to; None for the working directory.
-
-    Raises:
-        ValueError: It is no picture, or its file does not exist.
     """
     if isinstance(value, Mapping):
         # The bytes before the path, which may name a file of another machine.
         held = (value.get(name) for name in ("bytes", "base64", "image", "url", "path"))
-        inner = next((one for one in held if one is not None), None)
+        inner = next((entry for entry in held if entry is not None), None)
         if inner is None:
             raise ValueError(f'a picture as {{…}} needs "bytes" or "path", got {shown(dict(value), 40)}')
         return source_of(inner, base)
@@ -118,8 +116,8 @@ def _file(name: str, base: Path | None) -> File:
     return File(path, name)
 
 
-def _check_array(value: Any) -> None:
-    """[H, W], [H, W, 1 | 3 | 4] of NumPy and JAX, [3, H, W] of torch; of a type that `eight_bits` takes."""
+def _check_array(value: Source) -> None:
+    """Refuse other shapes than [H, W], [H, W, 1 | 3 | 4] of NumPy and JAX, [3, H, W] of torch, and other types."""
     shape, torch = tuple(value.shape), hasattr(value, "detach")
     channels = shape[0 if torch else -1] if len(shape) == 3 else 1
     if len(shape) not in (2, 3) or channels not in (1, 3, 4) or 0 in shape:
@@ -133,11 +131,7 @@ def _check_array(value: Any) -> None:
 
 
 def open_picture(source: Source) -> Image:
-    """Open a picture with Pillow, the right way up; pixels of a file are read when they are first looked at.
-
-    Raises:
-        ValueError: It is broken, moving, of several pages, too large, or no picture.
-    """
+    """Open a picture with Pillow, upright; raises ValueError for a broken, moving or too large one, or none."""
     from PIL import ImageOps
 
     if hasattr(source, "shape"):
@@ -229,7 +223,7 @@ def _orientation(picture: Image) -> int:
     return noted if noted in range(1, 9) else 1
 
 
-def _from_array(array: Any) -> Image:
+def _from_array(array: Source) -> Image:
     from PIL import Image
 
     if hasattr(array, "detach"):
@@ -244,11 +238,7 @@ _VALUES = "uint8, uint16 (to 65535) or floats in [0, 1]"
 
 
 def eight_bits(values: np.ndarray) -> np.ndarray:
-    """Return the values of a picture as uint8, by the range of their type: of uint16 all of it, of floats [0, 1].
-
-    Raises:
-        ValueError: They are of another type, floats of another range, or no numbers.
-    """
+    """Return a picture's values as uint8, by the range of their type: of uint16 all, of floats [0, 1]."""
     if values.dtype == np.uint8:
         return values
     if values.dtype.kind == "u" and values.dtype.itemsize == 2:
@@ -280,11 +270,7 @@ def _in_eight_bits(picture: Image, kind: str | None = None) -> Image:
 
 
 def read_rgb(source: Source) -> Image:
-    """Return a picture in RGB, all pixels read; what is transparent is on white, as the processor has it.
-
-    Raises:
-        ValueError: As `open_picture`.
-    """
+    """Return a picture in RGB, what is transparent on white, as the processor has it; raises as `open_picture`."""
     from PIL import Image
 
     picture = open_picture(source)
@@ -296,21 +282,31 @@ def read_rgb(source: Source) -> Image:
         return picture.convert("RGB")
 
 
-def picture_error(row: Row, place: int, reason: object) -> UserError:
-    """Return the error for a picture of a row that cannot be used: its file by name, of a long one the end."""
-    source = row.pictures[place]
-    which = f"picture {place + 1}" if len(row.pictures) > 1 else "picture"
-    if isinstance(source, File):
-        name = source.name if len(source.name) <= _NAME_CHARACTERS else f"…{source.name[1 - _NAME_CHARACTERS :]}"
-        which = f"{which} {said(name, _NAME_CHARACTERS)}"
-    return UserError(f"row {row.id}, {which}: {reason}")
+def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]:
+    """Return function(source) of each picture of a row.
+
+    Raises:
+        UserError: In place of a ValueError; names the row, and a file by the end of its name.
+    """
+    results = []
+    for place, source in enumerate(row.pictures, 1):
+        try:
+            results.append(function(source))
+        except ValueError as error:
+            which = f"picture {place}" if len(row.pictures) > 1 else "picture"
+            if isinstance(source, File):
+                cut = len(source.name) > _NAME_CHARACTERS
+                name = f"…{source.name[1 - _NAME_CHARACTERS :]}" if cut else source.name
+                which = f"{which} {said(name, _NAME_CHARACTERS)}"
+            raise UserError(f"row {row.id}, {which}: {error}") from error
+    return results
 
 
 # ----------------------------------------------------------------------------------------------------- in other forms
 
 
 def digest(source: Source) -> str:
-    """Return what tells a picture from others, the same on each machine: a file's name, else a hash of its content."""
+    """Return a text that tells a picture from others on any machine: a file's name, else a hash of its content."""
     if isinstance(source, File):
         return source.name
     if hasattr(source, "convert"):
@@ -346,16 +342,13 @@ def pictures_column(rows: Sequence[Row]) -> dict[str, pyarrow.Array]:
     """Return the pictures of rows as {"pictures": a column of an Arrow table}; nothing where there are none.
 
     As Hugging Face's data sets have them, {bytes, path}: a file by its path, any other picture as a small PNG.
-
-    Args:
-        rows: The row of each entry; one that stands there several times is read once.
     """
     import pyarrow
 
     if not any(row.pictures for row in rows):
         return {}
 
-    def stored(source: Source) -> dict[str, Any]:
+    def stored(source: Source) -> dict[str, bytes | str | None]:
         if isinstance(source, File):
             return {"bytes": None, "path": str(source.path)}
         picture = read_rgb(source)

@@ -4,9 +4,8 @@
                             chunk i           chunk i-1
 
 Every stage has a thread of its own and takes the chunks in their order, so the results are those of a plain
-loop; the queues are bounded, so a fast stage does not run ahead of a slow one by more than their size. The
-pipe is filled and emptied within one call: what a call returns depends on nothing that comes after it. Calls that
-stand in a line (`Pipeline`) may be made at once: each stage then passes from one batch to the next by itself.
+loop; the queues are bounded. What a call returns depends on nothing that comes after it. Several batches may be on
+their way at once (`Pipeline`): each stage then passes from one batch to the next by itself.
 """
 
 import contextvars
@@ -34,12 +33,11 @@ class Stage:
 
     Attributes:
         name: Names the stage in errors and timings.
-        function: Takes the previous stage's result for a chunk (the first stage: the chunk) and returns its
-            own. It is called from a thread of its own, one chunk at a time. What torch and JAX keep per
-            thread, as `torch.inference_mode` or `jax.default_device`, it must set itself; it should wait
-            for its results (`jax.block_until_ready`), or their time is counted where they are first used.
+        function: The previous stage's result for a chunk (of the first stage: the chunk) → its own. It is called from a
+            thread of its own, one chunk at a time: what torch and JAX keep per thread (`torch.inference_mode`) it must
+            set itself, and it should wait for its results (`jax.block_until_ready`).
         timed: Whether the pipeline's timeout holds for it.
-        unbounded: Whether any number of its results may wait for the next stage, where batches stand in a line.
+        unbounded: Whether any number of its results may wait for the next stage, where several batches run at once.
     """
 
     name: str
@@ -61,14 +59,14 @@ class Pipeline:
         self._slots = 0
 
     def slot(self) -> "Slot":
-        """The slot behind those that were given before."""
+        """Return the next slot."""
         self._slots += 1
         return Slot(self, self._slots - 1)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A batch's slot in a line, from 0. What fails or is stopped in it never lets the next one begin."""
+    """A batch's place in a `Pipeline`, from 0. What fails or is stopped in it never lets the next one begin."""
 
     pipeline: Pipeline
     number: int
@@ -80,7 +78,10 @@ class Slot:
 
 @dataclass
 class _Call:
-    """A stage's call: its chunk, since when its clock runs (None while it stands still), and who is at work in it."""
+    """A running call of a stage.
+
+    `start` is when its clock began, None while it stands still; `who` is at work in it.
+    """
 
     stage: str
     chunk: int
@@ -89,21 +90,21 @@ class _Call:
     watchdog: Watchdog
     who: str = ""
 
-    def told(self, reason: str) -> str:
+    def named(self, reason: str) -> str:
         return f"{self.who}: {reason}" if self.who else reason
 
     def overdue(self) -> StageTimeout | None:
-        """What to raise where it has taken longer than its limit."""
+        """Return what to raise where it has taken longer than its limit."""
         start = self.start  # its own thread may stop the clock meanwhile
         if self.limit is None or start is None or time.perf_counter() - start <= self.limit:
             return None
         return self._timeout()
 
     def _timeout(self) -> StageTimeout:
-        return StageTimeout(self.stage, self.chunk, self.told(f"no result after {self.limit:g} s"))
+        return StageTimeout(self.stage, self.chunk, self.named(f"no result after {self.limit:g} s"))
 
     def watch(self) -> None:
-        """Has the watchdog wait for its end, where its clock runs: with the lock held nobody else can."""
+        """Arm the watchdog, where the clock runs: while the interpreter lock is held nobody else can end it."""
         if self.limit is not None and self.start is not None:
             seconds = self.start + self.limit + _WATCHDOG_SECONDS - time.perf_counter()
             self.watchdog.arm(seconds, f"error: {self._timeout()}, and it holds Python's interpreter lock")
@@ -113,7 +114,7 @@ _here = threading.local()  # .call: the stage's call that runs in this thread
 
 
 def at_work(who: str) -> None:
-    """Says who is at work in the stage that calls this: a failure then names it. Outside a stage nothing happens."""
+    """Name who is at work in the calling stage, for its failures. Outside a stage nothing happens."""
     call = getattr(_here, "call", None)
     if call is not None:
         call.who = who
@@ -122,7 +123,7 @@ def at_work(who: str) -> None:
 
 @contextmanager
 def untimed() -> Iterator[None]:
-    """Stops the clock of the stage that calls this: what is done inside has a time limit of its own."""
+    """Stop the clock of the calling stage: what is done inside has a time limit of its own."""
     call = getattr(_here, "call", None)
     if call is None:
         yield
@@ -142,7 +143,7 @@ class _Stopped(Exception):
 
 
 class _State:
-    """What the threads share. One condition guards it all, also a line's: every change is announced, nobody polls."""
+    """State that the threads share. One condition guards it all, also a `Pipeline`'s: nobody polls."""
 
     def __init__(self, count: int, slot: Slot | None, timeout: float | None):
         self.changed = threading.Condition() if slot is None else slot.pipeline.changed
@@ -157,21 +158,21 @@ class _State:
         self.error: StageError | None = None
 
     def wait_in_line(self, stage: str) -> bool:
-        """Waits until a stage may begin; whether it may."""
+        """Wait until a stage may begin; return whether it may."""
         slot = self.slot
         with self.changed:
             self.changed.wait_for(lambda: slot is None or slot.is_up(stage) or self.stopped)
             return not self.stopped
 
     def leave(self, stage: str) -> None:
-        """A stage is done with all chunks: it may begin with the next batch's."""
+        """Let a stage begin with the next batch: it is done with all chunks."""
         if self.slot is not None:
             with self.changed:
                 self.slot.pipeline.done[stage] = self.slot.number + 1
                 self.changed.notify_all()
 
-    def take(self, queue: deque, limit: int) -> Any:
-        """The next in a queue, once fewer chunks than `limit` have been begun and are not done."""
+    def take(self, queue: deque, limit: int) -> object:
+        """Take the next in a queue, once fewer chunks than `limit` have been begun and are not done."""
         first, done = queue is self.queues[0], self.queues[-1]
         with self.changed:
             self.changed.wait_for(lambda: (queue and not (first and self.begun - len(done) >= limit)) or self.stopped)
@@ -182,7 +183,7 @@ class _State:
             self.changed.notify_all()
             return item
 
-    def give(self, queue: deque, item: Any, size: int) -> None:
+    def give(self, queue: deque, item: object, size: int) -> None:
         with self.changed:
             self.changed.wait_for(lambda: len(queue) < size or self.stopped)
             if self.stopped:
@@ -198,7 +199,7 @@ class _State:
 
 
 def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int, limit: int) -> None:
-    """The life of one stage's thread: `chunks` times take, call, give."""
+    """Run one stage's thread: `chunks` times take, call, give."""
     last = index == len(state.running) - 1
     size = chunks if last or (state.slot is not None and stage.unbounded) else queue_size
     if not state.wait_in_line(stage.name):
@@ -232,11 +233,11 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
 
 
 def _reason(error: BaseException, call: _Call | None) -> str:
-    """A user's mistake says itself whose it is."""
+    """Return the reason of a failure; a user's mistake says itself whose it is."""
     if isinstance(error, UserError):
         return str(error)
     reason = f"{type(error).__name__}: {one_line(error, 200)}"
-    return reason if call is None else call.told(reason)
+    return reason if call is None else call.named(reason)
 
 
 def _wait(state: _State, chunks: int, stopping: Callable[[], bool]) -> None:
@@ -266,7 +267,7 @@ def _join(state: _State, threads: Sequence[threading.Thread], seconds: float) ->
 
 
 def run_pipeline(
-    chunks: Sequence[Any],
+    chunks: Sequence[object],
     stages: Sequence[Stage],
     *,
     timeout: float | None = None,

@@ -1,4 +1,4 @@
-"""Prompts from files, from the package and from records in memory: checked, mistakes named together, and split."""
+"""Prompts from files, from the package and from records in memory: parsed, mistakes named together, and split."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from grpo_jax.rollout.data import (
     split_places,
 )
 from grpo_jax.rollout.pictures import File, Source, source_of
-from grpo_jax.rollout.records import Records, in_memory, read_records
+from grpo_jax.rollout.records import Fields, Records, in_memory, read_records
 
 TIERS = ("plain", "attributes", "crowded")
 _SHOWN_CHARACTERS = 140
@@ -100,7 +100,7 @@ def load_prompts(
 
 
 def split_records(
-    records: Iterable[Mapping[str, Any]] | Records,
+    records: Iterable[Mapping[str, object]] | Records,
     *,
     held_out: int | float = 0.2,
     columns: Mapping[str, str] = MappingProxyType({}),
@@ -109,12 +109,8 @@ def split_records(
 
     Args:
         records: ``{"prompt": text, column: value, …}``, on all or on none "split"; or `Records` that were opened.
-        held_out: As for `load_prompts`.
+        held_out: As for `load_prompts`, and raises as it does.
         columns: Likewise.
-
-    Raises:
-        UserError: If there are none, or bad ones: the first are named, all are counted.
-        ValueError: If ``held_out`` is neither a count nor a share.
     """
     check_held_out(held_out)
     opened = records if isinstance(records, Records) else in_memory([*records])
@@ -125,9 +121,9 @@ def split_records(
 
 
 def make_prompt_set(
-    train: Iterable[Mapping[str, Any]],
-    validation: Iterable[Mapping[str, Any]] = (),
-    test: Iterable[Mapping[str, Any]] = (),
+    train: Iterable[Mapping[str, object]],
+    validation: Iterable[Mapping[str, object]] = (),
+    test: Iterable[Mapping[str, object]] = (),
 ) -> PromptSet:
     """Make a data set from rows in memory, ``{"prompt": text, column: value, …}``; ids count through.
 
@@ -157,15 +153,11 @@ def make_prompt_set(
 def builtin_rows(name: str) -> tuple[Row, ...]:
     """Return the prompts that come with the package, with their tier as a column.
 
-    Args:
-        name: "builtin" for all, or "builtin:TIER". A prompt has the same id in both.
-
-    Raises:
-        UserError: If there is no such tier.
+    "builtin" is all of them, "builtin:TIER" one tier; a prompt has the same id in both.
     """
     tier = name.partition(":")[2]
     if tier and tier not in TIERS:
-        choices = ", ".join(f"builtin:{known}" for known in TIERS)
+        choices = ", ".join(f"builtin:{name}" for name in TIERS)
         raise UserError(f"no built-in prompts called {shown(name)}: choose builtin, {choices}")
     text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
     rows, heading = [], ""
@@ -180,20 +172,16 @@ def builtin_rows(name: str) -> tuple[Row, ...]:
 # ------------------------------------------------------------------------------------------------------------- a row
 
 
-def rename_columns(record: dict[Any, Any], columns: Mapping[str, str]) -> dict[Any, Any]:
-    """Return a record whose columns have the names that the config gives them."""
+def rename_columns(record: Fields, columns: Mapping[str, str]) -> Fields:
+    """Rename the columns of a record as the config says, {new: old}."""
     if not columns:
         return record
     others = {name: value for name, value in record.items() if name not in columns.values()}
     return others | {new: record[old] for new, old in columns.items() if old in record}
 
 
-def _parse(record: dict[Any, Any], number: int, base: Path | None) -> tuple[Row, str | None]:
-    """Return a record's row and split; paths of its pictures are relative to `base`.
-
-    Raises:
-        ValueError: Saying what is wrong with it.
-    """
+def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | None]:
+    """Return a record's row and split, or raise ValueError; paths of its pictures are relative to `base`."""
     nameless = [name for name in record if not isinstance(name, str)]
     if nameless:
         raise ValueError(f"a column's name must be text, got {shown(nameless[0])}")
@@ -214,7 +202,7 @@ def _parse(record: dict[Any, Any], number: int, base: Path | None) -> tuple[Row,
 
 
 class Prompt(NamedTuple):
-    """A row's prompt: its text (of a conversation, what the user said last), pictures in order, and messages."""
+    """Text of a row's prompt (of a conversation, what the user said last), its pictures in order, and its messages."""
 
     text: str
     pictures: tuple[Source, ...]
@@ -227,12 +215,8 @@ class _Picture(NamedTuple):
     source: Source | None
 
 
-def take_pictures(record: dict[str, Any], base: Path | None) -> list[Source]:
-    """Take `image` or `images` out of a record, as sources.
-
-    Raises:
-        ValueError: Saying what is wrong with them.
-    """
+def take_pictures(record: Fields, base: Path | None) -> list[Source]:
+    """Take `image` or `images` out of a record, as sources; raises ValueError."""
     columns = {name: record.pop(name) for name in ("image", "images") if name in record}
     columns = {name: value for name, value in columns.items() if value is not None}
     if len(columns) > 1:
@@ -251,17 +235,14 @@ def take_pictures(record: dict[str, Any], base: Path | None) -> list[Source]:
     return sources
 
 
-def read_prompt(value: Any, pictures: Sequence[Source], base: Path | None) -> Prompt:
-    """Read a row's `prompt`, with the pictures of its column.
+def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) -> Prompt:
+    """Read a row's `prompt`, with the pictures of its column; raises ValueError.
 
     Args:
         value: Text, or a list of messages {"role": …, "content": text or parts}.
         pictures: They take the places that parts {"type": "image"} without one of their own keep, or stand before the
             first text of the user.
         base: The folder that paths are relative to.
-
-    Raises:
-        ValueError: Saying what is wrong with it.
     """
     if isinstance(value, str):
         if not value.strip():
@@ -288,7 +269,7 @@ def read_prompt(value: Any, pictures: Sequence[Source], base: Path | None) -> Pr
     return Prompt(next(filter(None, texts), "(a picture)"), sources, conversation)
 
 
-def _read_message(number: int, message: Any, base: Path | None) -> tuple[str, list[str | _Picture]]:
+def _read_message(number: int, message: object, base: Path | None) -> tuple[str, list[str | _Picture]]:
     where = f'"prompt", message {number}'
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         expected = f'{{"role": {" | ".join(ROLES)}, "content": …}}'
@@ -303,17 +284,20 @@ def _read_message(number: int, message: Any, base: Path | None) -> tuple[str, li
         raise ValueError(f"{where}: {error}") from error
 
 
-def _read_part(part: Any, base: Path | None) -> str | _Picture:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" or isinstance(part, str):
-        text = part if isinstance(part, str) else part.get("text")
+def _read_part(part: object, base: Path | None) -> str | _Picture:
+    if isinstance(part, str):
+        part = {"type": "text", "text": part}
+    fields = part if isinstance(part, Mapping) else {}
+    kind = fields.get("type")
+    if kind == "text":
+        text = fields.get("text")
         if not isinstance(text, str):
             raise ValueError(f'a part of type "text" holds no text, got {shown(text, 40)}')
         require_text(text)
         return text
     if kind not in ("image", "image_url"):
         raise ValueError(f'a part must be of type "text" or "image", got {shown(kind or part, 40)}')
-    picture = next((part[name] for name in _PICTURE_KEYS if part.get(name) is not None), None)
+    picture = next((fields[name] for name in _PICTURE_KEYS if fields.get(name) is not None), None)
     return _Picture(None if picture is None else source_of(picture, base))
 
 
@@ -339,13 +323,7 @@ def _place_pictures(messages: Sequence[tuple[str, list[str | _Picture]]], column
 
 
 class _Scanned(NamedTuple):
-    """A data set without mistakes.
-
-    Attributes:
-        rows: n rows, made again when they are drawn.
-        digests: u64 [n, 4], of what makes them different prompts.
-        splits: i8 [n], the place of each one's part in `SPLITS`, or `_NO_SPLIT`.
-    """
+    """Rows of a data set without mistakes, their digests u64 [n, 4], and splits i8 [n] (`_NO_SPLIT` or a place)."""
 
     rows: Rows
     digests: np.ndarray
@@ -391,18 +369,9 @@ def _scan_place(place: str, columns: Mapping[str, str]) -> _Scanned:
 
 
 def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanned:
-    """Look at every record once; its row is made again when it is drawn.
+    """Parse every record once, and raise UserError for bad ones; a row is made again when it is drawn."""
 
-    Args:
-        records: As opened.
-        subject: What errors call the data set.
-        columns: As the config names them.
-
-    Raises:
-        UserError: There are bad ones: the first are named, all are counted.
-    """
-
-    def parse(record: dict[Any, Any] | str | None, number: int) -> tuple[Row, str | None]:
+    def parse(record: Fields | str | None, number: int) -> tuple[Row, str | None]:
         if not isinstance(record, dict):
             raise ValueError(record or "gone")
         return _parse(rename_columns(record, columns), number, records.base)

@@ -35,12 +35,14 @@ _BATCH_BYTES = 2**26
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = re.compile(rb"\r\n?|\n")
 
-Record = dict[Any, Any] | str | None
+Fields = dict[Any, Any]
+"""A record: columns by name, which a file may spell with other keys than texts."""
+Record = Fields | str | None
 """A record; a text that says what is wrong with it; or None for a blank line, which is none."""
 
 
 class Records(NamedTuple):
-    """The records of a data set, made each time they are read.
+    """Records of a data set, read from the source each time.
 
     Attributes:
         unit: What errors call one of them: "line" or "row".
@@ -88,7 +90,7 @@ def read_records(place: str) -> Records:
     )
 
 
-def in_memory(records: Sequence[Mapping[Any, Any]]) -> Records:
+def in_memory(records: Sequence[Mapping[str, object]]) -> Records:
     """Return records that are in memory already; they are left as they are."""
 
     def read(start: int, stop: int) -> list[tuple[int, Record]]:
@@ -101,17 +103,10 @@ def in_memory(records: Sequence[Mapping[Any, Any]]) -> Records:
 
 
 def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
-    """Open a file of lines.
+    """Open a file of lines; parse(text of a line that is not blank) → its record, or what is wrong with it.
 
     Up to 64 MB are copied, so that the file may change afterwards; a larger file is mapped, and its lines are read
     again when they are drawn.
-
-    Args:
-        path: The file.
-        parse: The text of a line that is not blank → its record, or what is wrong with it.
-
-    Raises:
-        UserError: It cannot be read, or has a line that is too long.
     """
     content = _content(path)
     starts = _line_starts(path, content)
@@ -179,11 +174,7 @@ def _content(path: Path) -> bytes | mmap.mmap:
 
 
 def _line_starts(path: Path, content: bytes | mmap.mmap) -> array[int]:
-    """Return where the lines of a file begin, without the mark that some programs put before UTF-8, and its end.
-
-    Raises:
-        UserError: One is longer than any row.
-    """
+    """Return where the lines of a file begin, and its end, without a byte order mark; a line may be too long."""
     first = len(_BOM) if content[: len(_BOM)] == _BOM else 0
     starts = array("q", [first])
     starts.extend(match.end() for match in _LINE_END.finditer(content, first))
@@ -214,10 +205,7 @@ def _object(text: str) -> Record:
 
 
 def _table(path: Path) -> Records:
-    """Open a parquet file, or a folder that `save_to_disk` wrote.
-
-    A parquet file is converted once to Arrow files in the cache of `datasets`, under its path and time of change.
-    """
+    """Open a parquet file (converted once to Arrow in the cache of `datasets`), or a folder of `save_to_disk`."""
     import datasets
 
     file = glob.escape(str(path))
@@ -255,7 +243,7 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
 
 
 def dataset_records(value: object, subject: str, base: Path | None = None) -> Records | None:
-    """Return the rows of a `Dataset`, or those of a `DatasetDict` one split after another, each with its "split".
+    """Return the rows of a `Dataset`, or of a `DatasetDict` one split after another, each with its "split".
 
     Args:
         value: The data set; None is returned where it is something else.

@@ -25,6 +25,8 @@ from grpo_jax.errors import UserError, is_own_doing, one_line
 from grpo_jax.rollout.pipeline import at_work
 
 Reward = Callable[..., Any]
+Columns = Mapping[str, Any]
+"""Arguments of rewards by name, P·G values each: lists, or what was drawn as one tensor."""
 
 IN_PYTHON = "<given>"
 """Stands in a run's config for what `run` was given in Python: as data.prompts, and as the place of a function."""
@@ -39,7 +41,7 @@ MESSAGES = ("prompt_messages", "completion_messages")
 
 
 class Maker(NamedTuple):
-    """What makes a reward of its options: make(**options) → reward."""
+    """A factory of a reward: make(**options) → reward."""
 
     make: Callable[..., Reward]
 
@@ -63,12 +65,12 @@ def collect_rewards(
     names: Sequence[str],
     prompts: Sequence[str],
     completions: Sequence[str],
-    columns: Mapping[str, Any],
+    columns: Columns,
     group_size: int,
     *,
     on_error: Literal["raise", "missing"] = "raise",
 ) -> np.ndarray:
-    """Calls every reward once; those that are `async def` run while the others do, in the thread of `event_loop`.
+    """Call every reward once; those that are `async def` run while the others do, in the thread of `event_loop`.
 
     Args:
         functions: N rewards. One without ``**columns`` receives those of its arguments that exist.
@@ -122,8 +124,8 @@ def collect_rewards(
     return result.reshape(count // group_size, group_size, len(functions))
 
 
-def _call(function: Reward, name: str, arguments: dict[str, Any]) -> Any:
-    """What one reward returns."""
+def _call(function: Reward, name: str, arguments: Columns) -> object:
+    """Return what one reward returns, or its coroutine."""
     at_work(f"reward {name}")
     with _blamed(function, name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
@@ -131,8 +133,8 @@ def _call(function: Reward, name: str, arguments: dict[str, Any]) -> Any:
         return function(**{argument: _copied(value) for argument, value in asked.items()})
 
 
-def _read(returned: Any, function: Reward, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
-    """Values f64[count] of what a reward returned; NaN for None and, if lenient, for what is no finite number."""
+def _read(returned: object, function: Reward, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
+    """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for what is no finite number."""
     at_work(f"reward {name}")
     with _blamed(function, name):
         values = as_values(returned.result() if isinstance(returned, Future) else returned)
@@ -149,7 +151,7 @@ def _read(returned: Any, function: Reward, name: str, completions: list[str], *,
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop in which all rewards of this process run that are `async def`: what they keep in it stays theirs."""
+    """Return the loop in which all `async def` rewards of this process run: what they keep in it stays theirs."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
@@ -161,31 +163,31 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _begin(returned: Coroutine[Any, Any, Any]) -> Future:
-    """Lets the loop run what an `async def` returned."""
+def _begin(returned: Coroutine[object, object, object]) -> Future:
+    """Run what an `async def` returned in the loop."""
     return asyncio.run_coroutine_threadsafe(returned, event_loop())
 
 
-def finished(returned: Any) -> Any:
-    """What a reward returned; of one that is `async def` what it gives in the end."""
+def finished(returned: object) -> object:
+    """Return what a reward returned; of one that is `async def` what it gives in the end."""
     return _begin(returned).result() if inspect.iscoroutine(returned) else returned
 
 
-def _numbers(values: Any) -> tuple[np.ndarray, list[int]]:
-    """Values as f64, NaN for None, masked ones and what is no finite number; and where the last are."""
+def _numbers(values: list[object] | np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return values as f64, NaN for None, masked ones and what is no finite number; and where the last are."""
     if isinstance(values, np.ndarray):
         missing = np.ma.getmaskarray(values)
         numbers = np.ma.getdata(values).astype(np.float64)
         refused = ~(np.abs(numbers) <= _LARGEST) & ~missing
         return np.where(refused | missing, np.nan, numbers), np.flatnonzero(refused).tolist()
-    found = [None if value is None else as_number(value) for value in values]
-    refused = [i for i, number in enumerate(found) if number is None and values[i] is not None]
-    return np.array([np.nan if number is None else number for number in found]), refused
+    numbers = [None if value is None else as_number(value) for value in values]
+    refused = [i for i, number in enumerate(numbers) if number is None and values[i] is not None]
+    return np.array([np.nan if number is None else number for number in numbers]), refused
 
 
 @contextmanager
 def _blamed(function: Reward, name: str) -> Iterator[None]:
-    """Whatever a reward raises inside is told as its failure; `StopRun` passes."""
+    """Raise whatever a reward raises inside as its failure; `StopRun` passes."""
     try:
         yield
     except RewardError as error:  # of a process of its own
@@ -200,7 +202,7 @@ def _blamed(function: Reward, name: str) -> Iterator[None]:
 
 
 def _messages_hint(function: Reward, name: str, reason: str) -> str:
-    """How a reward that took its texts for chat messages, as TRL gives them, gets those; "" of another failure."""
+    """Return a hint for a reward that took its texts for chat messages, as TRL gives them; "" of another failure."""
     taken_for_messages = any(words in reason for words in ("string ind", "'str' object"))  # CPython's
     if not taken_for_messages or any(asks(function, argument) for argument in MESSAGES):
         return ""
@@ -211,14 +213,14 @@ def _messages_hint(function: Reward, name: str, reason: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a reward did that raised this, in one line."""
+    """Say in one line what a reward did that raised this."""
     if isinstance(error, BadReturn):
         return str(error)
     return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error, 80)}"
 
 
-def _copied(value: Any) -> Any:
-    """Lists and dictionaries anew, within one another too; everything else as it is."""
+def _copied(value: object) -> object:
+    """Copy lists and dictionaries, within one another too; leave everything else as it is."""
     if type(value) is list:
         return [_copied(entry) for entry in value]
     if type(value) is dict:
@@ -226,13 +228,13 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def accepted_arguments(function: Reward, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments a reward takes: all but `MESSAGES` with ``**columns``, otherwise those it names."""
+def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
+    """Select the arguments a reward takes: all but `MESSAGES` with ``**columns``, otherwise those it names."""
     return {name: value for name, value in arguments.items() if asks(function, name)}
 
 
 def asks(function: Reward, name: str) -> bool:
-    """Whether a reward is given an argument of this name where there is one; what has no signature is given all."""
+    """Whether a reward is given an argument of this name where there is one; without a signature it is given all."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a builtin
@@ -243,26 +245,26 @@ def asks(function: Reward, name: str) -> bool:
 
 def with_arguments(
     reward: Reward,
-    constants: Mapping[str, Any],
-    providers: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+    constants: Mapping[str, object],
+    providers: Mapping[str, Callable[[], object]] = MappingProxyType({}),
     *,
     messages: bool = False,
 ) -> Reward:
-    """A reward with some of its arguments fixed; a column of the data of the same name does not reach it.
+    """Fix some arguments of a reward; a column of the data of the same name does not reach it.
 
     The one wrapper around a reward, beside what a task makes of it (`TaskRewards.adapt`).
 
     Args:
         reward: Anyone's.
         constants: Values by argument: options and judges.
-        providers: What gives a value, asked at each call: what changes as the run goes.
+        providers: Functions that give a value, asked at each call: what changes as the run goes.
         messages: Whether it gets chat messages as its prompts and completions, as TRL has them of conversational data.
     """
     if not (constants or providers or messages):
         return reward
 
     @functools.wraps(reward)
-    def bound(**arguments: Any) -> Any:
+    def bound(**arguments: object) -> object:
         if messages:
             arguments["prompts"], arguments["completions"] = (arguments[name] for name in MESSAGES)
         provided = {name: provide() for name, provide in providers.items()}
@@ -274,23 +276,22 @@ def with_arguments(
 
 
 def asking_for_messages(function: Reward) -> inspect.Signature:
-    """The signature of a function that gets `MESSAGES` too."""
+    """Return the signature of a function that gets `MESSAGES` too."""
     parameters = inspect.signature(function).parameters
     asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in MESSAGES if name not in parameters]
     return inspect.Signature(sorted([*parameters.values(), *asked], key=lambda parameter: parameter.kind))
 
 
-def as_list(returned: Any) -> list[Any]:
-    """Values from a list, a NumPy, JAX or torch array of one axis; raises as `as_values`."""
+def as_list(returned: object) -> list[object]:
+    """Return values from a list, a NumPy, JAX or torch array of one axis; raises as `as_values`."""
     values = as_values(returned)
     return values.tolist() if isinstance(values, np.ndarray) else values
 
 
-def as_values(returned: Any) -> list[Any] | np.ndarray:
-    """The same with numbers of an array as an array: no list of them is made, and on the host it is their own memory.
+def as_values(returned: Any) -> list[object] | np.ndarray:
+    """Return the same with numbers of an array as an array: on the host it is their own memory, not copied.
 
-    Tensors of torch come over dlpack, with one copy where they are on a card; so do arrays of JAX. What NumPy masks is
-    None in a list, and stays masked in an array.
+    What NumPy masks is None in a list, and stays masked in an array.
 
     Raises:
         BadReturn: It is something else.
@@ -313,7 +314,7 @@ def as_values(returned: Any) -> list[Any] | np.ndarray:
 
 
 def on_host(returned: Any) -> np.ndarray | None:
-    """Real numbers of an array of any library as NumPy's; None for whatever else.
+    """Return real numbers of an array of any library as NumPy's; None for whatever else.
 
     On the host it is the same memory, handed over by dlpack: do not write to it.
     """
@@ -341,7 +342,7 @@ _NO_NUMBERS = (str, bytes, bytearray, memoryview, complex, np.complexfloating, n
 
 
 def as_number(value: Any) -> float | None:
-    """A finite float, or None for whatever else; what the value's own methods raise is no number either."""
+    """Return a finite float, or None for whatever else, and where the value's own methods raise."""
     if isinstance(value, _NO_NUMBERS):
         return None
     try:
@@ -353,38 +354,27 @@ def as_number(value: Any) -> float | None:
     return number if abs(number) <= _LARGEST else None
 
 
-def check_options(
-    label: str, function: Callable[..., Any], options: Mapping[str, Any], other: Collection[str] = ()
-) -> None:
-    """Refuses options that a function does not name among its arguments.
+def check_options(label: str, function: Reward, options: Mapping[str, object], other: Collection[str] = ()) -> None:
+    """Refuse options that a function does not name among its arguments, but for `other`.
 
     What it would only swallow in ``**columns`` is refused too: nearly every reward has them, and a mistyped option
     would vanish there.
-
-    Args:
-        label: Name of the reward.
-        function: The reward, or what makes it.
-        options: Values by argument.
-        other: Arguments that are no options.
-
-    Raises:
-        UserError: Naming the option, and those there are.
     """
     if not options:
         return
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind in named and p.name not in other]
+    names = [p.name for p in parameters if p.kind in named and p.name not in other]
     for option in options:
-        if option not in known:
+        if option not in names:
             raise UserError(
-                f"rewards.{label}.options: expected arguments of the reward ({', '.join(known) or 'it has none'}), "
+                f"rewards.{label}.options: expected arguments of the reward ({', '.join(names) or 'it has none'}), "
                 f"got {option!r}"
             )
 
 
 def import_path(function: Reward, label: str) -> str:
-    """What finds a function again, as a config names it: "module:function", else "<given>:label".
+    """Return what finds a function again, as a config names it: "module:function", else "<given>:label".
 
     Found are functions at the top level of a module: not those of a script that was run or typed in, nor lambdas,
     methods and objects.

@@ -14,19 +14,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.vision.pictures import chained, joined, joined_some
+from grpo_jax.models.variables import PyTree
+from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined, joined_some
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import Encoded
+from grpo_jax.rollout.encoding import Encoded, PictureInput
 from grpo_jax.rollout.environment import Answering, Environment, ReplyTokens, ask_environment
 from grpo_jax.rollout.episodes import AnswerError, Episode, Turn, remembered
 from grpo_jax.rollout.pipeline import Slot, Stage, run_pipeline
-from grpo_jax.sampling.episodes import EpisodeSampler
+from grpo_jax.sampling.episodes import Carried, EpisodeSampler
 from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import Objectives
 
@@ -35,6 +36,9 @@ EVALUATION_STREAM = 2**31 - 1
 IN_FLIGHT = 2
 """Chunks between their first turn and their last reward where there are several turns: caches stay on the device."""
 _TURN_STREAM = 2**31 - 7  # folded into a prompt's key for the turns after the first
+
+Tree = TypeVar("Tree")
+Sample = EpisodeSampler | Callable[..., Samples]
 
 
 class Episodes(NamedTuple):
@@ -48,8 +52,8 @@ class Episodes(NamedTuple):
         episodes: `[P][G]`, the same as texts, with what was answered and drawn.
         lengths: i32 [P, G, U], tokens that the policy wrote in each turn.
         seconds: Seconds of work by stage.
-        pictures: As the update takes them (`training.batch.Batch`): "pictures" [P, I, ..] of the prompts, "answers"
-            [P, G, I, ..] of the answers, those that there are; nothing in evaluation.
+        pictures: "pictures" [P, I, ..] of the prompts and "answers" [P, G, I, ..] of the answers, as the update takes
+            them, where there are any; nothing in evaluation.
     """
 
     rows: Sequence[Row]
@@ -59,7 +63,7 @@ class Episodes(NamedTuple):
     episodes: list[list[Episode]]
     lengths: np.ndarray
     seconds: dict[str, float]
-    pictures: Mapping[str, Any] = {}
+    pictures: Mapping[str, PictureInput] = {}
 
     @property
     def texts(self) -> list[list[str]]:
@@ -78,13 +82,13 @@ class Episodes(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What episodes are worth.
+    """Rewards of episodes.
 
     Attributes:
         rewards: f32 [P, G, U, N]; NaN where one is missing, and of turns that do not exist.
         watched: f32 [P, G, U, W], likewise.
         last: i32 [P, G], the turn that each episode ended with, from 0.
-        columns: What the task told of each row's ranking (`tasks.task.Choices`), P values by name; none of texts.
+        columns: Columns of a task's ranking (`tasks.task.Choices`), P values by name.
         objectives: What is maximised, of a batch that is learned from.
         informative: bool [P], the groups that the estimator learns something from, likewise.
     """
@@ -92,7 +96,7 @@ class Judgement(NamedTuple):
     rewards: np.ndarray
     watched: np.ndarray
     last: np.ndarray
-    columns: Mapping[str, Sequence[Any]] = {}
+    columns: Mapping[str, Sequence[object]] = {}
     objectives: Objectives | None = None
     informative: np.ndarray | None = None
 
@@ -122,7 +126,7 @@ class EpisodeChunk(NamedTuple):
         failed: bool [p, G], those that the environment failed to answer.
         rewards: f32 [p, G, U, N]; NaN where a turn does not exist.
         watched: f32 [p, G, U, W].
-        prompt: As the policy reads it, with its pictures as the update takes them; None of texts that were given.
+        prompt: As the policy reads it, with its pictures as the update takes them; None where texts are judged alone.
         samples: Of each turn, on the host.
         replies: What stands between them, as tokens.
         answer_pictures: [p, G, I, ..] in each of `replies`, as the update takes them, or None.
@@ -140,9 +144,9 @@ class EpisodeChunk(NamedTuple):
     prompt: Encoded | None = None
     samples: tuple[Samples, ...] = ()
     replies: tuple[ReplyTokens, ...] = ()
-    answer_pictures: tuple[Any, ...] = ()
-    carried: Any = None
-    drawn: Any = None
+    answer_pictures: tuple[PictureInput | None, ...] = ()
+    carried: Carried | None = None
+    drawn: object = None
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -155,23 +159,23 @@ class EpisodeChunk(NamedTuple):
             return self.rows, self.episodes
         return [self.rows[p] for p, _ in self.places], [[self.episodes[p][g]] for p, g in self.places]
 
-    def with_episodes(self, change: Callable[[int, Episode], Episode], **others: Any) -> EpisodeChunk:
-        """With the active completions' episodes changed: change(its number among them, episode)."""
+    def with_episodes(self, change: Callable[[int, Episode], Episode], **fields: object) -> EpisodeChunk:
+        """Change the active completions' episodes by change(its number among them, episode), and other fields."""
         episodes = [list(group) for group in self.episodes]
         for number, (p, g) in enumerate(self.places):
             episodes[p][g] = change(number, episodes[p][g])
-        return self._replace(episodes=episodes, **others)
+        return self._replace(episodes=episodes, **fields)
 
 
 def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
-    """One key per prompt from (seed, iteration, prompt id) alone: typed key array [P]."""
+    """Derive one key per prompt from (seed, iteration, prompt id) alone: typed key array [P]."""
     stream_key = jax.random.fold_in(key, stream)
     ids = jnp.asarray([row.id for row in rows], jnp.uint32)
     return jax.vmap(lambda row_id: jax.random.fold_in(stream_key, row_id))(ids)
 
 
 def turn_keys(keys: jax.Array, turn: int) -> jax.Array:
-    """Keys [P] of a turn, from 0; the first has the prompts' own."""
+    """Derive the keys [P] of a turn, from 0; the first has the prompts' own."""
     if turn == 0:
         return keys
     return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, _TURN_STREAM), turn))(keys)
@@ -193,7 +197,7 @@ class Scheduling(NamedTuple):
     slot: Slot | None = None
 
     def run(self, prompts: int, stages: list[Stage], in_flight: int | None = None) -> tuple[list, dict[str, float]]:
-        """The chunks of a batch behind all stages, and seconds by stage."""
+        """Send the chunks of a batch through all stages; returns them, and seconds by stage."""
         size = self.chunk_prompts or prompts
         ranges = [(start, min(start + size, prompts)) for start in range(0, prompts, size)]
         return run_pipeline(
@@ -203,8 +207,8 @@ class Scheduling(NamedTuple):
 
 def collect(
     environment: Environment,
-    sample: EpisodeSampler | Callable[..., Samples],
-    variables: Any,
+    sample: Sample,
+    variables: PyTree,
     rows: Sequence[Row],
     *,
     key: jax.Array,
@@ -267,19 +271,19 @@ def judge(
     Returns:
         Episodes `[P][G]` of one turn, and their judgement. Raises as `collect`.
     """
-    chunks, _ = scheduling.run(len(rows), _Stages(environment, None, rows).given(texts))
+    chunks, _ = scheduling.run(len(rows), _Stages(environment, None, rows).judging(texts))
     return [group for chunk in chunks for group in chunk.episodes], _judgement(chunks)
 
 
 @dataclass(frozen=True)
 class _Stages:
-    """What the stages of one batch do; arguments as of `collect`, keys [P]."""
+    """Stages of one batch; arguments as of `collect`, keys [P]."""
 
     environment: Environment
     iteration: int | None
     rows: Sequence[Row]
-    sample: EpisodeSampler | Callable[..., Samples] | None = None
-    variables: Any = None
+    sample: Sample | None = None
+    variables: PyTree = None
     keys: jax.Array | None = None
     keep_prompt: int = 0
     device: threading.Lock = field(default_factory=threading.Lock)  # two of the sampler's programs need two memories
@@ -292,11 +296,11 @@ class _Stages:
 
     @property
     def gallery(self) -> int:
-        """The first rows whose pictures the report shows."""
+        """How many of the first rows keep the pictures that the report shows."""
         return 0 if self.iteration is not None else self.environment.gallery
 
     def sampled(self) -> list[Stage]:
-        """From (first row, row behind the last) to an `EpisodeChunk`."""
+        """Stages from (first row, row behind the last) to an `EpisodeChunk`."""
         if self.environment.encode_images is None:  # texts are no work to read, and take no room while they wait
             first = [Stage("sample", lambda part: self.begin(self.read(part)), timed=False, unbounded=True)]
         else:  # pictures are read while others are encoded
@@ -308,8 +312,8 @@ class _Stages:
             stages += self._judging(turn)
         return stages
 
-    def given(self, texts: Sequence[Sequence[str]]) -> list[Stage]:
-        """The same for texts that are there."""
+    def judging(self, texts: Sequence[Sequence[str]]) -> list[Stage]:
+        """The same for texts that exist already."""
 
         def begin(part: tuple[int, int]) -> EpisodeChunk:
             episodes = [[Episode((Turn(text),)) for text in group] for group in texts[slice(*part)]]
@@ -331,16 +335,16 @@ class _Stages:
         return EpisodeChunk(start, rows, episodes, np.ones(shape, bool), np.zeros(shape, bool), rewards, watched)
 
     def read(self, part: tuple[int, int]) -> tuple[tuple[int, int], Encoded]:
-        """The prompts of a chunk as tokens and pictures."""
+        """Encode the prompts of a chunk."""
         return part, self.environment.encode(self.rows[slice(*part)])
 
     def begin(self, read: tuple[tuple[int, int], Encoded]) -> EpisodeChunk:
         """Write the first turn."""
         (start, stop), prompt = read
         assert self.keys is not None and self.sample is not None
-        shown: dict[str, Any] = {}
+        shown: dict[str, PictureStates] = {}
         if prompt.pictures is not None and self.environment.encode_images is not None:
-            states, trained_on = self._encoded(prompt.pictures)
+            states, trained_on = self._encode_images(prompt.pictures)
             shown, prompt = {"pictures": states}, prompt._replace(pictures=trained_on)
         begin = self.sample.begin if isinstance(self.sample, EpisodeSampler) else self.sample
         arguments = (self.variables, prompt.tokens, prompt.mask, self.keys[start:stop])
@@ -359,7 +363,7 @@ class _Stages:
         reply, keys = chunk.replies[-1], turn_keys(self.keys[chunk.start : chunk.start + len(chunk.rows)], turn)
         states = trained_on = None
         if reply.pictures is not None:
-            states, trained_on = self._encoded(reply.pictures)
+            states, trained_on = self._encode_images(reply.pictures)
         arguments = (self.variables, chunk.carried, reply.tokens, reply.mask, keys, chunk.active, states)
         samples, carried = self._run(self.sample.go_on, *arguments)
         return self._read_turn(
@@ -370,24 +374,26 @@ class _Stages:
             )
         )
 
-    def _encoded(self, pictures: Any) -> tuple[Any, Any]:
-        """The states of pictures, and what the update takes of them; of evaluation, nothing."""
+    def _encode_images(self, pictures: Pictures) -> tuple[PictureStates, PictureInput | None]:
+        """Return the states of pictures, and what the update takes of them; nothing of evaluation."""
         if self.environment.encode_images is None:  # it must not answer with what nobody looks at
             raise AnswerError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
         states, trained_on = self.environment.encode_images(self.variables, pictures)
         return states, None if self.iteration is None else trained_on
 
-    def _run(self, write: Callable[..., Any], *arguments: Any, **shown: Any) -> tuple[Samples, Any]:
-        """Samples on the host, and what the next turn goes on from."""
+    def _run(
+        self, write: Callable[..., Any], *arguments: object, **pictures: PictureStates
+    ) -> tuple[Samples, Carried | None]:
+        """Return samples on the host, and what the next turn goes on from."""
         started = time.perf_counter()
         with self.device:
             self.waited.append(time.perf_counter() - started)
-            written = write(*arguments, **shown)
+            written = write(*arguments, **pictures)
             samples, carried = written if isinstance(self.sample, EpisodeSampler) else (written, None)
             return jax.device_get(samples), carried
 
     def _read_turn(self, chunk: EpisodeChunk) -> EpisodeChunk:
-        """The turn's tokens as text."""
+        """Decode the turn's tokens."""
         samples, places = chunk.samples[-1], chunk.places
 
         def with_turn(number: int, episode: Episode) -> Episode:
@@ -399,7 +405,7 @@ class _Stages:
         return chunk.with_episodes(with_turn, drawn=None)
 
     def _with_prompts(self, chunk: EpisodeChunk) -> EpisodeChunk:
-        """With unchanged prompts behind each group's completions: judged like them, and without a token."""
+        """Add unchanged prompts behind each group's completions: judged like them, and without a token."""
 
         def padded(array: np.ndarray) -> np.ndarray:
             return np.pad(array, ((0, 0), (0, self.keep_prompt), *[(0, 0)] * (array.ndim - 2)))
@@ -434,10 +440,13 @@ class _Stages:
         environment = self.environment
         if chunk.active.any():
             rows, episodes = chunk.judged()
-            told: dict[str, Any] = {} if environment.answering is None else {"episodes": episodes}
-            if chunk.samples:
-                told["tokens"] = partial(_active_tokens, chunk)
-            judged = environment.score(rows, _texts(episodes), chunk.drawn, **told)
+            judged = environment.score(
+                rows,
+                _texts(episodes),
+                chunk.drawn,
+                episodes=None if environment.answering is None else episodes,
+                tokens=partial(_active_tokens, chunk) if chunk.samples else None,
+            )
             rewards, watched = chunk.rewards.copy(), chunk.watched.copy()
             for array, values in zip((rewards, watched), judged, strict=True):
                 array[chunk.active, turn] = values.reshape(len(chunk.places), values.shape[-1])
@@ -473,7 +482,7 @@ class _Stages:
         return chunk._replace(active=active, failed=failed, replies=(*chunk.replies, replies.tokens))
 
     def seconds(self, by_stage: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of all turns together by stage; the sampler's without its waiting for itself."""
+        """Sum the seconds of all turns by stage; the sampler's without its waiting for itself."""
         total: dict[str, float] = {}
         for name, value in by_stage.items():
             stage = name.partition(" ")[0]
@@ -491,7 +500,7 @@ def _texts(episodes: list[list[Episode]]) -> list[list[str]]:
 
 
 def _active_tokens(chunk: EpisodeChunk) -> list[list[list[int]]]:
-    """What the policy wrote in the last turn, groups as of `EpisodeChunk.judged`."""
+    """Return the tokens of the last turn, groups as of `EpisodeChunk.judged`."""
     samples = chunk.samples[-1]
 
     def written(place: tuple[int, int]) -> list[int]:
@@ -514,15 +523,15 @@ def _judgement(chunks: Sequence[EpisodeChunk]) -> Judgement:
 
 
 def right_aligned(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Prompts of several chunks [p, L], padded on the left to the longest."""
+    """Join prompts of several chunks [p, L], padded on the left to the longest."""
     width = max(array.shape[1] for array in arrays)
     return np.concatenate([np.pad(array, ((0, 0), (width - array.shape[1], 0))) for array in arrays])
 
 
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Trees of arrays [p, ..] as one."""
+def concatenated(parts: Sequence[Tree]) -> Tree:
+    """Concatenate trees of arrays [p, ..]."""
 
-    def along_prompts(*arrays: Any) -> Any:
+    def along_prompts(*arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         return (np if isinstance(arrays[0], np.ndarray) else jnp).concatenate(arrays)
 
     return jax.tree.map(along_prompts, *parts)
@@ -542,7 +551,7 @@ def _lengths(samples: Samples, turns: int) -> np.ndarray:
 
 
 def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], length: int, pad_id: int) -> Samples:
-    """All turns of each completion and the replies between them, one behind the other without holes.
+    """Join all turns of each completion and the replies between them to one stream without holes.
 
     Args:
         samples: Of each turn, [P, G, T] on the host; fewer than there may be where all episodes ended.
@@ -579,15 +588,15 @@ def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], lengt
 
 
 def informative_first(batches: Sequence[tuple[Episodes, Judgement]]) -> tuple[Episodes, Judgement]:
-    """As many groups of several batches as the first has, those that are informative before others."""
+    """Choose, from several batches, as many groups as the first has: those that are informative before others."""
     episodes, judgements = zip(*batches, strict=True)
     informative = np.concatenate([judgement.informative for judgement in judgements])
     places = np.argsort(~informative, kind="stable")[: len(episodes[0].rows)]
 
-    def pick(parts: Sequence[Any]) -> Any:
+    def pick(parts: Sequence[Tree]) -> Tree:
         return jax.tree.map(lambda array: array[places], concatenated(parts))
 
-    def pick_list(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    def pick_list(parts: Sequence[Sequence[Tree]]) -> list[Tree]:
         items = [item for part in parts for item in part]
         return [items[place] for place in places]
 

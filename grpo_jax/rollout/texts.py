@@ -1,11 +1,11 @@
-"""Completions as texts: which tokens may be written, how they are decoded, and what the texts look like."""
+"""Completions as texts: which tokens may be written, how they are decoded, and statistics of the texts."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,12 @@ from grpo_jax.config.run import Config
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.chat import picture_tokens
+from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.sampling.samplers import choices_trie
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WORDS = re.compile(r"\w+(?:['’-]\w+)*")
 
@@ -43,8 +47,10 @@ def continued(written: str, prompt: str) -> Reading:
 # ------------------------------------------------------------------------------------------------------- completions
 
 
-def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray | None:
-    """Return the mask of the tokens that a policy may write.
+def allowed_tokens(
+    tokenizer: PreTrainedTokenizerBase, rule: str, *, vocab_size: int, eos_ids: Sequence[int]
+) -> np.ndarray | None:
+    """Return the mask bool [V] of the tokens that a policy may write; None for "all".
 
     Args:
         tokenizer: A Hugging Face tokenizer.
@@ -52,9 +58,6 @@ def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Seque
             marks of plain sentences.
         vocab_size: V, the model's, which may exceed the tokenizer's; the excess is never allowed.
         eos_ids: Tokens that end a completion: always allowed. Other special tokens never are.
-
-    Returns:
-        bool[V], or None for "all".
 
     Raises:
         UserError: If the rule leaves nothing to write.
@@ -80,19 +83,12 @@ def allowed_tokens(tokenizer: Any, rule: str, *, vocab_size: int, eos_ids: Seque
 def without_forbidden(
     allowed: np.ndarray | None,
     forbidden: Sequence[int | str],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     vocab_size: int,
     eos_ids: Sequence[int],
 ) -> np.ndarray | None:
-    """Take data.forbidden_tokens out of the tokens that may be written.
-
-    Args:
-        allowed: bool [V], of `allowed_tokens`, or None for all.
-        forbidden: Ids, and texts of one token each.
-        tokenizer: A Hugging Face tokenizer.
-        vocab_size: V, the model's.
-        eos_ids: Tokens that end a completion.
+    """Take data.forbidden_tokens, ids and texts of one token each, out of the mask of allowed tokens (None: all).
 
     Raises:
         UserError: A text is not one token, an id is none of the policy's or ends completions, or nothing is left.
@@ -115,24 +111,24 @@ def without_forbidden(
     return left
 
 
-def policy_tokens(config: Config, loaded: Any) -> np.ndarray | None:
+def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     """Return the mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
 
     A policy with a vision tower never writes what stands for a picture: there would be none in its place.
     """
-    size = loaded.config.vocab_size
-    ends = loaded.eos_ids
-    allowed = allowed_tokens(loaded.tokenizer, config.data.allowed_tokens, vocab_size=size, eos_ids=ends)
+    size = folder.config.vocab_size
+    ends = folder.eos_ids
+    allowed = allowed_tokens(folder.tokenizer, config.data.allowed_tokens, vocab_size=size, eos_ids=ends)
     forbidden = config.data.forbidden_tokens
-    allowed = without_forbidden(allowed, forbidden, loaded.tokenizer, vocab_size=size, eos_ids=ends)
-    vision = getattr(loaded.config, "vision", None)
+    allowed = without_forbidden(allowed, forbidden, folder.tokenizer, vocab_size=size, eos_ids=ends)
+    vision = getattr(folder.config, "vision", None)
     if vision is not None:
         allowed = np.ones(size, bool) if allowed is None else allowed
         allowed[list(picture_tokens(vision))] = False
     return allowed
 
 
-def policy_choices(config: Config, texts: Sequence[str] | None, loaded: Any) -> Trie | None:
+def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
     """Return the trie of the texts that a task lists; None where it lists none and any may be written.
 
     Raises:
@@ -149,24 +145,21 @@ def policy_choices(config: Config, texts: Sequence[str] | None, loaded: Any) -> 
         ("sampling.min_new_tokens", sampling.min_new_tokens > 0),
     ):
         require(not changed, name, "its default: the task lists what may be written", "another")
-    gap = follows_text(config, loaded.tokenizer)
-    return choices_trie(texts, loaded, gap=gap, most=sampling.max_new_tokens)
+    gap = follows_text(config, folder.tokenizer)
+    return choices_trie(texts, folder, gap=gap, most=sampling.max_new_tokens)
 
 
-def follows_text(config: Config, tokenizer: Any) -> bool:
+def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether completions stand behind plain text, and not behind a chat template's mark."""
     return not getattr(tokenizer, "chat_template", None) or config.data.form != "rewrite"
 
 
 def make_decode(
-    tokenizer: Any, *, form: str, read: Callable[[str, str], Reading]
+    tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], Reading]
 ) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, str, bool]]:
     """Return decode(token ids, user's prompt) → (as written, text to judge, usable); special tokens say nothing.
 
-    Args:
-        tokenizer: The policy's.
-        form: "append" where a completion goes on with its prompt.
-        read: (as written, prompt) → `Reading`.
+    In the form "append" a completion goes on with its prompt.
     """
 
     def written_by(ids: list[int], prompt: str) -> str:
@@ -185,8 +178,8 @@ def make_decode(
     return decode
 
 
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 # ---------------------------------------------------------------------------------------------------------- watching
@@ -222,13 +215,7 @@ def completion_statistics(
 
 
 def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> tuple[tuple[str, float], ...]:
-    """Return the words that rewrites add to their prompts most often, each with the share of rewrites that add it.
-
-    Args:
-        prompts: One text for each rewrite.
-        texts: The rewrites.
-        top: How many words to keep; ties are in alphabetical order.
-    """
+    """Return the words that rewrites add to their prompts most often, each with the share of rewrites that add it."""
     added: Counter[str] = Counter()
     for prompt, text in zip(prompts, texts, strict=True):
         added.update(set(_WORDS.findall(text.casefold())) - set(_WORDS.findall(prompt.casefold())))

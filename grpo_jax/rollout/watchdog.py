@@ -76,10 +76,10 @@ def _library() -> ctypes.CDLL | None:
 
 
 class Watchdog:
-    """Ends this process, with a line, where it is not called off in time."""
+    """Ends this process, with a line, unless it is disarmed in time."""
 
     def __init__(self) -> None:
-        """Nothing is waited for yet."""
+        """A watchdog that is not armed."""
         self._lock = threading.Lock()
         self._timers: list[ctypes.c_void_p] = []
         self._files: list[ctypes.c_void_p] = []
@@ -87,11 +87,11 @@ class Watchdog:
         _watchdogs.add(self)
 
     def arm(self, seconds: float, line: str) -> None:
-        """Waits anew; nothing after `close`.
+        """Arm it anew; not after `close`.
 
         Args:
             seconds: From now, until the process ends with `EXIT_CODE`.
-            line: What standard error and the log (`last_words`) then say.
+            line: Written then to standard error and the log (`last_words`).
         """
         library = _library()
         with self._lock:
@@ -109,18 +109,18 @@ class Watchdog:
                 self._call_later(library, max(seconds, 0.0) + (place + 1) * _STEP_SECONDS, function, value)
 
     def disarm(self) -> None:
-        """Waits no more, until it is armed again."""
+        """Disarm it, until it is armed again."""
         with self._lock:
             self._disarm()
 
     def close(self) -> None:
-        """Waits no more."""
+        """Disarm it for good."""
         with self._lock:
             self._closed = True
             self._disarm()
 
     def forget_line(self) -> None:
-        """In a process that was forked: its end must not write the line."""
+        """Discard the line in a forked process, whose end must not write it."""
         for file in self._files:
             _library()["__fpurge"](file)  # type: ignore[index]
 
@@ -136,12 +136,12 @@ class Watchdog:
 
     def _disarm(self) -> None:
         library = _library()
-        timers, self._timers = self._timers, []
-        files, self._files = self._files, []
-        assert library is not None or not (timers or files)
-        for timer in timers:
-            library.timer_delete(timer)
-        for file in files:
+        if library is None:
+            return
+        while self._timers:
+            library.timer_delete(self._timers.pop())
+        while self._files:
+            file = self._files.pop()
             library["__fpurge"](file)
             library.fclose(file)
 
@@ -155,7 +155,7 @@ _log: Path | None = None
 
 @contextmanager
 def last_words(text: str, log: Path) -> Iterator[None]:
-    """What else a watchdog's line says inside, and a file that gets it too."""
+    """Add a text to a watchdog's line inside, and a file that gets the line too."""
     global _last_words, _log
     before = _last_words, _log
     _last_words, _log = text, log
@@ -166,19 +166,19 @@ def last_words(text: str, log: Path) -> Iterator[None]:
 
 
 def _descriptors() -> list[int]:
-    """Of standard error and the log, where there are such."""
-    found = []
+    """Return descriptors of standard error and the log, where they exist."""
+    descriptors = []
     with suppress(OSError):
-        found.append(os.dup(2))
+        descriptors.append(os.dup(2))
     if _log is not None:
         with suppress(OSError):
-            found.append(os.open(_log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
-    return found
+            descriptors.append(os.open(_log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    return descriptors
 
 
 @contextmanager
 def unseen_interrupts_end() -> Iterator[None]:
-    """Inside, a Ctrl-C ends the process if Python has not looked at the one before. In the main thread alone."""
+    """End the process inside on a Ctrl-C while Python has not looked at the one before; in the main thread."""
     library = _library()
     if library is None or threading.current_thread() is not threading.main_thread():
         yield

@@ -30,7 +30,7 @@ from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.runs.measures import require_names
-from grpo_jax.runs.policy import eyes_of, load_run_policy, make_new_policy, make_prepare, policy_folder
+from grpo_jax.runs.policy import image_processor_of, load_run_policy, make_new_policy, make_prepare, policy_folder
 from grpo_jax.runs.progress import SCORE
 from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
@@ -162,7 +162,7 @@ def load_parts(
         pad_id=folder.pad_id,
         vocab_size=folder.config.vocab_size,
         rows=rows,
-        eyes=eyes_of(config, folder),
+        image_processor=image_processor_of(config, folder),
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
     )  # before the weights: a prompt that is too long is found in seconds
@@ -220,7 +220,7 @@ def make_environment(
     device: jax.Device | None = None,
 ) -> Environment:
     """The functions between the policy's tokens and the rewards."""
-    eyes = eyes_of(config, loaded)
+    image_processor = image_processor_of(config, loaded)
     maximised = {wanted.name: bind(wanted, judges) for wanted in rewards.maximised}
     watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}
     return Environment(
@@ -236,7 +236,7 @@ def make_environment(
         ),
         reward_names=tuple(maximised),
         watch_names=tuple(watched),
-        prepare=None if eyes is None else make_prepare(eyes, device),
+        prepare=None if image_processor is None else make_prepare(image_processor, device),
         answering=make_answering(config, data.environment, loaded),
         gallery=config.evaluation.gallery,
     )

@@ -24,7 +24,7 @@ from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL, Variables
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_pictures, same_size
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import Eyes, load_eyes, prepare_rows
+from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
 from grpo_jax.rollout.pictures import source_of
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.runs.directory import RunDirectory
@@ -182,12 +182,12 @@ def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str
     return {**variables, **restored}, meta
 
 
-def eyes_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], Eyes] | None:
+def image_processor_of(config: Config, loaded: hf.PolicyFolder) -> Callable[[], ImageProcessor] | None:
     """Cached loader of the policy's image processor; None for a policy that sees no pictures."""
     vision = loaded.config.vision
     if vision is None:
         return None
-    return functools.cache(lambda: load_eyes(loaded.path, vision, config.data.picture_size))
+    return functools.cache(lambda: load_image_processor(loaded.path, vision, config.data.picture_size))
 
 
 See = Callable[[Variables, Pictures], tuple[PictureStates, PictureStates | Pictures]]
@@ -208,7 +208,9 @@ def make_see(policy: Policy) -> See:
     return see
 
 
-def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> Callable[[object], Pictures]:
+def make_prepare(
+    image_processor: Callable[[], ImageProcessor], device: jax.Device | None = None
+) -> Callable[[object], Pictures]:
     """prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
 
     Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are prepared where they are and handed over by dlpack: the
@@ -216,12 +218,12 @@ def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> 
     may hold, as a list, goes through the folder's processor on the host.
 
     Args:
-        eyes: Of `eyes_of`; asked at the first call.
+        image_processor: Of `image_processor_of`; asked at the first call.
         device: The policy's; None for where JAX sees the pictures.
     """
 
     def prepare(pictures: Any) -> Pictures:
-        processor = eyes()
+        processor = image_processor()
         if not hasattr(pictures, "detach"):
             return _prepare_on_host(pictures, processor)
         patches, grid = own_package("bridges", "pixels").patches_of(pictures, processor.settings)
@@ -230,12 +232,12 @@ def make_prepare(eyes: Callable[[], Eyes], device: jax.Device | None = None) -> 
     return prepare
 
 
-def _prepare_on_host(pictures: Sequence[object], eyes: Eyes) -> Pictures:
+def _prepare_on_host(pictures: Sequence[object], image_processor: ImageProcessor) -> Pictures:
     try:
         rows = [Row(place, "", pictures=(source_of(picture, None),)) for place, picture in enumerate(pictures)]
     except ValueError as error:
         raise UserError(f"pictures: {error}") from error
-    packed = pack_pictures(prepare_rows(rows, eyes), eyes.vision)
+    packed = pack_pictures(prepare_rows(rows, image_processor), image_processor.vision)
     if packed is None:
         raise ValueError("pictures: expected at least one")
     return packed

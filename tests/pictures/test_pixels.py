@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor
 from bridges import dlpack
 from bridges.pixels import patches_of
 from grpo_jax.models.hf.image_processor import PictureSettings, read_settings
-from grpo_jax.rollout.encoding import load_eyes
+from grpo_jax.rollout.encoding import load_image_processor
 from grpo_jax.runs.policy import make_prepare
 
 VISION = SimpleNamespace(patch=4, merge=2, frames=2, family="qwen2_vl", merged=4, window=None, pixels=96)
@@ -57,16 +57,16 @@ def test_a_drawn_picture_is_the_one_that_was_saved(folder):
     """Handed over or read from a PNG: the policy cannot tell."""
     from PIL import Image
 
-    eyes = load_eyes(folder, VISION, None)
+    image_processor = load_image_processor(folder, VISION, None)
     images = drawn(2)
     array = (images.permute(0, 2, 3, 1) * 255).round().byte().numpy()
-    host = eyes.prepare([Image.fromarray(one) for one in array])
-    for one, patches in zip(host, patches_of(images, eyes.settings)[0], strict=True):
+    host = image_processor.prepare([Image.fromarray(one) for one in array])
+    for one, patches in zip(host, patches_of(images, image_processor.settings)[0], strict=True):
         np.testing.assert_allclose(one.patches, patches.numpy(), rtol=0, atol=1e-6)
 
 
 def test_prepared_patches_are_handed_over_without_a_copy(folder, monkeypatch):
-    eyes = load_eyes(folder, VISION, None)
+    image_processor = load_image_processor(folder, VISION, None)
     lent = []
 
     def watched(tensor, device=None):
@@ -77,11 +77,11 @@ def test_prepared_patches_are_handed_over_without_a_copy(folder, monkeypatch):
     monkeypatch.setattr(dlpack, "to_jax", watched)
     for module in [name for name in sys.modules if name.partition(".")[0] == "PIL"]:
         monkeypatch.setitem(sys.modules, module, None)  # importing it would fail: the way goes past Pillow
-    prepared = make_prepare(lambda: eyes, jax.devices()[0])(drawn(2))
+    prepared = make_prepare(lambda: image_processor, jax.devices()[0])(drawn(2))
     assert isinstance(prepared.patches, jax.Array) and prepared.patches.shape == (2, 1, 64, 96)
     assert prepared.patches.unsafe_buffer_pointer() == lent[0].data_ptr()
     np.testing.assert_array_equal(prepared.grid, [[[8, 8]], [[8, 8]]])
-    np.testing.assert_array_equal(prepared.patches[:, 0], patches_of(drawn(2), eyes.settings)[0].numpy())
+    np.testing.assert_array_equal(prepared.patches[:, 0], patches_of(drawn(2), image_processor.settings)[0].numpy())
 
 
 def test_what_is_no_picture_is_refused():
@@ -101,12 +101,12 @@ def test_what_is_no_picture_is_refused():
 @pytest.mark.skipif(not torch.cuda.is_available() or jax.default_backend() != "gpu", reason="needs a card for both")
 def test_on_a_card_pictures_stay_where_they_were_drawn(folder, monkeypatch):
     """And from a card to a policy elsewhere there is one copy, of the patches."""
-    eyes = load_eyes(folder, VISION, None)
+    image_processor = load_image_processor(folder, VISION, None)
     images = drawn(2).cuda()
-    prepared = make_prepare(lambda: eyes)(images)
+    prepared = make_prepare(lambda: image_processor)(images)
     assert prepared.patches.devices() == {jax.devices("gpu")[0]}
     theirs = AutoImageProcessor.from_pretrained(folder)
-    settings = eyes.settings
+    settings = image_processor.settings
     from torchvision.transforms.v2 import functional as transforms
 
     eight_bit = (images * 255).round().to(torch.uint8)
@@ -115,5 +115,5 @@ def test_on_a_card_pictures_stay_where_they_were_drawn(folder, monkeypatch):
     values = theirs(images=list(eight_bit), return_tensors="pt", device="cuda")["pixel_values"]
     own = np.asarray(prepared.patches).reshape(-1, 96)
     np.testing.assert_allclose(own, values.cpu().numpy(), rtol=0, atol=1e-6)
-    elsewhere = make_prepare(lambda: eyes, jax.devices("cpu")[0])(images)
+    elsewhere = make_prepare(lambda: image_processor, jax.devices("cpu")[0])(images)
     np.testing.assert_array_equal(elsewhere.patches, prepared.patches)

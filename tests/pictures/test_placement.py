@@ -12,7 +12,7 @@ from grpo_jax.config import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import as_chat_messages, load_eyes, make_encode
+from grpo_jax.rollout.encoding import as_chat_messages, load_image_processor, make_encode
 from grpo_jax.rollout.prompts import make_prompt_set
 
 
@@ -45,7 +45,7 @@ def encoder(loaded, rows=(), tokenizer=None, **section):
         pad_id=loaded.pad_id,
         vocab_size=loaded.config.vocab_size,
         rows=rows,
-        eyes=lambda: load_eyes(loaded.path, loaded.config.vision, section.picture_size),
+        image_processor=lambda: load_image_processor(loaded.path, loaded.config.vision, section.picture_size),
     )
 
 

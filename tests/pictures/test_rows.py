@@ -254,14 +254,14 @@ def test_what_is_no_still_picture_is_one_line_with_row_and_file(tmp_path):
 
     from grpo_jax.config import DataSection
     from grpo_jax.models.hf.image_processor import PictureSettings
-    from grpo_jax.rollout.encoding import Eyes, make_encode
+    from grpo_jax.rollout.encoding import ImageProcessor, make_encode
 
     class Vision:
         image_token, video_token, vision_start_token, vision_end_token, merged = 262, 263, 259, 260, 4
 
     files = spoilt(tmp_path)
     assert files.keys() == SPOILT.keys()
-    eyes = Eyes(Vision, PictureSettings(), list)
+    image_processor = ImageProcessor(Vision, PictureSettings(), list)
     reasons = {f"{name}: {reason}": str(files[name]) for name, reason in SPOILT.items()}
     reasons["its values are floats from 0 to 255: expected uint8"] = deep_values(0, 255, np.float32)
     reasons["its values are floats from -1 to 1"] = deep_values(-1, 1, np.float32)
@@ -269,7 +269,13 @@ def test_what_is_no_still_picture_is_one_line_with_row_and_file(tmp_path):
     for reason, given in reasons.items():
         rows = make_prompt_set([{"prompt": "a"}, {"prompt": "b", "image": given}]).train
         with pytest.raises(UserError) as error:
-            make_encode(chat_tokenizer(VISION_TOKENS), DataSection(), pad_id=0, rows=rows, eyes=lambda: eyes)
+            make_encode(
+                chat_tokenizer(VISION_TOKENS),
+                DataSection(),
+                pad_id=0,
+                rows=rows,
+                image_processor=lambda: image_processor,
+            )
         message = str(error.value)
         assert message.startswith("row 1, picture") and reason in message, message
         assert len(message) < 250 and "\n" not in message

@@ -62,8 +62,9 @@ def test_chat_templates_run_in_a_sandbox(tmp_path):
     """A template comes with a model's folder. A process that something else ends is replaced."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
+    from support.encoded_prompts import format_prompt
+
     from grpo_jax.models.hf import templates
-    from grpo_jax.rollout.encoding import format_prompt
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")

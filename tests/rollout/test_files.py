@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support.encoded_prompts import plain_rows
 from support.marked_tokenizers import llama3, qwen2, smollm
 from support.text_task import train_here
 from support.tiny_models import causal_lm, chat_tokenizer
@@ -14,7 +15,7 @@ from grpo_jax import load_rewriter, predict
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import default_system_prompt
-from grpo_jax.rollout.encoding import make_encode, plain_rows
+from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.prompts import load_prompts, split_records
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main

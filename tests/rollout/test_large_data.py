@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout.test_files import written
+from support.encoded_prompts import plain_rows
 from support.text_task import make_place, train_here
 from support.tiny_models import chat_tokenizer
 
@@ -18,7 +19,7 @@ from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout import encoding, records
 from grpo_jax.rollout.data import SPLITS, Row, Rows, all_rows, row_sizes
-from grpo_jax.rollout.encoding import make_encode, plain_rows
+from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.prompts import load_prompts, split_records
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 

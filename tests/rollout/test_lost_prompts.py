@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from support.encoded_prompts import plain_rows
 from support.marked_tokenizers import words
 from support.text_task import train_here
 from support.tiny_models import chat_tokenizer
@@ -11,7 +12,7 @@ from support.tiny_models import chat_tokenizer
 from grpo_jax.config import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import read_config
-from grpo_jax.rollout.encoding import make_encode, plain_rows
+from grpo_jax.rollout.encoding import make_encode
 
 IGNORES = "{% for m in messages %}<|im_start|>user\nHello<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 LLAMA = dict(

@@ -1,11 +1,11 @@
 """Marks such as <|im_end|> in what a user writes stay text, and ordinary prompts keep the tokens they always had."""
 
 import pytest
+from support.encoded_prompts import format_prompt
 from support.marked_tokenizers import TOKENIZERS, spoken_tokens
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.tokens import messages_renderer, plain_tokens, special_ids, texts_encoder
-from grpo_jax.rollout.encoding import format_prompt
 
 ORDINARY = [
     "a red fox",

@@ -4,6 +4,7 @@ import json
 
 import pyarrow.parquet
 import pytest
+from support.encoded_prompts import plain_rows
 from support.text_task import train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
@@ -11,7 +12,7 @@ from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import default_system_prompt
 from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.rollout.encoding import check_tools, make_encode, plain_rows, tell_system_prompt
+from grpo_jax.rollout.encoding import check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.environment import make_encode_answer
 from grpo_jax.rollout.episodes import Answer
 from grpo_jax.rollout.prompts import split_records

@@ -4,6 +4,7 @@ import string
 
 import numpy as np
 import pytest
+from support.encoded_prompts import format_prompt
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE, WordLevel
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
-from grpo_jax.rollout.encoding import format_prompt, pad_left
+from grpo_jax.rollout.encoding import pad_left
 from grpo_jax.rollout.texts import (
     allowed_tokens,
     as_written,

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 import torch
+from support.encoded_prompts import plain_rows
 from support.taught_task import PROMPT, Taught
 from support.tiny_models import causal_lm
 
 from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection, TrainingSection, WarmStartSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
-from grpo_jax.rollout.encoding import plain_rows
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.warm_start import warm_start

@@ -1,13 +1,13 @@
 """What stands between two of the policy's texts: the chat template's tokens, in which an answer stays text."""
 
 import pytest
+from support.encoded_prompts import format_prompt
 from support.marked_tokenizers import TOKENIZERS
 from support.tiny_models import VISION_TOKENS, chat_tokenizer
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import answer_encoder
 from grpo_jax.models.hf.tokens import plain_tokens, special_ids
-from grpo_jax.rollout.encoding import format_prompt
 
 CHATS = ["qwen2", "llama3"]
 SAID = ["a red fox", "42", "two\n\nlines", "7316940582", "2850491637"]

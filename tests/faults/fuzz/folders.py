@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from faults.fuzz.mutations import mutated_bytes, odd_value, tried
 from faults.outcome import Outcome
+from support.encoded_prompts import plain_rows
 from support.tiny_models import causal_lm
 
 from grpo_jax.config.sections import DataSection
@@ -25,7 +26,7 @@ from grpo_jax.models.hf import load_folder
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import make_policy
-from grpo_jax.rollout.encoding import make_encode, plain_rows
+from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.texts import as_written, make_decode
 
 TEXTS = (

@@ -73,7 +73,12 @@ def test_what_is_measured_are_the_ranks_among_all_items(run, restored):
     loaded, rows = policy.folder, dataset.prompts.test
     trie = policy_choices(config, config.task.listed_texts(config), loaded)
     encode = make_encode(
-        loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size, rows=rows, eyes=None
+        loaded.tokenizer,
+        config.data,
+        pad_id=loaded.pad_id,
+        vocab_size=loaded.config.vocab_size,
+        rows=rows,
+        image_processor=None,
     )
     prompt = encode(rows)
     beams = make_ranker(policy, 280, pad_id=loaded.pad_id, trie=trie)

@@ -1,0 +1,16 @@
+"""Prompts of plain text as rows, and as the tokens that their completions start from."""
+
+from grpo_jax.config import DataSection
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.encoding import make_encode
+
+
+def plain_rows(prompts):
+    return [Row(place, prompt) for place, prompt in enumerate(prompts)]
+
+
+def format_prompt(tokenizer, prompt, *, form="rewrite", instruction="", vocab_size=None):
+    section = DataSection(form=form, instruction=instruction, max_prompt_tokens=4096)
+    encode = make_encode(tokenizer, section, pad_id=0, vocab_size=vocab_size)
+    tokens, mask, _ = encode(plain_rows([prompt]))
+    return tokens[mask].tolist()

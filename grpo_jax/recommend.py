@@ -13,10 +13,14 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.errors import UserError, carry_out, complain, extras_named, leave, one_line, run_parser, said
 from grpo_jax.predict import make_rewriter, read_lines
+
+if TYPE_CHECKING:
+    from grpo_jax.config.run import Config
+    from grpo_jax.models.policy import Policy
 
 SEPARATOR = "|"
 
@@ -57,7 +61,7 @@ def choose_prior(run_dir: str | Path, checkpoint: str = "final", *, users: int |
     return config.task.choose_prior(config, policy, users=users)
 
 
-def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Any, Any]:
+def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy]:
     from grpo_jax.runs.policy import restore_policy, run_config
 
     if not hasattr(run_config(run_dir).task, "recommender"):
@@ -108,12 +112,12 @@ def _recommend(options: argparse.Namespace) -> None:
     if lines is not None:
         return _answer_lines(lines, options.file, recommender, k)
     titles = _titles(options.history)
-    found = recommender(titles, k)
+    items = recommender(titles, k)
     if options.json:
-        print(json.dumps(_record(titles, found, k), ensure_ascii=False))
+        print(json.dumps(_record(titles, items, k), ensure_ascii=False))
         return
-    _print(found)
-    if note := _fewer(found, k):
+    _print(items)
+    if note := _fewer(items, k):
         complain(f"note: {note}")
 
 
@@ -142,15 +146,15 @@ def _titles(line: str) -> list[str]:
     return [title.strip() for title in line.split(SEPARATOR) if title.strip()]
 
 
-def _record(titles: Sequence[str], found: Sequence[Any], k: int) -> dict[str, Any]:
-    note = _fewer(found, k)
-    return {"history": titles, "items": [item._asdict() for item in found], **({"note": note} if note else {})}
+def _record(titles: Sequence[str], items: Sequence[Any], k: int) -> dict[str, object]:
+    note = _fewer(items, k)
+    return {"history": titles, "items": [item._asdict() for item in items], **({"note": note} if note else {})}
 
 
-def _fewer(found: Sequence[Any], k: int) -> str:
+def _fewer(items: Sequence[Any], k: int) -> str:
     """Why there are fewer items than were asked for; "" where there are not."""
     why = "the run's rankings list no more beside the history (task.listed, and items of the catalogue)"
-    return f"{len(found)} of {k} items: {why}" if len(found) < k else ""
+    return f"{len(items)} of {k} items: {why}" if len(items) < k else ""
 
 
 def _choose(options: argparse.Namespace) -> None:
@@ -159,13 +163,13 @@ def _choose(options: argparse.Namespace) -> None:
             raise UserError(f"--{name}: does not go with --choose_prior")
     if options.users is not None and options.users < 1:
         raise UserError(f"--users: expected a number >= 1, got {options.users}")
-    found = choose_prior(options.run, options.checkpoint, users=options.users)
-    for line in [json.dumps(found.records)] if options.json else found.lines:
+    chosen = choose_prior(options.run, options.checkpoint, users=options.users)
+    for line in [json.dumps(chosen.records)] if options.json else chosen.lines:
         print(line)
 
 
-def _print(found: Sequence[Any]) -> None:
-    for place, item in enumerate(found, 1):
+def _print(items: Sequence[Any]) -> None:
+    for place, item in enumerate(items, 1):
         print(f"{place:>3}  {item.score:8.3f}  {one_line(item.title or f'({item.item}, no title)', 90)}")
         if item.words:
             print(f"{'':15}shares {', '.join(item.words[:6])}")

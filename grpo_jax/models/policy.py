@@ -297,9 +297,8 @@ def make_policy(
     def run_unstacked(
         variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache, context: Context
     ) -> tuple[jax.Array, Cache]:
-        prefixes = zip(prefix.keys, prefix.values, strict=True)
-        caches = zip(cache.keys, cache.values, strict=True)
-        layer_inputs = [LayerInput(prefix=read, cache=own) for read, own in zip(prefixes, caches, strict=True)]
+        arrays = zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
+        layer_inputs = [LayerInput(prefix=layer[:2], cache=layer[2:]) for layer in arrays]
         hidden, written = unstacked.apply(variables, tokens, context, layer_inputs)
         keys, values = zip(*written, strict=True)
         return hidden, cache._replace(keys=keys, values=values)

@@ -103,18 +103,14 @@ def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return interleaved
 
 
-def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each position, float32 [..., head_dim / 2], for integer positions [...]."""
-    return _cos_sin(rope, head_dim, positions[..., None])
+def rotation(
+    rope: RopeConfig, head_dim: int, positions: jax.Array, *, pictures: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each position, float32 [..., head_dim / 2], for integer positions [...].
 
-
-def rotation_of_pictures(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `rotation`, for positions [..., 3] of time, row and column."""
-    return _cos_sin(rope, head_dim, jnp.take(positions, axes(rope, head_dim), axis=-1))
-
-
-def _cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For the position of each frequency, [..., head_dim / 2], or of all alike, [..., 1]."""
+    With pictures the positions are [..., 3], of time, row and column.
+    """
+    positions = jnp.take(positions, axes(rope, head_dim), axis=-1) if pictures else positions[..., None]
     table = jnp.asarray(frequencies(rope, head_dim))
     table = table.reshape((1,) * (positions.ndim - 1) + table.shape)
     angles = positions.astype(jnp.float32) * table

@@ -8,6 +8,7 @@ heads, units of the MLP, rows of the vocabulary (Shoeybi et al. 2019, arXiv:1909
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -127,10 +128,15 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     raise ValueError(f"{name} of shape {list(shape)}: axis {axis} does not divide into {parts} parts (mesh {sizes})")
 
 
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of the mesh that an axis of a leaf is cut along."""
+    return (names,) if isinstance(names, str) else names or ()
+
+
 def _undivided(spec: P, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, int] | None:
     """The first axis that its part of the mesh does not divide, and the number of parts; None if there is none."""
     for axis, names in enumerate(spec):
-        parts = int(np.prod([mesh.shape[name] for name in ([names] if isinstance(names, str) else names or [])]))
+        parts = math.prod(mesh.shape[name] for name in _names(names))
         if shape[axis] % parts:
             return axis, parts
     return None
@@ -140,7 +146,7 @@ def _shortest(spec: P, mesh: Mesh) -> P:
     """The spec in the form in which XLA gives it back: without axes of one device and what is whole at the end."""
     axes = []
     for names in spec:
-        cut = tuple(name for name in ([names] if isinstance(names, str) else names or []) if mesh.shape[name] > 1)
+        cut = tuple(name for name in _names(names) if mesh.shape[name] > 1)
         axes.append(cut[0] if len(cut) == 1 else cut or None)
     while axes and axes[-1] is None:
         axes.pop()

@@ -269,7 +269,7 @@ def _with_noise(total: jax.Array, rank: jax.Array, keys: jax.Array) -> jax.Array
 def _reordered(cache: Cache, parents: jax.Array) -> Cache:
     """The keys and values of the beams that were kept: [P, .., G, E, T] by parents [P, G]."""
 
-    def kept(part: jax.Array) -> jax.Array:
+    def of_parents(part: jax.Array) -> jax.Array:
         return jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3))(part, parents)
 
-    return cache._replace(keys=tuple(map(kept, cache.keys)), values=tuple(map(kept, cache.values)))
+    return cache._replace(keys=tuple(map(of_parents, cache.keys)), values=tuple(map(of_parents, cache.values)))

@@ -142,8 +142,8 @@ def _carried(loop: Loop, rows: Rows) -> Carried:
     """What a turn leaves; `rows` is what was read before its first token."""
     written = loop.mask.sum(-1, dtype=jnp.int32)
     read = jnp.maximum(written - 1, 0)
-    own = jnp.arange(loop.mask.shape[-1]) < read[..., None]
-    rows = Rows(jnp.concatenate([rows.mask, own], axis=-1), rows.advance + read)
+    read_mask = jnp.arange(loop.mask.shape[-1]) < read[..., None]
+    rows = Rows(jnp.concatenate([rows.mask, read_mask], axis=-1), rows.advance + read)
     last = jnp.take_along_axis(loop.tokens, read[..., None], axis=-1)[..., 0]
     size = jnp.int32(rows.mask.shape[-1])
     return Carried(loop.prefix, loop.cache._replace(length=size, rows=rows), last, written > 0, loop.seen)

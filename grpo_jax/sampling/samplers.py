@@ -224,9 +224,9 @@ def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[byt
     """
     if not stops or not all(stops):
         raise ValueError(f"stops: expected texts that are not empty, got {list(stops)}")
-    moves, found = _byte_moves([stop.encode() for stop in stops])
-    ended = len(found)
-    moves = np.vstack([np.where(found[moves], ended, moves), np.full(256, ended)])  # what follows changes nothing
+    moves, complete = _byte_moves([stop.encode() for stop in stops])
+    ended = len(complete)
+    moves = np.vstack([np.where(complete[moves], ended, moves), np.full(256, ended)])  # what follows changes nothing
     begun, going = _token_moves(moves, np.zeros(1, int), first), _token_moves(moves, np.arange(ended), later)
     begun[:, [not piece for piece in first]] = START - 1  # the text is still empty
     return np.concatenate([begun, going]).astype(np.int32) + 1  # a row for START before those of the bytes' states
@@ -235,16 +235,16 @@ def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[byt
 def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The automaton over bytes: next state int [S, 256], and bool [S], true where a stop string has just ended."""
     children: list[dict[int, int]] = [{}]
-    found = [False]
+    complete = [False]
     for stop in stops:
         state = 0
         for byte in stop:
             if byte not in children[state]:
                 children[state][byte] = len(children)
                 children.append({})
-                found.append(False)
+                complete.append(False)
             state = children[state][byte]
-        found[state] = True
+        complete[state] = True
     moves, shorter = np.zeros((len(children), 256), int), [0] * len(children)
     waiting = [0]
     for state in waiting:  # breadth first: the state of a shorter ending is complete before it is asked
@@ -252,10 +252,10 @@ def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
             moves[state] = moves[shorter[state]]
         for byte, child in children[state].items():
             shorter[child] = moves[shorter[state], byte] if state else 0
-            found[child] |= found[shorter[child]]
+            complete[child] |= complete[shorter[child]]
             moves[state, byte] = child
             waiting.append(child)
-    return moves, np.array(found)
+    return moves, np.array(complete)
 
 
 def _token_moves(moves: np.ndarray, states: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:

@@ -15,7 +15,7 @@ from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend
 from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
 from grpo_jax.models.layers import ACTIVATIONS, Experts, Projection, RMSNorm, Router, mixed, sorted_by_expert
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.rope import UNTURNED, RopeConfig, read_rope, rotate, rotation, rotation_of_pictures
+from grpo_jax.models.rope import UNTURNED, RopeConfig, read_rope, rotate, rotation
 from grpo_jax.models.vision.config import VisionConfig, read_vision
 
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -405,7 +405,7 @@ def _norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
 
 def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
     if positions.ndim == 3:
-        return rotation_of_pictures(config.rope, config.head_dim, positions)
+        return rotation(config.rope, config.head_dim, positions, pictures=True)
     if not config.layer_ropes:
         return rotation(config.rope, config.head_dim, positions)
     kinds = [rotation(rope or UNTURNED, config.head_dim, positions) for rope in dict.fromkeys(config.layer_ropes)]
@@ -419,19 +419,19 @@ def _layer_inputs(config: DecoderConfig) -> LayerInput:
     The windows; the layers' numbers where pictures are added to some; the kinds of rotation where they differ; what
     multiplies attention's scores where that is not E^-0.5.
     """
-    found = LayerInput()
+    inputs = LayerInput()
     if config.attention_scale is not None:
-        found = found._replace(scale=jnp.full((config.num_layers,), config.attention_scale, jnp.float32))
+        inputs = inputs._replace(scale=jnp.full((config.num_layers,), config.attention_scale, jnp.float32))
     if config.vision is not None and config.vision.deepstack_layers:
-        found = found._replace(depth=jnp.arange(config.num_layers, dtype=jnp.int32))
+        inputs = inputs._replace(depth=jnp.arange(config.num_layers, dtype=jnp.int32))
     if config.layer_ropes:
         kinds = list(dict.fromkeys(config.layer_ropes))
-        found = found._replace(rotation=jnp.array([kinds.index(rope) for rope in config.layer_ropes], jnp.int32))
+        inputs = inputs._replace(rotation=jnp.array([kinds.index(rope) for rope in config.layer_ropes], jnp.int32))
     if any(window is not None for window in config.windows):
         everything = jnp.iinfo(jnp.int32).max
         windows = [everything if w is None else w for w in config.windows]
-        found = found._replace(window=jnp.array(windows, jnp.int32))
-    return found
+        inputs = inputs._replace(window=jnp.array(windows, jnp.int32))
+    return inputs
 
 
 PROJECTIONS = {

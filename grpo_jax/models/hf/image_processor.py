@@ -179,18 +179,13 @@ def _settings(fields: kinds.Fields) -> PictureSettings:
         patch=fields.get("patch_size") or usual.patch,
         merge=fields.get("merge_size") or usual.merge,
         frames=fields.get("temporal_patch_size") or usual.frames,
-        mean=_three(fields.get("image_mean") or usual.mean),
-        deviation=_three(fields.get("image_std") or usual.deviation),
+        mean=tuple(map(float, fields.get("image_mean") or usual.mean)),
+        deviation=tuple(map(float, fields.get("image_std") or usual.deviation)),
         rescale=float(fields.get("rescale_factor") or usual.rescale),
         resample=int(fields.get("resample") or usual.resample),
         least=least,
         most=most,
     )
-
-
-def _three(values: Sequence[float]) -> tuple[float, float, float]:
-    first, second, third = map(float, values)
-    return first, second, third
 
 
 def _default_edge(settings: PictureSettings, usual: int) -> int:

@@ -98,11 +98,11 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
     try:
         _refuse_unsupported(raw)
         prefixes = [_found_prefix(config, part, files.names) for part in _parts(config)]
-        found = [_targets(raw, part, prefix) for part, prefix in zip(_parts(config), prefixes, strict=True)]
-        if not found[0]:
+        targets = [_targets(raw, part, prefix) for part, prefix in zip(_parts(config), prefixes, strict=True)]
+        if not targets[0]:
             projections = tuple(_parts(config)[0].modules)
             raise ValueError(f"target_modules={raw.get('target_modules')!r} reaches none of {projections}")
-        lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), *found)
+        lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), *targets)
         return lora, _read(files, lora, config, prefixes)
     except (ValueError, TypeError, re.error) as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
@@ -248,13 +248,13 @@ def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: S
 
     def stacked(part: _Part, prefix: str, name: str, factor: str) -> jax.Array:
         modules = (part.module(prefix, layer, name) for layer in range(part.layers))
-        return jnp.array(np.stack([files.read_finite(_tensor(own, factor), np.float32).T for own in modules]))
+        return jnp.array(np.stack([files.read_finite(_tensor(module, factor), np.float32).T for module in modules]))
 
     adapters = {}
     for part, prefix in zip(parts, prefixes, strict=True):
-        own = {
+        layers = {
             name: {factor: stacked(part, prefix, name, factor) for factor in _FACTORS}
             for name in _targets_of(lora, part)
         }
-        adapters |= {"layers": own} if not part.path else {VISUAL: {"layers": own}} if own else {}
+        adapters |= {"layers": layers} if not part.path else {VISUAL: {"layers": layers}} if layers else {}
     return adapters

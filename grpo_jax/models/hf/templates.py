@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 Json = Any
 """What JSON holds."""
 
+SECONDS = 2.0
+"""Of computing, for one conversation; an ordinary template takes less than a thousandth."""
+MEMORY = 2**29
+"""Bytes that rendering may take beside what this process holds when it begins."""
+LONGEST = 2**22
+"""Characters of a rendered conversation, beside 64 for each byte of what it was told."""
+
 _CODE = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -65,17 +72,16 @@ class _Renderer:
         self.process: subprocess.Popen | None = None
         self.channel: Connection | None = None
         self.template: str | None = None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
 
     def start(self) -> None:
-        """Starts the process, unless it lives."""
+        """Start the process, unless it lives."""
         with self.lock:
-            self._start()
+            if self.process is None or self.process.poll() is not None:
+                self.end()
+                self._spawn()
 
-    def _start(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            return
-        self._end()
+    def _spawn(self) -> None:
         self.channel, theirs = Pipe()
         words = [sys.executable, "-c", _CODE, json.dumps(sys.path), __file__, str(theirs.fileno())]
         null = subprocess.DEVNULL
@@ -107,7 +113,7 @@ class _Renderer:
 
     def _ask(self, template: str, request: dict[str, Json]) -> dict[str, Json] | int:
         """The process's answer, or the exit code with which it ended instead."""
-        self._start()
+        self.start()
         if template != self.template:
             request = {**request, "template": template}
         try:
@@ -119,30 +125,31 @@ class _Renderer:
             answer = json.loads(self.channel.recv_bytes())
         except (EOFError, OSError):
             code = self.process.wait() if self.process is not None else 0
-            self._end()
+            self.end()
             return code
         except BaseException:  # a stop that was asked for: the answer would be taken for the next one's
-            self._end()
+            self.end()
             raise
         self.template = template
         return answer
 
     def end(self) -> None:
-        """Ends the process."""
+        """End the process."""
         with self.lock:
-            self._end()
+            process = self.process
+            self.process = None
+            self.template = None
+            if process is not None:
+                with suppress(OSError):
+                    self.channel.close()
+                process.kill()
+                process.wait()
 
     def forget(self) -> None:
         """Leaves the process to another one, which this one was forked from."""
-        self.process, self.template, self.lock = None, None, threading.Lock()
-
-    def _end(self) -> None:
-        process, self.process, self.template = self.process, None, None
-        if process is not None:
-            with suppress(OSError):
-                self.channel.close()
-            process.kill()
-            process.wait()
+        self.process = None
+        self.template = None
+        self.lock = threading.RLock()
 
 
 def _how_it_ended(code: int) -> str:
@@ -156,14 +163,6 @@ def _how_it_ended(code: int) -> str:
 _RENDERER = _Renderer()
 atexit.register(_RENDERER.end)
 os.register_at_fork(after_in_child=_RENDERER.forget)
-
-
-SECONDS = 2.0
-"""Of computing, for one conversation; an ordinary template takes less than a thousandth."""
-MEMORY = 2**29
-"""Bytes that rendering may take beside what this process holds when it begins."""
-LONGEST = 2**22
-"""Characters of a rendered conversation, beside 64 for each byte of what it was told."""
 
 
 class _Tokenizer:

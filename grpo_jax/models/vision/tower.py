@@ -114,7 +114,7 @@ def attend_windows(query: jax.Array, key: jax.Array, value: jax.Array, layout: L
 
 
 class Block(nn.Module):
-    """One layer; a family's own says its norms and its MLP."""
+    """One layer: attention and an MLP, which is gated in some families."""
 
     config: VisionConfig
     dtype: jax.typing.DTypeLike
@@ -123,26 +123,23 @@ class Block(nn.Module):
 
     def setup(self):
         """Declare the layer's weights."""
-        self.norm1, self.norm2 = self.norm(), self.norm()
-        self.qkv = self.projection(3 * self.config.width)
-        self.proj = self.projection(self.config.width)
-        self.setup_mlp()
+        c = self.config
+        family = TOWERS[c.family]
 
-    def norm(self) -> nn.Module:
-        """One of the layer's two norms."""
-        raise NotImplementedError
+        def projection(features: int) -> Projection:
+            return Projection(features, True, self.dtype, self.param_dtype, self.lora)
 
-    def setup_mlp(self) -> None:
-        """Declare the MLP's weights."""
-        raise NotImplementedError
-
-    def mlp(self, x: jax.Array) -> jax.Array:
-        """Normed states [N, S, D] to what is added to them."""
-        raise NotImplementedError
-
-    def projection(self, features: int) -> Projection:
-        """A linear map with a bias, as all of a tower are."""
-        return Projection(features, True, self.dtype, self.param_dtype, self.lora)
+        self.norm1 = family.norm(c.epsilon, self.param_dtype)
+        self.norm2 = family.norm(c.epsilon, self.param_dtype)
+        self.qkv = projection(3 * c.width)
+        self.proj = projection(c.width)
+        if family.gated:
+            self.gate_proj = projection(c.inner)
+            self.up_proj = projection(c.inner)
+            self.down_proj = projection(c.width)
+        else:
+            self.fc1 = projection(c.inner)
+            self.fc2 = projection(c.width)
 
     def __call__(self, x: jax.Array, whole: jax.Array | None, layout: Layout) -> jax.Array:
         """States [N, S, D] to the next layer's.
@@ -150,7 +147,13 @@ class Block(nn.Module):
         `whole`, a bool scalar, says whether attention sees the whole picture rather than a window; None: always.
         """
         x = x + self.proj(self.attention(self.norm1(x), whole, layout))
-        return x + self.mlp(self.norm2(x))
+        return x + self._mlp(self.norm2(x))
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        activation = ACTIVATIONS[self.config.activation]
+        if TOWERS[self.config.family].gated:
+            return self.down_proj(activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.fc2(activation(self.fc1(x)))
 
     def attention(self, x: jax.Array, whole: jax.Array | None, layout: Layout) -> jax.Array:
         """What the patches read of each other, [N, S, D]."""
@@ -194,41 +197,6 @@ class Merger(nn.Module):
         return Projection(c.out, True, self.dtype, self.param_dtype, name="fc2")(x)
 
 
-class PlainBlock(Block):
-    """A layer with layer norms and two linear maps in its MLP."""
-
-    def norm(self) -> nn.Module:
-        """One of the layer's two norms."""
-        return LayerNorm(self.config.epsilon, self.param_dtype)
-
-    def setup_mlp(self) -> None:
-        """Declare the MLP's weights."""
-        self.fc1 = self.projection(self.config.inner)
-        self.fc2 = self.projection(self.config.width)
-
-    def mlp(self, x: jax.Array) -> jax.Array:
-        """Normed states [N, S, D] to what is added to them."""
-        return self.fc2(ACTIVATIONS[self.config.activation](self.fc1(x)))
-
-
-class GatedBlock(Block):
-    """A layer with RMS norms and a gated MLP."""
-
-    def norm(self) -> nn.Module:
-        """One of the layer's two norms."""
-        return RMSNorm(self.config.epsilon, self.param_dtype)
-
-    def setup_mlp(self) -> None:
-        """Declare the MLP's weights."""
-        self.gate_proj = self.projection(self.config.inner)
-        self.up_proj = self.projection(self.config.inner)
-        self.down_proj = self.projection(self.config.width)
-
-    def mlp(self, x: jax.Array) -> jax.Array:
-        """Normed states [N, S, D] to what is added to them."""
-        return self.down_proj(ACTIVATIONS[self.config.activation](self.gate_proj(x)) * self.up_proj(x))
-
-
 def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Array) -> jax.Array:
     """Learned positions float32 [N, S, D], bilinear between those of a square table whose corners are the picture's.
 
@@ -253,7 +221,7 @@ def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Arra
 class TowerFamily(NamedTuple):
     """One family of towers."""
 
-    block: type[Block]  # its layer
+    gated: bool  # whether a layer's MLP is gated
     norm: type[nn.Module]  # its norms, made as norm(epsilon, param_dtype)
     patch_bias: bool  # whether the map from pixels to states has a bias
     # names of the layers' kernels, on which adapters can be put → how devices share them
@@ -276,7 +244,7 @@ PROJECTIONS = {"qkv": FUSED, "proj": ROWS, "fc1": COLUMNS, "fc2": ROWS}
 MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
 
 _QWEN2_VL = TowerFamily(
-    block=PlainBlock,
+    gated=False,
     norm=LayerNorm,
     patch_bias=False,
     projections=PROJECTIONS,
@@ -286,7 +254,7 @@ _QWEN2_VL = TowerFamily(
 _MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
 
 _QWEN2_5_VL = TowerFamily(
-    block=GatedBlock,
+    gated=True,
     norm=RMSNorm,
     patch_bias=False,
     projections={"qkv": FUSED, "proj": ROWS, **_MLP},
@@ -296,7 +264,7 @@ _QWEN2_5_VL = TowerFamily(
 _MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 
 _QWEN3_VL = TowerFamily(
-    block=PlainBlock,
+    gated=False,
     norm=LayerNorm,
     patch_bias=True,
     projections=PROJECTIONS,
@@ -329,7 +297,7 @@ class Tower(nn.Module):
         self.patch_embed = Projection(c.width, family.patch_bias, *types)
         if c.positions:
             self.pos_embed = self.param("pos_embed", nn.initializers.zeros, (c.positions, c.width), self.param_dtype)
-        self.layers = remat_block(family.block, self.remat)(c, *types, self.lora)
+        self.layers = remat_block(Block, self.remat)(c, *types, self.lora)
         self.merger = Merger(c, family.norm, False, *types)
         if c.deepstack_layers:
             stack = nn.vmap(Merger, in_axes=0, variable_axes={"params": 0}, split_rngs={"params": True})
@@ -350,9 +318,9 @@ class Tower(nn.Module):
                 raise ValueError("windows: this tower's attention has windows, and the pictures came without them")
             windows, slots = window_slots(windows, patches.shape[1] // c.merged)
             layout = layout._replace(windows=windows, slots=slots)
-        x, kept = self._run(x, layout)
+        x, deep_states = self._run(x, layout)
         states = self.merger(x)
-        deepstack = tuple(self.deepstack(kept)) if c.deepstack_layers else ()
+        deepstack = tuple(self.deepstack(deep_states)) if c.deepstack_layers else ()
         merged = where.present[:, :: c.merged, None]
         return jnp.where(merged, states, 0), tuple(jnp.where(merged, part, 0) for part in deepstack)
 
@@ -361,10 +329,12 @@ class Tower(nn.Module):
         c = self.config
 
         def step(block: Block, carry: tuple[jax.Array, jax.Array], layer: PyTree) -> tuple[PyTree, None]:
-            x, kept = carry
+            x, deep_states = carry
             whole, keep = layer
             x = block(x if self.spread is None else self.spread(x), whole, layout)
-            return (x, kept if keep is None else jnp.where(keep[:, None, None, None], x[None], kept)), None
+            if keep is not None:
+                deep_states = jnp.where(keep[:, None, None, None], x[None], deep_states)
+            return (x, deep_states), None
 
         layers = jnp.arange(c.depth)
         whole = None if c.window is None else jnp.isin(layers, jnp.array(c.full_attention_layers, jnp.int32))
@@ -372,8 +342,8 @@ class Tower(nn.Module):
         scanned = nn.scan(
             step, variable_axes={"params": 0, "lora": 0}, split_rngs={"params": True}, in_axes=0, length=c.depth
         )
-        kept = jnp.zeros((len(c.deepstack_layers), *x.shape), x.dtype)
-        return scanned(self.layers, (x, kept), (whole, keep))[0]
+        deep_states = jnp.zeros((len(c.deepstack_layers), *x.shape), x.dtype)
+        return scanned(self.layers, (x, deep_states), (whole, keep))[0]
 
 
 def make_tower(
@@ -400,16 +370,16 @@ def make_tower(
 
     def encode_images(variables: Variables, pictures: Pictures) -> PictureStates:
         _check(config, pictures)
-        own = {"params": tower_params(variables)}
+        collections = {"params": tower_params(variables)}
         adapters = variables.get("lora", {}).get(VISUAL)
         if adapters is not None:
-            own["lora"] = adapters
+            collections["lora"] = adapters
         lead = pictures.grid.shape[:-1]
 
         def flat(x: jax.Array | None) -> jax.Array | None:
             return None if x is None else jnp.asarray(x).reshape(-1, *x.shape[len(lead) :])
 
-        states, deepstack = tower.apply(own, *map(flat, pictures))
+        states, deepstack = tower.apply(collections, *map(flat, pictures))
 
         def apart(x: jax.Array) -> jax.Array:
             return x.reshape(*lead, *x.shape[1:])

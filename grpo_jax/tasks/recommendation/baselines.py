@@ -1,151 +1,101 @@
 """What a policy is compared with: simple rankings of the whole catalogue, exact and without a network.
 
 Baselines that count (popularity, item-kNN, Markov) are functions ``score(start, stop) -> [B, I]`` of the examples
-start … stop-1, sparse where few items of many score (`sparse_scores`); `rank_and_recommend` turns them into ranks by
-block, so that no [U, I] array is ever held. Their
-statistics come from what training knows alone (`dataset.Split.known`): no validation or test target is known to them
-(the history that is asked with may hold validation targets). Baselines of titles ask the policy's own retriever, as
-the policy does.
+start … stop-1, sparse where few items of many score (`SparseScores`); `rank_and_recommend` turns them into ranks by
+block, so that no [U, I] array is ever held. Their statistics come from what training knows alone
+(`dataset.Split.known`): no validation or test target is known to them (the history that is asked with may hold
+validation targets). Baselines of titles ask the policy's own retriever, as the policy does.
+
+The prior is what is known of a user's next item without a policy, to be added to what the policy says of it:
+
+    score(item) = log p(item) + a · cos(history, title) + b · Σ_{i in history} decay^age(i) · together(i, item)
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from scipy import sparse
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence
-from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, RankCounts, count_better, first_items
+from grpo_jax.tasks.recommendation.metrics import (
+    RECOMMENDED,
+    RankCounts,
+    count_better,
+    first_items,
+    flat_exclusions,
+)
 from grpo_jax.tasks.recommendation.task import PriorSection
 
 
-class Base(NamedTuple):
-    """What everybody is told of the items.
+class BaseScores:
+    """Scores f64 [I] that are the same for all users, sorted once."""
 
-    Attributes:
-        scores: F64 [I].
-        rising: F64 [I], the same in order.
-        best: I64 [I], items by their scores in float32, highest first; of equal ones the first of the catalogue.
-    """
-
-    scores: np.ndarray
-    rising: np.ndarray
-    best: np.ndarray
+    def __init__(self, scores: np.ndarray):
+        """Of items with equal float32 scores the first of the catalogue is the better."""
+        self.scores = scores
+        self.rising = np.sort(scores)
+        self.best = np.argsort(-scores.astype(np.float32), kind="stable")
 
 
-def make_base(scores: np.ndarray) -> Base:
-    """The base of these scores.
+class SparseScores:
+    """Scores of all items for B users: a base, and what is added to it for the few items of each user [B, I]."""
 
-    Raises:
-        ValueError: If one is NaN.
-    """
-    if np.isnan(scores).any():
-        raise ValueError("scores must not be NaN")
-    return Base(scores, np.sort(scores), np.argsort(-scores.astype(np.float32), kind="stable"))
-
-
-class SparseScores(NamedTuple):
-    """Scores of all items for some users: those of a base, and what is added to them.
-
-    Attributes:
-        base: Of all users.
-        more: Sparse f64 [B, I].
-    """
-
-    base: Base
-    more: sparse.csr_array
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, I)."""
-        return self.more.shape
+    def __init__(self, base: BaseScores, more: sparse.csr_array):
+        """Sort the entries of each user."""
+        more.sort_indices()
+        self.base = base
+        self.more = more
+        self.shape = more.shape
+        self.values = more.data + base.scores[more.indices]
 
     def count_better(
-        self, targets: np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
+        self, targets: Sequence[int] | np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
     ) -> RankCounts:
-        """As `metrics.count_better` of the whole array."""
+        """`metrics.count_better` of the whole array."""
         users, items = self.shape
-        scores, rising, _ = self.base
-        lines, columns, values = _entries(self)
-        keys = lines * items + columns
+        base = self.base
+        columns = self.more.indices
+        lines = np.repeat(np.arange(users), np.diff(self.more.indptr))
+        left_lines, left_items = flat_exclusions(targets, exclude)
 
-        def at(users: np.ndarray, columns: np.ndarray) -> np.ndarray:
-            wanted, found = users * items + columns, scores[columns]
-            places = np.minimum(np.searchsorted(keys, wanted), max(len(keys) - 1, 0))
-            known = keys[places] == wanted if len(keys) else np.zeros(len(wanted), bool)
-            found[known] = values[places[known]]
-            return found
+        def scores_at(lines: np.ndarray, columns: np.ndarray) -> np.ndarray:
+            added = self.more[lines, columns] if len(lines) else 0.0  # scipy reads no empty selection
+            return base.scores[columns] + added
 
-        own = at(np.arange(users), np.asarray(targets, np.int64))
-        left_out = [set(rows) - {int(target)} for rows, target in zip(exclude, targets, strict=True)]
-        away = np.repeat(np.arange(users), [len(rows) for rows in left_out])
-        away_scores = at(away, np.fromiter((row for rows in left_out for row in rows), np.int64, len(away)))
+        left_scores = scores_at(left_lines, left_items)
 
         def counted(of_base: np.ndarray, compare: np.ufunc, edge: np.ndarray) -> np.ndarray:
-            changed = compare(values, edge[lines]).astype(np.int64) - compare(scores[columns], edge[lines])
-            gone = np.bincount(away, compare(away_scores, edge[away]), users)
-            return of_base + np.bincount(lines, changed, users).astype(np.int64) - gone.astype(np.int64)
+            changed = compare(self.values, edge[lines]).astype(np.int64) - compare(base.scores[columns], edge[lines])
+            left_out = np.bincount(left_lines, compare(left_scores, edge[left_lines]), users)
+            return of_base + np.bincount(lines, changed, users).astype(np.int64) - left_out.astype(np.int64)
 
-        high, low = own + tolerance, own - tolerance
-        better = counted(items - np.searchsorted(rising, high, side="right"), np.greater, high)
-        worse = counted(np.searchsorted(rising, low, side="left"), np.less, low)
-        others = items - 1 - np.bincount(away, minlength=users)
+        target_scores = scores_at(np.arange(users), np.asarray(targets, np.int64))
+        high = target_scores + tolerance
+        low = target_scores - tolerance
+        better = counted(items - np.searchsorted(base.rising, high, side="right"), np.greater, high)
+        worse = counted(np.searchsorted(base.rising, low, side="left"), np.less, low)
+        others = items - 1 - np.bincount(left_lines, minlength=users)
         return RankCounts(better, others - better - worse)
 
     def first_items(self, exclude: Sequence[Sequence[int]], *, k: int) -> list[np.ndarray]:
-        """As `metrics.first_items` of the whole array."""
-        _, columns, values = _entries(self)
-        # Items that are known of, or left out, are none that the base lists; one array serves all users.
-        apart, found = np.zeros(self.shape[1], bool), []
-        ends = self.more.indptr
+        """`metrics.first_items` of the whole array."""
+        lists = []
         for line, rows in enumerate(exclude):
-            here = columns[ends[line] : ends[line + 1]]
-            away = np.asarray(list(rows), np.int64)
-            apart[here] = apart[away] = True
-            further = _first(self.base.best, apart, k)
-            apart[here] = False
-            apart[away] = True
-            stays = ~apart[here]
-            apart[away] = False
-            items = np.concatenate([here[stays], further])
-            scores = np.concatenate([values[ends[line] : ends[line + 1]][stays], self.base.scores[further]])
-            found.append(_best(items, scores.astype(np.float32), k))
-        return found
-
-
-def _entries(scores: SparseScores) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The users, items and scores of the entries, i64 [E], i64 [E] and f64 [E], in order."""
-    more = scores.more
-    more.sort_indices()
-    if np.isnan(more.data).any():
-        raise ValueError("scores must not be NaN")
-    lines = np.repeat(np.arange(more.shape[0]), np.diff(more.indptr))
-    columns = more.indices.astype(np.int64)
-    return lines, columns, more.data + scores.base.scores[columns]
-
-
-def _first(order: np.ndarray, apart: np.ndarray, k: int) -> np.ndarray:
-    """The first k items of an order that are not apart."""
-    size = 4 * k
-    while True:
-        kept = order[:size][~apart[order[:size]]]
-        if len(kept) >= k or size >= len(order):
-            return kept[:k]
-        size *= 4
-
-
-def _best(items: np.ndarray, scores: np.ndarray, k: int) -> np.ndarray:
-    """The k items with the highest scores, in the order of the catalogue; of equal ones its first."""
-    listed = scores > -np.inf
-    items, scores = items[listed], scores[listed]
-    if len(items) > k:
-        near = scores >= np.partition(scores, -k)[-k]
-        items, scores = items[near], scores[near]
-    return np.sort(items[np.lexsort((items, -scores))[:k]])
+            entries = slice(*self.more.indptr[line : line + 2])
+            left_out = np.asarray(list(rows), np.int64)
+            scored = self.more.indices[entries]
+            stays = ~np.isin(scored, left_out)
+            head = self.base.best[: k + len(scored) + len(left_out)]
+            further = head[~np.isin(head, np.concatenate([scored, left_out]))][:k]
+            items = np.concatenate([scored[stays], further])
+            scores = np.concatenate([self.values[entries][stays], self.base.scores[further]]).astype(np.float32)
+            lists.append(np.sort(items[np.lexsort((items, -scores))[:k]]))
+        return lists
 
 
 # ------------------------------------------------------------------------------------------------------------ baselines
@@ -155,13 +105,14 @@ Scores = Callable[[int, int], np.ndarray | SparseScores]
 
 
 class Ranks(Protocol):
-    """A retriever's answer: `rank`, one for each query, NaN where there is none."""
+    """A retriever's answer: for each query the target's rank, NaN where there is none, and its probability."""
 
     rank: np.ndarray
+    probability: np.ndarray
 
 
 Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]], Ranks]
-"""B texts, target rows and histories (rows, oldest first) → the targets' ranks, the histories left out."""
+"""B texts, target rows and histories (rows, oldest first), rows left out → the targets' ranks."""
 
 
 class Retriever(Protocol):
@@ -169,7 +120,6 @@ class Retriever(Protocol):
 
     def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
         """By one text each."""
-        ...
 
     def score_mixed_ranks(
         self,
@@ -179,7 +129,6 @@ class Retriever(Protocol):
         exclude: Sequence[Sequence[int]],
     ) -> Ranks:
         """By the weighted sum of several texts' vectors each."""
-        ...
 
 
 SPARSE_BLOCK = 128
@@ -187,53 +136,45 @@ SPARSE_BLOCK = 128
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:
-    """Counts for each example the items before its target and level with it, without those excluded.
-
-    Args:
-        score: The baseline.
-        rows: U examples with the columns "target_row" and "excluded".
-        block: Examples scored at once.
-        tolerance: Scores that differ by no more are ties.
-    """
+    """The counts of `rank_and_recommend` alone."""
     return rank_and_recommend(score, rows, first=0, block=block, tolerance=tolerance)[0]
 
 
 def rank_and_recommend(
     score: Scores, rows: Sequence[Row], *, first: int = RECOMMENDED, block: int = 512, tolerance: float = 1e-6
 ) -> tuple[RankCounts, np.ndarray]:
-    """The counts of `rank_all`, and how often each item is among the first ones of an example, i64 [I].
+    """For each example the items before its target and level with it, and what is recommended.
 
     Args:
         score: The baseline.
-        rows: U examples, at least one, as in `rank_all`.
+        rows: U examples, at least one, with the columns "target_row" and "excluded".
         first: How many items of each example count as recommended; 0 for none.
         block: Examples scored at once.
         tolerance: Scores that differ by no more are ties.
+
+    Returns:
+        The counts, and how often each item is among the first ones of an example, i64 [I].
     """
-    parts, recommended = [], np.zeros(0, np.int64)
+    parts = []
+    lists: list[np.ndarray] = []
     for start in range(0, len(rows), block):
-        part = rows[start : start + block]
-        targets = np.array([row.columns["target_row"] for row in part])
-        scores = score(start, start + len(part))
-        left_out = [row.columns["excluded"] for row in part]
+        columns = [row.columns for row in rows[start : start + block]]
+        targets = np.array([column["target_row"] for column in columns])
+        left_out = [column["excluded"] for column in columns]
+        scores = score(start, start + len(columns))
         if isinstance(scores, SparseScores):
             parts.append(scores.count_better(targets, left_out, tolerance=tolerance))
-            lists = scores.first_items(left_out, k=first) if first else []
+            lists += scores.first_items(left_out, k=first) if first else []
         else:
             parts.append(count_better(scores, targets, left_out, tolerance=tolerance))
-            lists = first_items(scores, left_out, k=first) if first else []
-        recommended = counted(lists, scores.shape[1]) + (recommended if start else 0)
+            lists += first_items(scores, left_out, k=first) if first else []
+    recommended = np.bincount(np.concatenate([np.zeros(0, np.int64), *lists]), minlength=scores.shape[1])
     return RankCounts(*(np.concatenate(column) for column in zip(*parts, strict=True))), recommended
-
-
-def counted(lists: Sequence[Sequence[int] | np.ndarray], items: int) -> np.ndarray:
-    """How often each item stands in the lists, i64 [I]."""
-    return np.bincount(np.fromiter((item for one in lists for item in one), np.int64), minlength=items)
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
     """Every item by how many users took it in training."""
-    base = make_base(taken_counts(users, items))
+    base = BaseScores(taken_counts(users, items))
     return lambda start, stop: SparseScores(base, sparse.csr_array((stop - start, items)))
 
 
@@ -246,16 +187,11 @@ def item_knn(similarity: sparse.csr_array, rows: Sequence[Row], *, decay: float 
     """Items by their summed similarity to the history (Sarwar et al. 2001; Deshpande & Karypis 2004).
 
     s(u, j) = Σ_{i in history} decay^age(i) · |U_i ∩ U_j| / √(|U_i| |U_j|) for j ≠ i, where U_i are the users of item i
-    in training and the newest item has age 0.
-
-    Args:
-        similarity: Of `item_similarity`.
-        rows: The examples that are scored.
-        decay: In [0, 1]; 1 counts the whole history alike, 0 the last item alone.
+    in training and the newest item has age 0: `decay` 1 counts the whole history alike, 0 the last item alone.
     """
     items = similarity.shape[0]
-    weights = history_weights(rows, items, decay=decay)
-    base = make_base(np.zeros(items))
+    weights = decayed([row.columns["history"] for row in rows], items, decay=decay)
+    base = BaseScores(np.zeros(items))
     return lambda start, stop: SparseScores(base, weights[start:stop] @ similarity)
 
 
@@ -280,29 +216,18 @@ _SCALED_ROWS = 2**14
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
     """Items by how often they came right after the last one in training, popularity where that says nothing."""
-    pairs = [pair for user in users for pair in _steps(user.items)]
+    pairs = [pair for user in users for pair in itertools.pairwise(user.items)]
     before, after = np.array(pairs, np.int64).reshape(-1, 2).T
     steps = sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
     counts = taken_counts(users, items)
     # Below 1, so that it decides only where counts of steps are equal.
-    fallback = make_base(counts / (2.0 * max(counts.max(), 1.0)))
+    fallback = BaseScores(counts / (2.0 * max(counts.max(), 1.0)))
     last = np.array([row.columns["history"][-1] for row in rows])
     return lambda start, stop: SparseScores(fallback, steps[last[start:stop]])
 
 
-def history_weights(rows: Sequence[Row], items: int, *, decay: float) -> sparse.csr_array:
-    """`decayed` of the examples' histories."""
-    return decayed([row.columns["history"] for row in rows], items, decay=decay)
-
-
 def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> sparse.csr_array:
-    """Weights decay^age of each history's items, [U, I]; decay 0 is the last item alone.
-
-    Raises:
-        ValueError: If decay is outside [0, 1].
-    """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"decay must be in [0, 1], got {decay}")
+    """Weights decay^age of each history's items, [U, I]; decay 0 is the last item alone."""
     ages = np.concatenate([np.arange(len(history))[::-1] for history in histories])
     return _weights(histories, np.power(float(decay), ages), items)
 
@@ -310,32 +235,20 @@ def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> 
 def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
     starts = np.cumsum([0, *(len(entry) for entry in columns)])
     small = np.int32 if max(starts[-1], items) < 2**31 else np.int64  # products take the indices of their factors
-    starts = starts.astype(small)
-    indices = np.fromiter((item for entry in columns for item in entry), small, starts[-1])
-    return sparse.csr_array((values, indices, starts), shape=(len(columns), items))
+    indices = np.fromiter(itertools.chain.from_iterable(columns), small, starts[-1])
+    return sparse.csr_array((values, indices, starts.astype(small)), shape=(len(columns), items))
 
 
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
     """1 where a user took an item in training, [U, I]."""
-    known = [sorted(set(user.items)) for user in users]
-    return _weights(known, np.ones(sum(map(len, known))), items)
-
-
-def _steps(items: Sequence[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(items))
+    taken = [sorted(set(user.items)) for user in users]
+    return _weights(taken, np.ones(sum(map(len, taken))), items)
 
 
 def count_baselines(
     users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 0.7
 ) -> dict[str, Scores]:
-    """Popularity, item-kNN and Markov by the name a report gives them.
-
-    Args:
-        users: What training knows.
-        items: I.
-        rows: U examples that are measured.
-        decay: Of the second item-kNN.
-    """
+    """Popularity, item-kNN and Markov by the name a report gives them; `decay` is that of a second item-kNN."""
     similarity = item_similarity(users, items)
     return {
         "popularity": popularity(users, items),
@@ -361,25 +274,18 @@ def title_baselines(
     Args:
         retriever: Ranks the first two.
         catalogue: Titles.
-        rows: U examples that are measured.
-        decay: A title weighs decay^age; the newest has age 0.
+        rows: U examples, `block` of them in one call.
+        decay: A title weighs decay^age, in [0, 1]; the newest has age 0.
         ask: As the policy's texts are ranked, where that is not the text alone: the own title is then asked for so,
             and what saying nothing and the last title earn so are rows of their own.
-        block: Examples of one call.
-
-    Raises:
-        ValueError: If decay is outside [0, 1].
     """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"decay must be in [0, 1], got {decay}")
     parts: list[dict[str, np.ndarray]] = []
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
-        histories = [column["history"] for column in columns]
-        targets, left_out = ([column[name] for column in columns] for name in ("target_row", "excluded"))
+        names = ("history", "target_row", "excluded", "last_title", "target_title")
+        histories, targets, left_out, last, own = ([column[name] for column in columns] for name in names)
         texts = [[catalogue.titles[item] for item in history] for history in histories]
         weights = [[decay**age for age in reversed(range(len(history)))] for history in histories]
-        last, own = ([column[name] for column in columns] for name in ("last_title", "target_title"))
         answers = {
             "last title": retriever.score_ranks(last, targets, left_out),
             f"history titles, decay {decay:g}": retriever.score_mixed_ranks(texts, weights, targets, left_out),
@@ -394,73 +300,68 @@ def title_baselines(
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-# --- prior
+# ---------------------------------------------------------------------------------------------------------------- prior
 
 
-Known = Callable[[Sequence[Sequence[int]]], np.ndarray]
+Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]
 """Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
-Part = Callable[[], np.ndarray]
-Parts = Callable[[Sequence[Sequence[int]], float], tuple[Part, Part]]
-"""(histories, decay) → two functions that give f32 [P, I]: how much titles resemble, and how often taken together."""
 
 
-def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Known:
-    """The function that scores the catalogue for some histories.
+class PriorParts(NamedTuple):
+    """What the weights of a prior are multiplied with.
 
-    Args:
-        section: Weights.
-        titles: I.
-        users: Sequences that `together` comes from: what training knows.
+    The history is the sum of its titles' TF-IDF vectors, each word once more by its idf, older titles weighing less;
+    how often two items were taken by the same users in training is the cosine of item-kNN.
     """
+
+    vectors: sparse.csr_array
+    similarity: sparse.csr_array
+
+    def resembling(self, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
+        """How much each title resembles the histories, f32 [P, I]."""
+        asked = decayed(histories, self.vectors.shape[0], decay=decay) @ self.vectors
+        length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
+        return np.asarray((asked @ self.vectors.T).toarray() / np.maximum(length, 1e-9), np.float32)
+
+    def together(self, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
+        """How often each item is taken with those of the histories, f32 [P, I]."""
+        weights = decayed(histories, self.vectors.shape[0], decay=decay)
+        return np.asarray((weights @ self.similarity).toarray(), np.float32)
+
+
+def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> PriorParts:
+    """The parts of a prior over I titles; `users` is what training knows."""
+    return PriorParts(title_vectors(titles), item_similarity(users, len(titles)))
+
+
+def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:
+    """The function that scores the catalogue for some histories; arguments as of `make_parts`."""
     parts = make_parts(titles, users)
 
-    def known(histories: Sequence[Sequence[int]]) -> np.ndarray:
-        resembling, together = parts(histories, section.decay)
-        found = np.zeros((len(histories), len(titles)), np.float32)
+    def prior(histories: Sequence[Sequence[int]]) -> np.ndarray:
+        scores = np.zeros((len(histories), len(titles)), np.float32)
         if section.history:
-            found += section.history * resembling()
+            scores += section.history * parts.resembling(histories, section.decay)
         if section.together:
-            found += section.together * together()
-        return found
+            scores += section.together * parts.together(histories, section.decay)
+        return scores
 
-    return known
+    return prior
 
 
-def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, decay: float) -> Known:
+def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, decay: float) -> Prior:
     """The baseline of titles and counts together: cos(history, title) + 2 · co-occurrence.
 
-    The weight 2 was the best of 0, .1, .2, .3, .5, .7, 1 and 2 on 4,000 validation users of Amazon Beauty. Arguments as
-    of `make_prior`.
+    The weight 2 was the best of 0, .1, .2, .3, .5, .7, 1 and 2 on 4,000 validation users of Amazon Beauty.
     """
     return make_prior(PriorSection(history=1.0, together=2.0, decay=decay), titles, users)
 
 
-def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> Parts:
-    """What the weights of `make_prior` are multiplied with; arguments as there."""
-    vectors, similarity = title_vectors(titles), item_similarity(users, len(titles))
-
-    def parts(histories: Sequence[Sequence[int]], decay: float) -> tuple[Part, Part]:
-        weights: Any = decayed(histories, len(titles), decay=decay)
-
-        def resembling() -> np.ndarray:
-            asked = weights @ vectors
-            length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
-            return np.asarray((asked @ vectors.T).toarray() / np.maximum(length, 1e-9), np.float32)
-
-        def together() -> np.ndarray:
-            return np.asarray((weights @ similarity).toarray(), np.float32)
-
-        return resembling, together
-
-    return parts
-
-
-def title_vectors(titles: Sequence[str]) -> Any:
-    """TF-IDF vectors of the titles with each word's idf once more, a sparse f32 [I, words] of unit rows.
+def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
+    """TF-IDF vectors of the titles with each word's idf once more, f32 [I, words] of unit rows.
 
     Titles without a word (letters or digits) are rows of 0.
     """
-    from scipy import sparse
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
@@ -473,14 +374,8 @@ def title_vectors(titles: Sequence[str]) -> Any:
     return sparse.csr_array(normalize(counted @ sparse.diags_array(vectorizer.idf_)), dtype=np.float32)
 
 
-def fused_scores(listed: np.ndarray, scores: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Scores of all items f32 [P, I]: of those listed with their log-probabilities, of others with the least of these.
-
-    Args:
-        listed: Int [P, K], rows of the catalogue.
-        scores: F32 [P, K], their log-probabilities.
-        known: F32 [P, I], of `make_prior`.
-    """
-    said = np.repeat(scores.min(1, keepdims=True), known.shape[1], axis=1)
-    np.put_along_axis(said, listed, scores, axis=1)
-    return said + known
+def fused_scores(listed: np.ndarray, scores: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    """Scores of items f32 [P, I]: those listed [P, K] with their log-probabilities, others with the least of these."""
+    policy = np.repeat(scores.min(1, keepdims=True), prior.shape[1], axis=1)
+    np.put_along_axis(policy, listed, scores, axis=1)
+    return policy + prior

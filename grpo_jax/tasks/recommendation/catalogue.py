@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import re
@@ -10,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,36 +26,28 @@ _MOST_BYTES = 2**32  # of a table of events, which is read whole
 
 
 class Problems:
-    """The bad places of one file; `check` raises one error that names them with file and line.
-
-    Args:
-        path: The file they are in.
-    """
+    """The bad places of one file; `check` raises one error that names them with file and line."""
 
     def __init__(self, path: str | Path):
         """Starts without problems."""
         self.path = path
-        self.found: list[str] = []
+        self.places: list[str] = []
 
     def add(self, line: int | None, reason: str) -> None:
         """Notes a reason; `line` counts from 1, None is the file as a whole."""
-        self.found.append(f"{self.path}: {reason}" if line is None else f"{self.path}:{line}: {reason}")
+        self.places.append(f"{self.path}: {reason}" if line is None else f"{self.path}:{line}: {reason}")
 
     def check(self, instead: str = "") -> None:
-        """Raises a UserError with what was noted, if anything was; `instead` is the one reason for it all."""
-        if self.found and instead:
+        """Raise a UserError with the first six places, if there are any, or with the one reason for them all."""
+        count = len(self.places)
+        if not count:
+            return
+        if instead:
             raise UserError(f"{self.path}: {instead}")
-        raise_all(self.found)
-
-
-def raise_all(found: Sequence[str]) -> None:
-    """One UserError for all problems (the first six are shown); none for none."""
-    if not found:
-        return
-    shown = list(found[:_SHOWN])
-    if len(found) > len(shown):
-        shown.append(f"… and {len(found) - len(shown)} more")
-    raise UserError("\n  ".join([f"bad data ({len(found)} place{'s' if len(found) > 1 else ''}):", *shown]))
+        lines = [f"bad data ({count} place{'s' if count > 1 else ''}):", *self.places[:_SHOWN]]
+        if count > _SHOWN:
+            lines.append(f"… and {count - _SHOWN} more")
+        raise UserError("\n  ".join(lines))
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -75,9 +68,6 @@ def read_text(path: str | Path, what: str) -> str:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(f"{path}:{line}: not UTF-8 text: save it as UTF-8") from None
-
-
-# ------------------------------------------------------------------------------------------------------------ catalogue
 
 
 BlankTitles = Literal["error", "keep"]
@@ -108,33 +98,20 @@ class Catalogue:
         """I, how many items there are."""
         return len(self.ids)
 
-    @property
-    def blank(self) -> tuple[int, ...]:
-        """Rows without a title."""
-        return tuple(row for row, title in enumerate(self.titles) if not title)
 
-
-def make_catalogue(ids: list[str], titles: list[str], columns: dict[str, list[str]] | None = None) -> Catalogue:
-    """A catalogue from lists of equal length.
-
-    Raises:
-        ValueError: If lengths differ or identifiers repeat.
-    """
-    columns = columns or {}
-    for name, values in {"titles": titles, **columns}.items():
-        if len(values) != len(ids):
-            raise ValueError(f"{name} must have {len(ids)} values, one for each id, got {len(values)}")
+def make_catalogue(
+    ids: Sequence[str], titles: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
+) -> Catalogue:
+    """A catalogue from I different identifiers, as many titles, and further columns."""
     rows = {identifier: row for row, identifier in enumerate(ids)}
-    if len(rows) != len(ids):
-        raise ValueError(f"ids must be different, got {len(ids) - len(rows)} repeated")
     collapsed = tuple(" ".join(title.split()) for title in titles)
-    return Catalogue(tuple(ids), collapsed, rows, {name: tuple(values) for name, values in columns.items()})
+    return Catalogue(tuple(ids), collapsed, rows, {name: tuple(values) for name, values in (columns or {}).items()})
 
 
 def read_catalogue(
     path: str | Path, *, blank_titles: BlankTitles = "error", columns: Mapping[str, str] | None = None
 ) -> Catalogue:
-    """Reads item identifiers and titles.
+    """Read item identifiers and titles.
 
     ``.tsv`` (tabs, no quoting) and ``.csv`` (commas, quotes as usual) have a header line: the first column is the
     identifier, the one called "title" the title, others are kept. ``.json`` is an object ``{id: title}`` or
@@ -144,31 +121,25 @@ def read_catalogue(
         path: The file.
         blank_titles: What an item without a title is: "error", or "keep": it stays in the ranking, as an empty text
             that no query resembles (as a target it can hardly be found), and a prompt says "(no title)".
-        columns: {"title": what the file calls it}, as in `data.columns`; other names in it are not looked at.
+        columns: {"title": what the file calls it}, as in `data.columns`.
 
     Raises:
         UserError: If the file is missing, of another kind, empty, or has bad lines: wrong number of fields, a blank
             or repeated identifier, a blank title where that is an error. All of them are named at once.
-        ValueError: If blank_titles is another word.
     """
-    if blank_titles not in ("error", "keep"):
-        raise ValueError(f'blank_titles must be "error" or "keep", got {blank_titles!r}')
     kind = Path(path).suffix.lower()
     if kind not in (".tsv", ".csv", ".json"):
         formats = "a catalogue is a .tsv, .csv or .json file: a table with the columns id and title, or {id: title}"
         raise UserError(f"{path}: {formats}")
     text = read_text(path, "a catalogue of item ids and titles (.tsv, .csv or .json)")
     problems = Problems(path)
-    named = {"title": columns["title"]} if columns and "title" in columns else {}
-    if kind == ".json":
-        records = _json_records(text, problems, named)
-    else:
-        records = _table_records(text, kind, problems, named)
+    title_column = (columns or {}).get("title", "title")
+    read = _json_records if kind == ".json" else functools.partial(_table_records, kind=kind)
     ids: dict[str, int | None] = {}
     titles: list[str] = []
     further: dict[str, list[str]] = {}
     repeated = 0
-    for line, identifier, title, others in records:
+    for line, identifier, title, others in read(text, problems, title_column):
         if not identifier:
             problems.add(line, "the item's id is blank")
             continue
@@ -196,35 +167,23 @@ def read_catalogue(
 _Record = tuple[int | None, str, str, dict[str, str]]  # line, id, title, other columns
 
 
-def _table_records(text: str, kind: str, problems: Problems, columns: Mapping[str, str]) -> Iterator[_Record]:
-    for line, row in _table(text, kind, problems, needs=("title",), columns=columns):
-        if next(iter(row)) == "title":
+def _table_records(text: str, problems: Problems, title_column: str, *, kind: str) -> Iterator[_Record]:
+    columns = {} if title_column == "title" else {"title": title_column}
+    for line, row in read_table(text, kind, problems, needs=("title",), columns=columns):
+        id_column, *others = row
+        if id_column == "title":
             problems.add(1, "the first column is the title, expected the item's id: put the column of ids first")
             return
-        identifier = next(iter(row.values())).strip()
-        others = {name: value for name, value in list(row.items())[1:] if name != "title"}
-        yield line, identifier, row["title"], others
+        yield line, row[id_column].strip(), row["title"], {name: row[name] for name in others if name != "title"}
 
 
 def read_table(
-    path: str | Path,
-    text: str,
-    needs: tuple[str, ...],
-    kind: str = ".csv",
-    columns: Mapping[str, str] | None = None,
-) -> tuple[list[tuple[int, dict[str, str]]], Problems]:
-    """The rows of a .csv or .tsv with a header that must have the columns `needs`: (line, {column: value}) each.
-
-    `columns` says what the file calls them, {name: the file's name for it}.
-    """
-    problems = Problems(path)
-    return list(_table(text, kind, problems, needs=needs, columns=columns or {})), problems
-
-
-def _table(
-    text: str, kind: str, problems: Problems, *, needs: tuple[str, ...], columns: Mapping[str, str]
+    text: str, kind: str, problems: Problems, *, needs: Sequence[str], columns: Mapping[str, str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows of a table as {column: value} with their line; bad ones are noted and left out."""
+    """Rows of a .csv or .tsv with a header, as {column: value} with their line; bad ones are noted and left out.
+
+    The columns that it `needs` must be there, under the name that `columns` has for them, {name: the file's name}.
+    """
     if kind == ".tsv":
         reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
@@ -240,8 +199,8 @@ def _table(
                 columns = {name: PUBLISHED[name] for name in absent} | dict(columns)
                 missing = [name for name in needs if columns.get(name, name) not in header]
                 if missing:
-                    said = f"the header has no column {columns.get(missing[0], missing[0])!r}, it says {header}"
-                    problems.add(reader.line_num, f"{said}: {_header_hint(header, missing, kind)}")
+                    reason = f"the header has no column {columns.get(missing[0], missing[0])!r}, it says {header}"
+                    problems.add(reader.line_num, f"{reason}: {_header_hint(header, missing[0], kind)}")
                     return
                 continue
             if len(fields) != len(header):
@@ -252,18 +211,18 @@ def _table(
         problems.add(reader.line_num, f"not {kind[1:].upper()} ({error})")
 
 
-def _header_hint(header: Sequence[str], missing: Sequence[str], kind: str) -> str:
-    """What to do about a header in which columns are missing."""
+def _header_hint(header: Sequence[str], missing: str, kind: str) -> str:
+    """What to do about a header in which a column is missing."""
     marks = {".tsv": "tabs", ".csv": "commas"}
     if len(header) == 1 and any(mark in header[0] for mark in ",;\t|"):
         return f"columns of a {kind} have {marks[kind]} between them"
-    near = next((name for name in header if name.lower() == missing[0].lower()), None)
+    near = next((name for name in header if name.lower() == missing.lower()), None)
     if near is not None:
-        return f"call {near!r} {missing[0]!r}, or say --data.columns.{missing[0]} {near}"
-    first = ", the item's id first," if missing[0] in ("title", "words") else ""
+        return f"call {near!r} {missing!r}, or say --data.columns.{missing} {near}"
+    first = ", the item's id first," if missing in ("title", "words") else ""
     return (
         f"the first line must name the columns{first} and data.columns what is called otherwise, "
-        f"as in --data.columns.{missing[0]} {header[-1] or 'NAME'}"
+        f"as in --data.columns.{missing} {header[-1] or 'NAME'}"
     )
 
 
@@ -271,7 +230,7 @@ class _Pairs(list):
     """An object of JSON as its pairs, so that a key that stands twice is seen."""
 
 
-def json_pairs(text: str, problems: Problems, expected: str) -> list[tuple[str, Any]]:
+def json_pairs(text: str, problems: Problems, expected: str) -> Sequence[tuple[str, object]]:
     """The members of a JSON object, repeated keys included; inner objects come as lists of pairs."""
     try:
         value = json.loads(text, object_pairs_hook=_Pairs)
@@ -284,23 +243,23 @@ def json_pairs(text: str, problems: Problems, expected: str) -> list[tuple[str, 
     return value
 
 
-def _json_records(text: str, problems: Problems, columns: Mapping[str, str]) -> Iterator[_Record]:
-    title = columns.get("title", "title")
+def _json_records(text: str, problems: Problems, title_column: str) -> Iterator[_Record]:
     for identifier, value in json_pairs(text, problems, "{id: title}"):
+        title = value
         others: dict[str, str] = {}
         if isinstance(value, _Pairs):
-            others = {name: str(item) for name, item in value if name != title}
-            value = dict(value).get(title, "")
-        if value is None:
-            value = ""
-        if not isinstance(value, str):
-            problems.add(None, f"the title of item {identifier} must be text, got {type(value).__name__}")
-            continue
-        yield None, identifier.strip(), value, others
+            others = {name: str(item) for name, item in value if name != title_column}
+            title = dict(value).get(title_column)
+        if title is None:
+            title = ""
+        if isinstance(title, str):
+            yield None, identifier.strip(), title, others
+        else:
+            problems.add(None, f"the title of item {identifier} must be text, got {type(title).__name__}")
 
 
 class Items(NamedTuple):
-    """What may be written, and which item it is.
+    """What a policy that ranks the catalogue itself may write, and which item it is.
 
     Attributes:
         texts: One for each item that can be written.
@@ -325,17 +284,13 @@ def item_word(row: int) -> str:
 
 
 def items_of(texts: Sequence[str]) -> Items:
-    """All that can be written: a title that several items share is the first one's, and a blank one none's.
-
-    Args:
-        texts: I, titles of the catalogue or its items' own words.
-    """
+    """All that can be written of I titles or items' own words: one that several share is the first one's."""
     by_text: dict[str, int] = {}
     for row, text in enumerate(texts):
         if plain(text):
             by_text.setdefault(plain(text), row)
-    kept = sorted(by_text.values())
-    return Items([texts[row] for row in kept], np.array(kept), len(texts), by_text)
+    rows = sorted(by_text.values())
+    return Items([texts[row] for row in rows], np.array(rows), len(texts), by_text)
 
 
 def plain(text: str) -> str:
@@ -343,7 +298,7 @@ def plain(text: str) -> str:
     return " ".join(re.sub(NOT_A_WORD, " ", text.lower()).split())
 
 
-# --- sequences
+# ------------------------------------------------------------------------------------------------------------ sequences
 
 
 class UserSequence(NamedTuple):
@@ -362,10 +317,9 @@ class Sequences(NamedTuple):
 
 
 def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
-    """Reads ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
+    """Read ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
 
-    Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are left out:
-    ``notes`` says how many.
+    Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are left out.
 
     Raises:
         UserError: If the file is missing or empty or has bad lines: an item that is not in the catalogue, a user who
@@ -373,7 +327,9 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
             instead.
     """
     text = read_text(path, "a line per user: user_id item1 … itemN target")
-    problems, lines, users = Problems(path), {}, []
+    problems = Problems(path)
+    lines: dict[str, int] = {}
+    users: list[UserSequence] = []
     named: set[str] = set()
     short: list[str] = []  # lines of one item, or none
     for number, line in enumerate(text.split("\n"), start=1):
@@ -420,12 +376,7 @@ def _left_out(users: int, minimum_items: int) -> tuple[str, ...]:
 
 
 def foreign_items(named: Collection[str], catalogue: Catalogue) -> str:
-    """The likely reason why more than half of the items that a file names are not in the catalogue; else "".
-
-    Args:
-        named: Items, each once.
-        catalogue: Where they should be.
-    """
+    """The likely reason why more than half of the items that a file names are not in the catalogue; else ""."""
     unknown = sorted(item for item in named if item not in catalogue.rows)
     if 2 * len(unknown) <= len(named):
         return ""
@@ -468,18 +419,11 @@ def read_ratings(
     minimum_items: int = 2,
     columns: Mapping[str, str] | None = None,
 ) -> Sequences:
-    """Reads events, a CSV with user_id, item_id, timestamp and perhaps a rating, or ratings as MovieLens has them.
+    """Read events, a CSV with user_id, item_id, timestamp and perhaps a rating, or ratings as MovieLens has them.
 
     A user's items are sorted by time; events of the same second keep the order of the file. Events with a rating below
     ``minimum_rating`` do not count, of those with the same item a user's first counts, and users with fewer than
-    ``minimum_items`` items are left out: ``notes`` says how many of each.
-
-    Args:
-        path: The file.
-        catalogue: Its items.
-        minimum_rating: Above 0 a rating must be there.
-        minimum_items: At least 2, a history and a target.
-        columns: What the file calls its columns otherwise (`data.columns`).
+    ``minimum_items`` items (at least 2) are left out: ``notes`` says how many of each. ``columns`` is `data.columns`.
 
     Raises:
         UserError: If the file is missing or empty or has bad lines: a rating that is no number, a timestamp that is
@@ -492,7 +436,8 @@ def read_ratings(
     text = read_text(path, "a CSV with user_id, item_id and timestamp")
     columns = columns or {}
     rated = minimum_rating > 0 or "rating" in columns
-    rows, problems = read_table(path, text, EVENT_COLUMNS[: 4 if rated else 3], columns=columns)
+    problems = Problems(path)
+    rows = list(read_table(text, ".csv", problems, needs=EVENT_COLUMNS[: 4 if rated else 3], columns=columns))
     events: dict[str, list[tuple[float, int]]] = {}
     below = 0
     named: set[str] = set()
@@ -561,14 +506,15 @@ def _sorted_sequences(
 
 
 def read_user_prompts(path: str | Path, users: Sequence[UserSequence]) -> dict[str, str]:
-    """Reads ``prompts.json``, ``{user_id: prompt_text}``: one prompt for each user of the sequence file.
+    """Read ``prompts.json``, ``{user_id: prompt_text}``: one prompt for each user of the sequence file.
 
     Raises:
         UserError: If the file is missing or bad: a prompt that is blank or no text, a user who occurs twice, has no
             sequence, or has no prompt. All of them are named at once.
     """
     text = read_text(path, 'an object {"user_id": "prompt text"}')
-    problems, prompts = Problems(path), {}
+    problems = Problems(path)
+    prompts: dict[str, object] = {}
     for user, prompt in json_pairs(text, problems, '{"user_id": "prompt text"}'):
         if user in prompts:
             problems.add(None, f"user {user} occurs twice")
@@ -577,14 +523,14 @@ def read_user_prompts(path: str | Path, users: Sequence[UserSequence]) -> dict[s
         elif not prompt.strip():
             problems.add(None, f"the prompt of user {user} is blank")
         prompts.setdefault(user, prompt)
-    if not prompts and not problems.found:
+    if not prompts and not problems.places:
         problems.add(None, "it has no prompts")
-    known = dict.fromkeys(user.user for user in users)
+    names = dict.fromkeys(user.user for user in users)
     for user in prompts:
-        if user not in known:
+        if user not in names:
             problems.add(None, f"user {user} has no sequence")
-    for user in known if prompts else ():
+    for user in names if prompts else ():
         if user not in prompts:
             problems.add(None, f"user {user} has no prompt")
     problems.check()
-    return {user: prompt.strip() for user, prompt in prompts.items()}
+    return {user: str(prompt).strip() for user, prompt in prompts.items()}

@@ -1,4 +1,4 @@
-"""Everything that the task's fields name, read or generated."""
+"""Everything that the task's fields name, read or generated, and what of it is held out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, compress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,20 +29,13 @@ from grpo_jax.tasks.recommendation.catalogue import (
 )
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.semantic_ids import read_ids
-from grpo_jax.tasks.recommendation.task import PLACES, Recommendation
-
-HELD_OUT = 2
-"""Items at the end of a sequence that training does not know with leave-one-out: the validation and the test target."""
+from grpo_jax.tasks.recommendation.task import Recommendation
 
 
 class Target(NamedTuple):
-    """An item to be predicted.
+    """An item to be predicted, as a row of the catalogue, and the history before it, oldest first, not empty.
 
-    Attributes:
-        user: Who took it.
-        history: Rows of the catalogue that are told, oldest first; at least one.
-        item: The row of what came next.
-        id: A number of its own: the items of the file up to it.
+    The id is a number of its own: the items of the file up to it.
     """
 
     user: str
@@ -51,14 +45,9 @@ class Target(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Interactions that training knows, and targets that it does not.
+    """Interactions that training knows of each user, perhaps none, and targets that it does not know.
 
-    Attributes:
-        starts: How many items the file has before each user.
-        known: What training knows of each user, perhaps nothing; in the order of the file.
-        validation: Targets to choose a checkpoint on.
-        test: Targets to report on.
-        notes: In plain words, what was held out.
+    `starts` is how many items the file has before each user; `notes` says in plain words what was held out.
     """
 
     starts: tuple[int, ...]
@@ -75,9 +64,9 @@ def last_split(users: Sequence[UserSequence]) -> Split:
     """
     starts = _starts(users)
     places = [(start, user, len(user.items) - 1) for start, user in zip(starts, users, strict=True)]
-    validation = [_target(start, user, last - 1) for start, user, last in places if last >= 2]
-    test = [_target(*place) for place in places]
-    return Split(starts, tuple(_first(user, len(user.items) - HELD_OUT) for user in users), (*validation,), (*test,))
+    validation = tuple(_target(start, user, last - 1) for start, user, last in places if last >= 2)
+    test = tuple(_target(*place) for place in places)
+    return Split(starts, tuple(_first(user, len(user.items) - 2) for user in users), validation, test)
 
 
 def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float) -> Split:
@@ -88,31 +77,25 @@ def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float)
     others. Users whose last item is held out are asked about it, with their known items before it as the history: so
     held-out items that a user took earlier are neither told nor left out of the ranking.
 
-    Args:
-        users: Sequences.
-        ids: Of the catalogue's items.
-        share: In (0, 0.5).
-
     Raises:
         UserError: If no user is left to ask.
     """
-    places = [int.from_bytes(hashlib.sha256(f"held out {name}".encode()).digest()[:8]) / 2**64 for name in ids]
-    starts, known = _starts(users), []
+    draws = [int.from_bytes(hashlib.sha256(f"held out {name}".encode()).digest()[:8]) / 2**64 for name in ids]
+    starts = _starts(users)
+    known: list[UserSequence] = []
     validation: list[Target] = []
     test: list[Target] = []
     for start, (user, items, times) in zip(starts, users, strict=True):
-        kept = [index for index, item in enumerate(items) if places[item] >= 2 * share]
-        left = UserSequence(user, tuple(items[i] for i in kept), tuple(times[i] for i in kept) if times else ())
-        known.append(left)
-        drawn = places[items[-1]]
-        if drawn < 2 * share and left.items:
-            target = Target(user, left.items, items[-1], start + len(items) - 1)
-            (test if drawn < share else validation).append(target)
+        stays = [draws[item] >= 2 * share for item in items]
+        known.append(UserSequence(user, tuple(compress(items, stays)), tuple(compress(times, stays))))
+        if not stays[-1] and any(stays):
+            target = Target(user, known[-1].items, items[-1], start + len(items) - 1)
+            (test if draws[items[-1]] < share else validation).append(target)
     if not test:
         raise UserError(
             f"task.held_out_items: no user's last item is held out with {share:g}; a larger share is needed"
         )
-    count = [sum(low <= place < high for place in places) for low, high in ((0, share), (share, 2 * share))]
+    count = [sum(low <= place < high for place in draws) for low, high in ((0, share), (share, 2 * share))]
     note = f"{count[0]} items are held out for testing ({len(test)} users) and {count[1]} for validation"
     return Split(starts, tuple(known), tuple(validation), tuple(test), (note,))
 
@@ -125,10 +108,6 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
     parts a user is asked about the last item of theirs in it, if any stands before that; the history is all that does,
     known to training or not, as it would be at that moment. Users who came after the cut are asked too.
 
-    Args:
-        users: Sequences with times, oldest first.
-        share: In (0, 1).
-
     Raises:
         ValueError: If a sequence has no times.
         UserError: If no user is left to ask.
@@ -137,7 +116,8 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
         raise ValueError("users must have times, one for each item")
     ordered = sorted(time for user in users for time in user.times)
     begin, middle = (ordered[min(int(part * len(ordered)), len(ordered) - 1)] for part in (share, (1 + share) / 2))
-    starts, known = _starts(users), []
+    starts = _starts(users)
+    known: list[UserSequence] = []
     validation: list[Target] = []
     test: list[Target] = []
     for start, user in zip(starts, users, strict=True):
@@ -154,20 +134,18 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
     return Split(starts, tuple(known), tuple(validation), tuple(test), (note,))
 
 
-def known_targets(split: Split, which: Literal["every", "last", "but last"] = "every") -> list[Target]:
-    """What there is to learn of the known interactions: each user's items but the first, given what stands before them.
+TrainingTargets = Literal["every", "last", "apart"]
 
-    Args:
-        split: Known sequences y1 … ym.
-        which: All of y2 … ym, ym alone, or y2 … ym-1.
-    """
-    chosen = {
-        "every": lambda count: range(1, count),
-        "last": lambda count: range(max(count - 1, 1), count),
-        "but last": lambda count: range(1, count - 1),
-    }[which]
-    pairs = zip(split.starts, split.known, strict=True)
-    return [_target(start, user, place) for start, user in pairs for place in chosen(len(user.items))]
+
+def known_targets(split: Split, which: Literal["every", "last", "but last"] = "every") -> list[Target]:
+    """What there is to learn of the known sequences y1 … ym: all of y2 … ym, ym alone, or y2 … ym-1."""
+    targets = []
+    for start, user in zip(split.starts, split.known, strict=True):
+        count = len(user.items)
+        begin = max(count - 1, 1) if which == "last" else 1
+        end = count - 1 if which == "but last" else count
+        targets += [_target(start, user, place) for place in range(begin, end)]
+    return targets
 
 
 def _target(start: int, user: UserSequence, place: int) -> Target:
@@ -180,17 +158,14 @@ def _first(user: UserSequence, count: int) -> UserSequence:
 
 def _starts(users: Iterable[UserSequence]) -> tuple[int, ...]:
     """How many items stand before each user: with a place within the sequence, a number for every item of a file."""
-    starts, count = [], 0
-    for user in users:
-        starts.append(count)
-        count += len(user.items)
-    return tuple(starts)
+    return tuple(accumulate((len(user.items) for user in users), initial=0))[:-1]
+
+
+# ------------------------------------------------------------------------------------------------------------- examples
 
 
 NO_TITLE = "(no title)"
 """What a prompt says of an item whose title is blank."""
-
-TrainingTargets = Literal["every", "last", "apart"]
 
 
 @dataclass(frozen=True)
@@ -211,9 +186,7 @@ class HistoryTemplate:
     separator: str = "\n"
 
     def __post_init__(self) -> None:
-        """Refuses a template that says nothing of the history."""
-        if not any(place in self.text for place in PLACES):
-            raise ValueError(f"text must contain one of {', '.join(PLACES)}, got {self.text!r}")
+        """Checks the ranges."""
         if self.items < 1:
             raise ValueError(f"items must be at least 1, got {self.items}")
         if self.characters < 0:
@@ -225,8 +198,8 @@ class HistoryTemplate:
         cut = [cut_title(title, self.characters) or NO_TITLE for title in titles[-self.items :]]
         # {last} is filled in first: a title is data, and what looks like a placeholder in it stays as it is.
         text = self.text.replace("{items}", words)
-        before, found, after = text.replace("{last}", "\0").partition("{history}")
-        listed = self.separator.join(cut) if found else ""
+        before, history, after = text.replace("{last}", "\0").partition("{history}")
+        listed = self.separator.join(cut) if history else ""
         return before.replace("\0", cut[-1]) + listed + after.replace("\0", cut[-1])
 
 
@@ -243,53 +216,26 @@ def cut_title(title: str, characters: int) -> str:
 def split_examples(
     split: Split, catalogue: Catalogue, template: HistoryTemplate, *, training_targets: TrainingTargets = "every"
 ) -> PromptSet:
-    """Examples of a split's targets.
+    """Examples of a split's targets, for training of "every" known item or of each user's "last" ("apart" too).
 
     Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
 
-    Args:
-        split: What is known and what is asked.
-        catalogue: Titles.
-        template: Makes prompts.
-        training_targets: "every" known item or each user's "last"; "apart" is the last one too (`taught_rows`).
-
-    Returns:
-        Rows with the columns of `example_columns`. A row's id counts the items of the file up to its target.
-
     Raises:
         UserError: If there is nothing to train on.
-        ValueError: If training_targets is another word.
     """
-    if training_targets not in ("every", "last", "apart"):
-        raise ValueError(f'training_targets must be "every", "last" or "apart", got {training_targets!r}')
     train = known_targets(split, "every" if training_targets == "every" else "last")
     if not train:
         raise UserError("no user has four items, or two that training may know: a history and a target")
-    parts = [[_example(catalogue, template, one) for one in part] for part in (train, split.validation, split.test)]
-    return PromptSet(tuple(parts[0]), tuple(_shuffled(parts[1])), tuple(_shuffled(parts[2])))
-
-
-def leave_one_out(
-    users: Sequence[UserSequence],
-    catalogue: Catalogue,
-    template: HistoryTemplate,
-    *,
-    training_targets: TrainingTargets = "every",
-) -> PromptSet:
-    """`split_examples` of each user's last item and the one before it (`last_split`)."""
-    return split_examples(last_split(users), catalogue, template, training_targets=training_targets)
-
-
-def taught_rows(split: Split, catalogue: Catalogue, template: HistoryTemplate) -> list[Row]:
-    """What is taught where each user's last training target is kept for reinforcement: those before it."""
-    return [_example(catalogue, template, target) for target in known_targets(split, "but last")]
+    parts = ([_example(catalogue, template, one) for one in part] for part in (train, split.validation, split.test))
+    rows, validation, test = parts
+    return PromptSet(tuple(rows), _shuffled(validation), _shuffled(test))
 
 
 def _example(catalogue: Catalogue, template: HistoryTemplate, target: Target) -> Row:
     listed = target.history[-template.items :]
     names = [catalogue.names[item] for item in listed] if catalogue.names else ()
-    columns = example_columns(target.user, target.history, target.item, catalogue)
-    return Row(target.id, template.prompt([catalogue.titles[item] for item in listed], names), columns)
+    prompt = template.prompt([catalogue.titles[item] for item in listed], names)
+    return Row(target.id, prompt, example_columns(target, catalogue))
 
 
 def by_user(
@@ -298,39 +244,30 @@ def by_user(
     """One example for each user: the given prompt, and the last item as the target.
 
     Users are held out by a hash of their prompt, which depends on no order and no seed (`split_rows`); users with the
-    same prompt stay together.
-
-    Args:
-        users: Sequences.
-        catalogue: Titles.
-        prompts: A prompt for each user.
-        held_out: How many prompts, or which share, the test part gets; validation gets as many.
+    same prompt stay together. Validation gets as many as the test part, a number or share `held_out`.
 
     Raises:
         UserError: If nothing would be left to train on.
     """
-    rows = []
-    for user, history, item, number in last_split(users).test:
-        rows.append(Row(number, prompts[user], example_columns(user, history, item, catalogue)))
+    targets = last_split(users).test
+    rows = [Row(target.id, prompts[target.user], example_columns(target, catalogue)) for target in targets]
     train, validation, test = split_rows(rows, held_out=held_out)
-    return PromptSet(train, tuple(_shuffled(validation)), tuple(_shuffled(test)))
+    return PromptSet(train, _shuffled(validation), _shuffled(test))
 
 
-def example_columns(user: str, history: Sequence[int], target: int, catalogue: Catalogue) -> dict[str, object]:
+def example_columns(target: Target, catalogue: Catalogue) -> dict[str, object]:
     """What rewards are told of an example, beside the target's rank.
 
-    Returns:
-        "user", "target" (the item's id), "target_title", "last_title"; and as catalogue rows "target_row", "history"
-        (all of it, oldest first), and "excluded", what rankings leave out: the history (but see `ranking_everything`).
+    Rankings leave out what is "excluded": the history (but see `ranking_everything`).
     """
     return {
-        "user": user,
-        "target": catalogue.ids[target],
-        "target_title": catalogue.titles[target],
-        "last_title": catalogue.titles[history[-1]],
-        "target_row": target,
-        "history": tuple(history),
-        "excluded": tuple(history),
+        "user": target.user,
+        "target": catalogue.ids[target.item],
+        "target_title": catalogue.titles[target.item],
+        "last_title": catalogue.titles[target.history[-1]],
+        "target_row": target.item,
+        "history": tuple(target.history),
+        "excluded": tuple(target.history),
     }
 
 
@@ -339,13 +276,15 @@ def ranking_everything(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(replace(row, columns={**row.columns, "excluded": ()}) for row in rows)
 
 
-def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, str]]:
-    """(prompt, title of the next item) for a supervised warm start; targets without a title have none to teach.
+def _shuffled(rows: Sequence[Row]) -> tuple[Row, ...]:
+    return tuple(sorted(rows, key=lambda row: hashlib.sha256(str(row.columns["user"]).encode()).digest()))
 
-    Args:
-        rows: Training rows.
-        characters: Titles are cut to so many characters; 0 for never.
-    """
+
+# ------------------------------------------------------------------------------------------------------- taught pairs
+
+
+def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, str]]:
+    """(prompt, title of the next item) for a supervised warm start; targets without a title have none to teach."""
     pairs = [(row.prompt, cut_title(row.columns["target_title"], characters)) for row in rows]
     return [(prompt, title) for prompt, title in pairs if title]
 
@@ -355,11 +294,6 @@ def asking_pairs(rows: Sequence[Row], *, characters: int = 0, seed: int = 0) -> 
 
     The text is the last title, the next item's title, or the last title and then the next, one in three each, drawn
     by a hash of the seed and the row's id. Which form pays is left to reinforcement learning.
-
-    Args:
-        rows: Training rows.
-        characters: Titles are cut to so many characters; 0 for never.
-        seed: Of the draw.
     """
     pairs = []
     for row in rows:
@@ -377,15 +311,9 @@ def together_pairs(
 
     What came next is one of many items and a guess at it is mostly wrong; what is taken together with an item is the
     same for every user who took it. Rows whose last item was taken with nothing else have none to teach, and items
-    without a title neither.
-
-    Args:
-        rows: Training rows.
-        catalogue: Titles.
-        users: Sequences that are counted (`baselines.item_similarity`): what training knows.
-        characters: Titles are cut to so many characters; 0 for never.
+    without a title neither. `users` are the sequences that are counted: what training knows.
     """
-    similarity = item_similarity(users, len(catalogue)).tocsr()
+    similarity = item_similarity(users, len(catalogue))
     ordered: dict[int, list[int]] = {}
     pairs = []
     for row in rows:
@@ -395,13 +323,9 @@ def together_pairs(
             others = similarity[[last]]
             best = np.lexsort((others.indices, -others.data))
             ordered[last] = [int(others.indices[place]) for place in best if others.data[place] > 0]
-        found = next((item for item in ordered[last] if item not in taken), None)
-        pairs.append((row.prompt, "" if found is None else cut_title(catalogue.titles[found], characters)))
+        title = next((catalogue.titles[item] for item in ordered[last] if item not in taken), "")
+        pairs.append((row.prompt, cut_title(title, characters)))
     return [(prompt, title) for prompt, title in pairs if title]
-
-
-def _shuffled(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: hashlib.sha256(str(row.columns["user"]).encode()).digest())
 
 
 # -------------------------------------------------------------------------------------------------------------- dataset
@@ -411,10 +335,8 @@ class Dataset(NamedTuple):
     """What the task works on.
 
     Attributes:
-        catalogue: Items and titles.
         users: All sequences, held-out items too: nothing that learns or counts may look at them.
         known: What training knows of each user (`Split`).
-        prompts: Examples for training, validation and test.
         taught: Examples of a warm start; those of training, or what stands before them.
         notes: In plain words, what a rule left out or changed.
     """
@@ -430,13 +352,10 @@ class Dataset(NamedTuple):
 def load_dataset(
     task: Recommendation, *, held_out: int | float = 0.2, columns: Mapping[str, str] | None = None
 ) -> Dataset:
-    """Reads or generates the data of a run.
+    """Read or generate the data of a run.
 
-    Args:
-        task: Names it.
-        held_out: Share or number of users kept for testing, where prompts are given by user; otherwise
-            task.split says what is held out.
-        columns: What the files call their columns otherwise (`data.columns`).
+    `held_out` is the share or number of users kept for testing where prompts are given by user; otherwise task.split
+    says what is held out. `columns` are `data.columns`.
 
     Raises:
         UserError: If files are missing or bad (all bad lines at once), or a field of the task is out of range.
@@ -447,27 +366,26 @@ def load_dataset(
         catalogue = dataclasses.replace(catalogue, names=_names(task, catalogue))
         if task.order_column is not None and task.order_column not in catalogue.columns:
             raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {task.order_column!r}")
-        split = _split(task, sequences.users, catalogue)
+        split = last_split(sequences.users)
+        if task.split == "items":
+            split = items_split(sequences.users, catalogue.ids, task.held_out_items)
+        elif task.split == "time":
+            split = time_split(sequences.users, task.time_share)
         if task.prompts:
             texts = read_user_prompts(task.prompts, sequences.users)
             prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
             taught: Sequence[Row] = prompts.train
         else:
             prompts = split_examples(split, catalogue, template, training_targets=task.training_targets)
-            apart = task.training_targets == "apart"
-            taught = taught_rows(split, catalogue, template) if apart else prompts.train
+            taught = prompts.train
+            if task.training_targets == "apart":  # the last target is kept for reinforcement
+                taught = [_example(catalogue, template, target) for target in known_targets(split, "but last")]
     except ValueError as error:
         raise UserError(f"task: {error}") from error
     if not task.exclude_history:
         prompts = PromptSet(*map(ranking_everything, prompts))
     notes = (*sequences.notes, *split.notes, *_notes(catalogue))
     return Dataset(catalogue, sequences.users, split.known, prompts, taught, notes)
-
-
-def _split(task: Recommendation, users: Sequence[UserSequence], catalogue: Catalogue) -> Split:
-    if task.split == "items":
-        return items_split(users, catalogue.ids, task.held_out_items)
-    return time_split(users, task.time_share) if task.split == "time" else last_split(users)
 
 
 def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:
@@ -521,7 +439,8 @@ def _names(task: Recommendation, catalogue: Catalogue) -> tuple[str, ...]:
 
 
 def _notes(catalogue: Catalogue) -> list[str]:
-    notes, blank = [], len(catalogue.blank)
+    notes = []
+    blank = catalogue.titles.count("")
     if blank:
         notes.append(f"{blank} items without a title are kept; no query resembles them")
     shared = len(catalogue) - blank - len({title for title in catalogue.titles if title})

@@ -55,11 +55,6 @@ class World(NamedTuple):
     expected: tuple[int, ...]
 
 
-def brand_names(count: int) -> tuple[str, ...]:
-    """So many different words."""
-    return tuple(BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(count))
-
-
 def make_catalogue_of_words(items: int) -> Catalogue:
     """All combinations of words, with as many brands as it takes to have at least so many items.
 
@@ -68,7 +63,7 @@ def make_catalogue_of_words(items: int) -> Catalogue:
     """
     if items < 1:
         raise ValueError(f"items must be at least 1, got {items}")
-    brands = brand_names(-(-items // _PER_BRAND))
+    brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
     titles = [" ".join(words) for words in itertools.product(brands, COLOURS, MATERIALS, KINDS)]
     return make_catalogue([f"i{row}" for row in range(len(titles))], titles)
 
@@ -78,26 +73,6 @@ def vocabulary(catalogue: Catalogue) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for title in catalogue.titles for word in title.split()))
 
 
-def lessons(rows: Sequence[Row], catalogue: Catalogue, *, copied: float = 0.4, seed: int = 0) -> list[tuple[str, str]]:
-    """(prompt, title) pairs for a supervised warm start that teach the form of a title and nothing of the rules.
-
-    Each word is the last title's with probability `copied`, otherwise any of its kind: `hearsay` where nothing is
-    told. A policy that learned from these reads the last title and writes well-formed ones, as a language model does;
-    what comes next it has to find out. Copying is what makes it tell the words it reads apart: without, the first
-    answer that earns something becomes the answer to everything.
-
-    Args:
-        rows: Training examples.
-        catalogue: Of the world.
-        copied: Probability.
-        seed: Of the draws.
-
-    Returns:
-        One pair for each row.
-    """
-    return hearsay(rows, catalogue, told=0.0, copied=copied, seed=seed)
-
-
 def hearsay(
     rows: Sequence[Row], catalogue: Catalogue, *, told: float = 0.25, copied: float = 0.4, seed: int = 0
 ) -> list[tuple[str, str]]:
@@ -105,17 +80,9 @@ def hearsay(
 
     Each word is the right one with probability `told`, the last title's with `copied`, otherwise any of its kind.
     What a policy that learned from these finds likeliest is the last title: colour and kind, which always change, are
-    wrong. That it is worth leaving, and for what, only the ranking says.
-
-    Args:
-        rows: Training examples.
-        catalogue: Of the world.
-        told: Probability of the word that came next; less than `copied`.
-        copied: Probability of the last title's word.
-        seed: Of the draws.
-
-    Returns:
-        One pair for each row.
+    wrong. That it is worth leaving, and for what, only the ranking says. With `told` 0 they teach the form of a title
+    and nothing of the rules; copying is what makes a policy tell the words it reads apart: without, the first answer
+    that earns something becomes the answer to everything.
 
     Raises:
         ValueError: If the probabilities are not 0 <= told < copied <= 1 - told.
@@ -145,18 +112,7 @@ def make_world(
     noise: float = 0.02,
     seed: int = 0,
 ) -> World:
-    """Draws users.
-
-    Args:
-        users: How many.
-        items: At least so many items; rounded up to a multiple of 280, the combinations of one brand.
-        length: Items of a user, the target included: at least 4, at most 56 (then titles would repeat).
-        fickle: Probability that an item before the target is of another brand than the user's.
-        noise: Probability that an item is drawn from the whole catalogue.
-        seed: The same seed draws the same world.
-
-    Returns:
-        The world; a user's items never repeat.
+    """Draw users; the fields `dummy_…` of the task are these arguments, and a user's items never repeat.
 
     Raises:
         ValueError: If an argument is out of range; the message names it.
@@ -171,12 +127,9 @@ def make_world(
             raise ValueError(f"{name} must be in [0, 1), got {value}")
     catalogue = make_catalogue_of_words(items)
     generator = np.random.Generator(np.random.PCG64(seed))
-    drawn, expected = [], []
-    for user in range(users):
-        sequence, rule = _user(generator, len(catalogue), length, fickle, noise)
-        drawn.append(UserSequence(f"u{user}", sequence))
-        expected.append(rule)
-    return World(catalogue, Sequences(tuple(drawn)), tuple(expected))
+    drawn = [_user(generator, len(catalogue), length, fickle, noise) for _ in range(users)]
+    sequences = tuple(UserSequence(f"u{user}", rows) for user, (rows, _) in enumerate(drawn))
+    return World(catalogue, Sequences(sequences), tuple(expected for _, expected in drawn))
 
 
 def _user(

@@ -8,6 +8,7 @@ them: behind them all ("against", the default: a query that tells nothing apart 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -37,25 +38,14 @@ def count_better(
         targets: I [B], catalogue rows.
         exclude: For each row the catalogue rows that are left out (the target stays if it is among them).
         tolerance: Scores that differ by no more are ties: the same sum in another order is not ranked by a rounding.
-
-    Raises:
-        ValueError: If shapes do not fit, a score is NaN, or the tolerance is negative.
     """
-    scores, targets = np.asarray(scores), np.asarray(targets)
-    if scores.ndim != 2 or targets.shape != scores.shape[:1] or len(exclude) != len(scores):
-        raise ValueError(
-            f"scores must be [B, I] with B targets and exclusions, got {scores.shape}, {targets.shape}, {len(exclude)}"
-        )
+    scores = np.asarray(scores)
     if np.isnan(scores).any():
         raise ValueError("scores must not be NaN")
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
     own = scores[np.arange(len(scores)), targets][:, None]
     better, worse = scores > own + tolerance, scores < own - tolerance
     # What is left out is taken off again, which is less work than masking all that stays.
-    left_out = [set(rows) - {int(target)} for rows, target in zip(exclude, targets, strict=True)]
-    lines = np.repeat(np.arange(len(scores)), [len(rows) for rows in left_out])
-    places = np.fromiter((row for rows in left_out for row in rows), np.int64, len(lines))
+    lines, places = flat_exclusions(targets, exclude)
 
     def counted(which: np.ndarray) -> np.ndarray:
         return which.sum(1) - np.bincount(lines, which[lines, places], len(scores)).astype(np.int64)
@@ -65,15 +55,18 @@ def count_better(
     return RankCounts(above, others - above - below)
 
 
-def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
-    """The target's rank f64 [B], from 1; under "average" the mean place, which may lie between two.
+def flat_exclusions(
+    targets: Sequence[int] | np.ndarray, exclude: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is left out of each row but its target, as row numbers and catalogue rows, i64 [E] each."""
+    left_out = [set(rows) - {int(target)} for rows, target in zip(exclude, targets, strict=True)]
+    lines = np.repeat(np.arange(len(left_out)), [len(rows) for rows in left_out])
+    return lines, np.fromiter((row for rows in left_out for row in rows), np.int64, len(lines))
 
-    Raises:
-        ValueError: If the rule is unknown.
-    """
+
+def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
+    """The target's rank f64 [B], from 1; under "average" the mean place, which may lie between two."""
     shares = {"against": 1.0, "average": 0.5, "favour": 0.0}
-    if rule not in shares:
-        raise ValueError(f"rule must be one of {', '.join(shares)}, got {rule!r}")
     return 1.0 + np.asarray(counts.better, np.float64) + shares[rule] * np.asarray(counts.ties, np.float64)
 
 
@@ -83,96 +76,63 @@ def ndcg(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
     Args:
         rank: F [..], from 1; NaN (no rank is known) stays NaN.
         k: Ranks beyond it earn 0; None for no cut-off.
-
-    Raises:
-        ValueError: If a rank is below 1 or k is no positive whole number.
     """
-    rank = _checked(rank)
+    rank = np.asarray(rank, np.float64)
     return _cut(1.0 / np.log2(1.0 + rank), rank, k)
 
 
 def mrr(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
     """Reciprocal rank, 1 / rank; arguments as in `ndcg`."""
-    rank = _checked(rank)
+    rank = np.asarray(rank, np.float64)
     return _cut(1.0 / rank, rank, k)
 
 
-def hit(rank: np.ndarray, *, k: int | None = None, items: int | None = None) -> np.ndarray:
-    """Whether the target is among the first k: 1 or 0.
+def hit(rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
+    """Whether the target is among the first k: 1 or 0; arguments as in `ndcg`.
 
     Without a cut-off every ranking is a hit; what is given then is the mean over all cut-offs from 1 to `items`,
     (items - rank + 1) / items: the share of cut-offs that would find the target.
-
-    Args:
-        rank: F [..], from 1; NaN stays NaN.
-        k: The cut-off, or None.
-        items: How many items are ranked; needed without a cut-off.
-
-    Raises:
-        ValueError: If a rank is below 1 or beyond `items`, or neither k nor items is given.
     """
-    rank = _checked(rank)
-    if k is not None:
-        return _cut(np.where(np.isnan(rank), np.nan, 1.0), rank, k)
-    if items is None:
-        raise ValueError("items must be given where k is None: without a cut-off hit averages over all of them")
-    if (rank > items).any():
-        raise ValueError(f"ranks must be at most items = {items}, got {np.nanmax(rank)}")
-    return (items - rank + 1.0) / items
+    rank = np.asarray(rank, np.float64)
+    if k is None:
+        return (items - rank + 1.0) / items
+    return _cut(np.where(np.isnan(rank), np.nan, 1.0), rank, k)
 
 
 def mixed(
     rank: np.ndarray,
     *,
     k: int | None = None,
-    items: int | None = None,
+    items: int = 0,
     weights: Mapping[str, float] = MIXED_WEIGHTS,
 ) -> np.ndarray:
     """Weighted mean of `ndcg`, `mrr` and `hit`: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights.
 
-    Args:
-        rank: F [..], from 1; NaN stays NaN.
-        k: Cut-off of all three, or None.
-        items: How many items are ranked; needed for `hit` without a cut-off.
-        weights: Weight of each measure; one left out has none.
+    A measure that `weights` leaves out has none; other arguments as in `hit`.
 
     Raises:
         ValueError: If a weight is negative or names no measure, or their sum is 0.
     """
     parts: dict[str, Measure] = {
-        "ndcg": lambda values: ndcg(values, k=k),
-        "mrr": lambda values: mrr(values, k=k),
-        "hit": lambda values: hit(values, k=k, items=items),
+        "ndcg": functools.partial(ndcg, k=k),
+        "mrr": functools.partial(mrr, k=k),
+        "hit": functools.partial(hit, k=k, items=items),
     }
-    unknown = [name for name in weights if name not in parts]
-    if unknown or any(weight < 0 for weight in weights.values()) or not sum(weights.values()) > 0:
-        raise ValueError(f"weights must be >= 0, not all 0, for {', '.join(parts)}, got {dict(weights)}")
     total = sum(weights.values())
+    if not weights.keys() <= parts.keys() or any(weight < 0 for weight in weights.values()) or not total > 0:
+        raise ValueError(f"weights must be >= 0, not all 0, for {', '.join(parts)}, got {dict(weights)}")
     each = [weight / total * parts[name](rank) for name, weight in weights.items() if weight]
     return sum(each, start=np.zeros(()))
 
 
-def _checked(rank: np.ndarray) -> np.ndarray:
-    rank = np.asarray(rank, np.float64)
-    if (rank < 1).any():
-        raise ValueError(f"ranks count from 1, got {np.nanmin(rank)}")
-    return rank
-
-
 def _cut(values: np.ndarray, rank: np.ndarray, k: int | None) -> np.ndarray:
-    if k is None:
-        return values
-    if k < 1 or k != int(k):
-        raise ValueError(f"k must be None or a whole number from 1, got {k!r}")
-    return np.where(rank > k, 0.0, values)  # NaN is not beyond k
+    return values if k is None else np.where(rank > k, 0.0, values)  # NaN is not beyond k
 
 
 # --------------------------------------------------------------------------------------- what is recommended
 
 RECOMMENDED = 10
 """Items of a ranking's beginning that count as recommended."""
-
-
 _MOST_SCORES, _MOST_USERS = 2**23, 512
 
 
@@ -182,15 +142,9 @@ def users_at_once(items: int) -> int:
 
 
 def first_items(scores: np.ndarray, exclude: Sequence[Sequence[int]], *, k: int = RECOMMENDED) -> list[np.ndarray]:
-    """The k best items of each row in the order of the catalogue; of equal ones the first of the catalogue.
+    """The k best items of each row, as rows of the catalogue in its order; of equal ones the first of the catalogue.
 
-    Args:
-        scores: [B, I], higher is better, not NaN; -inf is never among them.
-        exclude: For each row the catalogue rows that are left out.
-        k: How many; fewer where no more are left.
-
-    Returns:
-        B arrays of at most k rows of the catalogue.
+    Scores [B, I] are not NaN; -inf and what `exclude` leaves out of a row are never among them.
     """
     left = np.array(scores, np.float32)
     for line, rows in zip(left, exclude, strict=True):
@@ -205,11 +159,7 @@ def first_items(scores: np.ndarray, exclude: Sequence[Sequence[int]], *, k: int 
 
 
 def coverage(counts: np.ndarray) -> float:
-    """The share of items that are recommended to somebody.
-
-    Args:
-        counts: [I], how often each item of the catalogue is recommended.
-    """
+    """The share of items that are recommended to somebody; `counts` [I] says how often each of them is."""
     return float((np.asarray(counts) > 0).mean())
 
 
@@ -217,10 +167,7 @@ def gini(counts: np.ndarray) -> float:
     """How unequally recommendations fall on the items (Fleder & Hosanagar 2009).
 
     G = Σᵢ (2i − I − 1) xᵢ / (I Σᵢ xᵢ) with counts x₁ ≤ … ≤ x_I: 0 where all are recommended alike, 1 − 1/I where it is
-    always the same one.
-
-    Args:
-        counts: [I], how often each item of the catalogue is recommended; not all 0.
+    always the same one. `counts` as in `coverage`, not all 0.
     """
     ordered = np.sort(np.asarray(counts, np.float64))
     weights = 2.0 * np.arange(1, len(ordered) + 1) - len(ordered) - 1.0
@@ -248,35 +195,15 @@ _DRAWS = 50
 
 
 def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> list[Interval]:
-    """Percentile bootstrap intervals of means over users (Efron & Tibshirani 1993, ch. 13).
+    """Percentile bootstrap intervals of M means over U users (Efron & Tibshirani 1993, ch. 13).
 
-    Users are drawn with replacement, all columns of a user together; an interval runs between the (1 ∓ level) / 2
-    quantiles of the means of the draws.
-
-    Args:
-        values: F [U, M]: M measures of U users.
-        level: Share of draws within.
-        samples: Draws.
-        seed: Of the draws: the same seed draws the same users.
-
-    Returns:
-        M intervals.
-
-    Raises:
-        ValueError: If values are not [U, M] with a user, or not finite, or another argument is out of range.
+    Users are drawn with replacement, all columns of the values [U, M] of a user together; an interval runs between the
+    (1 ∓ level) / 2 quantiles of the means of `samples` draws. The same seed draws the same users.
     """
     values = np.asarray(values, np.float64)
-    if values.ndim != 2 or not len(values):
-        raise ValueError(f"values must be [U, M] with at least one user, got {values.shape}")
-    if not np.isfinite(values).all():
-        raise ValueError("values must be finite: a user without a rank has no place in a mean")
-    if not 0 < level < 1 or samples < 1:
-        raise ValueError(f"level must be in (0, 1) and samples at least 1, got {level} and {samples}")
     users, generator = len(values), np.random.Generator(np.random.PCG64(seed))
     means = np.empty((samples, values.shape[1]))
-    for start in range(
-        0, samples, _DRAWS
-    ):  # some draws at once: one product of matrices is quicker than many of vectors
+    for start in range(0, samples, _DRAWS):  # one product of matrices is quicker than many of vectors
         drawn = np.empty((min(_DRAWS, samples - start), users))
         for draw in drawn:
             draw[:] = np.bincount(generator.integers(0, users, users), minlength=users)

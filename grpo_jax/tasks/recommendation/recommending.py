@@ -1,4 +1,4 @@
-"""Asking a trained run for items: a history of titles in, the best items out, each with why."""
+"""Asking a trained run for items, and choosing its prior: `python -m grpo_jax.recommend`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ import difflib
 import heapq
 import itertools
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.named import own_package
+from grpo_jax.config.run import Config
+from grpo_jax.core.trie import text_count
 from grpo_jax.errors import UserError, one_line
+from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.encoding import make_encode
+from grpo_jax.rollout.texts import policy_choices
+from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import metrics
-from grpo_jax.tasks.recommendation.baselines import Parts, fused_scores, make_parts, make_prior
+from grpo_jax.tasks.recommendation.baselines import (
+    PriorParts,
+    fused_scores,
+    item_similarity,
+    make_parts,
+    make_prior,
+)
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence, items_of, plain, read_catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset, HistoryTemplate, load_dataset
 from grpo_jax.tasks.recommendation.loading import open_retriever, prior_history
@@ -28,7 +41,6 @@ class Recommended(NamedTuple):
 
     Attributes:
         item: Its id in the catalogue.
-        title: As there.
         score: Higher is better; of one answer's items alone.
         words: Words that its title shares with those of the history, rarest first.
         together: Titles of the history that the same users took, those of most of them first.
@@ -44,54 +56,52 @@ class Recommended(NamedTuple):
 Recommender = Callable[[Sequence[str], int], list[Recommended]]
 MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
 """Rows whose longest prompt sets the width of all → prompt → what the policy writes greedily."""
+BestItems = Callable[[Row, int], list[tuple[int, float]]]
+"""A row and how many → the best rows of the catalogue and their scores."""
 
 
-def make_recommender(config: Any, policy: Any, writer: MakeWriter, *, catalogue: str | None = None) -> Recommender:
+def make_recommender(
+    config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
+) -> Recommender:
     """recommend(titles of a history, oldest first, k) → the k best items, or as many as a ranking lists.
 
     An item that stands several times in a history counts once, in its last place. All questions have the width of the
-    run's longest test prompt, so that the first one compiles and a longer history does not compile again.
-
-    Items of the history are among them only where the run's own rankings have them (`task.exclude_history`).
+    run's longest test prompt, so that the first one compiles and a longer history does not compile again. Items of the
+    history are among them only where the run's own rankings have them (`task.exclude_history`).
 
     A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes queries
     for a query, by which the run's encoder ranks the catalogue.
 
-    Args:
-        config: Of the run.
-        policy: `functions`, `variables` and `loaded` (tokenizer, special ids, config), as it was trained.
-        writer: Makes what asks a policy that writes queries.
-        catalogue: Another catalogue's file; its items are ranked at once where the policy writes queries or titles.
+    Items of another catalogue's file are ranked at once where the policy writes queries or titles.
 
     Raises:
         UserError: Data are bad, or the policy cannot name the items of another catalogue.
     """
-    task, data = config.task, config.data
-    dataset = load_dataset(task, held_out=data.held_out, columns=data.columns)
+    task = config.task
+    dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
     items = dataset.catalogue
     if catalogue is not None:
         if items.names:
             raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
-        items = read_catalogue(catalogue, blank_titles=task.blank_titles, columns=data.columns)
+        items = read_catalogue(catalogue, blank_titles=task.blank_titles, columns=config.data.columns)
         dataset = dataset._replace(catalogue=items, known=_carried_over(dataset, items))
     template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
     if task.writes == "query":
         best = _by_query(config, items, writer(dataset.prompts.test))
     else:
-        best = _by_policy(config, policy, items, dataset)
-    explain, row_of = _explanations(items, dataset.known), _names(items)
+        best = _by_policy(config, policy, dataset)
+    explain = _explanations(items, dataset.known)
+    row_of = _names(items)
 
     def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
         rows = list(dict.fromkeys(row_of(title) for title in reversed(history)))[::-1]
         if not rows:
             raise UserError("history: expected at least one title, got none")
-        names = [items.names[place] for place in rows] if items.names else ()
-        row = Row(0, template.prompt([items.titles[place] for place in rows], names), {"history": tuple(rows)})
+        names = [items.names[row] for row in rows] if items.names else ()
+        question = Row(0, template.prompt([items.titles[row] for row in rows], names), {"history": tuple(rows)})
         left_out = set(rows) if task.exclude_history else set()
-        found = [(place, score) for place, score in best(row, k + len(left_out)) if place not in left_out][:k]
-        return [
-            Recommended(items.ids[place], items.titles[place], score, *explain(place, rows)) for place, score in found
-        ]
+        ranked = [(row, score) for row, score in best(question, k + len(left_out)) if row not in left_out][:k]
+        return [Recommended(items.ids[row], items.titles[row], score, *explain(row, rows)) for row, score in ranked]
 
     return recommend
 
@@ -99,43 +109,39 @@ def make_recommender(config: Any, policy: Any, writer: MakeWriter, *, catalogue:
 def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...]:
     """The users' sequences of those items that another catalogue has too, by their ids."""
     row_of = {row: items.rows[name] for name, row in dataset.catalogue.rows.items() if name in items.rows}
-    kept = (tuple(row_of[item] for item in user.items if item in row_of) for user in dataset.known)
-    return tuple(UserSequence(user.user, rows) for user, rows in zip(dataset.known, kept, strict=True))
+    return tuple(
+        UserSequence(user.user, tuple(row_of[item] for item in user.items if item in row_of)) for user in dataset.known
+    )
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
-    """title or id → the item of that name, the first of several.
-
-    It raises UserError where there is none, with the nearest.
-    """
-    ids = {_composed(name): place for place, name in reversed(list(enumerate(catalogue.ids)))} | catalogue.rows
-    known = {_spelled(name): place for place, name in reversed(list(enumerate(catalogue.titles)))}
-    known.pop("", None)
+    """title or id → the item of that name, the first of several; a UserError with the nearest where there is none."""
+    ids = {_composed(name): row for row, name in reversed(list(enumerate(catalogue.ids)))} | catalogue.rows
+    titles = {_spelled(name): row for row, name in reversed(list(enumerate(catalogue.titles)))}
+    titles.pop("", None)
 
     def row_of(title: str) -> int:
-        name, spelled = _composed(title), _spelled(title)
-        if title in ids or name in ids:
-            return ids[title] if title in ids else ids[name]
-        if spelled in known:
-            return known[spelled]
-        near = difflib.get_close_matches(spelled, _alike(spelled, known), n=1, cutoff=0.3)
-        hint = f"; the nearest is {one_line(repr(catalogue.titles[known[near[0]]]), 80)}" if near else ""
+        for name in (title, _composed(title)):
+            if name in ids:
+                return ids[name]
+        spelled = _spelled(title)
+        if spelled in titles:
+            return titles[spelled]
+        near = difflib.get_close_matches(spelled, _alike(spelled, titles), n=1, cutoff=0.3)
+        hint = f"; the nearest is {one_line(repr(catalogue.titles[titles[near[0]]]), 80)}" if near else ""
         raise UserError(f"history: no item is called {one_line(repr(title), 80)}{hint}")
 
     return row_of
 
 
-def _alike(title: str, known: Iterable[str]) -> list[str]:
-    """The few titles that share the most pairs of letters with one; comparing it with all would take seconds."""
+def _alike(title: str, titles: Iterable[str]) -> list[str]:
+    """The 50 titles that share the most pairs of letters with one; comparing it with all would take seconds."""
     pairs = set(itertools.pairwise(title))
 
     def shared(name: str) -> float:
         return len(pairs.intersection(itertools.pairwise(name))) / (len(title) + len(name))
 
-    return heapq.nlargest(_COMPARED, known, key=shared)
-
-
-_COMPARED = 50
+    return heapq.nlargest(50, titles, key=shared)
 
 
 def _composed(name: str) -> str:
@@ -149,90 +155,80 @@ def _spelled(title: str) -> str:
 
 
 def policy_ranking(
-    config: Any, policy: Any, catalogue: Catalogue, prompts: Sequence[Row]
+    config: Config, policy: Policy, catalogue: Catalogue, prompts: Sequence[Row]
 ) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
     """rows → int [P, K], the rows of the catalogue that the policy lists, best first, and f32 [P, K], their scores.
 
-    Args:
-        config: Of the run.
-        policy: As of `make_recommender`.
-        catalogue: What is listed.
-        prompts: Rows whose longest prompt sets the width of all.
+    The longest of `prompts` sets the width of all.
     """
-    from grpo_jax.core.trie import text_count
-    from grpo_jax.rollout.encoding import make_encode
-    from grpo_jax.rollout.texts import policy_choices
-    from grpo_jax.sampling.ranking import make_ranker
-
-    task, loaded = config.task, policy.folder
+    folder = policy.folder
     items = items_of(catalogue.names or catalogue.titles)
-    trie = policy_choices(config, items.texts, loaded)
+    trie = policy_choices(config, items.texts, folder)
     assert trie is not None
-    rank = make_ranker(policy, min(task.listed, text_count(trie)), pad_id=loaded.pad_id, trie=trie)
-    size = loaded.config.vocab_size
-    encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=size, rows=prompts)
+    rank = make_ranker(policy, min(config.task.listed, text_count(trie)), pad_id=folder.pad_id, trie=trie)
+    size = folder.config.vocab_size
+    encode = make_encode(folder.tokenizer, config.data, pad_id=folder.pad_id, vocab_size=size, rows=prompts)
 
     def ranked(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-        asked = encode(rows)
-        found = rank(policy.variables, asked.tokens, asked.mask)
-        return items.rows[np.asarray(found.texts)], np.asarray(found.scores)
+        encoded = encode(rows)
+        listed = rank(policy.variables, encoded.tokens, encoded.mask)
+        return items.rows[np.asarray(listed.texts)], np.asarray(listed.scores)
 
     return ranked
 
 
-def _by_policy(config: Any, policy: Any, catalogue: Catalogue, dataset: Any) -> Callable[[Row, int], list[Any]]:
-    task, ranked = config.task, policy_ranking(config, policy, catalogue, dataset.prompts.test)
-    known = make_prior(task.prior, catalogue.titles, dataset.known) if task.prior.used else None
+def _by_policy(config: Config, policy: Policy, dataset: Dataset) -> BestItems:
+    section, titles = config.task.prior, dataset.catalogue.titles
+    ranked = policy_ranking(config, policy, dataset.catalogue, dataset.prompts.test)
+    prior = make_prior(section, titles, dataset.known) if section.used else None
 
-    def best(row: Row, count: int) -> list[Any]:
-        numbers, scores = ranked([row])
-        if known is not None:
-            fused = fused_scores(numbers, scores, known([row.columns["history"]]))
-            numbers = np.argsort(-fused, axis=1, kind="stable")
-            scores = np.take_along_axis(fused, numbers, axis=1)
-        return list(zip(numbers[0, :count].tolist(), scores[0, :count].tolist(), strict=True))
+    def best(row: Row, count: int) -> list[tuple[int, float]]:
+        listed, scores = ranked([row])
+        if prior is not None:
+            fused = fused_scores(listed, scores, prior([row.columns["history"]]))
+            listed = np.argsort(-fused, axis=1, kind="stable")
+            scores = np.take_along_axis(fused, listed, axis=1)
+        return list(zip(listed[0, :count].tolist(), scores[0, :count].tolist(), strict=True))
 
     return best
 
 
-def _by_query(config: Any, catalogue: Catalogue, write: Callable[[str], str]) -> Callable[[Row, int], list[Any]]:
-    section, prior = config.task.retrieval, config.task.prior
+def _by_query(config: Config, catalogue: Catalogue, write: Callable[[str], str]) -> BestItems:
     retrieval = own_package("bridges", "retrieval")
-    local = dataclasses.replace(section, backend="local")  # a question needs no service; equal results
+    local = dataclasses.replace(config.task.retrieval, backend="local")  # a question needs no service; equal results
     retriever, _ = open_retriever(local, catalogue.titles, retrieval)
 
-    def best(row: Row, count: int) -> list[Any]:
-        taken = [row.columns["history"]]
-        return retriever.nearest([write(row.prompt)], count, taken, prior_history(prior, taken, retrieval))[0]
+    def best(row: Row, count: int) -> list[tuple[int, float]]:
+        histories = [row.columns["history"]]
+        history = prior_history(config.task.prior, histories, retrieval)
+        return retriever.nearest([write(row.prompt)], count, histories, history)[0]
 
     return best
 
 
-def _explanations(catalogue: Catalogue, users: Sequence[Any]) -> Callable[[int, Sequence[int]], tuple[Any, Any]]:
+def _explanations(
+    catalogue: Catalogue, users: Sequence[UserSequence]
+) -> Callable[[int, Sequence[int]], tuple[tuple[str, ...], tuple[str, ...]]]:
     """(item, history) → the words its title shares with the history's, and the titles of the history taken with it."""
-    from collections import Counter
-
-    from grpo_jax.tasks.recommendation.baselines import item_similarity
-
     counts = Counter(word for title in catalogue.titles for word in set(plain(title).split()))
-    together = item_similarity(users, len(catalogue)).tocsr() if users else None
+    together = item_similarity(users, len(catalogue))
 
-    def explain(place: int, history: Sequence[int]) -> tuple[Any, Any]:
-        said = {word for item in history for word in plain(catalogue.titles[item]).split()}
-        shared = sorted(said & set(plain(catalogue.titles[place]).split()), key=lambda word: (counts[word], word))
-        if together is None:
-            return tuple(shared), ()
-        near = {item: float(together[place, item]) for item in dict.fromkeys(history)}
-        taken = sorted((item for item, value in near.items() if value > 0), key=lambda item: -near[item])
-        return tuple(shared), tuple(catalogue.titles[item] for item in taken)
+    def explain(item: int, history: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        history_words = {word for other in history for word in plain(catalogue.titles[other]).split()}
+        shared = history_words & set(plain(catalogue.titles[item]).split())
+        near = {other: float(together[item, other]) for other in history}
+        taken = sorted((other for other in near if near[other] > 0), key=lambda other: -near[other])
+        words = sorted(shared, key=lambda word: (counts[word], word))
+        return tuple(words), tuple(catalogue.titles[other] for other in taken)
 
     return explain
 
 
-# --- choosing
+# ---------------------------------------------------------------------------------------------------- choosing a prior
 
 
 HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
+_PRINTED = 10
 
 
 class Weighed(NamedTuple):
@@ -243,67 +239,8 @@ class Weighed(NamedTuple):
     hit: float
 
 
-def grid() -> list[PriorSection]:
-    """The points that are tried; the policy alone is the first."""
-    every = itertools.product(HISTORY, TOGETHER, DECAYS)
-    points = [PriorSection(history=history, together=together, decay=decay) for history, together, decay in every]
-    return [PriorSection(), *(point for point in points if point.used)]
-
-
-def weigh(
-    score: Callable[[int, int], np.ndarray],
-    parts: Parts,
-    rows: Sequence[Row],
-    points: Sequence[PriorSection],
-    *,
-    items: int,
-) -> list[Weighed]:
-    """What each point earns on the same rows, best first; of equal ones the earlier.
-
-    Histories are left out and ties count against the target, as in `items.ranking_columns`. What a decay costs is
-    computed once for all its points.
-
-    Args:
-        score: score(start, stop) → f32 [B, I], the policy's own scores of all items for the rows start … stop-1.
-        parts: Of `prior.make_parts`.
-        rows: U examples with the columns "target_row" and "history".
-        points: Weights to try.
-        items: I.
-
-    Raises:
-        ValueError: If there are no rows.
-    """
-    if not rows:
-        raise ValueError("rows must be at least one")
-    ranks, block = np.empty((len(points), len(rows))), metrics.users_at_once(items)
-    for start in range(0, len(rows), block):
-        part = rows[start : start + block]
-        histories = [row.columns["history"] for row in part]
-        targets = np.array([row.columns["target_row"] for row in part])
-        own = score(start, start + len(part))
-        for decay in dict.fromkeys(point.decay for point in points):
-            resembling, together = (made() for made in parts(histories, decay))
-            for place, point in enumerate(points):
-                if point.decay == decay:
-                    known = np.float32(point.history) * resembling + np.float32(point.together) * together
-                    found = metrics.count_better(own + known, targets, histories)
-                    ranks[place, start : start + len(part)] = metrics.rank_of(found)
-    earned = [Weighed(point, *_means(rank)) for point, rank in zip(points, ranks, strict=True)]
-    return sorted(earned, key=lambda one: -one.ndcg)
-
-
-def _means(rank: np.ndarray) -> tuple[float, float]:
-    return float(metrics.ndcg(rank, k=10).mean()), float(metrics.hit(rank, k=10).mean())
-
-
-# ------------------------------------------------------------------------------------------------------------- choosing
-
-
-_SHOWN = 10
-
-
 class ChosenPrior(NamedTuple):
-    """What came of it.
+    """What the priors of a grid earn.
 
     Attributes:
         lines: To print: the best priors, the run's own and none at all; and what to write into a config.
@@ -314,58 +251,101 @@ class ChosenPrior(NamedTuple):
     records: list[dict[str, float]]
 
 
-def choose_prior(config: Any, policy: Any, *, users: int | None = None) -> ChosenPrior:
-    """What every prior of a grid earns beside the policy's own scores on validation users, best first.
+def grid() -> list[PriorSection]:
+    """The points that are tried; the policy alone is the first."""
+    points = [
+        PriorSection(history=history, together=together, decay=decay)
+        for history, together, decay in itertools.product(HISTORY, TOGETHER, DECAYS)
+    ]
+    return [PriorSection(), *(point for point in points if point.used)]
+
+
+def weigh(
+    score: Callable[[int, int], np.ndarray],
+    parts: PriorParts,
+    rows: Sequence[Row],
+    points: Sequence[PriorSection],
+    *,
+    items: int,
+) -> list[Weighed]:
+    """What each point earns on the same rows, best first; of equal ones the earlier.
+
+    Histories are left out and ties count against the target, as in `rewards.ranking_columns`. What a decay costs is
+    computed once for all its points.
 
     Args:
-        config: Of the run.
-        policy: `functions`, `variables` and `loaded` (tokenizer, special ids, config), as it was trained.
-        users: How many validation users; None for `evaluation.validation_prompts`. They are in the order of a hash, so
-            that the first few are a fair sample.
+        score: score(start, stop) → f32 [B, I], the policy's own scores of all items for the rows start … stop-1.
+        parts: Of `baselines.make_parts`.
+        rows: U examples, at least one.
+        points: Weights to try.
+        items: I.
+    """
+    ranks = np.empty((len(points), len(rows)))
+    block = metrics.users_at_once(items)
+    for start in range(0, len(rows), block):
+        columns = [row.columns for row in rows[start : start + block]]
+        users = slice(start, start + len(columns))
+        histories = [column["history"] for column in columns]
+        targets = np.array([column["target_row"] for column in columns])
+        policy = score(users.start, users.stop)
+        for decay in dict.fromkeys(point.decay for point in points):
+            resembling = parts.resembling(histories, decay)
+            together = parts.together(histories, decay)
+            for place, point in enumerate(points):
+                if point.decay == decay:
+                    prior = np.float32(point.history) * resembling + np.float32(point.together) * together
+                    ranks[place, users] = metrics.rank_of(metrics.count_better(policy + prior, targets, histories))
+    ndcg, hit = metrics.ndcg(ranks, k=10).mean(1).tolist(), metrics.hit(ranks, k=10).mean(1).tolist()
+    return sorted(map(Weighed, points, ndcg, hit), key=lambda one: -one.ndcg)
+
+
+def choose_prior(config: Config, policy: Policy, *, users: int | None = None) -> ChosenPrior:
+    """What every prior of a grid earns beside the policy's own scores on validation users, best first.
+
+    The validation users, `evaluation.validation_prompts` unless told, are in the order of a hash, so that the first few
+    are a fair sample.
 
     Raises:
         UserError: The policy writes queries, there is no validation user, or data are bad.
     """
-    if config.task.writes == "query":
+    task = config.task
+    if task.writes == "query":
         raise UserError(
             "task.writes: expected title, item or ids, since what a query finds has no log-probability; got query"
         )
-    wanted = config.evaluation.validation_prompts if users is None else users
-    dataset = load_dataset(config.task, held_out=config.data.held_out, columns=config.data.columns)
-    rows, catalogue = dataset.prompts.validation[:wanted], dataset.catalogue
+    count = config.evaluation.validation_prompts if users is None else users
+    dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
+    rows, catalogue = dataset.prompts.validation[:count], dataset.catalogue
     if not rows:
-        raise UserError(f"--users: expected a number >= 1, and data with validation users, got {wanted}")
+        raise UserError(f"--users: expected a number >= 1, and data with validation users, got {count}")
     listed, scores = policy_ranking(config, policy, catalogue, rows)(rows)
 
-    def own(start: int, stop: int) -> np.ndarray:
+    def policy_scores(start: int, stop: int) -> np.ndarray:
         nothing = np.zeros((stop - start, len(catalogue)), np.float32)
         return fused_scores(listed[start:stop], scores[start:stop], nothing)
 
-    configured = config.task.prior
-    points = grid() + [configured] * (configured.used and configured not in grid())
-    earned = weigh(own, make_parts(catalogue.titles, dataset.known), rows, points, items=len(catalogue))
+    points = grid()
+    if task.prior.used and task.prior not in points:
+        points.append(task.prior)
+    earned = weigh(policy_scores, make_parts(catalogue.titles, dataset.known), rows, points, items=len(catalogue))
     records = [{**vars(one.prior), "ndcg@10": one.ndcg, "hr@10": one.hit} for one in earned]
-    return ChosenPrior(_lines(earned, len(rows), configured), records)
+    return ChosenPrior(_prior_lines(earned, len(rows), task.prior), records)
 
 
-def _lines(earned: Sequence[Weighed], users: int, configured: PriorSection) -> list[str]:
+def _prior_lines(earned: Sequence[Weighed], users: int, configured: PriorSection) -> list[str]:
     names = {configured: "the run's", PriorSection(): "the policy alone"}
     lines = [
-        f"{one.ndcg:7.4f}  {one.hit:6.4f}  {one.prior.history:7g}  {one.prior.together:8g}  {one.prior.decay:5g}  "
-        f"{names.get(one.prior, '')}".rstrip()
-        for place, one in enumerate(earned)
-        if place < _SHOWN or one.prior in names
-    ]
-    best = earned[0].prior
-    most = {"history": max(HISTORY), "together": max(TOGETHER)}
-    edge = [
-        f"{name} {limit:g} is the most that was tried" for name, limit in most.items() if getattr(best, name) >= limit
-    ]
-    return [
         f"{users:,} validation users, {len(earned)} priors; no test user was looked at",
         f"{'NDCG@10':>7}  {'HR@10':>6}  {'history':>7}  {'together':>8}  {'decay':>5}",
-        *lines,
-        "for the config, under task:",
-        f"  prior: {{history: {best.history:g}, together: {best.together:g}, decay: {best.decay:g}}}",
-        *edge,
     ]
+    for place, (prior, ndcg, hit) in enumerate(earned):
+        if place < _PRINTED or prior in names:
+            weights = f"{prior.history:7g}  {prior.together:8g}  {prior.decay:5g}"
+            lines.append(f"{ndcg:7.4f}  {hit:6.4f}  {weights}  {names.get(prior, '')}".rstrip())
+    best = earned[0].prior
+    lines.append("for the config, under task:")
+    lines.append(f"  prior: {{history: {best.history:g}, together: {best.together:g}, decay: {best.decay:g}}}")
+    for name, largest in {"history": max(HISTORY), "together": max(TOGETHER)}.items():
+        if getattr(best, name) >= largest:
+            lines.append(f"{name} {largest:g} is the most that was tried")
+    return lines

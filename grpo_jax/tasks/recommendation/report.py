@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
     SPARSE_BLOCK,
     Ask,
-    Known,
+    Prior,
+    Retriever,
     Scores,
     count_baselines,
     fusion_baseline,
@@ -33,7 +34,7 @@ MEASURES = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS),
 SHOWN = ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR")
 """Those that a terminal has room for."""
 ALL = "all"
-POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50": (11, 50), "target > 50": (51, None)}
+POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50": (11, 50), "target > 50": (51, np.inf)}
 """Groups of users by how often their target was taken in training, least and most."""
 
 
@@ -41,7 +42,6 @@ class TableRow(NamedTuple):
     """One method on one group of users.
 
     Attributes:
-        method: Its name.
         group: "all", or a part of the users.
         users: How many were measured.
         missing: How many more have no rank because the retriever failed; they are in no mean.
@@ -62,143 +62,81 @@ def measure_users(rank: np.ndarray) -> np.ndarray:
 
 
 def make_table(
-    ranks: Mapping[str, np.ndarray],
-    groups: Mapping[str, np.ndarray] | None = None,
-    *,
-    level: float = 0.95,
-    samples: int = 1000,
-    seed: int = 0,
+    ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray] | None = None, *, samples: int = 1000
 ) -> list[TableRow]:
-    """Measures every method on all users and on each group.
+    """Measure every method on all users and on each group.
 
     Args:
         ranks: For each method the targets' ranks f64 [U] of the same users; NaN where there is none.
         groups: Further groups, bool [U] each.
-        level: Of the intervals.
-        samples: Draws of the bootstrap.
-        seed: Of the draws; methods that miss no user see the same draws.
-
-    Raises:
-        ValueError: If lengths differ.
+        samples: Draws of the bootstrap; methods that miss no user see the same draws.
     """
-    _check_lengths({**ranks, **(groups or {})})
-    values = {method: measure_users(np.asarray(rank, np.float64)) for method, rank in ranks.items()}
-    return _rows(values, groups or {}, level=level, samples=samples, seed=seed)
+    return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {}, samples)
 
 
 def paired_table(
-    ranks: Mapping[str, np.ndarray],
-    pairs: Sequence[tuple[str, str]],
-    *,
-    level: float = 0.95,
-    samples: int = 1000,
-    seed: int = 0,
+    ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]], *, samples: int = 1000
 ) -> list[TableRow]:
     """The differences of two methods, user by user, on the users who have both ranks.
 
     The bootstrap draws users with both of their values, so that what makes a user hard for both methods is in neither
     end of the interval: it is clear of zero where the intervals of the two methods may well overlap.
-
-    Args:
-        ranks: As in `make_table`.
-        pairs: (method, method that is taken off it).
-        level: Of the intervals.
-        samples: Draws of the bootstrap.
-        seed: Of the draws.
-
-    Returns:
-        A row for each pair, called "method − other".
-
-    Raises:
-        ValueError: If lengths differ.
+    A pair is (method, method that is taken off it), its row is called "method − other".
     """
-    _check_lengths(ranks)
-    values = {name: measure_users(np.asarray(ranks[name], np.float64)) for pair in pairs for name in pair}
+    values = {name: measure_users(ranks[name]) for pair in pairs for name in pair}
     differences = {f"{method} − {other}": values[method] - values[other] for method, other in pairs}
-    return _rows(differences, {}, level=level, samples=samples, seed=seed)
+    return _rows(differences, {}, samples)
 
 
-def _check_lengths(columns: Mapping[str, np.ndarray]) -> None:
-    lengths = {name: len(values) for name, values in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"ranks and groups must be of the same users, got lengths {lengths}")
-
-
-def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], **drawing: Any) -> list[TableRow]:
-    """A row for each method's values f64 [U, 16], NaN for users who are missing, and all users and each group."""
-    known = {method: np.asarray(~np.isnan(measured).any(axis=1)) for method, measured in values.items()}
-    everybody = np.ones(len(next(iter(known.values()), ())), bool)
-    parts = {ALL: everybody, **groups}
-    intervals: dict[tuple[str, str], list[Interval]] = {}
-    for group, members in parts.items():
+def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], samples: int) -> list[TableRow]:
+    """A row for all users and each group of each method's values f64 [U, 16], NaN for users who are missing."""
+    ranked = {method: np.asarray(~np.isnan(measured).any(axis=1)) for method, measured in values.items()}
+    everybody = np.ones(len(next(iter(ranked.values()), ())), bool)
+    rows: dict[tuple[str, str], TableRow] = {}
+    for group, members in {ALL: everybody, **groups}.items():
         # Methods that were measured on the same users are drawn together: draws take longer than their means.
         alike: dict[bytes, list[str]] = {}
         for method in values:
-            alike.setdefault((known[method] & members).tobytes(), []).append(method)
+            alike.setdefault((ranked[method] & members).tobytes(), []).append(method)
         for methods in alike.values():
-            counted = known[methods[0]] & members
-            if counted.any():
-                found = metrics.bootstrap(np.concatenate([values[m][counted] for m in methods], axis=1), **drawing)
-                for place, method in enumerate(methods):
-                    intervals[method, group] = found[place * len(MEASURES) :][: len(MEASURES)]
-    return [
-        TableRow(
-            method,
-            group,
-            int((known[method] & members).sum()),
-            int((~known[method] & members).sum()),
-            dict(zip(MEASURES, intervals.get((method, group), ()), strict=False)),
-        )
-        for method in values
-        for group, members in parts.items()
-    ]
+            counted = ranked[methods[0]] & members
+            users, missing = int(counted.sum()), int((members & ~counted).sum())
+            intervals: list[Interval] = []
+            if users:
+                columns = np.concatenate([values[method][counted] for method in methods], axis=1)
+                intervals = metrics.bootstrap(columns, samples=samples)
+            for place, method in enumerate(methods):
+                measured = intervals[place * len(MEASURES) :][: len(MEASURES)]
+                rows[method, group] = TableRow(
+                    method, group, users, missing, dict(zip(MEASURES, measured, strict=False))
+                )
+    return [rows[method, group] for method in values for group in (ALL, *groups)]
 
 
 def direction_groups(rows: Sequence[Row], catalogue: Catalogue, column: str) -> dict[str, np.ndarray]:
-    """Users whose target comes after or before their last item in the order of a catalogue column.
+    """Users whose target comes after or before their last item in the order of a catalogue column, bool [U] each.
 
     On Amazon Beauty many reviews of one day are stored in the order of their ASIN, so neighbours have rising ones: a
-    method may exploit how the file was written. Figures for both groups show it.
-
-    Args:
-        rows: U examples.
-        catalogue: Items.
-        column: Of the catalogue, compared as text; equal values are in neither group.
-
-    Returns:
-        {"rising": bool [U], "falling": bool [U]}.
-
-    Raises:
-        ValueError: If the catalogue has no such column.
+    method may exploit how the file was written. Figures for both groups show it. Values are compared as text; users
+    whose two values are equal are in neither group.
     """
-    if column not in catalogue.columns:
-        raise ValueError(f"column must be one of {list(catalogue.columns)}, got {column!r}")
     keys = catalogue.columns[column]
-    pairs = [(keys[row.columns["history"][-1]], keys[row.columns["target_row"]]) for row in rows]
-    rising = np.array([last < target for last, target in pairs], bool)
-    falling = np.array([last > target for last, target in pairs], bool)
-    return {"rising": rising, "falling": falling}
+    last = np.array([keys[row.columns["history"][-1]] for row in rows])
+    target = np.array([keys[row.columns["target_row"]] for row in rows])
+    return {"rising": last < target, "falling": last > target}
 
 
 def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.ndarray]:
     """Users by how often their target was taken in training: what a method knows of rare items, and of common ones.
 
-    Args:
-        rows: U examples.
-        counts: [I], how many users took each item in training (`baselines.taken_counts`).
-
-    Returns:
-        The groups of POPULARITY that have a user, bool [U] each; a user is in one of them.
+    `counts` are those of `baselines.taken_counts`; the groups of POPULARITY that have a user are bool [U] each.
     """
-    taken = np.array([counts[row.columns["target_row"]] for row in rows])
-    groups = {
-        name: (taken >= least) & (taken <= (np.inf if most is None else most))
-        for name, (least, most) in POPULARITY.items()
-    }
+    taken = counts[[row.columns["target_row"] for row in rows]]
+    groups = {name: (taken >= least) & (taken <= most) for name, (least, most) in POPULARITY.items()}
     return {name: members for name, members in groups.items() if members.any()}
 
 
-def table_records(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
+def table_records(rows: Sequence[TableRow]) -> list[dict[str, object]]:
     """The table as plain values, for JSON."""
     return [
         {
@@ -224,12 +162,13 @@ def format_groups(rows: Sequence[TableRow], measure: str = "NDCG@10") -> str:
     groups = {row.group: row.users + row.missing for row in rows if row.group != ALL}
     if not groups:
         return ""
-    found = {(row.method, row.group): row.measures.get(measure) for row in rows}
-    lines = [[f"{measure} by group", *(f"{group} ({users})" for group, users in groups.items())]]
-    for method in dict.fromkeys(row.method for row in rows):
-        means = (found[method, group] for group in groups)
-        lines.append([method, *("–" if one is None else f"{one.mean:.4f}" for one in means)])
-    return aligned(lines)
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        if row.group != ALL:
+            mean = f"{row.measures[measure].mean:.4f}" if row.measures else "–"
+            lines.setdefault(row.method, [row.method]).append(mean)
+    heading = [f"{measure} by group", *(f"{group} ({users})" for group, users in groups.items())]
+    return aligned([heading, *lines.values()])
 
 
 def table_cells(
@@ -237,10 +176,7 @@ def table_cells(
 ) -> list[tuple[str, list[list[str]]]]:
     """Each group's heading, and for each of its methods the name and a text for each measure, intervals in brackets.
 
-    Args:
-        rows: Of a table.
-        measures: Which.
-        signed: Differences: with their sign, and a star where the interval is clear of zero.
+    Differences are `signed`, with a star where the interval is clear of zero.
     """
     groups = []
     for group in dict.fromkeys(row.group for row in rows):
@@ -277,29 +213,13 @@ PRIOR = "prior alone"
 _SPREAD = ("method", f"coverage@{RECOMMENDED}", f"Gini@{RECOMMENDED}")
 
 
-class Measured(NamedTuple):
-    """Methods by name, as they were measured on the same users.
+def policy_ranks(
+    name: str, judgements: Mapping[str, Judgement], *, fused: bool = False
+) -> dict[str, dict[str, list[float]]]:
+    """What the findings need of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
 
-    Attributes:
-        ranks: The target's rank f64 [U] for each, NaN where there is none.
-        recommended: How often each item is among the first ten of a ranking, i64 [I]; of the methods that list items.
-    """
-
-    ranks: dict[str, np.ndarray]
-    recommended: dict[str, np.ndarray]
-
-
-def policy_ranks(name: str, judgements: Mapping[str, Judgement], *, fused: bool = False) -> dict[str, dict[str, Any]]:
-    """What the findings need of a policy's greedy texts or rankings, and of its sampled texts.
-
-    Args:
-        name: What the table calls this policy.
-        judgements: Of one text per row, by kind; their last watched measure is the rank.
-        fused: Whether the measure before it is the rank with the prior.
-
-    Returns:
-        By name {"rank": the target's for each row, NaN where there is none}; where rankings list items also
-        "recommended", those that are among somebody's first, and "times", how often each of them is.
+    The last watched measure is the rank, NaN where there is none; with `fused` the one before it is the rank with the
+    prior. Where rankings list items there are also those "recommended", and how many "times" each of them is.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
     found = {kinds[kind]: _remembered(one, -1, LISTED_FIRST) for kind, one in judgements.items() if kind in kinds}
@@ -308,7 +228,7 @@ def policy_ranks(name: str, judgements: Mapping[str, Judgement], *, fused: bool 
     return found
 
 
-def _remembered(judgement: Judgement, measure: int, column: str) -> dict[str, Any]:
+def _remembered(judgement: Judgement, measure: int, column: str) -> dict[str, list[float]]:
     ranks = judgement.final_watched[:, 0, measure].tolist()
     if column not in judgement.columns:
         return {"rank": ranks}
@@ -319,49 +239,37 @@ def _remembered(judgement: Judgement, measure: int, column: str) -> dict[str, An
 def findings(
     task: Recommendation,
     dataset: Dataset,
-    retriever: Any,
+    retriever: Retriever,
     rows: Sequence[Row],
-    policies: Mapping[str, Any],
-    known: Known | None = None,
+    policies: Mapping[str, Mapping[str, list[float]]],
+    prior: Prior | None = None,
     ask: Ask | None = None,
 ) -> Findings:
-    """The results as tables, lines and records.
+    """The results of the measured rows as tables, lines and records.
 
-    Args:
-        task: Its ties, decay and order column.
-        dataset: Of the run.
-        retriever: As the policy's completions are ranked.
-        rows: U rows that were measured.
-        policies: By name what `policy_ranks` gave.
-        known: The prior, a baseline too; None without one.
-        ask: As the policy's texts are ranked; None for the retriever's own way.
+    `policies` is by name what `policy_ranks` returned; the prior, where there is one, is a baseline too; `ask` ranks
+    texts as the policy's are ranked.
     """
-    ranks, recommended = measure_methods(task, dataset, retriever, rows, policies, known, ask)
-    groups = user_groups(task, dataset, rows)
-    table, paired = make_table(ranks, groups), paired_table(ranks, compared(list(ranks)))
+    ranks, recommended = _measure_methods(task, dataset, retriever, rows, policies, prior, ask)
+    groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
+    if task.order_column:
+        groups = direction_groups(rows, dataset.catalogue, task.order_column) | groups
+    table, paired = make_table(ranks, groups), paired_table(ranks, _compared(list(ranks)))
     texts = [format_table(table), format_groups(table)]
     if paired:
         texts.append(f"Paired differences (* the 95 % interval is clear of zero)\n{format_table(paired, signed=True)}")
-    spread = spread_records(recommended)
+    spread = [(name, coverage(counts), gini(counts)) for name, counts in recommended.items()]
     texts.append(aligned([list(_SPREAD), *([name, *(f"{value:.4f}" for value in values)] for name, *values in spread)]))
-    lines = [line for text in texts if text for line in ("", *text.split("\n"))]
     records = {
         "table": table_records(table),
         "differences": table_records(paired),
         "recommended": [dict(zip(_SPREAD, row, strict=True)) for row in spread],
     }
-    tables = [*report_tables(table, task.exclude_history), *paired_tables(paired), _spread_table(spread)]
-    return Findings(tables, lines, records)
+    lines = [line for text in texts if text for line in ("", *text.split("\n"))]
+    return Findings(_report_tables(table, paired, spread, task.exclude_history), lines, records)
 
 
-def user_groups(task: Recommendation, dataset: Dataset, rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Parts of the users that are told apart: by the order of a column, and by how common their target is."""
-    column, counts = task.order_column, taken_counts(dataset.known, len(dataset.catalogue))
-    ordered = direction_groups(rows, dataset.catalogue, column) if column else {}
-    return ordered | popularity_groups(rows, counts)
-
-
-def compared(names: Sequence[str]) -> list[tuple[str, str]]:
+def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
     """Which methods are told apart user by user.
 
     A policy after training and before it, in each way of ranking that was measured: what reinforcement brought. And a
@@ -372,77 +280,76 @@ def compared(names: Sequence[str]) -> list[tuple[str, str]]:
     return [pair for pair in (*trained, *fused) if pair[1] in names]
 
 
-def measure_methods(
+def _measure_methods(
     task: Recommendation,
     dataset: Dataset,
-    retriever: Any,
+    retriever: Retriever,
     rows: Sequence[Row],
-    policies: Mapping[str, Any],
-    known: Known | None = None,
-    ask: Ask | None = None,
-) -> Measured:
-    """Every baseline and the given policies, full ranking, ties as retrieval.ties says; arguments as in `findings`."""
-    items, ranks, recommended = len(dataset.catalogue), {}, {}
+    policies: Mapping[str, Mapping[str, list[float]]],
+    prior: Prior | None,
+    ask: Ask | None,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Every baseline and the policies, full ranking, ties as retrieval.ties says; arguments as in `findings`.
+
+    By method the targets' ranks f64 [U], and, of methods that list items, how often each is recommended, i64 [I].
+    """
+    items = len(dataset.catalogue)
     histories = [row.columns["history"] for row in rows]
+    ranks: dict[str, np.ndarray] = {}
+    recommended: dict[str, np.ndarray] = {}
 
     def measure(scores: Mapping[str, Scores], block: int) -> None:
         for name, score in scores.items():
             counts, recommended[name] = rank_and_recommend(score, rows, block=block)
             ranks[name] = rank_of(counts, rule=task.retrieval.ties)
 
-    def of_histories(prior: Known) -> Scores:
+    def of_histories(prior: Prior) -> Scores:
         return lambda start, stop: prior(histories[start:stop])
 
     # One after the other: each holds how alike the items are, of many items the most of a run's memory.
     measure(count_baselines(dataset.known, items, rows, decay=task.decay), SPARSE_BLOCK)
     fusion = fusion_baseline(dataset.catalogue.titles, dataset.known, decay=task.decay)
     measure({"titles + item-kNN": of_histories(fusion)}, users_at_once(items))
-    if known is not None:
-        measure({PRIOR: of_histories(known)}, users_at_once(items))
-    asked = ask if task.writes == "query" and task.prior.used else None
-    ranks |= title_baselines(retriever, dataset.catalogue, rows, decay=task.decay, ask=asked)
-    for name, found in policies.items():
-        ranks[f"policy, {name}"] = np.asarray(found["rank"], np.float64)
-        if "recommended" in found:
-            recommended[f"policy, {name}"] = np.zeros(items, np.int64)
-            recommended[f"policy, {name}"][found["recommended"]] = found["times"]
-    return Measured(ranks, recommended)
+    if prior is not None:
+        measure({PRIOR: of_histories(prior)}, users_at_once(items))
+    mixed_ask = ask if task.writes == "query" and task.prior.used else None
+    ranks |= title_baselines(retriever, dataset.catalogue, rows, decay=task.decay, ask=mixed_ask)
+    for name, measured in policies.items():
+        ranks[f"policy, {name}"] = np.asarray(measured["rank"], np.float64)
+        if "recommended" in measured:
+            times = np.zeros(items, np.int64)
+            times[measured["recommended"]] = measured["times"]
+            recommended[f"policy, {name}"] = times
+    return ranks, recommended
 
 
-def spread_records(recommended: Mapping[str, np.ndarray]) -> list[tuple[str, float, float]]:
-    """Of each method the share of items that it recommends to somebody, and how unequally it does."""
-    return [(name, coverage(counts), gini(counts)) for name, counts in recommended.items()]
-
-
-def _spread_table(rows: Sequence[Sequence[Any]]) -> Table:
-    note = (
-        f"The first {RECOMMENDED} items of each user's ranking: the share of the catalogue that is recommended to "
-        "somebody, and the Gini coefficient of how often each item is (0: all alike, 1: always the same ones). Of "
-        "methods that rank the items themselves; a text's ranking is the retriever's."
-    )
-    return Table("What is recommended", _SPREAD, rows, note)
-
-
-def report_tables(rows: Sequence[TableRow], excluded: bool) -> list[Table]:
-    """The table for report.html, one for each group of users; the note says whether histories are left out."""
+def _report_tables(
+    table: Sequence[TableRow],
+    paired: Sequence[TableRow],
+    spread: Sequence[tuple[str, float, float]],
+    excluded: bool,
+) -> list[Table]:
+    """For report.html: a table for each group of users, paired differences, and what is recommended."""
     left_out = "each user's history left out" if excluded else "items of the user's history among the others"
-    note = (
+    ranking_note = (
         f"Full ranking of the catalogue, {left_out}; mean and 95 % interval of a bootstrap over users. The "
         "oracle asks with the target's own title, as the policy does with what it writes. Targets are told apart by "
         "how many users took them in training."
     )
-    return [
-        Table(f"Ranking, {title}", ("method", *MEASURES), cells, note if place == 0 else "")
-        for place, (title, cells) in enumerate(table_cells(rows))
-    ]
-
-
-def paired_tables(rows: Sequence[TableRow]) -> list[Table]:
-    """Paired differences for report.html; none without any."""
-    note = (
+    paired_note = (
         "User by user, with the 95 % interval of a bootstrap over users who have both ranks; * where it is clear of "
         "zero. After − before is what reinforcement brought; + prior − prior alone is what the policy adds."
     )
-    return [
-        Table("Paired differences", ("method", *MEASURES), cells, note) for _, cells in table_cells(rows, signed=True)
+    spread_note = (
+        f"The first {RECOMMENDED} items of each user's ranking: the share of the catalogue that is recommended to "
+        "somebody, and the Gini coefficient of how often each item is (0: all alike, 1: always the same ones). Of "
+        "methods that rank the items themselves; a text's ranking is the retriever's."
+    )
+    columns = ("method", *MEASURES)
+    tables = [
+        Table(f"Ranking, {title}", columns, cells, "" if place else ranking_note)
+        for place, (title, cells) in enumerate(table_cells(table))
     ]
+    for _, cells in table_cells(paired, signed=True):
+        tables.append(Table("Paired differences", columns, cells, paired_note))
+    return [*tables, Table("What is recommended", _SPREAD, spread, spread_note)]

@@ -14,21 +14,50 @@ nothing, ties count against the target, and it earns what the last place earns.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.rewards import MESSAGES, accepted_arguments, as_list, asking_for_messages, asks, finished
+from grpo_jax.rollout.rewards import (
+    MESSAGES,
+    Maker,
+    Reward,
+    accepted_arguments,
+    as_list,
+    asking_for_messages,
+    asks,
+    finished,
+)
 from grpo_jax.tasks.recommendation import metrics
-from grpo_jax.tasks.recommendation.baselines import Known, fused_scores
+from grpo_jax.tasks.recommendation.baselines import Prior, fused_scores
 from grpo_jax.tasks.recommendation.catalogue import Items
 from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, count_better, first_items, rank_of, users_at_once
-
-Reward = Callable[..., list[float | None]]
+from grpo_jax.tasks.recommendation.task import FUSED, RANK, RANK_PENALTY
 
 BUILT_IN = ("ndcg", "hit", "mrr", "mixed", "soft")
+_MEASURES = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
+
+
+def task_rewards(items: int, *, fused: bool, ranks: bool) -> dict[str, Reward | Maker]:
+    """The rewards by name over so many items: `fused` with a prior, `ranks` of a policy that ranks them itself."""
+    rewards: dict[str, Reward | Maker] = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
+    if ranks:
+        rewards[RANK_PENALTY] = rank_penalty
+    rewards[RANK] = _of_rank(lambda rank: rank)
+    if fused:
+        rewards[FUSED] = _fused
+    return rewards
+
+
+def _built_in(name: str, items: int, **options: float) -> Reward:
+    return make_reward(name, items=items, options=options)
+
+
+def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: object) -> list[float | None]:
+    """Of held-out prompts alone; missing in training."""
+    return list(fused_rank) or [None] * len(completions)
 
 
 def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[float]]:
@@ -40,7 +69,8 @@ def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = 
     """A built-in reward.
 
     Args:
-        name: "ndcg", "hit", "mrr", "mixed" or "soft".
+        name: "ndcg", "hit", "mrr", "mixed" (their weighted mean), or "soft", the target's probability under the
+            retriever: dense where ranks are sparse, an objective beside them.
         items: How many items the catalogue has.
         options: "k", the cut-off, at most `items`; left out or 0, none, so that every rank counts (with a small k and
             few completions most groups have no spread to learn from). For "mixed" also a weight by name of a measure;
@@ -49,22 +79,54 @@ def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = 
     Raises:
         ValueError: If the name or an option is unknown or out of range.
     """
+    if name not in BUILT_IN:
+        raise ValueError(f"name must be one of {', '.join(BUILT_IN)}, got {name!r}")
     options = dict(options or {})
+    named = metrics.MIXED_WEIGHTS if name == "mixed" else ()
+    weights = {measure: options.pop(measure) for measure in named if measure in options}
+    k = 0 if name == "soft" else options.pop("k", 0)
+    if options:
+        raise ValueError(f"{name} has no option {next(iter(options))!r}")
     if name == "soft":
-        _refuse(name, options)
-        return soft()
-    k = _cutoff(options.pop("k", 0), items)
-    if name == "mixed":
-        _refuse(name, {key: value for key, value in options.items() if key not in metrics.MIXED_WEIGHTS})
-        return mixed(k=k, items=items, weights=options or metrics.MIXED_WEIGHTS)
-    _refuse(name, options)
-    if name == "ndcg":
-        return ndcg(k=k)
-    if name == "mrr":
-        return mrr(k=k)
-    if name == "hit":
-        return hit(k=k, items=items)
-    raise ValueError(f"name must be one of {', '.join(BUILT_IN)}, got {name!r}")
+        return _soft
+    if k < 0 or k != int(k):
+        raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
+    if k > items:
+        raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")
+    cutoff = int(k) or None
+    weights = weights or dict(metrics.MIXED_WEIGHTS)
+    measures = {
+        "ndcg": functools.partial(metrics.ndcg, k=cutoff),
+        "mrr": functools.partial(metrics.mrr, k=cutoff),
+        "hit": functools.partial(metrics.hit, k=cutoff, items=items),
+        "mixed": functools.partial(metrics.mixed, k=cutoff, items=items, weights=weights),
+    }
+    return _of_rank(measures[name])
+
+
+def measure(name: str) -> Reward | None:
+    """A measure by its name: hr@K, ndcg@K, mrr@K or mrr, K of at most nine digits; None for other names."""
+    kind, at, k = name.partition("@")
+    if kind not in _MEASURES or not (re.fullmatch("[1-9][0-9]{0,8}", k) if at else name == "mrr"):
+        return None
+    return _of_rank(functools.partial(_MEASURES[kind], k=int(k) if at else None))
+
+
+def _of_rank(measure: metrics.Measure) -> Reward:
+    measure(np.ones(1))  # bad options speak up now, not in the first step
+
+    def reward(rank: Sequence[float], **_: object) -> list[float | None]:
+        return _listed(measure(np.asarray(rank, np.float64)))
+
+    return reward
+
+
+def _soft(probability: Sequence[float], **_: object) -> list[float | None]:
+    return _listed(np.asarray(probability, np.float64))
+
+
+def _listed(values: np.ndarray) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in values]
 
 
 def where_ranked(reward: Reward) -> Reward:
@@ -77,9 +139,9 @@ def where_ranked(reward: Reward) -> Reward:
     """
 
     @functools.wraps(reward, updated=())
-    def ranked(completions: Sequence[str], rank: Sequence[float], **columns: Any) -> list[float | None]:
+    def ranked(completions: Sequence[str], rank: Sequence[float], **columns: Sequence[object]) -> list[float | None]:
         ranked_rows = [i for i, value in enumerate(rank) if not np.isnan(value)]
-        values: list[Any] = [None] * len(rank)
+        values: list[float | None] = [None] * len(rank)
         if not ranked_rows:
             return values
         every = {"completions": completions, "rank": rank, **columns}
@@ -98,38 +160,7 @@ def where_ranked(reward: Reward) -> Reward:
     return ranked
 
 
-def ndcg(*, k: int | None = None) -> Reward:
-    """Reward 1 / log2(1 + rank), 0 beyond the cut-off."""
-    return _of_rank(lambda rank: metrics.ndcg(rank, k=k))
-
-
-def mrr(*, k: int | None = None) -> Reward:
-    """Reward 1 / rank, 0 beyond the cut-off."""
-    return _of_rank(lambda rank: metrics.mrr(rank, k=k))
-
-
-def hit(*, k: int | None = None, items: int | None = None) -> Reward:
-    """Reward 1 within the cut-off; without one the share of cut-offs that find the target (`metrics.hit`)."""
-    return _of_rank(lambda rank: metrics.hit(rank, k=k, items=items))
-
-
-def mixed(
-    *, k: int | None = None, items: int | None = None, weights: Mapping[str, float] = metrics.MIXED_WEIGHTS
-) -> Reward:
-    """Weighted mean of the three (`metrics.mixed`)."""
-    return _of_rank(lambda rank: metrics.mixed(rank, k=k, items=items, weights=weights))
-
-
-def soft() -> Reward:
-    """The target's probability under the retriever: dense where ranks are sparse, an objective beside them."""
-
-    def reward(probability: Sequence[float], **_: Any) -> list[float | None]:
-        return _listed(np.asarray(probability, np.float64))
-
-    return reward
-
-
-def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: Any) -> list[float | None]:
+def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: object) -> list[float | None]:
     """The penalty of wrong items in a group that holds the target: the larger, the higher the policy puts them.
 
         penalty_i = -d(ρ_i) / Σ_{j wrong} d(ρ_j),   d(ρ) = 1 / log2(1 + ρ)
@@ -150,30 +181,7 @@ def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: Any)
     return (0.0 - np.divide(share, total, out=np.zeros(len(share)), where=found & (total > 0))).tolist()
 
 
-def _of_rank(measure: metrics.Measure) -> Reward:
-    measure(np.ones(1))  # bad options speak up now, not in the first step
-
-    def reward(rank: Sequence[float], **_: Any) -> list[float | None]:
-        return _listed(measure(np.asarray(rank, np.float64)))
-
-    return reward
-
-
-def _listed(values: np.ndarray) -> list[float | None]:
-    return [None if np.isnan(value) else float(value) for value in values]
-
-
-def _cutoff(k: float, items: int) -> int | None:
-    if k < 0 or k != int(k):
-        raise ValueError(f"k must be a whole number from 1, or 0 for no cut-off, got {k!r}")
-    if k > items:
-        raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")
-    return int(k) or None
-
-
-def _refuse(name: str, options: Mapping[str, float]) -> None:
-    if name in BUILT_IN and options:
-        raise ValueError(f"{name} has no option {next(iter(options))!r}")
+# ------------------------------------------------------------------------------------------- of policies that rank
 
 
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
@@ -183,18 +191,12 @@ LISTED_FIRST, FUSED_FIRST = "listed_first", "fused_first"
 
 
 def ranking_columns(
-    items: Items, known: Known | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
-) -> dict[str, Sequence[Any]]:
+    items: Items, prior: Prior | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
+) -> dict[str, Sequence[object]]:
     """Where each row's target stands in its ranking, from 1, and what is recommended.
 
-    What a row's column "excluded" holds is left out; a target that is not listed stands at the last place.
-
-    Args:
-        items: What can be written.
-        known: The prior; None for the policy alone.
-        rows: P.
-        numbers: Int [P, K], which of the texts are listed, best first.
-        scores: F32 [P, K].
+    What a row's column "excluded" holds is left out; a target that is not listed stands at the last place. `numbers`,
+    int [P, K], says which of the texts are listed, best first, with `scores` f32 [P, K].
     """
     listed = items.rows[numbers]
     places, first = [], []
@@ -203,20 +205,20 @@ def ranking_columns(
         others = [item for item in best.tolist() if item == target or item not in left_out]
         places.append(others.index(target) + 1 if target in others else items.count)
         first.append([item for item in others if item not in left_out][:RECOMMENDED])
-    columns: dict[str, Sequence[Any]] = {LISTED_RANK: places, LISTED_FIRST: first}
-    if known is None:
+    columns: dict[str, Sequence[object]] = {LISTED_RANK: places, LISTED_FIRST: first}
+    if prior is None:
         return columns
     names = ("history", "target_row", "excluded")
     ranks, lists, block = [], [], users_at_once(items.count)
     for part in (slice(start, start + block) for start in range(0, len(rows), block)):
         histories, targets, excluded = ([row.columns[name] for row in rows[part]] for name in names)
-        fused = fused_scores(listed[part], scores[part], known(histories))
+        fused = fused_scores(listed[part], scores[part], prior(histories))
         ranks += rank_of(count_better(fused, np.array(targets), excluded)).tolist()
         lists += [one.tolist() for one in first_items(fused, excluded)]
     return columns | {FUSED_RANK: ranks, FUSED_FIRST: lists}
 
 
-def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Any]) -> np.ndarray:
+def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> np.ndarray:
     """The ranks of what rewards see: of a ranking as it says; of one item 1 if it is the target, else the last."""
     if LISTED_RANK in columns:
         return np.asarray(columns[LISTED_RANK], np.float64)

@@ -10,18 +10,21 @@ from __future__ import annotations
 import argparse
 import string
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
+from scipy import sparse
 
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, carry_out, extras_named, leave, one_line, version
 from grpo_jax.models.hf.folder import load_tokenizer, resolve_folder
 from grpo_jax.models.hf.weights import new_folder, refuse_foreign
-from grpo_jax.tasks.recommendation.catalogue import Catalogue, plain, read_catalogue, read_table, read_text
+from grpo_jax.tasks.recommendation.catalogue import Catalogue, Problems, plain, read_catalogue, read_table, read_text
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_LEVELS = len(string.ascii_lowercase) - 1
 """A letter for each level, and one for what tells the same codes apart."""
@@ -40,13 +43,7 @@ def words_of(codes: np.ndarray) -> tuple[str, ...]:
 
 
 def write_ids(path: str | Path, ids: Sequence[str], words: Sequence[str], *, made: str) -> None:
-    """Writes a line "id ⇥ words" for each item, below a line that says how they were made and a header.
-
-    Args:
-        path: The file; its folder must be there.
-        ids: I, as in the catalogue.
-        words: I.
-        made: In words: encoder, levels, seed.
+    """Write a line "id ⇥ words" for each of I items, below a line that says how they were made and a header.
 
     Raises:
         UserError: The file cannot be written, or an id holds a tab or a line's end.
@@ -61,11 +58,7 @@ def write_ids(path: str | Path, ids: Sequence[str], words: Sequence[str], *, mad
 
 
 def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
-    """The words of each item, in the order of the catalogue.
-
-    Args:
-        path: As `write_ids` wrote it, or another file with an id and a column "words"; a first line with # is skipped.
-        catalogue: Whose items they are.
+    """The words of each item, in the order of the catalogue, from a file of `write_ids` or one with a column "words".
 
     Raises:
         UserError: There is no such file, or it has bad lines: an item that the catalogue has not, one twice, words that
@@ -74,22 +67,24 @@ def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
     text = read_text(path, "what python -m grpo_jax.tasks.recommendation.semantic_ids writes")
     if text.startswith("#"):  # its line stays, blank, so that those below keep their numbers
         text = text[text.find("\n") :] if "\n" in text else ""
-    rows, problems = read_table(path, text, needs=("words",), kind=".tsv")
+    problems = Problems(path)
+    rows = list(read_table(text, ".tsv", problems, needs=("words",), columns={}))
     problems.check()
     words: dict[str, str] = {}
     owners: dict[str, str] = {}
     for line, row in rows:
-        item, said = next(iter(row.values())).strip(), row["words"].strip()
+        item, name = next(iter(row.values())).strip(), row["words"].strip()
         if item not in catalogue.rows:
             problems.add(line, f"item {item} is not in the catalogue")
         elif item in words:
             problems.add(line, f"item {item} occurs twice")
-        elif not plain(said):
+        elif not plain(name):
             problems.add(line, f"item {item} has no words")
-        elif plain(said) in owners:
-            problems.add(line, f"item {item} has the words of item {owners[plain(said)]}")
+        elif plain(name) in owners:
+            problems.add(line, f"item {item} has the words of item {owners[plain(name)]}")
         else:
-            words[item], owners[plain(said)] = said, item
+            words[item] = name
+            owners[plain(name)] = item
     problems.check()
     if missing := [item for item in catalogue.ids if item not in words]:
         raise UserError(
@@ -99,11 +94,11 @@ def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
     return tuple(words[item] for item in catalogue.ids)
 
 
-# --------------------------------------------------------------------------------------------------------- semantic ids
+# ------------------------------------------------------------------------------------------------ words of a tokenizer
 
 
 def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], out: str | Path) -> int:
-    """Writes a policy's folder with the items' own words in its tokenizer, a token each.
+    """Write a policy's folder with the items' own words in its tokenizer, a token each.
 
     The row of a word, of the embedding and of the head alike, is the mean over its items of the mean over their title's
     tokens, so that a policy starts from what it knows of the words that the items have in common; without a title it is
@@ -122,63 +117,58 @@ def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], o
         UserError: The folder cannot be loaded as a model of text, or `out` not written.
     """
     from tokenizers import AddedToken
+    from transformers import AutoModelForCausalLM
 
     source, out = resolve_folder(folder), Path(out)
     if out.exists() and out.resolve() == source.resolve():
         raise UserError(f"--policy_out: expected another folder than the policy's, got {out}")
     refuse_foreign(out, "config.json", "a policy")
-    tokenizer, model = load_tokenizer(source), _load(source)
-    said = [tokenizer(title, add_special_tokens=False)["input_ids"] for title in titles]
-    known = tokenizer.get_vocab()
-    new = [word for word in dict.fromkeys(" ".join(names).split()) if word not in known]
-    if not new:
-        raise UserError(f"--policy: the tokenizer of {folder} has these words already: give it as policy.path")
-    tokenizer.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in new])
-    model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size), mean_resizing=False)
-    items: dict[str, list[int]] = {word: [] for word in new}
+    tokenizer = load_tokenizer(source)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype="auto", use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"--policy: cannot load {source}: {one_line(str(error), 200)}") from error
+    title_tokens = [tokenizer(title, add_special_tokens=False)["input_ids"] for title in titles]
+    vocabulary = tokenizer.get_vocab()
+    items: dict[str, list[int]] = {}
     for row, name in enumerate(names):
-        for word in set(name.split()) & items.keys():
-            items[word].append(row)
-    places = tokenizer.convert_tokens_to_ids(new)
-    for table in _tables(model):
-        _warm_start(table, places, [items[word] for word in new], said)
+        for word in dict.fromkeys(name.split()):
+            if word not in vocabulary:
+                items.setdefault(word, []).append(row)
+    if not items:
+        raise UserError(f"--policy: the tokenizer of {folder} has these words already: give it as policy.path")
+    tokenizer.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in items])
+    model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size), mean_resizing=False)
+    places = tokenizer.convert_tokens_to_ids(list(items))
+    tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    for table in tables[:1] if tables[0] is tables[1] else tables:  # one where they are tied
+        _warm_start(table, places, list(items.values()), title_tokens)
     try:
         with new_folder(out) as work:
             model.save_pretrained(work)
             tokenizer.save_pretrained(work)
     except OSError as error:
         raise UserError(f"cannot write the policy to {out}: {error}") from error
-    return len(new)
+    return len(items)
 
 
-def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--policy: cannot load {folder}: {one_line(str(error), 200)}") from error
-
-
-def _tables(model: Any) -> list[Any]:
-    """Embedding and head [V, D]; one of them where they are tied."""
-    tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    return tables[:1] if tables[0] is tables[1] else tables
-
-
-def _warm_start(table: Any, places: list[int], items: list[list[int]], said: list[list[int]]) -> None:
-    """Writes the rows of the new words, in float32 on the way."""
+def _warm_start(
+    table: torch.Tensor, places: list[int], items: Sequence[list[int]], title_tokens: Sequence[list[int]]
+) -> None:
+    """Write the rows of the new words into a table [V, D], in float32 on the way."""
     import torch
 
     with torch.no_grad():
         old = table[: min(places)].float().numpy()
         usual = old.mean(0)
-        titles = np.stack([old[tokens].mean(0) if len(tokens) else usual for tokens in said])
+        titles = np.stack([old[tokens].mean(0) if len(tokens) else usual for tokens in title_tokens])
         rows = np.stack([titles[of].mean(0) for of in items])
         table[places] = torch.from_numpy(rows).to(table.dtype)
 
 
-# --------------------------------------------------------------------------------------------------------- semantic ids
+# ------------------------------------------------------------------------------------------------ residual quantisation
 
 
 class Codes(NamedTuple):
@@ -203,20 +193,12 @@ def residual_codes(vectors: np.ndarray, *, levels: int, size: int, seed: int) ->
     With r₀ the vectors and c(r) the centre nearest to r among those that k-means finds for all of the level's r:
     code_l = index of c(r_l), r_{l+1} = r_l − c(r_l).
 
-    Args:
-        vectors: F32 [I, D].
-        levels: L.
-        size: Codes of a level at most; fewer where fewer vectors differ.
-        seed: Of the first centres. One thread computes: the same seed gives the same codes.
-
-    Raises:
-        ValueError: An argument is out of range.
+    A level has `size` codes at most, fewer where fewer vectors differ. One thread computes: the same seed gives the
+    same codes.
     """
-    if vectors.ndim != 2 or not len(vectors):
-        raise ValueError(f"vectors must be [I, D] with at least one item, got {list(vectors.shape)}")
-    if levels < 1 or size < 1:
-        raise ValueError(f"levels and size must be at least 1, got {levels} and {size}")
-    rest, columns, left = vectors.astype(np.float32), [], []
+    rest = vectors.astype(np.float32)
+    columns: list[np.ndarray] = []
+    left: list[float] = []
     whole = max(float(np.square(rest, dtype=np.float64).sum()), 1e-30)
     for level in range(levels):
         labels, centres = _clusters(rest, size, seed + level)
@@ -226,7 +208,10 @@ def residual_codes(vectors: np.ndarray, *, levels: int, size: int, seed: int) ->
     codes = np.stack(columns, axis=1)
     _, groups, counts = np.unique(codes, axis=0, return_inverse=True, return_counts=True)
     groups = groups.reshape(-1)
-    codes = np.column_stack([codes, _earlier(groups)]).astype(np.int32)
+    order = np.argsort(groups, kind="stable")
+    earlier = np.empty(len(codes), np.int64)  # items of the same codes that come before
+    earlier[order] = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    codes = np.column_stack([codes, earlier]).astype(np.int32)
     sizes = tuple(len(np.unique(column)) for column in codes.T)
     return Codes(codes, sizes, float((counts[groups] > 1).mean()), tuple(left))
 
@@ -245,19 +230,6 @@ def _clusters(vectors: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np
     return np.asarray(found.labels_), np.asarray(found.cluster_centers_, np.float32)
 
 
-def _earlier(groups: np.ndarray) -> np.ndarray:
-    """How many items before each are of its group, int [I]."""
-    seen: Counter[int] = Counter()
-    counts = []
-    for group in groups.tolist():
-        counts.append(seen[group])
-        seen[group] += 1
-    return np.array(counts)
-
-
-# --------------------------------------------------------------------------------------------------------- semantic ids
-
-
 WIDTH = 128
 """Sparse vectors (TF-IDF) are projected to so many dimensions, those of their largest singular values; to unit length
 again, or what is rare in titles would be near nothing and fall together."""
@@ -268,23 +240,15 @@ def title_codes(
 ) -> Codes:
     """Codes of titles by their vectors (`residual_codes`).
 
-    Args:
-        titles: I.
-        encoder: "tfidf", or a folder or hub name of a sentence-transformers model.
-        device: Of the latter: "cpu" or "gpu:N".
-        levels: L.
-        size: Codes of a level at most.
-        seed: Of projection and clusters.
-
-    Raises:
-        UserError: The encoder cannot be loaded.
+    The encoder is "tfidf", or a folder or hub name of a sentence-transformers model on `device`, "cpu" or "gpu:N"; a
+    UserError says that it cannot be loaded.
     """
     encoders = own_package("bridges", "retrieval.encoders")
     vectors = encoders.encode_titles(encoders.load_encoder(encoder, titles, device=device), titles)
     return residual_codes(_dense(vectors, seed), levels=levels, size=size, seed=seed)
 
 
-def _dense(vectors: Any, seed: int) -> np.ndarray:
+def _dense(vectors: np.ndarray | sparse.csr_array, seed: int) -> np.ndarray:
     """Vectors f32 [I, D] as they are; sparse ones of more than `WIDTH` dimensions projected."""
     if isinstance(vectors, np.ndarray):
         return vectors
@@ -340,28 +304,20 @@ def _write(options: argparse.Namespace) -> None:
     if bool(options.policy) != bool(options.policy_out):
         raise UserError("--policy and --policy_out: expected both or none")
     catalogue = read_catalogue(options.catalogue, blank_titles=options.blank_titles)
-    made = {name: getattr(options, name) for name in ("levels", "size", "seed")}
-    found = title_codes(catalogue.titles, encoder=options.encoder, device=options.device, **made)
-    words = words_of(found.codes)
-    write_ids(
-        options.out,
-        catalogue.ids,
-        words,
-        made=f"encoder {options.encoder}, " + ", ".join(f"{name} {value}" for name, value in made.items()),
-    )
-    print("\n".join(_summary(found, catalogue, options.out)))
+    settings = {name: getattr(options, name) for name in ("levels", "size", "seed")}
+    codes = title_codes(catalogue.titles, encoder=options.encoder, device=options.device, **settings)
+    words = words_of(codes.codes)
+    made = f"encoder {options.encoder}, " + ", ".join(f"{name} {value}" for name, value in settings.items())
+    write_ids(options.out, catalogue.ids, words, made=made)
+    *sizes, last = codes.sizes
+    counts = f"{len(catalogue)} items, {' × '.join(map(str, sizes))} words, and {last} to tell apart"
+    left = ", ".join(f"{share:.1%}" for share in codes.left)
+    print(f"ids         {options.out}: {counts}")
+    print(f"shared      {codes.shared:.1%} of the items have the first {len(sizes)} words of another")
+    print(f"left        {left} of the vectors, level by level")
     if options.policy:
         added = add_words(options.policy, words, catalogue.titles, options.policy_out)
         print(f"policy      {options.policy_out}: {added} new words, warm-started from the titles")
-
-
-def _summary(found: Codes, catalogue: Catalogue, out: str) -> list[str]:
-    *sizes, last = found.sizes
-    return [
-        f"ids         {out}: {len(catalogue)} items, {' × '.join(map(str, sizes))} words, and {last} to tell apart",
-        f"shared      {found.shared:.1%} of the items have the first {len(sizes)} words of another",
-        f"left        {', '.join(f'{share:.1%}' for share in found.left)} of the vectors, level by level",
-    ]
 
 
 def command() -> NoReturn:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from grpo_jax.config.fields import may_change, require
 from grpo_jax.config.run import Config
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup
+
+if TYPE_CHECKING:
+    from grpo_jax.models.policy import Policy
+    from grpo_jax.tasks.recommendation.recommending import ChosenPrior, MakeWriter, Recommender
 
 PLACES = ("{history}", "{last}", "{items}")
 """What a template says of a history; one of them at least."""
@@ -203,51 +207,52 @@ class Recommendation(Task):
 
     def __post_init__(self) -> None:
         """Checks what fits together; other ranges are checked where they are used, before anything is loaded."""
-        made = self.source == "dummy"
-        require(not made or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
-        require(not made or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)
-        needed = f"a file with the titles of the items of {self.source}"
-        require(self.source in ("", "dummy") or bool(self.catalogue), "catalogue", needed, self.catalogue)
+        dummy = self.source == "dummy"
+        items_named = self.writes in ("item", "ids")
+        require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
+        require(not dummy or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)
+        expected = f"a file with the titles of the items of {self.source}"
+        require(self.source in ("", "dummy") or bool(self.catalogue), "catalogue", expected, self.catalogue)
         require(0 <= self.decay <= 1, "decay", "a number in [0, 1]", self.decay)
         require(0 < self.held_out_items < 0.5, "held_out_items", "a share in (0, 0.5)", self.held_out_items)
         require(0 < self.time_share < 1, "time_share", "a share in (0, 1)", self.time_share)
-        timed = self.split != "time" or self.source.lower().endswith(".csv")
-        require(timed, "split", f"last or items: {self.source} has no times, a CSV of ratings has", self.split)
-        alike = self.split == "last" or not self.prompts
-        require(alike, "split", "last: prompts by hand are held out by user", self.split)
-        asks = any(place in self.template for place in PLACES) or bool(self.prompts)
-        require(asks, "template", f"one of {', '.join(PLACES)} in it", self.template)
+        expected = f"last or items: {self.source} has no times, a CSV of ratings has"
+        require(self.split != "time" or self.source.lower().endswith(".csv"), "split", expected, self.split)
+        expected = "last: prompts by hand are held out by user"
+        require(self.split == "last" or not self.prompts, "split", expected, self.split)
+        told = any(place in self.template for place in PLACES) or bool(self.prompts)
+        require(told, "template", f"one of {', '.join(PLACES)} in it", self.template)
         require(self.listed >= 0, "listed", "a number >= 0", self.listed)
-        named = self.writes in ("item", "ids") or "{items}" not in self.template
-        without = "no {items} in it: items have words of their own with writes: item or ids"
-        require(named, "template", without, self.template)
-        coded = "with writes: ids a file of python -m grpo_jax.tasks.recommendation.semantic_ids, else null"
-        require(bool(self.semantic_ids) == (self.writes == "ids"), "semantic_ids", coded, self.semantic_ids)
-        begun = self.writes == "item" or self.item_start == "titles"
-        require(begun, "item_start", "titles, its default: items have words of their own with writes: item", "random")
-        asking = self.writes == "query" or self.pairs == "next"
-        alone = self.writes != "query" or not self.prior.together
-        known = "0: a query is made of words, its text's and with prior.history those of the history"
-        require(alone, "prior.together", known, self.prior.together)
-        require(asking, "pairs", "next: a policy that ranks itself is taught items", self.pairs)
+        expected = "no {items} in it: items have words of their own with writes: item or ids"
+        require(items_named or "{items}" not in self.template, "template", expected, self.template)
+        expected = "with writes: ids a file of python -m grpo_jax.tasks.recommendation.semantic_ids, else null"
+        require(bool(self.semantic_ids) == (self.writes == "ids"), "semantic_ids", expected, self.semantic_ids)
+        expected = "titles, its default: items have words of their own with writes: item"
+        require(self.writes == "item" or self.item_start == "titles", "item_start", expected, "random")
+        expected = "0: a query is made of words, its text's and with prior.history those of the history"
+        require(self.writes != "query" or not self.prior.together, "prior.together", expected, self.prior.together)
+        expected = "next: a policy that ranks itself is taught items"
+        require(self.writes == "query" or self.pairs == "next", "pairs", expected, self.pairs)
         require(self.pair_characters >= 0, "pair_characters", "a number >= 0", self.pair_characters)
 
     def check(self, config: Config) -> None:
         """Refuses fields that this task does not read, and lessons of a world that is not there."""
         for name in ("prompts", "validation", "test"):
-            given = getattr(config.data, name)
-            require(not given, f"data.{name}", "nothing: prompts are made of histories", given)
-        tables = ("title", *(EVENT_COLUMNS if self.source.lower().endswith(".csv") else ()))
-        named = () if self.source == "dummy" else tables
+            rows = getattr(config.data, name)
+            require(not rows, f"data.{name}", "nothing: prompts are made of histories", rows)
+        columns: tuple[str, ...] = ("title", *EVENT_COLUMNS) if self.source.lower().endswith(".csv") else ("title",)
+        if self.source == "dummy":
+            columns = ()
         for name in config.data.columns:
-            expected = f"one of {', '.join(named)}" if named else "nothing: the dummy world has no columns"
-            require(name in named, "data.columns", expected, name)
+            expected = f"one of {', '.join(columns)}" if columns else "nothing: the dummy world has no columns"
+            require(name in columns, "data.columns", expected, name)
         taught = config.warm_start.steps == 0 or self.pairs in ("next", "together", "forms") or self.source == "dummy"
         require(taught, "task.pairs", "next, together or forms: the others are of the dummy world alone", self.pairs)
-        asked = RANK_PENALTY in (*config.watch, *(section.name for section in config.rewards))
-        ordered = "task.writes title or item, and sampling.group beams or distinct: it asks for places in a group"
-        given, fits = config.sampling.group, self.writes != "query" and config.sampling.group != "samples"
-        require(fits or not asked, f"rewards.{RANK_PENALTY}", ordered, given if self.writes != "query" else self.writes)
+        if RANK_PENALTY in (*config.watch, *(section.name for section in config.rewards)):
+            group = config.sampling.group
+            expected = "task.writes title or item, and sampling.group beams or distinct: it asks for places in a group"
+            require(self.writes != "query", f"rewards.{RANK_PENALTY}", expected, self.writes)
+            require(group != "samples", f"rewards.{RANK_PENALTY}", expected, group)
 
     def listed_texts(self, config: Config) -> Sequence[str] | None:
         """The items of a policy that ranks them itself."""
@@ -267,14 +272,16 @@ class Recommendation(Task):
 
         return over_catalogue(self, path, columns)
 
-    def recommender(self, config: Any, policy: Any, writer: Any, *, catalogue: str | None = None) -> Any:
+    def recommender(
+        self, config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
+    ) -> Recommender:
         """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
         from grpo_jax.tasks.recommendation.recommending import make_recommender
 
         return make_recommender(config, policy, writer, catalogue=catalogue)
 
-    def choose_prior(self, config: Any, policy: Any, *, users: int | None = None) -> Any:
-        """Which weights of the prior are best for a trained policy (`choosing.choose_prior`)."""
+    def choose_prior(self, config: Config, policy: Policy, *, users: int | None = None) -> ChosenPrior:
+        """Which weights of the prior are best for a trained policy (`recommending.choose_prior`)."""
         from grpo_jax.tasks.recommendation.recommending import choose_prior
 
         return choose_prior(config, policy, users=users)

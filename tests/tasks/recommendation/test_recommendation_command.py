@@ -1,7 +1,6 @@
 """The recommendation task through the command, with what a newcomer tries: the quick config, a GPT-2, W&B, mistakes."""
 
 import json
-import os
 
 import pytest
 
@@ -114,25 +113,3 @@ def test_a_mistake_is_one_clear_line(changes, message, files, tmp_path, capsys):
     written = capsys.readouterr().err
     assert written.startswith("error: ") and message in written
     assert written.count("\n") == 1 and "Traceback" not in written
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("items.tsv", "", "items.tsv has no items"),
-        ("items.tsv", "id\ttitle\n", "items.tsv has no items"),
-        ("items.tsv", "id\tname\na\tred soap\n", "the header has no column 'title'"),
-        ("items.tsv", ITEMS.replace("red soap", ""), "items.tsv:2: item a has no title"),
-        ("items.tsv", ITEMS.replace("b\t", "a\t"), "items.tsv:3: item a occurs twice"),
-        ("sequential.txt", "", "sequential.txt has no users"),
-        ("sequential.txt", USERS + "u9 a x b c\n", "sequential.txt:10: user u9: item x not in the catalogue"),
-        ("sequential.txt", USERS + "u1 a b c d\n", "sequential.txt:10: user u1 occurs twice (first on line 2)"),
-        ("sequential.txt", "u0 a b\n", "no user has four items"),
-    ],
-)
-def test_a_bad_file_is_named_with_its_line(name, text, message, files, tmp_path, capsys):
-    (tmp_path / name).write_text(text)
-    assert main(command(tmp_path / "run", **{**files, **FEW})) == 2
-    written = capsys.readouterr().err
-    assert written.startswith("error: ") and message in written and "Traceback" not in written
-    assert not os.path.exists(tmp_path / "run" / "metrics.jsonl")

@@ -1,6 +1,8 @@
 """Measures of a rank against slow loops, scikit-learn and hand-made examples; bootstrap intervals."""
 
 import math
+import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -60,26 +62,9 @@ def test_a_tolerance_makes_ties_of_roundings():
     assert metrics.count_better(scores, np.array([0]), [[]], tolerance=1e-9) == RankCounts(np.array([0]), np.array([2]))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"scores": np.zeros(3)}, "scores must be"),
-        ({"targets": np.zeros(3, int)}, "scores must be"),
-        ({"exclude": [[]]}, "scores must be"),
-        ({"scores": np.array([[np.nan, 0.0]] * 2)}, "must not be NaN"),
-        ({"tolerance": -1.0}, "tolerance must be at least 0"),
-        ({"tolerance": float("nan")}, "tolerance must be at least 0"),
-    ],
-)
-def test_bad_scores_are_refused(change, message):
-    arguments = {"scores": np.zeros((2, 2)), "targets": np.zeros(2, int), "exclude": [[], []], "tolerance": 0.0}
-    with pytest.raises(ValueError, match=message):
-        metrics.count_better(**(arguments | change))
-
-
-def test_a_rule_must_be_known():
-    with pytest.raises(ValueError, match="rule must be one of"):
-        metrics.rank_of(RankCounts(np.array([0]), np.array([0])), rule="random")
+def test_scores_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="must not be NaN"):
+        metrics.count_better(np.array([[np.nan, 0.0]]), np.array([0]), [[]])
 
 
 @pytest.mark.parametrize("k", [None, 1, 5, 10, 30])
@@ -93,6 +78,33 @@ def test_ndcg_agrees_with_scikit_learn(k):
     relevant[np.arange(len(scores)), targets] = 1
     theirs = [ndcg_score(row[None], score[None], k=k) for row, score in zip(relevant, scores, strict=True)]
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+MEASURES = {
+    "ndcg": metrics.ndcg,
+    "ndcg@5": lambda rank: metrics.ndcg(rank, k=5),
+    "ndcg@10": lambda rank: metrics.ndcg(rank, k=10),
+    "hit_rate@5": lambda rank: metrics.hit(rank, k=5),
+    "hit_rate@10": lambda rank: metrics.hit(rank, k=10),
+    "mrr": metrics.mrr,
+    "mrr@10": lambda rank: metrics.mrr(rank, k=10),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_measures_agree_with_ranx():
+    with mock.patch.dict(os.environ, NUMBA_DISABLE_JIT="1"):  # compiling its loops takes half a minute
+        ranx = pytest.importorskip("ranx")
+    rng = np.random.default_rng(0)
+    scores = rng.permuted(np.tile(np.arange(40.0), (25, 1)), axis=1)  # no two alike: ranx knows no rule for ties
+    targets = rng.integers(0, 40, 25)
+    ranks = metrics.rank_of(metrics.count_better(scores, targets, [[]] * 25))
+    qrels = ranx.Qrels({f"u{u}": {f"i{target}": 1} for u, target in enumerate(targets)})
+    run = ranx.Run({f"u{u}": {f"i{i}": score for i, score in enumerate(row)} for u, row in enumerate(scores)})
+    ranx.evaluate(qrels, run, list(MEASURES))
+    for name, measure in MEASURES.items():
+        theirs = [run.scores[name][f"u{u}"] for u in range(25)]
+        np.testing.assert_allclose(measure(ranks), theirs, rtol=0, atol=1e-12, err_msg=name)
 
 
 def test_measures_by_hand():
@@ -133,18 +145,6 @@ def test_mixed_takes_the_measures_that_are_named():
     for weights in ({"map": 1.0}, {"mrr": -1.0}, {"mrr": 0.0}, {}):
         with pytest.raises(ValueError, match="weights must be"):
             metrics.mixed(rank, k=3, weights=weights)
-
-
-def test_bad_ranks_and_cut_offs_are_refused():
-    with pytest.raises(ValueError, match="ranks count from 1, got 0"):
-        metrics.ndcg(np.array([1, 0, 3]))
-    for k in (0, -1, 2.5):
-        with pytest.raises(ValueError, match="k must be None or a whole number"):
-            metrics.mrr(np.array([1.0]), k=k)
-    with pytest.raises(ValueError, match="items must be given"):
-        metrics.hit(np.array([1.0]))
-    with pytest.raises(ValueError, match="ranks must be at most items = 4, got 5"):
-        metrics.hit(np.array([1, 5]), items=4)
 
 
 # what is recommended
@@ -189,18 +189,3 @@ def test_an_interval_covers_the_mean_as_often_as_it_says():
         interval = metrics.bootstrap(rng.beta(1, 2, (80, 1)), level=0.9, samples=200, seed=trial)[0]
         covered += interval.low <= truth <= interval.high
     assert 0.83 <= covered / 200 <= 0.96
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "message"),
-    [
-        (np.zeros(3), {}, "values must be"),
-        (np.zeros((0, 2)), {}, "at least one user"),
-        (np.array([[np.nan]]), {}, "values must be finite"),
-        (np.zeros((3, 1)), {"level": 1.0}, "level must be in"),
-        (np.zeros((3, 1)), {"samples": 0}, "samples at least 1"),
-    ],
-)
-def test_bad_values_have_no_interval(values, options, message):
-    with pytest.raises(ValueError, match=message):
-        metrics.bootstrap(values, **options)

@@ -41,7 +41,7 @@ OPTIONS = {
 
 
 def make_faulty(folder):
-    """What the actor loads, which does what folder/order says in the second training batch that it is asked about.
+    """What the actor loads, which does what folder/orders says, "N:order …", in the N-th training batch.
 
     Made in a function, so that Ray sends its code along; batches are counted in a file, which survives the actor.
     """
@@ -53,7 +53,8 @@ def make_faulty(folder):
                 return counts
             calls = folder / "calls"
             calls.write_text(calls.read_text() + "x")
-            order = (folder / "order").read_text() if len(calls.read_text()) == 2 else ""
+            orders = dict(order.split(":") for order in (folder / "orders").read_text().split())
+            order = orders.get(str(len(calls.read_text())))
             if order == "die":  # and be started again
                 os._exit(1)
             if order == "leave":  # for good
@@ -65,7 +66,7 @@ def make_faulty(folder):
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
-    """serve(order): from now on the service has that fault; "" ends it and starts another, which has none."""
+    """serve(orders): from now on the service has these faults; "" ends it and starts another, which has none."""
     folder = tmp_path_factory.mktemp("service")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
@@ -80,10 +81,10 @@ def serve(tmp_path_factory):
     )
     running = []
 
-    def start(order):
-        (folder / "order").write_text(order)
+    def start(orders):
+        (folder / "orders").write_text(orders)
         (folder / "calls").write_text("")
-        if order == "" and running:
+        if orders == "" and running:
             running.pop().close()  # as Ctrl-C does
         if not running:
             titles = make_catalogue_of_words(280).titles
@@ -120,27 +121,20 @@ def in_process(tmp_path_factory):
     return run_dir
 
 
-def test_a_run_over_ray_is_the_run_in_process_though_the_actor_dies(in_process, serve, tmp_path):
-    calls = serve("die")
-    assert train(tmp_path / "run", **{"task.retrieval.backend": "ray"}) == 0
+def test_an_actor_that_dies_changes_nothing_and_a_failed_call_is_missing_rewards(in_process, serve, tmp_path):
+    calls = serve("2:die 4:nan")
+    assert train(tmp_path / "run", **{"task.retrieval.backend": "ray", "task.retrieval.budget": 1}) == 0
     assert len(calls.read_text()) == 4  # three batches, the second one twice
-    assert rows_of(tmp_path / "run") == rows_of(in_process)
-    assert table_of(tmp_path / "run") == table_of(in_process)
+    rows, undisturbed = rows_of(tmp_path / "run"), rows_of(in_process)
+    assert rows[:2] == undisturbed[:2]
+    assert [row["missing/ndcg"] for row in rows] == [0, 0, 1]
+    assert rows[2]["reward/ndcg/mean"] is None and rows[2]["loss"] == 0 and rows[2]["mean_advantage"] == 0
+    assert all(row["missing"] == 0 for row in table_of(tmp_path / "run"))
     assert "service 'retrieval' over Ray" in (tmp_path / "run" / "train.log").read_text()
 
 
-def test_a_failed_call_is_missing_rewards_and_the_run_goes_on(in_process, serve, tmp_path):
-    serve("nan")
-    assert train(tmp_path / "run", **{"task.retrieval.backend": "ray", "task.retrieval.budget": 1}) == 0
-    rows, undisturbed = rows_of(tmp_path / "run"), rows_of(in_process)
-    assert [row["missing/ndcg"] for row in rows] == [0, 1, 0]
-    assert rows[0] == undisturbed[0]
-    assert rows[1]["reward/ndcg/mean"] is None and rows[1]["loss"] == 0 and rows[1]["mean_advantage"] == 0
-    assert all(row["missing"] == 0 for row in table_of(tmp_path / "run"))
-
-
 def test_an_actor_that_is_gone_stops_the_run_which_goes_on_with_another(in_process, serve, tmp_path, capsys):
-    serve("leave")
+    serve("2:leave")
     changes = {"task.retrieval.backend": "ray", "task.retrieval.attempts": 2}
     assert train(tmp_path / "run", **changes) == 2
     written = capsys.readouterr().err

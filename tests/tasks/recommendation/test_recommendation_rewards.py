@@ -107,7 +107,10 @@ def shorter_titles_of_good_ranks(completions, rank, target_title, history, **col
 def test_rewards_reach_the_loop_as_objectives(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     own = load_object(f"{tmp_path / 'own.py'}:shorter_titles_of_good_ranks", "reward")
-    functions = [rewards.ndcg(k=5), rewards.soft(), own]
+    functions = [
+        *(rewards.make_reward(name, items=9, options=k) for name, k in (("ndcg", {"k": 5}), ("soft", {}))),
+        own,
+    ]
     columns = {
         "target_title": ["lamp"] * 6,
         "history": [(1, 2, 3)] * 6,

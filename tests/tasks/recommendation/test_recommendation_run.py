@@ -158,18 +158,6 @@ def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
     assert {"dead_groups/ndcg", "dead_groups/soft", "dead_groups/brand", "missing/ndcg"} <= row.keys()
 
 
-def test_the_policy_loads_and_has_learned_something(folder, summary):
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    start, end = (AutoModelForCausalLM.from_pretrained(folder / "whole" / name) for name in ("policy_start", "policy"))
-    tokenizer = AutoTokenizer.from_pretrained(folder / "whole" / "policy")
-    assert any(not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
-    ids = tokenizer("Alder, crimson LINEN lamp! | <|next|>", return_tensors="pt")["input_ids"]
-    assert tokenizer.unk_token_id not in ids
-    assert end.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, ids.shape[1] + 2)
-
-
 def test_the_evaluate_command_measures_a_run_that_was_moved(folder, summary, capsys):
     from grpo_jax.evaluate import main
 

@@ -1,4 +1,4 @@
-"""The fault campaign: runs are killed, disks are full, files are broken, and everything must be as promised.
+"""The fault campaign: runs are killed, disks are full, judges and files are broken, and everything must be as promised.
 
     python benchmarks/campaign.py                                        # the whole: hours on two cores
     python benchmarks/campaign.py --seed 7 --kinds kills:20 disk:5       # a part of it
@@ -25,12 +25,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = (
-    *("kills:140", "disk:14"),
+    *("kills:140", "disk:14", "judges:258", "corruption:2000"),
     *("fuzz.config:20000", "fuzz.prompts:26000", "fuzz.folders:4000"),
 )
 WHAT = {
     "kills": "killed or stopped at random moments of every phase, and resumed",
     "disk": "files that may not grow beyond a size",
+    "judges": "judges' faults, in stop and missing mode",
+    "corruption": "files of checkpoints flipped, cut, emptied, deleted, grown",
     "fuzz.config": "mutated configs and command lines",
     "fuzz.prompts": "mutated prompt files",
     "fuzz.folders": "mutated model and tokenizer folders",
@@ -64,7 +66,7 @@ def main() -> int:
 
 def tried(folder: Path, kind: str, count: int, seed: int, workers: int) -> list[dict[str, Any]]:
     """The outcomes of one kind, shared out over processes with seeds that follow one another."""
-    shares = min(workers, count)
+    shares = 1 if kind == "judges" else min(workers, count)  # one list of cases: two workers would do it twice
     counts = [count // shares + (number < count % shares) for number in range(shares)]
     with ThreadPoolExecutor(shares) as pool:
         parts = pool.map(lambda number: _part(folder / str(number), kind, counts[number], seed + number), range(shares))

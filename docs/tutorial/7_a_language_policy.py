@@ -31,12 +31,13 @@ from grpo_jax import (
     load_policy,
     make_sampler,
 )
+from grpo_jax.config.policy import NewPolicySection
 from grpo_jax.models.new import write_policy
 
 WORDS = ["red", "green", "blue", "black", "ball", "cup", "door", "lamp"]
 
 with tempfile.TemporaryDirectory() as folder:
-    write_policy(folder, ["say", *WORDS], width=32, layers=1, heads=2)
+    write_policy(folder, ["say", *WORDS], NewPolicySection(width=32, layers=1, heads=2))
     policy = load_policy(folder)
 prompts, prompt_mask = policy.encode([f"say {word}" for word in WORDS])
 

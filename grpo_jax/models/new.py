@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+
+from grpo_jax.config.policy import NewPolicySection
 
 PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
 NOT_A_WORD = r"[^\w|]+"
@@ -28,12 +30,8 @@ CHAT_TEMPLATE = (
 def write_policy(
     folder: str | Path,
     words: Iterable[str],
+    section: NewPolicySection = NewPolicySection(),
     *,
-    architecture: Literal["llama", "gpt2"] = "llama",
-    width: int = 96,
-    layers: int = 2,
-    heads: int = 4,
-    window: int = 256,
     seed: int = 0,
     plain_words: bool = False,
     vectors: Mapping[str, np.ndarray] | None = None,
@@ -46,31 +44,24 @@ def write_policy(
     Args:
         folder: Where to write; made if it is not there.
         words: What the policy can say; repeated ones count once.
-        architecture: "llama" (rotary positions) or "gpt2" (learned ones, as many as `window`).
-        width: Of the hidden states.
-        layers: Decoder layers.
-        heads: Attention heads; they divide the width into even parts.
-        window: Longest text in tokens.
+        section: Architecture and sizes.
         seed: Of the weights.
         plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
         vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones.
 
     Raises:
-        ValueError: There are no words, a word holds white space, or the heads do not divide the width evenly.
+        ValueError: There are no words, or a word holds white space.
     """
     words = list(dict.fromkeys(words))
     if not words or any(word.split() != [word] for word in words):
         raise ValueError(f"words must be at least one, without white space, got {words[:5]}")
-    if architecture not in _ARCHITECTURES:
-        raise ValueError(f"architecture must be one of {tuple(_ARCHITECTURES)}, got {architecture!r}")
-    if width % heads or width // heads % 2:
-        raise ValueError(f"heads must divide width into even parts, got {width} by {heads}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = [PAD, END, UNKNOWN, NEXT, *words]
+    width, layers, window = section.width, section.layers, section.window
     _write_tokenizer(folder, vocabulary, window, plain_words)
-    describe, draw = _ARCHITECTURES[architecture]
-    shape = describe(width, layers, heads, window)
+    describe, draw = _ARCHITECTURES[section.architecture]
+    shape = describe(width, layers, section.heads, window)
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     config = {**shape, "vocab_size": len(vocabulary), "tie_word_embeddings": True, "torch_dtype": "float32", **ids}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -78,7 +69,7 @@ def write_policy(
     tensors = draw(_drawer(seed), len(vocabulary), width, layers, window)
     rows = {word: row for row, word in enumerate(vocabulary)}
     for word, vector in (vectors or {}).items():
-        tensors[_EMBEDDINGS[architecture]][rows[word]] = vector
+        tensors[_EMBEDDINGS[section.architecture]][rows[word]] = vector
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

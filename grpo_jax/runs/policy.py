@@ -64,11 +64,7 @@ def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
         write_policy(
             folder,
             vocabulary.words(),
-            architecture=section.architecture,
-            width=section.width,
-            layers=section.layers,
-            heads=section.heads,
-            window=section.window,
+            section,
             seed=config.seed,
             plain_words=True,
             vectors=vocabulary.vectors and vocabulary.vectors(section.width),

@@ -18,6 +18,7 @@ from grpo_jax.models.variables import PyTree, Variables
 from grpo_jax.sampling.sampler import (
     Ends,
     Loop,
+    PromptBatch,
     Samples,
     begin,
     bucket_size,
@@ -89,8 +90,8 @@ def make_episode_sampler(
     table = None if stops is None else jnp.asarray(stops)
 
     @jax.jit
-    def first(stops: jax.Array | None, variables: Variables, *arguments: PyTree) -> tuple[Samples, Carried]:
-        loop = write_completions(policy, params, alike._replace(stops=stops), variables, *arguments)
+    def first(stops: jax.Array | None, variables: Variables, *prompts: PyTree) -> tuple[Samples, Carried]:
+        loop = write_completions(policy, params, alike._replace(stops=stops), variables, PromptBatch(*prompts))
         advance = jnp.repeat(loop.prefix.advance[:, None], params.group_size, 1)
         return loop.samples, _carried(loop, Rows(jnp.zeros((*loop.done.shape, 0), bool), advance))
 

@@ -102,6 +102,24 @@ class Loop(NamedTuple):
         return Samples(self.tokens, self.mask, self.logprobs, self.sampler_logprobs, truncated=~self.done)
 
 
+class PromptBatch(NamedTuple):
+    """A bucket of prompts.
+
+    Attributes:
+        tokens: int32 [P, L], padded on the left.
+        mask: bool [P, L].
+        keys: Typed PRNG keys [P].
+        real: bool [P], false for rows added as padding.
+        pictures: What the vision tower made of the prompts' pictures, or None.
+    """
+
+    tokens: jax.Array
+    mask: jax.Array
+    keys: jax.Array
+    real: jax.Array
+    pictures: PictureStates | None
+
+
 def make_sampler(
     policy: Policy,
     params: SamplingParams,
@@ -143,8 +161,9 @@ def make_sampler(
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
-    def write(stops: jax.Array | None, trie: Trie | None, *arguments: PyTree) -> Samples:
-        return write_completions(policy, params, ends._replace(stops=stops, trie=trie), *arguments).samples
+    def write(stops: jax.Array | None, trie: Trie | None, variables: Variables, *prompts: PyTree) -> Samples:
+        batch = PromptBatch(*prompts)
+        return write_completions(policy, params, ends._replace(stops=stops, trie=trie), variables, batch).samples
 
     return over_buckets(functools.partial(write, table, trie), policy, ends.pad_id, params.max_new_tokens)
 
@@ -307,13 +326,10 @@ def write_completions(
     params: SamplingParams,
     ends: Ends,
     variables: Variables,
-    prompts: jax.Array,
-    prompt_mask: jax.Array,
-    keys: jax.Array,
-    real: jax.Array,
-    pictures: PictureStates | None,
+    batch: PromptBatch,
 ) -> Loop:
-    """The compiled part, once per bucket of shapes. `real` bool [P] is false for rows added as padding."""
+    """The compiled part, once per bucket of shapes."""
+    prompts, prompt_mask, keys, real, pictures = batch
     rows = len(prompts)
     group = params.group_size
     length = params.max_new_tokens

@@ -9,6 +9,7 @@ from support.imports import ROOT
 from grpo_jax import load_policy
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.config.named import load_module
+from grpo_jax.config.policy import NewPolicySection
 from grpo_jax.models.new import write_policy
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import make_objectives
@@ -23,7 +24,9 @@ loop = load_module(str(PATH), "example")
 def folder(tmp_path_factory):
     """A policy of nine tokens, of which one ends a text: the shorter, the better."""
     folder = tmp_path_factory.mktemp("own_loop")
-    return write_policy(folder, ["water", "iron", "cloud", "bread", "falls"], width=16, layers=1, heads=2)
+    return write_policy(
+        folder, ["water", "iron", "cloud", "bread", "falls"], NewPolicySection(width=16, layers=1, heads=2)
+    )
 
 
 def test_it_is_short():

@@ -21,6 +21,7 @@ from faults.outcome import Outcome
 from support.encoded_prompts import plain_rows
 from support.tiny_models import causal_lm
 
+from grpo_jax.config.policy import NewPolicySection
 from grpo_jax.config.sections import DataSection
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.hf.tokens import special_ids
@@ -62,7 +63,7 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     sources = [_causal(folder / "qwen2", "qwen2"), _causal(folder / "shards", "llama", max_shard_size="20KB")]
     for name in ("llama", "gpt2"):
         words = ["a", "red", "fox"]
-        sources.append(write_policy(folder / name, words, architecture=name, width=8, layers=1, heads=2, window=32))
+        sources.append(write_policy(folder / name, words, NewPolicySection(name, 8, 1, 2, window=32)))
     programs: dict[Any, Callable[..., Any]] = {}
     for number in range(count):
         work = folder / "work"

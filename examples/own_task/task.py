@@ -104,7 +104,7 @@ class Countdown(Task):
             vocabulary=Vocabulary(lambda: ["from", *SIGNS, *map(str, range(3 * self.largest + 1))]),
             pairs=lambda: [(row.prompt, row.columns["form"]) for row in prompts.train],
             report=TaskReport(
-                remember=lambda name, judged: {name: judged["greedy"].rewards[:, 0, 0].tolist()},
+                remember=lambda name, judged: {name: judged["greedy"].final_rewards[:, 0, 0].tolist()},
                 findings=self.by_length,
             ),
             identity={"puzzles": f"{self.puzzles} of {self.largest}, {self.puzzle_seed}"},

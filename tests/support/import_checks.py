@@ -98,7 +98,8 @@ def names_beside(module: str, folder: Path) -> Has | None:
     A folder of helpers has the files in it.
     """
     parts = Path(*module.split("."))
-    for script in (folder / parts, HELPERS / parts):
+    beside = [] if (folder / "__init__.py").is_file() else [folder / parts]  # modules of a package are no scripts
+    for script in (*beside, HELPERS / parts):
         if script.with_suffix(".py").is_file():
             return top_names(script.with_suffix(".py")).__contains__
     if (HELPERS / parts).is_dir():

@@ -1,4 +1,4 @@
-"""What a task shows of a run: on the terminal, in the curves of report.html, in its tables and pictures."""
+"""A task's display of a run: on the terminal, in the curves of report.html, in its tables and pictures."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bridges.scorers.vqa import Answerer
 
 MINIATURE = "miniature"
-"""As data.prompts: those of the small world that ships with the package."""
+"""Value of data.prompts: prompts of the small world that ships with the package."""
 TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
 
 
@@ -169,7 +169,7 @@ REWARDS = {
     "questions": questions,
     "pixel_accuracy": pixel_accuracy,
 }
-"""By the name that a config uses."""
+"""Rewards by their name in a config."""
 
 
 def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
@@ -216,7 +216,7 @@ class PictureTask(Task):
     )
 
     def check(self, config: Config) -> None:
-        """Refuse missing judges, and rewards that need what is not there."""
+        """Refuse missing judges, and rewards without their judges."""
         for name in ("renderer", "scorer"):
             require(name in config.judges, f"judges.{name}", "a judge", None)
         names = [*(reward.name for reward in config.rewards), *config.watch]

@@ -17,9 +17,9 @@ from grpo_jax.tasks.pictures import MINIATURE, REWARDS, PictureTask, miniature_p
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
 
 COMPOSITIONAL = "compositional"
-"""As data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
+"""Value of data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
 BOTH = "builtin+compositional"
-"""As data.prompts: those that ship with the package, and as many compositional ones, in turn."""
+"""Value of data.prompts: those that ship with the package, and as many compositional ones, in turn."""
 DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("faithfulness", 0.5), RewardSection("length", 0.2))
 
 
@@ -57,7 +57,6 @@ def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any
     return [record for pair in zip(plain, compositional_records(split, len(rows)), strict=True) for record in pair]
 
 
-# ---------------------------------------------------------------------------------------------------- compositional
 # Prompts that a picture can get wrong one part at a time: objects, counts, colours, places and what belongs to what, in
 # the manner of GenEval (Ghosh et al. 2023, arXiv:2310.11513), with yes-or-no questions for a judge that sees in place
 # of an object detector (`questions@NAME`, docs/judges.md). Each prompt is made of combinations, and one that is held
@@ -76,7 +75,7 @@ OBJECTS = {name: f"{name}s" for name in _PLURALS_IN_S.split()} | {
     "sheep": "sheep",
     "watch": "watches",
 }
-"""What is drawn, and how several are called."""
+"""Objects, and their plurals."""
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 PLACES = ("to the left of", "to the right of", "above", "below")

@@ -55,7 +55,7 @@ REWARDS = {
     "similarity": similarity,
     **{name: PICTURE_REWARDS[name] for name in ("length", "quality", "pixel_accuracy")},
 }
-"""By the name that a config uses."""
+"""Rewards by their name in a config."""
 
 DEFAULT_REWARDS = (RewardSection("similarity"), RewardSection("length", 0.1))
 
@@ -93,7 +93,10 @@ class PromptRecreation(PictureTask):
 
 
 def seen(rows: Sequence[Row], pictures: str) -> tuple[Row, ...]:
-    """Return the rows as the policy gets them, the picture to be drawn in the column "target"; each must have one."""
+    """Return the rows as the policy gets them, with the picture to be drawn in the column "target".
+
+    A UserError if a row has no picture, or several.
+    """
     for row in rows:
         if len(row.pictures) != 1:
             raise UserError(f"row {row.id}: expected one picture, which is to be drawn again, got {len(row.pictures)}")

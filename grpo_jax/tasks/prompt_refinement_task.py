@@ -24,7 +24,7 @@ INSTRUCTION = (
 )
 
 CONTROLS: Mapping[str, Shown] = {"blind": "none", "wrong": "other"}
-"""What the policy is shown between two turns where it is measured otherwise than trained, by the measure's ending."""
+"""Controls, by the ending of their measures: pictures shown between two turns in place of the trained ones."""
 
 DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("length", 0.1))
 

@@ -45,12 +45,12 @@ _LABEL = _begins(
     rf"(?:/imagine )?(?:(?:{'|'.join(_KINDS)})\s+)*(?:{'|'.join(_NAMES)})"
     rf"(?:\s+#?(?:\d+|[a-c]))?(?:\s*\([^)]*\))?(?: is)?\s*{_COLON}\s*"
 )
-"""What names the text behind it: "Prompt:", "Enhanced prompt:", "Option 1 (vivid):"."""
+"""Label before a prompt: "Prompt:", "Enhanced prompt:", "Option 1 (vivid):"."""
 _ANNOUNCEMENT = _begins(
     rf"(?:{'|'.join(_HERE)}){_END}[^:：]*(?:{'|'.join(_REWRITE)})(?:[^:：]*{_COLON}\s*|[.!]$)",
     rf"[^:：]*\b(?:this|your|following) (?:\w+ )?prompt(?:, \w+)?\s*{_COLON}\s*",
 )
-"""What says that a prompt follows: "Here is the rewritten prompt: …"."""
+"""Announcement of a prompt: "Here is the rewritten prompt: …"."""
 _INTERJECTION = _begins(
     r"(?:sure(?: thing)?|certainly|of course|okay|ok|all ?right|absolutely|definitely|understood|got it|no problem"
     r"|great(?: (?:choice|idea|prompt|question)|(?=!)))\s*[,!.:]+\s*"
@@ -59,7 +59,7 @@ _OPENING = _begins(rf"(?:sure|certainly|of course|okay|ok|absolutely|great|{'|'.
 _DISCLAIMER = _begins(
     r"(?:i|i[’']m|as an?|unfortunately|sorry)\b[^:：]*\b(?:but|however),? (?=here(?:[’']s| is| are)\b)",
 )
-"""What a model that draws nothing says before it gives the prompt after all."""
+"""Disclaimer of a model that draws nothing, before it gives the prompt after all."""
 _REMARK = _begins(
     r"i(?:[’']d| would) (?:be (?:happy|glad|delighted)|love)\b",
     r"(?:i[’']m |i am )?(?:happy|glad) to\b",
@@ -69,7 +69,7 @@ _REMARK = _begins(
     r"feel free\b",
     r"thank(?:s| you) for\b",
 )
-"""What a chat model says of itself, or to the user."""
+"""Remark of a chat model about itself, or to the user."""
 _CLOSING = re.compile(
     r"(?<=[.!?\"”*])\s+(?:let me know|feel free|would you like|(?:i )?hope this"
     r"|i(?:[’']ve| have) (?:added|rewritten|kept)|this (?:prompt|version|rewrite|revised|enhanced)|\(?note:)\s.*$",
@@ -99,7 +99,7 @@ _REFUSAL = _begins(
     r"很?抱歉|对不起|申し訳|lo siento,? (?:pero )?no puedo|désolée?,? (?:mais )?je ne|je suis désolée?,",
     r"es tut mir leid,? (?:aber )?|извините, (?:но )?я не|mi dispiace, (?:ma )?non posso",
 )
-"""What says that it will not: an apology, or that it cannot help; not any sentence that begins with "I can't"."""
+"""Refusal: an apology, or that it cannot help; not any sentence that begins with "I can't"."""
 _BULLET = _begins(r"[-*•]\s+", r"\d{1,2}[.)]\s+", r"#+\s+", r">\s+")
 _FENCE = re.compile(r"```(?:\w*\n)?(.*?)(?:```|\Z)", re.DOTALL)
 _MEMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[?\s*"((?:[^"\\]|\\.)*)')

@@ -53,7 +53,7 @@ class CartPoleProgram:
         return {}
 
     def template(self) -> Carry:
-        """The start."""
+        """Return the start."""
         return self.start
 
     def saved(self, state: Carry) -> dict[str, State]:
@@ -202,9 +202,6 @@ def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
 
 def _total_steps(state: Carry) -> int:
     return int(np.asarray(state.steps).astype(np.int64).sum())
-
-
-# ----------------------------------------------------------------------------------------------- seeds side by side
 
 
 def seed_keys(seed: int, number: int) -> jax.Array:

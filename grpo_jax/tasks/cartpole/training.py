@@ -102,9 +102,6 @@ class Training(NamedTuple):
     parameters: dict[str, int]
 
 
-# ------------------------------------------------------------------------------------------------------ advantages
-
-
 def action_logprobs(log_odds: jax.Array, right: jax.Array) -> jax.Array:
     """Return the log-probability of each action: log σ(±log-odds)."""
     return -jax.nn.softplus(jnp.where(right, -log_odds, log_odds))
@@ -213,9 +210,6 @@ def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: 
     return Batch(steps.observations, steps.actions, logprobs, advantages, values=values, returns=returns), metrics
 
 
-# --------------------------------------------------------------------------------------------------------- updates
-
-
 def group_updates(
     config: CartPoleConfig, apply: Callable, optimizer: optax.GradientTransformation, start: tuple, batch: Batch
 ) -> Learned:
@@ -321,9 +315,6 @@ def _update_metrics(loss: jax.Array, metrics: dict[str, Mean], grads: PyTree) ->
     named = {names[name]: mean.value() for name, mean in metrics.items() if name in names}
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
     return {"loss": loss, **named, "grad_norm": norm}
-
-
-# -------------------------------------------------------------------------------------------------------- training
 
 
 def make_optimizer(config: CartPoleConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:

@@ -98,9 +98,6 @@ class SparseScores:
         return lists
 
 
-# ------------------------------------------------------------------------------------------------------------ baselines
-
-
 Scores = Callable[[int, int], np.ndarray | SparseScores]
 
 
@@ -143,10 +140,10 @@ def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance:
 def rank_and_recommend(
     score: Scores, rows: Sequence[Row], *, first: int = RECOMMENDED, block: int = 512, tolerance: float = 1e-6
 ) -> tuple[RankCounts, np.ndarray]:
-    """Return the ranks' counts of U examples, and how often each item is recommended, i64 [I].
+    """Return the counts of items before and level with each target, and how often each item is recommended, i64 [I].
 
-    An item is recommended where it is among the `first` of an example; 0 for none. Rows, at least one, have the
-    columns "target_row" and "excluded". Scores that differ by no more than `tolerance` are ties.
+    An item is recommended where it is among the `first` of an example; 0 for none. Rows, U ≥ 1, have the columns
+    "target_row" and "excluded". Scores that differ by no more than `tolerance` are ties.
     """
     parts = []
     lists: list[np.ndarray] = []
@@ -286,9 +283,6 @@ def title_baselines(
             answers["oracle: own title"] = ask(own, targets, histories, left_out)
         parts.append({name: np.asarray(answer.rank, np.float64) for name, answer in answers.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-# ---------------------------------------------------------------------------------------------------------------- prior
 
 
 Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]

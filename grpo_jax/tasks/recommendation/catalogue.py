@@ -1,4 +1,4 @@
-"""The catalogue: items, their titles, and where they come from (TSV, CSV or JSON)."""
+"""The catalogue: items and titles (TSV, CSV or JSON), and the users' sequences."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def make_catalogue(
 def read_catalogue(
     path: str | Path, *, blank_titles: BlankTitles = "error", columns: Mapping[str, str] | None = None
 ) -> Catalogue:
-    """Read item identifiers and titles.
+    """Read item identifiers and titles; a UserError names all bad lines at once.
 
     ``.tsv`` (tabs, no quoting) and ``.csv`` (commas, quotes as usual) have a header line: the first column is the
     identifier, the one called "title" the title, others are kept. ``.json`` is an object ``{id: title}`` or
@@ -115,9 +115,6 @@ def read_catalogue(
 
     `columns` is {"title": what the file calls it}. With `blank_titles` "keep" an item without a title stays in the
     ranking, as an empty text that no query resembles, and a prompt says "(no title)".
-
-    Raises:
-        UserError: A file that cannot be used, or all of its bad lines at once.
     """
     kind = Path(path).suffix.lower()
     if kind not in (".tsv", ".csv", ".json"):
@@ -289,9 +286,6 @@ def plain(text: str) -> str:
     return " ".join(re.sub(NOT_A_WORD, " ", text.lower()).split())
 
 
-# ------------------------------------------------------------------------------------------------------------ sequences
-
-
 class UserSequence(NamedTuple):
     """One user's items as catalogue rows, oldest first, and the time of each, where that is known."""
 
@@ -311,10 +305,7 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
     """Read ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
 
     Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are left out.
-
-    Raises:
-        UserError: A file that cannot be used, or all of its bad lines at once: unknown items, repeated users. Where
-            most of the file is bad, the likely reason is given instead.
+    A UserError names all bad lines at once, or the likely reason where most of the file is bad.
     """
     text = read_text(path, "a line per user: user_id item1 … itemN target")
     problems = Problems(path)
@@ -411,14 +402,10 @@ def read_ratings(
 ) -> Sequences:
     """Read events, a CSV with user_id, item_id, timestamp and perhaps a rating, or ratings as MovieLens has them.
 
-    A user's items are sorted by time; events of the same second keep the order of the file. Events with a rating
-    below ``minimum_rating`` do not count, of those with the same item a user's first counts, and users with fewer
-    than ``minimum_items`` items (at least 2) are left out: ``notes`` says how many of each. ``columns`` is
-    `data.columns`.
-
-    Raises:
-        UserError: A file that cannot be used, or all of its bad lines at once: a rating that is no number, an unknown
-            item, a timestamp that is neither a number nor ISO 8601 or not as on the lines before.
+    A user's items are sorted by time, a number or ISO 8601; events of the same second keep the order of the file.
+    Events with a rating below ``minimum_rating`` do not count, of those with the same item a user's first counts, and
+    users with fewer than ``minimum_items`` items (at least 2) are left out: ``notes`` says how many of each.
+    ``columns`` is `data.columns`. A UserError names all bad lines at once.
     """
     if minimum_items < 2:
         raise ValueError(f"minimum_items must be at least 2, got {minimum_items}")
@@ -460,7 +447,7 @@ def read_ratings(
 
 
 def _seconds(text: str) -> tuple[float, bool]:
-    """Return a time in seconds since 1970, and whether it was ISO 8601 (UTC where no zone is given) or a number."""
+    """Return a time as a number, and whether it was ISO 8601: then seconds since 1970, UTC where no zone is given."""
     try:
         return float(text), False
     except ValueError:
@@ -497,8 +484,7 @@ def _sorted_sequences(
 def read_user_prompts(path: str | Path, users: Sequence[UserSequence]) -> dict[str, str]:
     """Read ``prompts.json``, ``{user_id: prompt_text}``: one prompt for each user of the sequence file.
 
-    Raises:
-        UserError: A file that cannot be used, or all of its bad entries at once.
+    A UserError names all bad entries at once.
     """
     text = read_text(path, 'an object {"user_id": "prompt text"}')
     problems = Problems(path)

@@ -101,11 +101,8 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
     The interactions of all users in the order of time are cut twice: the first `share` of them are known, half of the
     rest is for validation, the last half for testing; interactions of one second stay on one side. In each of the two
     parts a user is asked about the last item of theirs in it, if any stands before that; the history is all that
-    does, known to training or not, as it would be at that moment. Users who came after the cut are asked too.
-
-    Raises:
-        ValueError: A sequence has no times.
-        UserError: No user is left to ask.
+    does, known to training or not, as it would be at that moment. Users who came after the cut are asked too. A
+    ValueError if a sequence has no times, a UserError if no user is left to ask.
     """
     if any(len(user.times) != len(user.items) for user in users):
         raise ValueError("users must have times, one for each item")
@@ -156,11 +153,8 @@ def _starts(users: Iterable[UserSequence]) -> tuple[int, ...]:
     return tuple(accumulate((len(user.items) for user in users), initial=0))[:-1]
 
 
-# ------------------------------------------------------------------------------------------------------------- examples
-
-
 NO_TITLE = "(no title)"
-"""What a prompt says of an item whose title is blank."""
+"""Stands in a prompt for a blank title."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +166,7 @@ class HistoryTemplate:
             words; other braces mean nothing.
         items: How many of the newest items are listed, oldest first.
         characters: Titles are cut to so many characters, at a space where there is one; 0 for never.
-        separator: What stands between two titles.
+        separator: Between two titles.
     """
 
     text: str = "{history}"
@@ -271,9 +265,6 @@ def _shuffled(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda row: hashlib.sha256(str(row.columns["user"]).encode()).digest()))
 
 
-# ------------------------------------------------------------------------------------------------------- taught pairs
-
-
 def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, str]]:
     """Return (prompt, title of the next item) for a supervised warm start, without targets that have no title."""
     pairs = [(row.prompt, cut_title(row.columns["target_title"], characters)) for row in rows]
@@ -318,9 +309,6 @@ def together_pairs(
         title = next((catalogue.titles[item] for item in ordered[last] if item not in taken), "")
         pairs.append((row.prompt, cut_title(title, characters)))
     return [(prompt, title) for prompt, title in pairs if title]
-
-
-# -------------------------------------------------------------------------------------------------------------- dataset
 
 
 class Dataset(NamedTuple):

@@ -36,7 +36,7 @@ BRANDS = (
     *("alder", "birch", "cedar", "dahlia", "elm", "fern", "ginkgo", "hazel"),
     *("iris", "juniper", "kelp", "lotus", "maple", "nettle", "olive", "poppy"),
 )
-"""The first brands' names; beyond these, brands are numbered."""
+"""Names of the first brands; beyond these, brands are numbered."""
 
 _PER_BRAND = len(COLOURS) * len(MATERIALS) * len(KINDS)
 

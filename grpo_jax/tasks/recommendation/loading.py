@@ -151,9 +151,6 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
     return {item_word(row): vector for row, vector in enumerate(vectors)}
 
 
-# ------------------------------------------------------------------------------------------------------------ retrieval
-
-
 def open_retriever(
     section: RetrievalSection, titles: Sequence[str], retrieval: ModuleType, *, required: float = 0.9
 ) -> tuple[Any, float]:

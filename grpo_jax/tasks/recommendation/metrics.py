@@ -31,13 +31,11 @@ class RankCounts(NamedTuple):
 def count_better(
     scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
 ) -> RankCounts:
-    """Count, for each row, the items that score better than the target and the same.
+    """Count, for each row of scores [B, I], the items that score better than the target and the same.
 
-    Args:
-        scores: [B, I], higher is better; -inf is a score, NaN is none.
-        targets: Int [B], catalogue rows.
-        exclude: For each row the catalogue rows that are left out (the target stays if it is among them).
-        tolerance: Scores that differ by no more are ties: the same sum in another order is not ranked by a rounding.
+    A score may be -inf, but not NaN. `targets` [B] and `exclude` are rows of the catalogue; those excluded are left
+    out, but never the target. Scores that differ by no more than `tolerance` are ties: the same sum in another order
+    is not ranked by a rounding.
     """
     scores = np.asarray(scores)
     if np.isnan(scores).any():
@@ -125,8 +123,6 @@ def _cut(values: np.ndarray, rank: np.ndarray, k: int | None) -> np.ndarray:
     return values if k is None else np.where(rank > k, 0.0, values)  # NaN is not beyond k
 
 
-# --------------------------------------------------------------------------------------- what is recommended
-
 RECOMMENDED = 10
 """Items of a ranking's beginning that count as recommended."""
 _MOST_SCORES, _MOST_USERS = 2**23, 512
@@ -170,9 +166,6 @@ def gini(counts: np.ndarray) -> float:
     return float(weights @ ordered / (len(ordered) * ordered.sum()))
 
 
-# ----------------------------------------------------------------------------------------------- uncertainty
-
-
 class Interval(NamedTuple):
     """A mean and its interval."""
 
@@ -182,7 +175,7 @@ class Interval(NamedTuple):
 
     @property
     def clear_of_zero(self) -> bool:
-        """Whether 0 lies outside."""
+        """True if 0 lies outside."""
         return self.low > 0 or self.high < 0
 
 

@@ -220,9 +220,6 @@ def _explanations(
     return explain
 
 
-# ---------------------------------------------------------------------------------------------------- choosing a prior
-
-
 HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
 _PRINTED = 10
 
@@ -236,11 +233,9 @@ class Weighed(NamedTuple):
 
 
 class ChosenPrior(NamedTuple):
-    """Results of the priors of a grid.
+    """Results of the priors of a grid: lines to print, and a record for each prior that was tried, best first.
 
-    Attributes:
-        lines: To print: the best priors, the run's own and none at all; and what to write into a config.
-        records: For each prior that was tried, best first: its weights, "ndcg@10" and "hr@10".
+    A record has its weights, "ndcg@10" and "hr@10".
     """
 
     lines: list[str]

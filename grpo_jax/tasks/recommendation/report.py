@@ -32,7 +32,7 @@ from grpo_jax.tasks.recommendation.task import Recommendation
 CUTOFFS = (5, 10, 20, 50, 100)
 MEASURES = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "MRR")
 SHOWN = ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR")
-"""Those that a terminal has room for."""
+"""Measures shown on a terminal."""
 ALL = "all"
 POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50": (11, 50), "target > 50": (51, np.inf)}
 """Groups of users by how often their target was taken in training, least and most."""
@@ -201,9 +201,6 @@ def _cell(interval: Interval | None, signed: bool) -> str:
     sign = "+" if signed else ""
     mean, low, high = (format(value, f"{sign}.4f") for value in interval)
     return f"{mean} [{low}, {high}]{'*' if signed and interval.clear_of_zero else ''}"
-
-
-# --------------------------------------------------------------------------------------------------------------- report
 
 
 PRIOR = "prior alone"

@@ -1,7 +1,6 @@
 """Rewards from where the target ranks: built-in ones by name, the user's own by import path.
 
-A reward is ``reward(prompts, completions, **columns) -> list[float | None]``, called flat as everywhere. The columns
-of this task are
+A reward is ``reward(prompts, completions, **columns) -> list[float | None]``. The columns of this task are
 
     rank            where the target stands among all items, from 1; NaN where the retriever gave no answer
     probability     of the target in the softmax over all items' similarities to the completion
@@ -147,7 +146,7 @@ def where_ranked(reward: Reward) -> Reward:
             values[i] = answer
         return values
 
-    # What is called is this function: it takes every column, whatever the reward names.
+    # The caller sees this function, which takes every column, whatever the reward names.
     del ranked.__wrapped__
     if asks(reward, MESSAGES[0]):
         ranked.__signature__ = asking_for_messages(ranked)
@@ -159,15 +158,11 @@ def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: obje
 
         penalty_i = -d(ρ_i) / Σ_{j wrong} d(ρ_j),   d(ρ) = 1 / log2(1 + ρ)
 
-    ρ is an item's place in its group, from 1: the likeliest first among beams, the first that was drawn among
-    distinct items. It is 0 for the target, which `hit` rewards beside it, and for groups without the target. This is
-    the ranking reward of ReRe (https://arxiv.org/abs/2510.12211) and MiniOneRec (https://arxiv.org/abs/2510.24431).
-    Groups without the target are spared in MiniOneRec's code, which divides by the sum over all places, the target's
-    too.
-
-    Args:
-        rank: 1 for the target, P·G values.
-        place_in_group: From 0; completions of a group stand side by side.
+    ρ is an item's place in its group, `place_in_group` + 1: the likeliest first among beams, the first that was drawn
+    among distinct items. It is 0 for the target (`rank` 1), which `hit` rewards beside it, and for groups without the
+    target. This is the ranking reward of ReRe (https://arxiv.org/abs/2510.12211) and MiniOneRec
+    (https://arxiv.org/abs/2510.24431). Groups without the target are spared in MiniOneRec's code, which divides by
+    the sum over all places, the target's too. Completions of a group stand side by side.
     """
     wrong, place = np.asarray(rank) != 1, np.asarray(place_in_group)
     group = np.cumsum(place == 0) - 1
@@ -176,13 +171,10 @@ def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: obje
     return (0.0 - np.divide(share, total, out=np.zeros(len(share)), where=found & (total > 0))).tolist()
 
 
-# ------------------------------------------------------------------------------------------- of policies that rank
-
-
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
-"""The columns in which a row's ranking says where its target stands: by the policy alone, and with the prior."""
+"""Columns with the target's place in a row's ranking: by the policy alone, and with the prior."""
 LISTED_FIRST, FUSED_FIRST = "listed_first", "fused_first"
-"""The columns of what is recommended: the first items of these rankings, as rows of the catalogue."""
+"""Columns with the first items of these rankings, as rows of the catalogue."""
 
 
 def ranking_columns(

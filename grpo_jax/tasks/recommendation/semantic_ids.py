@@ -56,9 +56,8 @@ def write_ids(path: str | Path, ids: Sequence[str], words: Sequence[str], *, mad
 def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
     """Read each item's words, in the order of the catalogue, from a file of `write_ids` or one with a column "words".
 
-    Raises:
-        UserError: A file that cannot be used, or all of its bad lines at once: unknown, repeated or missing items,
-            and words that say nothing or are another item's.
+    A UserError names all bad lines at once: unknown, repeated or missing items, and words that are blank or another
+    item's.
     """
     text = read_text(path, "what python -m grpo_jax.tasks.recommendation.semantic_ids writes")
     if text.startswith("#"):  # its line stays, blank, so that those below keep their numbers
@@ -90,9 +89,6 @@ def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
     return tuple(words[item] for item in catalogue.ids)
 
 
-# ------------------------------------------------------------------------------------------------ words of a tokenizer
-
-
 def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], out: str | Path) -> int:
     """Write a policy's folder with the items' own words in its tokenizer, a token each; return how many are new.
 
@@ -100,11 +96,8 @@ def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], o
     title's tokens, so that a policy starts from what it knows of the words that the items have in common; without a
     title it is the mean of all rows. Words that the tokenizer has already keep their rows.
 
-    Args:
-        folder: A Hugging Face folder or hub id of a model of text.
-        names: I, the words of each item, with spaces between them.
-        titles: I.
-        out: Where to write; an earlier policy there is replaced.
+    `folder` is a Hugging Face folder or hub id of a model of text, `names` are the I items' words with spaces between
+    them; an earlier policy in `out` is replaced.
     """
     from tokenizers import AddedToken
     from transformers import AutoModelForCausalLM
@@ -156,9 +149,6 @@ def _warm_start(
         titles = np.stack([old[tokens].mean(0) if len(tokens) else usual for tokens in title_tokens])
         rows = np.stack([titles[of].mean(0) for of in items])
         table[places] = torch.from_numpy(rows).to(table.dtype)
-
-
-# ------------------------------------------------------------------------------------------------ residual quantisation
 
 
 class Codes(NamedTuple):

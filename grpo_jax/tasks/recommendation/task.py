@@ -16,21 +16,20 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.recommending import ChosenPrior, MakeWriter, Recommender
 
 PLACES = ("{history}", "{last}", "{items}")
-"""What a template says of a history; one of them at least."""
+"""Placeholders of a template; one of them at least."""
 FUSED, RANK = "fused", "rank"
-"""Always watched, last: the tables are made of them; the first where there is a prior."""
+"""Always watched, last, for the tables; the first where there is a prior."""
 RANK_PENALTY = "rank_penalty"
-"""Of policies that rank the catalogue themselves alone, in groups that have an order."""
+"""For policies that rank the catalogue themselves, in groups that have an order."""
 EVENT_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
-"""Of a CSV of events; a rating only where `minimum_rating` asks for one."""
+"""Columns of a CSV of events; a rating only where `minimum_rating` asks for one."""
 
 
 @dataclass(frozen=True)
 class RetrievalSection:
     """What ranks the catalogue against a completion.
 
-    Where ranks come from changes none of them; another encoder or catalogue is told by the retriever's own
-    fingerprint.
+    Both backends give the same ranks; the retriever's own fingerprint identifies its encoder and catalogue.
 
     Args:
         backend: "local" ranks in this process; "ray" asks a service that `python -m bridges.retrieval serve` started.
@@ -104,7 +103,7 @@ class PriorSection:
 
     @property
     def used(self) -> bool:
-        """Whether it changes a ranking."""
+        """True if it changes a ranking."""
         return self.history > 0 or self.together > 0
 
 

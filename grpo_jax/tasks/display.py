@@ -74,10 +74,9 @@ class GalleryEntry(NamedTuple):
 
 
 class ShownTurn(NamedTuple):
-    """A turn of an episode that is shown.
+    """A turn of an episode that is shown, with the policy's judged text.
 
     Attributes:
-        text: The judged text of the policy's.
         scores: Rewards and watched measures by name, NaN where missing.
         image: The picture drawn of it, uint8 [H, W, 3], or None.
         answer: The environment's; None where the episode ended.

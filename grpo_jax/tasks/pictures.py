@@ -92,10 +92,9 @@ class Faithfulness:
 
 @dataclass(frozen=True)
 class Length:
-    """Penalty for texts beyond the text encoder's window: -max(0, tokens - target) / window.
+    """Penalty for tokens beyond `target`, None for the text encoder's window: -max(0, tokens - target) / window.
 
-    The renderer does not see them beyond it, so rambling there costs nothing anywhere else.
-    `target` None is the window.
+    The renderer does not see text beyond the window, so rambling there costs nothing anywhere else.
     """
 
     target: int | None = None
@@ -288,11 +287,9 @@ def miniature_prompts(split: str, count: int) -> list[dict[str, Any]]:
 class RenderedImages(NamedTuple):
     """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
 
-    Attributes:
-        images: Of the judged texts; None where drawing failed and on_judge_error says "missing".
-        baseline_images: Of the unchanged prompts from the same noise, repeated for each completion; None where no
-            reward asks for them.
-        seeds: P seeds of the noise.
+    `images` is None where drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
+    from the same noise, repeated for each completion, is None where no reward asks for them. `seeds` are P seeds of
+    the noise.
     """
 
     images: Tensor | None

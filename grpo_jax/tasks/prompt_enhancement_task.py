@@ -152,7 +152,6 @@ def _place(wish: Wish) -> int:
 
 
 def _number(*words: str) -> int:
-    """Hash words to a number, the same everywhere."""
     return zlib.crc32(" ".join(words).encode())
 
 

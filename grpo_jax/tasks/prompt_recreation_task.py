@@ -93,10 +93,7 @@ class PromptRecreation(PictureTask):
 
 
 def seen(rows: Sequence[Row], pictures: str) -> tuple[Row, ...]:
-    """Return the rows as the policy gets them, with the picture to be drawn in the column "target".
-
-    A UserError if a row has no picture, or several.
-    """
+    """Return the rows as the policy gets them, each row's one picture to be drawn in the column "target"."""
     for row in rows:
         if len(row.pictures) != 1:
             raise UserError(f"row {row.id}: expected one picture, which is to be drawn again, got {len(row.pictures)}")

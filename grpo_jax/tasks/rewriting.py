@@ -17,7 +17,6 @@ Form = Literal["rewrite", "append"]
 
 
 def _begins(*phrases: str) -> re.Pattern[str]:
-    """Compile a pattern of line beginnings, in any case."""
     return re.compile(rf"^(?:{'|'.join(phrases)})", re.IGNORECASE)
 
 

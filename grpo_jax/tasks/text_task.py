@@ -70,7 +70,6 @@ class Text(Task):
         )
 
     def _respond(self, config: Config) -> Respond:
-        """Return the environment, here or in a process of its own."""
         if self.isolated:
             return isolate_environment(self.environment, config.judge_timeout or None)
         respond = load_object(self.environment, ENVIRONMENT)

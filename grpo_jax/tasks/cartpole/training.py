@@ -83,15 +83,10 @@ class History(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Pure functions of a config.
+    """Pure functions of a config: `evaluate` measures the greedy policy on fresh starts, and `train` is the whole run.
 
-    Attributes:
-        init: init(key) → the start.
-        iterate: iterate(state) → (state, metrics): one iteration.
-        evaluate: evaluate(state) → measures of the greedy policy on fresh starts.
-        block: block(state) → (state, metrics `[every]`, measures): `evaluation.every` iterations, then a measurement.
-        train: train(key) → (state, History): the whole run.
-        parameters: Number of parameters by network.
+    `block` runs `evaluation.every` iterations, its metrics are `[every]`, and then measures. `parameters` counts
+    those of each network.
     """
 
     init: Callable[[jax.Array], Carry]

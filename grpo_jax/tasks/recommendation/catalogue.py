@@ -74,12 +74,10 @@ PUBLISHED = {"user_id": "userId", "item_id": "movieId"}
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All items, in the order of their file: an item's place in it is its *row*.
+    """All items, in the order of their file: an item's place in it is its *row*, found in `rows` by its id.
 
     Attributes:
-        ids: I identifiers, all different.
         titles: I titles, white space collapsed; "" where the file has none and that was allowed.
-        rows: Row of each identifier.
         columns: Further columns of the file, I texts each (Beauty: "asin").
         names: I texts, the words of each item's own by which a policy reads and writes it; () where it uses titles.
     """
@@ -247,13 +245,10 @@ def _json_records(text: str, problems: Problems, title_column: str) -> Iterator[
 
 
 class Items(NamedTuple):
-    """Texts by which a policy that ranks the catalogue itself writes items.
+    """Texts by which a policy that ranks the catalogue itself writes items, and their rows, int [texts].
 
-    Attributes:
-        texts: One for each item that can be written.
-        rows: Int [texts], their rows of the catalogue.
-        count: I, items of the catalogue; a target that is not listed stands there.
-        by_text: Row by a text's words.
+    `count` is I, all items of the catalogue; a target that is not listed stands there. `by_text` has the row by the
+    words of a text.
     """
 
     texts: list[str]
@@ -305,7 +300,6 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
     """Read ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
 
     Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are left out.
-    A UserError names all bad lines at once, or the likely reason where most of the file is bad.
     """
     text = read_text(path, "a line per user: user_id item1 … itemN target")
     problems = Problems(path)
@@ -482,10 +476,7 @@ def _sorted_sequences(
 
 
 def read_user_prompts(path: str | Path, users: Sequence[UserSequence]) -> dict[str, str]:
-    """Read ``prompts.json``, ``{user_id: prompt_text}``: one prompt for each user of the sequence file.
-
-    A UserError names all bad entries at once.
-    """
+    """Read ``prompts.json``, ``{user_id: prompt_text}``: one prompt for each user of the sequence file."""
     text = read_text(path, 'an object {"user_id": "prompt text"}')
     problems = Problems(path)
     prompts: dict[str, object] = {}

@@ -73,7 +73,6 @@ def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float)
     known; other items of the catalogue change nothing about it. All interactions with known items are known, and no
     others. Users whose last item is held out are asked about it, with their known items before it as the history:
     held-out items that a user took earlier are neither in the history nor left out of the ranking.
-    A UserError if no user is left to ask.
     """
     draws = [int.from_bytes(hashlib.sha256(f"held out {name}".encode()).digest()[:8]) / 2**64 for name in ids]
     starts = _starts(users)
@@ -101,8 +100,7 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
     The interactions of all users in the order of time are cut twice: the first `share` of them are known, half of the
     rest is for validation, the last half for testing; interactions of one second stay on one side. In each of the two
     parts a user is asked about the last item of theirs in it, if any stands before that; the history is all that
-    does, known to training or not, as it would be at that moment. Users who came after the cut are asked too. A
-    ValueError if a sequence has no times, a UserError if no user is left to ask.
+    does, known to training or not, as it would be at that moment. Users who came after the cut are asked too.
     """
     if any(len(user.times) != len(user.items) for user in users):
         raise ValueError("users must have times, one for each item")
@@ -159,14 +157,10 @@ NO_TITLE = "(no title)"
 
 @dataclass(frozen=True)
 class HistoryTemplate:
-    """How a history becomes a prompt.
+    """How the newest `items` of a history become a prompt, oldest first.
 
-    Attributes:
-        text: The prompt; "{history}" stands for the titles, "{last}" for the newest one, "{items}" for the items' own
-            words; other braces mean nothing.
-        items: How many of the newest items are listed, oldest first.
-        characters: Titles are cut to so many characters, at a space where there is one; 0 for never.
-        separator: Between two titles.
+    In `text`, "{history}" stands for the titles, "{last}" for the newest one, "{items}" for the items' own words;
+    other braces mean nothing. Titles are cut to so many `characters`, at a space where there is one; 0 for never.
     """
 
     text: str = "{history}"
@@ -205,10 +199,9 @@ def cut_title(title: str, characters: int) -> str:
 def split_examples(
     split: Split, catalogue: Catalogue, template: HistoryTemplate, *, training_targets: TrainingTargets = "every"
 ) -> PromptSet:
-    """Return examples of a split's targets.
+    """Return examples of a split's targets, for training of "every" known item or each user's "last" ("apart" too).
 
-    Training takes "every" known item or each user's "last" ("apart" too). Validation and test rows are ordered by a
-    hash of the user's name, so that the first few are a fair sample. A UserError if there is nothing to train on.
+    Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
     """
     train = known_targets(split, "every" if training_targets == "every" else "last")
     if not train:
@@ -232,7 +225,6 @@ def by_user(
 
     Users are held out by a hash of their prompt, which depends on no order and no seed (`split_rows`); users with the
     same prompt stay together. Validation gets as many as the test part, a number or share `held_out`.
-    A UserError if nothing is left to train on.
     """
     targets = last_split(users).test
     rows = [Row(target.id, prompts[target.user], example_columns(target, catalogue)) for target in targets]
@@ -274,8 +266,8 @@ def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, 
 def asking_pairs(rows: Sequence[Row], *, characters: int = 0, seed: int = 0) -> list[tuple[str, str]]:
     """Return (prompt, text) in three forms of asking, so that a group of samples holds all of them.
 
-    The text is the last title, the next item's title, or both, one in three each, drawn by a hash of the seed and the
-    row's id. Which form pays is left to reinforcement learning.
+    A hash of the seed and the row's id draws the last title, the next item's, or both, one in three each. Which form
+    pays is left to reinforcement learning.
     """
     pairs = []
     for row in rows:
@@ -292,9 +284,7 @@ def together_pairs(
     """Return (prompt, title of the item most often taken together with the history's last), the history left out.
 
     The next item is one of many and a guess at it is mostly wrong; what is taken together with an item is the same
-    for every user who took it. Rows without such an item or its title are left out. `users` are the counted
-    sequences:
-    what training knows.
+    for every user who took it. Rows without such an item or its title are left out. `users` is what training knows.
     """
     similarity = item_similarity(users, len(catalogue))
     ordered: dict[int, list[int]] = {}
@@ -318,7 +308,7 @@ class Dataset(NamedTuple):
         users: All sequences, held-out items too: nothing that learns or counts may look at them.
         known: What training knows of each user (`Split`).
         taught: Examples of a warm start; those of training, or what stands before them.
-        notes: What a rule left out or changed, in plain words.
+        notes: What a rule left out or changed.
     """
 
     catalogue: Catalogue
@@ -332,7 +322,7 @@ class Dataset(NamedTuple):
 def load_dataset(
     task: Recommendation, *, held_out: int | float = 0.2, columns: Mapping[str, str] | None = None
 ) -> Dataset:
-    """Read or generate the data of a run; a UserError names all bad lines at once, or a field out of range.
+    """Read or generate the data of a run.
 
     `held_out` is the share or number of users kept for testing where prompts are given by user; otherwise task.split
     says what is held out. `columns` are `data.columns`.
@@ -366,10 +356,7 @@ def load_dataset(
 
 
 def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:
-    """Return the task over another catalogue: all items of its own, and new ones, which are ranked like the old.
-
-    A UserError if the policy cannot name new items, or an item of the task's own is not there.
-    """
+    """Return the task over another catalogue: all items of its own, and new ones, which are ranked like the old."""
     require(task.writes not in ("item", "ids"), "catalogue", "the run's, whose items are the policy's own words", path)
     require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
     read = functools.partial(read_catalogue, blank_titles=task.blank_titles, columns=columns)

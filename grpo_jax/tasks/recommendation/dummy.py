@@ -12,10 +12,8 @@ it, and the colour to the next of the wheel:
 A share `noise` of all items is drawn from the whole catalogue instead; the wheels turn on underneath. So copying the
 last title gets two words of four right, the brand is a vote over the history, and the other two words are never in
 the last title. The periods of the two wheels are coprime: no title repeats within a history, and a prompt never holds
-the target's title.
-
-The rank of the target rises with every word that is right, which makes the reward dense: that is what a policy that
-starts with no idea of the rules climbs on.
+the target's title. The rank of the target rises with every word that is right: a dense reward, which a policy without
+an idea of the rules can climb.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def hearsay(
     A policy that learned from these finds the last title likeliest: colour and kind, which always change, are wrong.
     Only the ranking shows what is better. With `told` 0 they teach the form of a title and nothing of the rules;
     copying makes a policy tell the words it reads apart: without it, the first answer that earns something becomes
-    the answer to everything. A ValueError unless 0 <= told < copied <= 1 - told.
+    the answer to everything.
     """
     if not 0 <= told < copied <= 1 - told:
         raise ValueError(f"told and copied must be 0 <= told < copied <= 1 - told, got {told} and {copied}")
@@ -99,10 +97,7 @@ def make_world(
     noise: float = 0.02,
     seed: int = 0,
 ) -> World:
-    """Draw users; the fields `dummy_…` of the task are these arguments, and a user's items never repeat.
-
-    A ValueError names an argument that is out of range.
-    """
+    """Draw users; the fields `dummy_…` of the task are these arguments, and a user's items never repeat."""
     period = len(COLOURS) * len(KINDS)
     if users < 1:
         raise ValueError(f"users must be at least 1, got {users}")

@@ -104,8 +104,7 @@ def mixed(
 ) -> np.ndarray:
     """Weighted mean of `ndcg`, `mrr` and `hit`: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights.
 
-    A measure that `weights` leaves out has none; other arguments as in `hit`. A ValueError if a weight is negative or
-    names no measure, or their sum is 0.
+    A measure that `weights` leaves out has none; other arguments as in `hit`.
     """
     parts: dict[str, Measure] = {
         "ndcg": functools.partial(ndcg, k=k),

@@ -37,13 +37,10 @@ from grpo_jax.tasks.recommendation.task import PriorSection
 
 
 class Recommended(NamedTuple):
-    """One item.
+    """One item, by its id in the catalogue; scores compare within one answer, higher is better.
 
-    Attributes:
-        item: Its id in the catalogue.
-        score: Higher is better; of one answer's items alone.
-        words: Words that its title shares with those of the history, rarest first.
-        together: Titles of the history that the same users took, those of most of them first.
+    `words` are those its title shares with the history's, rarest first; `together` are titles of the history that the
+    same users took, those of most of them first.
     """
 
     item: str
@@ -261,9 +258,8 @@ def weigh(
 ) -> list[Weighed]:
     """Measure each point on the same U rows (at least one), best first; of equal ones the earlier.
 
-    Histories are left out and ties count against the target, as in `rewards.ranking_columns`. What a decay costs is
-    computed once for all its points. `score`(start, stop) → the policy's scores of the I items for rows
-    start … stop-1, f32 [B, I].
+    `score`(start, stop) → the policy's scores of all `items` for these rows, f32 [B, I]. Histories are left out and
+    ties count against the target, as in `rewards.ranking_columns`. A decay is computed once for all its points.
     """
     ranks = np.empty((len(points), len(rows)))
     block = metrics.users_at_once(items)
@@ -288,7 +284,7 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     """Measure every prior of a grid beside the policy's own scores on validation users, best first.
 
     The `users` validation users, `evaluation.validation_prompts` by default, are in the order of a hash, so that the
-    first few are a fair sample. A UserError if the policy writes queries or there is no validation user.
+    first few are a fair sample.
     """
     task = config.task
     if task.writes == "query":

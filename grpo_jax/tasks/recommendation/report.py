@@ -39,13 +39,10 @@ POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50"
 
 
 class TableRow(NamedTuple):
-    """One method on one group of users.
+    """One method on one group of users: "all", or a part of them.
 
-    Attributes:
-        group: "all", or a part of the users.
-        users: How many were measured.
-        missing: How many more have no rank because the retriever failed; they are in no mean.
-        measures: Mean and interval of each measure; empty where nobody was measured.
+    `missing` counts further users who have no rank because the retriever failed; they are in no mean. `measures` has
+    each measure's mean and interval; it is empty where nobody was measured.
     """
 
     method: str
@@ -266,8 +263,8 @@ def findings(
 def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the methods to compare user by user.
 
-    A policy after training and before it, in each way of ranking that was measured: what reinforcement brought. And a
-    policy with the prior and the prior alone: what the policy adds to it.
+    A policy after and before training, in each way of ranking: what reinforcement brought. And a policy with the
+    prior and the prior alone: what the policy adds to it.
     """
     trained = [(name, name.replace("policy, after", "policy, before", 1)) for name in names if "policy, after" in name]
     fused = [(name, PRIOR) for name in names if name.endswith(" + prior")]

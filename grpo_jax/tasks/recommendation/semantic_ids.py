@@ -54,11 +54,7 @@ def write_ids(path: str | Path, ids: Sequence[str], words: Sequence[str], *, mad
 
 
 def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
-    """Read each item's words, in the order of the catalogue, from a file of `write_ids` or one with a column "words".
-
-    A UserError names all bad lines at once: unknown, repeated or missing items, and words that are blank or another
-    item's.
-    """
+    """Read each item's words, in the catalogue's order, from a file of `write_ids` or one with a column "words"."""
     text = read_text(path, "what python -m grpo_jax.tasks.recommendation.semantic_ids writes")
     if text.startswith("#"):  # its line stays, blank, so that those below keep their numbers
         text = text[text.find("\n") :] if "\n" in text else ""
@@ -94,10 +90,8 @@ def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], o
 
     The row of a word, of the embedding and of the head alike, is the mean over its items of the mean over their
     title's tokens, so that a policy starts from what it knows of the words that the items have in common; without a
-    title it is the mean of all rows. Words that the tokenizer has already keep their rows.
-
-    `folder` is a Hugging Face folder or hub id of a model of text, `names` are the I items' words with spaces between
-    them; an earlier policy in `out` is replaced.
+    title it is the mean of all rows. Words that the tokenizer has already keep their rows. `folder` is a Hugging Face
+    folder or hub id of a model of text, `names` are the I items' words with spaces between them; `out` is replaced.
     """
     from tokenizers import AddedToken
     from transformers import AutoModelForCausalLM
@@ -152,10 +146,11 @@ def _warm_start(
 
 
 class Codes(NamedTuple):
-    """Codes of the items, and how well they describe them.
+    """Codes of the items, int32 [I, L + 1], and how well they describe them.
+
+    No two rows are alike; the last column is how many earlier items have the same L codes.
 
     Attributes:
-        codes: Int32 [I, L + 1], no two rows alike; the last is how many earlier items have the same L codes.
         sizes: Codes in use of each of the L + 1 levels.
         shared: Share of the items whose L codes another item has too.
         left: Of each of the L levels, Σ‖what is left of a vector‖² / Σ‖vector‖² behind it.

@@ -83,7 +83,7 @@ class History(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Pure functions of a config: `evaluate` measures the greedy policy on fresh starts, and `train` is the whole run.
+    """Pure functions of a config: `evaluate` measures the greedy policy on fresh starts, `train` is the whole run.
 
     `block` runs `evaluation.every` iterations, its metrics are `[every]`, and then measures. `parameters` counts
     those of each network.

@@ -154,7 +154,7 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
 def open_retriever(
     section: RetrievalSection, titles: Sequence[str], retrieval: ModuleType, *, required: float = 0.9
 ) -> tuple[Any, float]:
-    """Return a `bridges.retrieval.Retriever`, and the share, at least `required`, of titles that retrieve themselves."""
+    """Return a `bridges.retrieval.Retriever`, and the share of titles, at least `required`, that find themselves."""
     try:
         return retrieval.open_retriever(
             titles,

@@ -27,7 +27,7 @@ SEPARATOR = "|"
 
 @extras_named()
 def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogue: str | None = None) -> Any:
-    """The function recommend(titles, k=10) of a run whose task recommends: its best items, with why.
+    """Return recommend(titles, k=10) of a run whose task recommends: its best items, with why.
 
     There are fewer than k where the run's rankings list no more (`task.listed`). A title that stands several times
     counts once, in its last place.
@@ -35,7 +35,7 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
     Args:
         run_dir: Run directory of a training run.
         checkpoint: "final", "best", or a step.
-        catalogue: File of another catalogue than the run's; null for the run's.
+        catalogue: File of another catalogue than the run's; None for the run's.
 
     Raises:
         UserError: There is no such run or checkpoint, or its task recommends nothing.
@@ -47,7 +47,7 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
 
 @extras_named()
 def choose_prior(run_dir: str | Path, checkpoint: str = "final", *, users: int | None = None) -> Any:
-    """What the priors of a grid earn beside a policy's own ranking of validation users: lines to print, and records.
+    """Measure the priors of a grid beside a policy's own ranking of validation users: lines to print, and records.
 
     Args:
         run_dir: Run directory of a training run whose policy ranks the catalogue itself.
@@ -71,12 +71,12 @@ def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy]:
 
 
 def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[Any]:
-    """The k best items for one history of titles, oldest first; `load_recommender` for more than one."""
+    """Return the k best items for one history of titles, oldest first; `load_recommender` for more than one."""
     return load_recommender(run_dir)(history, k)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the parser of the command's options."""
     parser = run_parser("recommend", "Asks a trained run for items that a user wants next.")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--history", help=f"Titles or ids, oldest first, with {SEPARATOR} between them.")
@@ -122,11 +122,7 @@ def _recommend(options: argparse.Namespace) -> None:
 
 
 def _answer_lines(lines: Sequence[tuple[int, str]], path: str, recommender: Any, k: int) -> None:
-    """Prints the answer to each line; one that cannot be answered says why, and the next is asked.
-
-    Raises:
-        UserError: No line could be answered.
-    """
+    """Print the answer to each line, or why there is none; a UserError if no line could be answered."""
     errors = []
     for number, line in lines:
         titles = _titles(line)
@@ -152,7 +148,7 @@ def _record(titles: Sequence[str], items: Sequence[Any], k: int) -> dict[str, ob
 
 
 def _fewer(items: Sequence[Any], k: int) -> str:
-    """Why there are fewer items than were asked for; "" where there are not."""
+    """Return why there are fewer items than were asked for; "" where there are not."""
     why = "the run's rankings list no more beside the history (task.listed, and items of the catalogue)"
     return f"{len(items)} of {k} items: {why}" if len(items) < k else ""
 

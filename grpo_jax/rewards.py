@@ -1,8 +1,8 @@
 r"""Rewards that everyone writes, for `rewards` of a config by their names: `grpo_jax.rewards:numeric_answer`.
 
 Each is a plain function with TRL's signature, f(prompts, completions, answer, **columns) → a value for each of P·G
-completions, None where it does not apply; other columns are not looked at. Keyword arguments are its `options` in the
-config.
+completions, None where it does not apply; other columns are not looked at. Keyword arguments are its `options` in
+the config.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def think_format(
 
 
 def _inside(text: str, tag: str) -> str:
-    """The inside of the one block that a text is; the text itself without a tag; "" where it is none."""
+    """Return the inside of the one block that a text is; the text itself without a tag; "" where it is none."""
     if not tag:
         return text
     inner = text.removeprefix(f"<{tag}>").removesuffix(f"</{tag}>")
@@ -83,9 +83,9 @@ def target_length(
     """1 for a completion of one length, less the farther it is from it, 0 from `tolerance` away.
 
     Args:
-        completion_ids: Their tokens.
+        completion_ids: Tokens of each, for unit "tokens".
         target: The length.
-        tolerance: How far away there is nothing left; None for `target` itself: nothing for no text, and for twice it.
+        tolerance: How far away there is nothing left; None for `target` itself: 0 for no text, and for twice it.
         unit: What is counted: "characters", "words" or "tokens".
 
     Raises:
@@ -110,7 +110,7 @@ def length_penalty(
     """0 for completions of up to `start`, -1 from `end` on, and evenly between.
 
     Args:
-        completion_ids: Their tokens.
+        completion_ids: Tokens of each, for unit "tokens".
         start: The longest that costs nothing.
         end: The length from which all is lost.
         unit: What is counted: "characters", "words" or "tokens".
@@ -191,9 +191,9 @@ def numeric_answer(
 ) -> list[float | None]:
     r"""1 where a completion's number is the answer's, else 0; None for a row whose answer is None.
 
-    Of a text it is the number in its last \boxed{…}, which must be the only one there, or else the text's last one. So
-    an answer may be a whole solution ("…#### 42"). Numbers are compared as decimals: 1,234.50 is 1234.5, and 1e3 is
-    1000. A comma is a thousands separator, a unit or a percent sign is not looked at.
+    The number of a text is the one in its last \boxed{…}, which must be the only one there, or else the text's last
+    one. So an answer may be a whole solution ("…#### 42"). Numbers are compared as decimals: 1,234.50 is 1234.5, and
+    1e3 is 1000. A comma is a thousands separator, a unit or a percent sign is not looked at.
 
     Args:
         answer: Of each, a number or a text with one.
@@ -219,7 +219,6 @@ def numeric_answer(
 
 
 def _number_of(text: str) -> Decimal | None:
-    """The number that a text comes to, or None."""
     boxed = _boxed(text)
     numbers = _NUMBER.findall(text if boxed is None else boxed.replace("{,}", ",").replace("\\!", ""))
     if not numbers or (boxed is not None and len(numbers) > 1):  # a fraction, a pair
@@ -228,7 +227,7 @@ def _number_of(text: str) -> Decimal | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{…} that is closed; None where there is none."""
+    r"""Return the inside of the last \boxed{…} that is closed."""
     inside, opened = None, []
     for brace in re.finditer(r"(\\boxed\s*)?\{|\}", text):
         if brace[0] != "}":
@@ -262,8 +261,8 @@ def json_object(
     It may stand between ```json and ```. This is no JSON Schema: what lies inside of a value is not looked at.
 
     Args:
-        required: Keys, or {key: the type of its value}: "string", "number", "integer", "boolean", "array", "object" or
-            "null", as JSON Schema calls them. Others may stand beside them.
+        required: Keys, or {key: the type of its value}: "string", "number", "integer", "boolean", "array", "object"
+            or "null", as JSON Schema calls them. Others may stand beside them.
 
     Raises:
         ValueError: It is a text, or there is no such type.

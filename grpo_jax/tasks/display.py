@@ -1,4 +1,4 @@
-"""What a task shows of a run: on the terminal, in the curves of report.html, in its tables and pictures."""
+"""A task's display of a run: on the terminal, in the curves of report.html, in its tables and pictures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import numpy as np
 
 
 class Curve(NamedTuple):
-    """A metric over the iterations.
+    """A metric, by its key in metrics.jsonl, over the iterations, with its label in the legend.
 
-    Attributes:
-        metric: Its key in metrics.jsonl.
-        label: What the legend calls it.
-        sparse: Measured now and then rather than at each iteration: drawn with dots.
+    A sparse one is measured now and then rather than at each iteration, and is drawn with dots.
     """
 
     metric: str
@@ -36,11 +33,11 @@ class Display(NamedTuple):
 
     Attributes:
         headline: Measures that lead the report, the first that there is.
-        live: (metric, label) on the terminal while a run goes on, beside what all tasks show.
-        charts: Before all others; what they show is left out of the others.
+        live: (metric, label) on the terminal while a run goes on, beside those of all tasks.
+        charts: Before all others, which leave their metrics out.
         hidden: Measures that no chart shows.
-        digits: Digits behind the point by measure, what stands behind an @ left out; 3 for others.
-        best: What the claim calls the oracle's value.
+        digits: Digits behind the point by measure, without its "@…"; 3 for others.
+        best: The claim's name for the oracle's value.
     """
 
     headline: tuple[str, ...] = ()
@@ -51,7 +48,7 @@ class Display(NamedTuple):
     best: str = "the best possible"
 
     def digits_of(self, measure: str) -> int:
-        """Digits behind the point of a measure."""
+        """Return the digits behind the point of a measure."""
         return self.digits.get(measure.partition("@")[0], 3)
 
 
@@ -77,13 +74,12 @@ class GalleryEntry(NamedTuple):
 
 
 class ShownTurn(NamedTuple):
-    """A turn of an episode that is shown.
+    """A turn of an episode that is shown, with the policy's judged text.
 
     Attributes:
-        text: What was judged of what the policy wrote.
         scores: Rewards and watched measures by name, NaN where missing.
-        image: What was drawn of it, uint8 [H, W, 3], or None.
-        answer: What the environment said to it; None where the episode ended.
+        image: The picture drawn of it, uint8 [H, W, 3], or None.
+        answer: The environment's; None where the episode ended.
         pictures: What the policy saw of the answer, uint8 [H, W, 3].
     """
 
@@ -103,7 +99,7 @@ class EpisodeEntry(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """What a task makes of the held-out measurements, beside the means that every run reports.
+    """A task's results of the held-out measurements, beside the means that every run reports.
 
     Attributes:
         tables: For report.html and metric writers.
@@ -125,7 +121,7 @@ _TURN_MEASURE = re.compile(r"(.+)_(turn_\d+|peak|kept|gain)")
 
 
 def of_turns(name: str, names: Collection[str]) -> bool:
-    """Whether a measure is one of another's turns, of these names.
+    """Return whether a measure is one of another's turns, of these names.
 
     Runs of several turns measure NAME_turn_1 of every NAME; without it NAME_gain is another reward's name.
     """

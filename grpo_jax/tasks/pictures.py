@@ -1,8 +1,8 @@
 """Tasks whose texts are drawn: rewards of pictures and texts, judges, prompts, and what is shown of a run.
 
-Rewards get ``prompts`` (the user's), ``completions`` (the rewrites that were rendered), ``images`` (their pictures) and
-``baseline_images`` (those of the unchanged prompts from the same noise), f32[P·G, 3, H, W] in [0, 1] on the scorer's
-device. Every picture is scored against the **user's** prompt: a rewrite cannot make its own task easier.
+Rewards get ``prompts`` (the user's), ``completions`` (the rewrites that were rendered), ``images`` (their pictures)
+and ``baseline_images`` (those of the unchanged prompts from the same noise), f32[P·G, 3, H, W] in [0, 1] on the
+scorer's device. Every picture is scored against the **user's** prompt: a rewrite cannot make its own task easier.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from bridges.scorers.vqa import Answerer
 
 MINIATURE = "miniature"
-"""As data.prompts: those of the small world that ships with the package."""
+"""Value of data.prompts: prompts of the small world that ships with the package."""
 TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
 
 
 def _values(array: object) -> np.ndarray:
-    """An array of any library as f64 on the host, NaN where NumPy masks it."""
+    """Return an array of any library as f64 on the host, NaN where NumPy masks it."""
     numbers = on_host(array)
     return np.ma.filled(np.asanyarray(array if numbers is None else numbers, np.float64), np.nan)
 
@@ -50,7 +50,7 @@ def _values(array: object) -> np.ndarray:
 def alignment(
     prompts: list[str], completions: list[str], *, images: Tensor, scorer: Scorer, **columns: object
 ) -> np.ndarray:
-    """How well the picture shows what the user asked for: cos(image, prompt), in [-1, 1]."""
+    """Similarity of the picture to the user's prompt: cos(image, prompt), in [-1, 1]."""
     return _values(scorer.image_text(images, prompts))
 
 
@@ -63,7 +63,7 @@ def alignment_gain(
     scorer: Scorer,
     **columns: object,
 ) -> np.ndarray:
-    """How much better than the unchanged prompt's picture, drawn from the same noise, in [-2, 2].
+    """Gain over the unchanged prompt's picture from the same noise, in [-2, 2].
 
     cos(image, prompt) - cos(baseline image, prompt). Inside a group the second term is a constant: as the only
     objective it trains like `alignment`; as a figure and as a condition its 0 means something.
@@ -74,12 +74,9 @@ def alignment_gain(
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """Whether the rewrite still says what the prompt said: min(0, cos(rewrite, prompt) - margin).
+    """Hinge on the rewrite's likeness to the prompt: min(0, cos(rewrite, prompt) - margin).
 
-    A hinge: above `margin` all rewrites are equally faithful, so copying the prompt is not what it teaches.
-
-    Attributes:
-        margin: Similarity from which on nothing is taken off, in [-1, 1].
+    Above `margin`, in [-1, 1], all rewrites are equally faithful, so copying the prompt is not what it teaches.
     """
 
     margin: float = 0.8
@@ -89,19 +86,15 @@ class Faithfulness:
         require(-1.0 <= self.margin <= 1.0, "margin", "a similarity in [-1, 1]", self.margin)
 
     def __call__(self, prompts: list[str], completions: list[str], *, scorer: Scorer, **columns: object) -> np.ndarray:
-        """0 for a faithful rewrite, negative for one that drifts."""
+        """Return 0 for a faithful rewrite, less for one that drifts."""
         return np.minimum(0.0, _values(scorer.text_text(completions, prompts)) - self.margin)
 
 
 @dataclass(frozen=True)
 class Length:
-    """Keeps rewrites inside the text encoder's window: -max(0, tokens - target) / window.
+    """Penalty for tokens beyond `target`, None for the text encoder's window: -max(0, tokens - target) / window.
 
-    What stands beyond the window is not seen by the renderer, hence costs nothing anywhere else: a policy may
-    ramble there unpunished.
-
-    Attributes:
-        target: Tokens from which on length costs; None for the window.
+    The renderer does not see text beyond the window, so rambling there costs nothing anywhere else.
     """
 
     target: int | None = None
@@ -113,7 +106,7 @@ class Length:
     def __call__(
         self, prompts: list[str], completions: list[str], *, renderer: ConfiguredRenderer, **columns: object
     ) -> np.ndarray:
-        """0 within the target, then a linear penalty. Raises UserError for a target beyond the window."""
+        """Return 0 within the target, then a linear penalty; a UserError for a target beyond the window."""
         window = renderer.window
         limit = window if self.target is None else int(self.target)
         if limit > window:
@@ -125,7 +118,7 @@ class Length:
 def quality(
     prompts: list[str], completions: list[str], *, images: Tensor, scorer: Scorer, **columns: object
 ) -> np.ndarray:
-    """How good the picture looks, whatever it shows: an aesthetic head on the scorer's features.
+    """Aesthetic score of the picture, whatever it shows: a head on the scorer's features.
 
     Meant to be conditioned on alignment: a beautiful picture of something else is no success.
     """
@@ -141,12 +134,9 @@ def questions(
     scorer: Answerer,
     **columns: object,
 ) -> list[float | None]:
-    """How many of the row's own questions the picture answers with yes: their mean P("Yes"), in [0, 1].
+    """Mean P("Yes") of the row's own questions about the picture, in [0, 1]; None where a row has none.
 
-    None where a row has none. It is asked of a judge that answers (`questions@vqa`).
-
-    Raises:
-        UserError: The judge is another one.
+    It needs a judge that answers (`questions@vqa`); any other is a UserError.
     """
     if not hasattr(scorer, "yes"):
         raise UserError("it needs a judge of kind vqa: name it questions@JUDGE")
@@ -164,7 +154,7 @@ def pixel_accuracy(
     requested: list[Mapping[str, str | None]],
     **columns: object,
 ) -> np.ndarray:
-    """The share of requested attributes that a checker reads from the pixels, in [0, 1]: no network is part of it."""
+    """Share of requested attributes that a checker reads from the pixels, in [0, 1], without a network."""
     checker = own_package("bridges", "miniature.world").pixel_accuracy
     return _values(checker(_values(images).astype(np.float32), requested))
 
@@ -178,18 +168,15 @@ REWARDS = {
     "questions": questions,
     "pixel_accuracy": pixel_accuracy,
 }
-"""By the name that a config uses."""
+"""Rewards by their name in a config."""
 
 
 def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
-    """The sections, quality counted only where alignment has been reached unless the config says otherwise.
+    """Return the sections, quality counted only where alignment is reached unless the config says otherwise.
 
     That is where the picture fits the prompt at least as well as the unchanged prompt's (gain ≥ 0). For `alignment`
     alone no threshold suits every scorer: CLIP ViT-B/32 gives a fitting picture about 0.3 and a wrong one below 0.2,
-    hence 0.25.
-
-    Raises:
-        UserError: Quality is listed without either.
+    hence 0.25. Quality without either is a UserError.
     """
     names = [section.name for section in sections]
     thresholds = {"alignment_gain": 0.0, "alignment": 0.25}
@@ -228,7 +215,7 @@ class PictureTask(Task):
     )
 
     def check(self, config: Config) -> None:
-        """Refuse missing judges, and rewards that need what is not there."""
+        """Refuse missing judges, and rewards without their judges."""
         for name in ("renderer", "scorer"):
             require(name in config.judges, f"judges.{name}", "a judge", None)
         names = [*(reward.name for reward in config.rewards), *config.watch]
@@ -248,12 +235,12 @@ class PictureTask(Task):
         conditioned(config.rewards)
 
     def reader(self, config: Config) -> Callable[[str, str], Reading]:
-        """The prompt that a completion makes."""
+        """Return the parser of completions."""
         form = config.data.form
         return lambda written, prompt: parse_rewrite(written, form, prompt)
 
     def remark(self, completions: Sequence[str]) -> str:
-        """How many completions name a negative prompt, which none is drawn with."""
+        """Count the completions with a negative prompt, which is never drawn."""
         count = sum(map(names_a_negative, completions))
         if not count:
             return ""
@@ -266,7 +253,7 @@ class PictureTask(Task):
 def picture_data(
     config: Config, prompts: PromptSet, rewards: Mapping[str, Callable], defaults: Sequence[RewardSection]
 ) -> TaskData:
-    """Prompts and rewards of a task whose texts are drawn, and what draws them; the judges come later."""
+    """Return prompts, rewards and renderer of a task whose texts are drawn; the judges come later."""
     return TaskData(
         prompts,
         TaskRewards(rewards, defaults=defaults, conditions=conditioned),
@@ -277,15 +264,9 @@ def picture_data(
 def picture_prompts(
     config: Config, makers: Mapping[str, Callable[[str, int], Iterable[Mapping[str, Any]]]], files: str
 ) -> PromptSet:
-    """The prompts that data.prompts names: what a maker of that name makes, or files.
+    """Return the prompts that data.prompts names: a maker's, (split, how many) → records, or those of files.
 
-    Args:
-        config: The run's.
-        makers: (split, how many) → records, by name.
-        files: What else may be named, for who names nothing.
-
-    Raises:
-        UserError: Nothing is named, it cannot be read, or what is made is to be read from somewhere.
+    `files` says in the error message what else may be named. A UserError if nothing is named or it cannot be read.
     """
     name = config.data.prompts
     if name not in makers:
@@ -299,18 +280,16 @@ def picture_prompts(
 
 
 def miniature_prompts(split: str, count: int) -> list[dict[str, Any]]:
-    """What people ask for in the miniature's world."""
+    """Return records of requests in the miniature's world."""
     return own_package("bridges", "miniature.world").prompts(split, count)
 
 
 class RenderedImages(NamedTuple):
     """Pictures of a chunk, torch float [P·G, 3, H, W] in [0, 1] on the scorer's device.
 
-    Attributes:
-        images: Of the judged texts; None where drawing failed and on_judge_error says "missing".
-        baseline_images: Of the unchanged prompts from the same noise, repeated for each completion; None where no
-            reward asks for them.
-        seeds: P seeds of the noise.
+    `images` is None where drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
+    from the same noise, repeated for each completion, is None where no reward asks for them. `seeds` are P seeds of
+    the noise.
     """
 
     images: Tensor | None
@@ -321,10 +300,7 @@ class RenderedImages(NamedTuple):
 def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -> Callable[..., RenderedImages]:
     """Return render(rows, texts `[P][G]`, iteration, evaluation) → RenderedImages.
 
-    Args:
-        judges: "renderer", and perhaps "scorer", on whose device the pictures are then.
-        config: Of the run.
-        baselines: Whether the unchanged prompts are drawn too.
+    Pictures are on the device of the judge "scorer", if there is one; `baselines` draws the unchanged prompts too.
     """
     renderer: ConfiguredRenderer = judges["renderer"]
     device = judges.get("scorer", renderer).device

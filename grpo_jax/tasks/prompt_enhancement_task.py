@@ -17,9 +17,9 @@ from grpo_jax.tasks.pictures import MINIATURE, REWARDS, PictureTask, miniature_p
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
 
 COMPOSITIONAL = "compositional"
-"""As data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
+"""Value of data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
 BOTH = "builtin+compositional"
-"""As data.prompts: those that ship with the package, and as many compositional ones, in turn."""
+"""Value of data.prompts: those that ship with the package, and as many compositional ones, in turn."""
 DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("faithfulness", 0.5), RewardSection("length", 0.2))
 
 
@@ -36,7 +36,7 @@ class PromptEnhancement(PictureTask):
     }
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Prompts, and what draws."""
+        """Load the prompts and the renderer."""
         config = setup.config
         return replace(
             picture_data(config, setup.prompts or _prompts(config), REWARDS, DEFAULT_REWARDS),
@@ -51,13 +51,12 @@ def _prompts(config: Config) -> PromptSet:
 
 
 def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any]]:
-    """A built-in prompt, a compositional one, and so on: of however many are measured, half are of each list."""
+    """Return built-in and compositional prompts in turn: of however many are measured, half are of each list."""
     rows = getattr(load_prompts("builtin", held_out=held_out), split)
     plain = [{"prompt": row.prompt, **row.columns} for row in rows]
     return [record for pair in zip(plain, compositional_records(split, len(rows)), strict=True) for record in pair]
 
 
-# ---------------------------------------------------------------------------------------------------- compositional
 # Prompts that a picture can get wrong one part at a time: objects, counts, colours, places and what belongs to what, in
 # the manner of GenEval (Ghosh et al. 2023, arXiv:2310.11513), with yes-or-no questions for a judge that sees in place
 # of an object detector (`questions@NAME`, docs/judges.md). Each prompt is made of combinations, and one that is held
@@ -76,7 +75,7 @@ OBJECTS = {name: f"{name}s" for name in _PLURALS_IN_S.split()} | {
     "sheep": "sheep",
     "watch": "watches",
 }
-"""What is drawn, and how several are called."""
+"""Objects, and their plurals."""
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 PLACES = ("to the left of", "to the right of", "above", "below")
@@ -84,7 +83,7 @@ KINDS = ("object", "objects", "count", "colour", "place", "binding")
 
 
 class Wish(NamedTuple):
-    """A prompt, what a picture of it is asked, and the combinations that it is made of."""
+    """A prompt, the questions about its picture, and the combinations that it is made of."""
 
     kind: str
     prompt: str
@@ -93,18 +92,10 @@ class Wish(NamedTuple):
 
 
 def compositional_records(split: str, count: int) -> list[dict[str, Any]]:
-    """Prompts of one split, of all kinds in turn, the same at every call.
+    """Return records with `prompt`, `questions` (a list of texts) and `kind`, of all kinds in turn, always the same.
 
-    Args:
-        split: "train", "validation" or "test": eight, one and one of ten combinations. Objects alone, which are no
-            combination, are trained on only.
-        count: How many; fewer where there are no more.
-
-    Returns:
-        Records with `prompt`, `questions` (a list of texts) and `kind`.
-
-    Raises:
-        ValueError: There is no such split.
+    "train", "validation" and "test" have eight, one and one of ten combinations. Objects alone, which are no
+    combination, are in "train" only. Fewer than `count` where there are no more; ValueError for another split.
     """
     if split not in ("train", "validation", "test"):
         raise ValueError(f'split: expected "train", "validation" or "test", got {split!r}')
@@ -115,13 +106,13 @@ def compositional_records(split: str, count: int) -> list[dict[str, Any]]:
 
 
 def split_of(wish: Wish) -> str | None:
-    """Where all combinations of a prompt belong; None where they do not belong together, and it is not used."""
+    """Return the split of all combinations of a prompt; None if they differ, and it is not used."""
     places = {_split(combination) for combination in wish.combinations}
     return "train" if not places else places.pop() if len(places) == 1 else None
 
 
 def wishes() -> Iterator[Wish]:
-    """All prompts there are."""
+    """Yield all prompts."""
     for name in OBJECTS:
         yield Wish("object", _a(name), (_there(name),), ())
     for name, (number, word) in itertools.product(OBJECTS, NUMBERS.items()):
@@ -140,7 +131,7 @@ def wishes() -> Iterator[Wish]:
 
 
 def _bindings(first: str, second: str) -> Iterator[Wish]:
-    """Two objects of two colours, for a few of the pairs of colours."""
+    """Yield two objects of two colours, for a few of the pairs of colours."""
     number = _number(second, first)
     for step in range(4):
         one, other = COLOURS[(number + 3 * step) % 10], COLOURS[(number // 10 + 7 * step) % 10]
@@ -156,12 +147,11 @@ def _split(combination: Sequence[str]) -> str:
 
 
 def _place(wish: Wish) -> int:
-    """Its place in an order that mixes all objects."""
+    """Return its place in an order that mixes all objects."""
     return _number("order", wish.prompt)
 
 
 def _number(*words: str) -> int:
-    """A number from words, the same everywhere."""
     return zlib.crc32(" ".join(words).encode())
 
 

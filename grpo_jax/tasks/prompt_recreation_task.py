@@ -35,12 +35,12 @@ def similarity(
     scorer: ImageEncoder,
     **columns: object,
 ) -> Tensor:
-    """How alike the drawn picture and the row's own are to the scorer: a cosine in [-1, 1]."""
+    """Likeness of the drawn picture to the row's own for the scorer: a cosine in [-1, 1]."""
     return scorer.image_image(images, tensors_of(target))
 
 
 def tensors_of(sources: Sequence[object]) -> list[Tensor]:
-    """Pictures of rows as torch float [3, H, W] in [0, 1]; one that is repeated is the same tensor."""
+    """Return pictures of rows as torch float [3, H, W] in [0, 1]; one that is repeated is the same tensor."""
     import torch
 
     tensors: dict[int, Tensor] = {}
@@ -55,7 +55,7 @@ REWARDS = {
     "similarity": similarity,
     **{name: PICTURE_REWARDS[name] for name in ("length", "quality", "pixel_accuracy")},
 }
-"""By the name that a config uses."""
+"""Rewards by their name in a config."""
 
 DEFAULT_REWARDS = (RewardSection("similarity"), RewardSection("length", 0.1))
 
@@ -76,16 +76,16 @@ class PromptRecreation(PictureTask):
     pictures: Literal["shown", "hidden", "shuffled"] = "shown"
 
     def check(self, config: Config) -> None:
-        """Refuse what no picture task has, and a policy that would continue a prompt."""
+        """Refuse settings that no picture task has, and a policy that would continue a prompt."""
         super().check(config)
         require(config.data.form == "rewrite", "data.form", "'rewrite', the prompt is a picture", config.data.form)
 
     def count_pictures(self, config: Config) -> tuple[int, int]:
-        """The one that is to be drawn again."""
+        """Count one picture: the one to be drawn again."""
         return 1, 0
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Pictures, and what draws."""
+        """Load the pictures and the renderer."""
         config = setup.config
         rows = setup.prompts or picture_prompts(config, {MINIATURE: _shown}, "a .jsonl or .parquet file")
         prompts = PromptSet(*(seen(part, self.pictures) for part in rows))
@@ -93,11 +93,7 @@ class PromptRecreation(PictureTask):
 
 
 def seen(rows: Sequence[Row], pictures: str) -> tuple[Row, ...]:
-    """The rows as the policy gets them, what is to be drawn again in the column "target".
-
-    Raises:
-        UserError: A row has no picture, or several.
-    """
+    """Return the rows as the policy gets them, each row's one picture to be drawn in the column "target"."""
     for row in rows:
         if len(row.pictures) != 1:
             raise UserError(f"row {row.id}: expected one picture, which is to be drawn again, got {len(row.pictures)}")
@@ -121,5 +117,4 @@ def _grey(row: Row) -> np.ndarray:
 
 
 def _shown(split: str, count: int) -> list[dict[str, Any]]:
-    """Pictures of the miniature's world."""
     return own_package("bridges", "miniature.world").pictures(split, count)

@@ -24,7 +24,7 @@ INSTRUCTION = (
 )
 
 CONTROLS: Mapping[str, Shown] = {"blind": "none", "wrong": "other"}
-"""What the policy is shown between two turns where it is measured otherwise than trained, by the measure's ending."""
+"""Controls, by the ending of their measures: pictures shown between two turns in place of the trained ones."""
 
 DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("length", 0.1))
 
@@ -48,7 +48,7 @@ class PromptRefinement(PictureTask):
     shown: Shown = "drawn"
 
     def check(self, config: Config) -> None:
-        """Refuse what no picture task has, and a single turn."""
+        """Refuse settings that no picture task has, and a single turn."""
         super().check(config)
         require(
             config.sampling.turns >= 2, "sampling.turns", "at least 2, to mend what was drawn", config.sampling.turns
@@ -56,11 +56,11 @@ class PromptRefinement(PictureTask):
         require(config.data.form == "rewrite", "data.form", "'rewrite'", config.data.form)
 
     def count_pictures(self, config: Config) -> tuple[int, int]:
-        """The one that was drawn, between two turns."""
+        """Count one picture between two turns."""
         return 0, int(self.shown != "none")
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """Prompts, what draws, and what is said between two turns."""
+        """Load the prompts, the renderer and the answer between two turns."""
         config = setup.config
         instruction = self.answer or INSTRUCTION
         files = "a .jsonl or .txt file, or builtin"
@@ -74,11 +74,9 @@ class PromptRefinement(PictureTask):
 
 
 def make_respond(instruction: str, shown: Shown) -> Respond:
-    """Return respond(rows, episodes) → the picture just drawn and the instruction.
+    """Return respond(rows, episodes) → the picture just drawn and the instruction, "{prompt}" in it filled in.
 
-    Args:
-        instruction: What is said; "{prompt}" stands for the user's prompt.
-        shown: The picture "drawn" last, "none", or that of an "other" prompt, the next in the list that there is.
+    `shown` is the picture "drawn" last, "none", or that of an "other" prompt (`others`).
     """
 
     def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer]:
@@ -103,7 +101,7 @@ def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[n
 
 
 def _oracle(rows: Sequence[Row], config: Config) -> dict[str, list[str]]:
-    """The best text for each row; a renderer that does not draw what it is told says itself what that is."""
+    """Return the best text for each row; a renderer that does not draw what it is asked names that text itself."""
     oracle = getattr(config.judges["renderer"], "oracle", None)
     if oracle is None or any("requested" not in row.columns for row in rows):
         return oracle_column(rows)

@@ -1,8 +1,8 @@
-"""Prompt enhancement: what the policy is asked, and how its answer becomes a prompt.
+"""Prompt enhancement: how the policy is asked, and how its answer becomes a prompt.
 
-Two forms. *rewrite* asks a chat policy for a better prompt and reads its answer. *append* lets the policy continue the
-user's prompt token by token; the prompt with its continuation is what is rendered. An answer that cannot be used never
-reaches the renderer: the user's prompt does.
+*rewrite* asks a chat policy for a better prompt and reads its answer; *append* lets the policy continue the user's
+prompt token by token, and the prompt with its continuation is rendered. An answer that cannot be used never reaches
+the renderer: the user's prompt does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ Form = Literal["rewrite", "append"]
 
 
 def _begins(*phrases: str) -> re.Pattern[str]:
-    """What a line begins with, in any case."""
     return re.compile(rf"^(?:{'|'.join(phrases)})", re.IGNORECASE)
 
 
@@ -45,12 +44,12 @@ _LABEL = _begins(
     rf"(?:/imagine )?(?:(?:{'|'.join(_KINDS)})\s+)*(?:{'|'.join(_NAMES)})"
     rf"(?:\s+#?(?:\d+|[a-c]))?(?:\s*\([^)]*\))?(?: is)?\s*{_COLON}\s*"
 )
-"""What names the text behind it: "Prompt:", "Enhanced prompt:", "Option 1 (vivid):"."""
+"""Label before a prompt: "Prompt:", "Enhanced prompt:", "Option 1 (vivid):"."""
 _ANNOUNCEMENT = _begins(
     rf"(?:{'|'.join(_HERE)}){_END}[^:：]*(?:{'|'.join(_REWRITE)})(?:[^:：]*{_COLON}\s*|[.!]$)",
     rf"[^:：]*\b(?:this|your|following) (?:\w+ )?prompt(?:, \w+)?\s*{_COLON}\s*",
 )
-"""What says that a prompt follows: "Here is the rewritten prompt: …"."""
+"""Announcement of a prompt: "Here is the rewritten prompt: …"."""
 _INTERJECTION = _begins(
     r"(?:sure(?: thing)?|certainly|of course|okay|ok|all ?right|absolutely|definitely|understood|got it|no problem"
     r"|great(?: (?:choice|idea|prompt|question)|(?=!)))\s*[,!.:]+\s*"
@@ -59,7 +58,7 @@ _OPENING = _begins(rf"(?:sure|certainly|of course|okay|ok|absolutely|great|{'|'.
 _DISCLAIMER = _begins(
     r"(?:i|i[’']m|as an?|unfortunately|sorry)\b[^:：]*\b(?:but|however),? (?=here(?:[’']s| is| are)\b)",
 )
-"""What a model that draws nothing says before it gives the prompt after all."""
+"""Disclaimer of a model that draws nothing, before it gives the prompt after all."""
 _REMARK = _begins(
     r"i(?:[’']d| would) (?:be (?:happy|glad|delighted)|love)\b",
     r"(?:i[’']m |i am )?(?:happy|glad) to\b",
@@ -69,7 +68,7 @@ _REMARK = _begins(
     r"feel free\b",
     r"thank(?:s| you) for\b",
 )
-"""What a chat model says of itself, or to the user."""
+"""Remark of a chat model about itself, or to the user."""
 _CLOSING = re.compile(
     r"(?<=[.!?\"”*])\s+(?:let me know|feel free|would you like|(?:i )?hope this"
     r"|i(?:[’']ve| have) (?:added|rewritten|kept)|this (?:prompt|version|rewrite|revised|enhanced)|\(?note:)\s.*$",
@@ -99,7 +98,7 @@ _REFUSAL = _begins(
     r"很?抱歉|对不起|申し訳|lo siento,? (?:pero )?no puedo|désolée?,? (?:mais )?je ne|je suis désolée?,",
     r"es tut mir leid,? (?:aber )?|извините, (?:но )?я не|mi dispiace, (?:ma )?non posso",
 )
-"""What says that it will not: an apology, or that it cannot help; not any sentence that begins with "I can't"."""
+"""Refusal: an apology, or that it cannot help; not any sentence that begins with "I can't"."""
 _BULLET = _begins(r"[-*•]\s+", r"\d{1,2}[.)]\s+", r"#+\s+", r">\s+")
 _FENCE = re.compile(r"```(?:\w*\n)?(.*?)(?:```|\Z)", re.DOTALL)
 _MEMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[?\s*"((?:[^"\\]|\\.)*)')
@@ -108,21 +107,14 @@ _QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`",
 
 
 def parse_rewrite(text: str, form: Form, prompt: str) -> Reading:
-    """Read a completion.
+    """Read the prompt to render from a completion.
 
     In "rewrite" an answer is read as chat models write them. Thinking goes; a code fence, a JSON object's prompt or a
     line labelled "Prompt:" is the answer, if there is one. Of what is left, remarks ("Sure! Here is …:", "I've added
     …"), headings, labels, list marks, bold marks and enclosing quotes go; the first line that is left is the prompt,
     with those that a comma joins to it. A negative prompt is left out: a renderer has one for all pictures. In
-    "append": the prompt and the first line of its continuation.
-
-    Args:
-        text: The completion, decoded.
-        form: How it was asked for.
-        prompt: What the user wrote.
-
-    Returns:
-        The prompt to render. Without a letter or digit, or with a refusal, it is the user's, and not `usable`.
+    "append": the prompt and the first line of its continuation. Without a letter or digit, or with a refusal, the
+    result is the user's `prompt`, and not `usable`.
     """
     if form == "append":
         return continued(text, prompt)
@@ -135,19 +127,19 @@ def parse_rewrite(text: str, form: Form, prompt: str) -> Reading:
 
 
 def names_a_negative(text: str) -> bool:
-    """Whether a completion brings a negative prompt, in a line of its own or a member of its JSON."""
+    """Return whether a completion has a negative prompt, in a line of its own or a member of its JSON."""
     return any(map(_NEGATIVE.search, re.sub(r'["*]', "", text).splitlines()))
 
 
 def _without_thinking(text: str) -> str:
-    """The text behind thinking; a block that never closes leaves nothing behind it."""
+    """Drop thinking; a block that never closes leaves nothing."""
     text = text.replace("<thinking>", "<think>").replace("</thinking>", "</think>")
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def _content(text: str) -> str:
-    """What stands in the first code fence that says something, in a JSON object or in tags; else all of the text."""
+    """Return the first code fence that says something, a JSON object's prompt or the inside of tags; else all."""
     text = next(filter(_has_words, _FENCE.findall(text)), text)
     members = _MEMBER.findall(text) if "{" in text else []
     if members:
@@ -162,13 +154,13 @@ def _content(text: str) -> str:
 
 
 def _bare(line: str) -> str:
-    """A line without marks of bold, lists and quotations."""
+    """Drop marks of bold, lists and quotations."""
     line = line.replace("**", "").replace("__", "").strip()
     return line if _HEADING.match(line) else _BULLET.sub("", line)
 
 
 def _answer(lines: list[str]) -> str:
-    """The first line that is no remark, with those that it goes on in; behind the label "Prompt:" where one stands."""
+    """Return the first line that is no remark, with its continuation; after the label "Prompt:" if there is one."""
     labels = [_LABEL.match(line) for line in lines]
     labelled = [place for place, label in enumerate(labels) if label and "prompt" in label[0].lower()]
     answer = heading = ""
@@ -187,13 +179,13 @@ def _answer(lines: list[str]) -> str:
 
 
 def _leads_on(line: str) -> bool:
-    """Whether a line says only what comes next, where something does."""
+    """Return whether a line only announces the next."""
     tells = _OPENING.match(line) and re.search(r"\bprompts?\b.*[.!]$", line, re.IGNORECASE)
     return bool(_HEADING.match(line) or line.endswith((":", "：")) or tells)
 
 
 def _announced(line: str) -> str:
-    """A line without interjections, announcements and labels before it."""
+    """Drop interjections, announcements and labels before a line."""
     while True:
         rest = line
         for mark in (_INTERJECTION, _DISCLAIMER, _ANNOUNCEMENT, _LABEL):
@@ -205,7 +197,7 @@ def _announced(line: str) -> str:
 
 
 def _clean(line: str) -> str:
-    """Take off list marks, labels and quotes, as often as there are any."""
+    """Drop list marks, labels and quotes, as often as there are any."""
     while True:
         cleaned = _unquote(_LABEL.sub("", _BULLET.sub("", " ".join(line.split()))))
         if cleaned == line:
@@ -214,7 +206,7 @@ def _clean(line: str) -> str:
 
 
 def _unquote(line: str) -> str:
-    """Without quotes that enclose all of it, or an opening one that was never closed (a truncated answer)."""
+    """Drop quotes around all of it, or an opening one that was never closed (a truncated answer)."""
     if not line or line[0] not in _QUOTES:
         return line
     opening, closing = line[0], _QUOTES[line[0]]

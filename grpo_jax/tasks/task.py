@@ -1,8 +1,8 @@
-"""What a task is: its section of the config, and what it makes of it.
+"""The protocol of a task: its section of the config, and its data or program.
 
-A task is a frozen dataclass that derives from `Task`. Its fields are its config (`--task.FIELD`), with a help line each
-in its docstring. A task of language has a `load` that gives its `TaskData`: prompts, rewards, and what belongs to them.
-A task that is no task of language has a `program` instead, which does what one iteration is.
+A task is a frozen dataclass that derives from `Task`. Its fields are its config (`--task.FIELD`), with a help line
+each in its docstring. A task of language has a `load` that gives its `TaskData`: prompts, rewards, and what belongs
+to them. Any other task has a `program` instead, which runs its iterations.
 
     @dataclass(frozen=True)
     class Countdown(Task):
@@ -48,17 +48,17 @@ Say = Callable[..., None]
 State = Any
 """The pytree that a program trains."""
 Notes = dict[str, Any]
-"""What is remembered in every checkpoint, as JSON has it."""
+"""Values that every checkpoint keeps, as JSON has it."""
 
 
 class Choices(NamedTuple):
     """The texts of which each completion is one: a catalogue that the policy ranks by its own likelihood.
 
     Attributes:
-        texts: The texts, as `Task.listed_texts` returns them; those that are the same tokens count as the first.
+        texts: As `Task.listed_texts` returns them; those that are the same tokens count as the first.
         listed: How many of the best a held-out prompt's ranking lists; 0 for all of them, scored exactly.
-        columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values} of
-            each row's ranking, for rewards and measures.
+        columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values}
+            of each row's ranking, for rewards and measures.
     """
 
     texts: Sequence[str]
@@ -67,7 +67,7 @@ class Choices(NamedTuple):
 
 
 class TaskSetup(NamedTuple):
-    """What `Task.load` gets: the run's config, rows in place of data.prompts or None, and `Say`."""
+    """Arguments of `Task.load`: the run's config, rows in place of data.prompts or None, and `Say`."""
 
     config: Config
     prompts: PromptSet | None
@@ -75,18 +75,18 @@ class TaskSetup(NamedTuple):
 
 
 def oracle_column(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The column "oracle" as the best text there is, where every row has one."""
+    """Return the column "oracle" as the best text there is, where every row has one."""
     if not rows or any(row.columns.get("oracle") is None for row in rows):
         return {}
     return {"oracle": [row.columns["oracle"] for row in rows]}
 
 
 class TurnEnvironment(NamedTuple):
-    """What answers the policy between its turns (sampling.turns).
+    """The environment that answers the policy between its turns (sampling.turns).
 
     Attributes:
-        respond: (rows, episodes) → an answer to each: an `Answer`, a text, or None where the episode is done; None for
-            a task in which the policy writes once.
+        respond: (rows, episodes) → an answer to each: an `Answer`, a text, or None where the episode is done; None
+            for a task in which the policy writes once.
         controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
         shows_pictures: Whether answers hold pictures that no prompt has: the policy then needs its vision tower.
     """
@@ -101,7 +101,7 @@ class Vocabulary(NamedTuple):
 
     Attributes:
         words: () → the words, frequent ones first.
-        vectors: Width → what the embeddings of some of them begin as, f32 [width] by word; None for random ones.
+        vectors: Width → first embeddings of some of them, f32 [width] by word; None for random ones.
     """
 
     words: Callable[[], Sequence[str]]
@@ -110,7 +110,7 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What a run reports of the task beside its rewards.
+    """A run's results of the task beside its rewards.
 
     Attributes:
         references: Rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
@@ -129,21 +129,21 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a task of language has loaded: all but judges and policy, whose weights are loaded last.
+    """A loaded task of language: all but judges and policy, whose weights are loaded last.
 
     Attributes:
         prompts: Rows to learn from, to choose the best checkpoint on, and to report on.
         rewards: The task's own.
-        source: Where the prompts are from, in a word; "" for what data.prompts says.
-        render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`, iteration,
-            evaluation) → pictures; None where nothing is drawn.
-        environment: What answers between two turns.
-        report: What is told of it.
+        source: Where the prompts are from, in a word; "" for the name in data.prompts.
+        render: render(judges, names of arguments that rewards ask for) → the function (rows, texts `[P][G]`,
+            iteration, evaluation) → pictures; None where nothing is drawn.
+        environment: Answers between two turns.
+        report: Results beside the rewards.
         pairs: () → (prompt, text) pairs that a warm start teaches, the prompt a text or, with pictures, one of the
             rows; of episodes (prompt, text, answer, text, …); None if there are none.
         vocabulary: Of a new policy; None if there is none.
         identity: What must be the same when a run is resumed or evaluated, beside the config.
-        choices: What may be written, where that is a list of texts; None for any text.
+        choices: The list of texts that may be written; None for any text.
     """
 
     prompts: PromptSet
@@ -163,10 +163,10 @@ class Task:
     """What a policy is to learn; derive from it as a frozen dataclass.
 
     Attributes:
-        config: What a run of this task is made of; its field `task` holds the task.
+        config: Type of a run's config; its field `task` holds the task.
         defaults: Values of a run's sections that differ from their own defaults, as a YAML file has them.
         default_config: A shipped config that runs where no --config is given; None for the defaults.
-        renamed: Fields of earlier versions with what they are called now: {"old.name": "new.name"}.
+        renamed: Fields of earlier versions and their names now: {"old.name": "new.name"}.
         display: How its measures are shown.
         not_planned: What `--plan` does not count, in words.
         judges_prompts: Whether an unchanged prompt can be judged in a completion's place (sampling.keep_prompt).
@@ -181,54 +181,45 @@ class Task:
     judges_prompts: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
-        """Refuse what does not go together; called when a config is made.
+        """Refuse settings that do not go together; called when a config is made.
 
         Raises:
             UserError: Naming the field.
         """
 
     def reader(self, config: Config) -> Callable[[str, str], Reading]:
-        """The function (completion, user's prompt) → the text that is judged."""
+        """Return the function (completion, user's prompt) → the text that is judged."""
         return as_written
 
     def remark(self, completions: Sequence[str]) -> str:
-        """A note on what completions hold that is not judged, which a run says once; "" where there is none."""
+        """Return a note on parts of completions that are not judged, which a run prints once; "" for none."""
         return ""
 
     def listed_texts(self, config: Config) -> Sequence[str] | None:
-        """What a completion may be, where its data have `choices`, for who asks a trained policy; None for any text.
+        """Return the texts that a completion may be, where the data have `choices`; None for any text.
 
-        Raises:
-            UserError: Data are missing or bad.
+        It serves questions to a trained policy. A UserError if data are missing or bad.
         """
         return None
 
     def count_pictures(self, config: Config) -> tuple[int, int]:
-        """The most pictures of a prompt, and of an answer between two turns; what `--plan` counts.
+        """Return the most pictures of a prompt, and of an answer between two turns, for `--plan`.
 
-        Raises:
-            UserError: Data are bad.
+        A UserError if data are bad.
         """
         return 0, 0
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """What the task works on. Loads no weights.
-
-        Raises:
-            UserError: Data are missing or bad.
-        """
+        """Load the task's data, but no weights; a UserError if they are missing or bad."""
         raise NotImplementedError
 
     def program(self, config: Any, say: Say) -> Program | None:
-        """What does an iteration of a task that is no task of language; None for those, which `load` their data."""
+        """Return the program that runs the iterations; None for a task of language, which `load`s its data."""
         return None
 
 
-# -------------------------------------------------------------------------------------------------------- programs
-
-
 class Begun(NamedTuple):
-    """A start that was measured: the state, notes, seconds by what they were spent on, and a line for the terminal."""
+    """A start that was measured: the state, notes, seconds by what they were spent on, and a line to print."""
 
     state: State
     notes: Notes
@@ -257,7 +248,7 @@ class Advanced(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What a run shows at its end.
+    """Results of a run that are shown at its end.
 
     Attributes:
         summary: Entries of summary.json.
@@ -277,7 +268,7 @@ class Finished(NamedTuple):
 
 
 class Program(Protocol):
-    """What an experiment drives: a start, steps, an end. Everything random follows from seed and iteration."""
+    """The start, steps and end of a run. Everything random follows from seed and iteration."""
 
     @property
     def config(self) -> Any:
@@ -285,29 +276,29 @@ class Program(Protocol):
 
     @property
     def iterations(self) -> int:
-        """How many there are in all."""
+        """Number of iterations in all."""
 
     @property
     def identity(self) -> Mapping[str, str]:
         """What must be the same on resume, beside the config."""
 
     def template(self) -> State:
-        """A state as training begins with, to restore a checkpoint into."""
+        """Return a state as training begins with, to restore a checkpoint into."""
 
     def saved(self, state: State) -> dict[str, State]:
-        """What a checkpoint holds of a state; "variables" is what evaluation needs."""
+        """Return the parts of a state in a checkpoint; "variables" is what evaluation needs."""
 
     def restored(self, saved: Mapping[str, State], template: State) -> State:
-        """The inverse of `saved`."""
+        """Invert `saved`."""
 
     def begin(self, folder: Path) -> Begun | None:
-        """The start, made and measured; None if it was stopped on the way, with what there is in `folder`."""
+        """Make and measure the start; None if it was stopped on the way, with what there is in `folder`."""
 
     def advance(self, state: State, iteration: int, notes: Notes) -> Advanced:
-        """The next step after `iteration` iterations; the state is donated."""
+        """Take the next step after `iteration` iterations; the state is donated."""
 
     def validate(self, state: State, iteration: int) -> tuple[dict[str, float], float] | None:
-        """Measures that choose the best checkpoint, and the score they make; None where it is not time."""
+        """Return measures that choose the best checkpoint, and the score they make; None where it is not time."""
 
     def finish(self, state: State, progress: Progress, directory: RunDirectory) -> Finished:
         """Measure the end and write the policy."""

@@ -38,7 +38,7 @@ class Text(Task):
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
 
     def check(self, config: Config) -> None:
-        """Refuse an environment that nobody asks, and turns that nobody answers."""
+        """Refuse an environment without turns, and turns without an environment."""
         turns = config.sampling.turns
         require(not self.environment or turns > 1, "sampling.turns", "at least 2 with task.environment", turns)
         require(
@@ -46,18 +46,18 @@ class Text(Task):
         )
 
     def reader(self, config: Config) -> Callable[[str, str], Reading]:
-        """Completions as they are; a continuation with its prompt."""
+        """Return completions as they are; a continuation with its prompt."""
         return continued if config.data.form == "append" else as_written
 
     def count_pictures(self, config: Config) -> tuple[int, int]:
-        """Those of the prompts, where they are at hand."""
+        """Count those of the prompts, where they are at hand."""
         section = config.data
         if not os.path.exists(section.prompts):
             return 0, 0
         return int(row_sizes(all_rows(prompts_of(section)))["pictures"].max()), 0
 
     def load(self, setup: TaskSetup) -> TaskData:
-        """The prompts."""
+        """Load the prompts."""
         section, prompts = setup.config.data, setup.prompts
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
@@ -70,7 +70,6 @@ class Text(Task):
         )
 
     def _respond(self, config: Config) -> Respond:
-        """The environment, here or in a process of its own."""
         if self.isolated:
             return isolate_environment(self.environment, config.judge_timeout or None)
         respond = load_object(self.environment, ENVIRONMENT)

@@ -3,7 +3,7 @@
 The equations are those of Barto, Sutton and Anderson, "Neuronlike adaptive elements that can solve difficult learning
 control problems" (1983), with gymnasium's constants and Euler steps. A policy is a function: observations `[B, 4]` →
 log-odds `[B]` of pushing to the right. Loops run until every episode has ended, in all seeds when they are vmapped:
-what comes after an episode's end is masked.
+steps after an episode's end are masked.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Steps(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How episodes went, `[B]` each: steps (the return of CartPole-v1), sum of "centred", mean distance from 0."""
+    """Results of episodes, `[B]` each: steps (the return of CartPole-v1), sum of "centred", mean distance from 0."""
 
     length: jax.Array
     centred: jax.Array
@@ -123,9 +123,6 @@ def objective_rewards(objective: str, positions: jax.Array, width: float) -> jax
     """Return the reward of every step, in the shape of `positions`, which are those after the step.
 
     "upright" is 1, as in CartPole-v1; "centred" is max(0, 1 - |x| / width), while the track ends at 2.4.
-
-    Raises:
-        ValueError: An unknown objective.
     """
     if objective == "upright":
         return jnp.ones_like(positions)

@@ -1,4 +1,4 @@
-"""What an experiment drives of CartPole: all seeds in one compiled block of iterations, called in turn."""
+"""CartPole for an experiment: all seeds in one compiled block of iterations, called in turn."""
 
 from __future__ import annotations
 
@@ -32,13 +32,7 @@ _ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
 class CartPoleProgram:
     """Every seed of a config side by side; its notes are each measure before training and when a seed was solved.
 
-    Attributes:
-        config: The run.
-        training: The config's pure functions.
-        devices: Those that share the seeds.
-        start: The state that training begins with, seeds first.
-        block: The compiled block of iterations, over all seeds.
-        compile_seconds: That compiling it took.
+    `start` and `block` have the seeds as first axis, and `devices` share them.
     """
 
     config: CartPoleConfig
@@ -50,7 +44,7 @@ class CartPoleProgram:
 
     @property
     def iterations(self) -> int:
-        """In all."""
+        """Number of iterations."""
         return self.config.training.iterations
 
     @property
@@ -59,26 +53,26 @@ class CartPoleProgram:
         return {}
 
     def template(self) -> Carry:
-        """The start."""
+        """Return the start."""
         return self.start
 
     def saved(self, state: Carry) -> dict[str, State]:
-        """A state as checkpoints take it."""
+        """Return a state as checkpoints take it."""
         return {"variables": state.params, **{name: x for name, x in state._asdict().items() if name != "params"}}
 
     def restored(self, saved: Mapping[str, State], template: Carry) -> Carry:
-        """The inverse of `saved`."""
+        """Invert `saved`."""
         return Carry(params=saved["variables"], **{name: x for name, x in saved.items() if name != "variables"})
 
     def begin(self, folder: Path) -> Begun:
-        """The start, measured."""
+        """Measure the start."""
         before = self._measure(self.start)
         notes = {"before": before, "solved_at": [None] * self.config.num_seeds}
         line = f"before training: mean return {np.mean(before['episode_return']):.1f} of {MAX_STEPS}"
         return Begun(self.start, notes, {"compile": self.compile_seconds, "train": 0.0}, line)
 
     def advance(self, state: Carry, iteration: int, notes: Notes) -> Advanced:
-        """One block: `evaluation.every` iterations of every seed, their rows, and a measurement."""
+        """Run `evaluation.every` iterations of every seed, and measure."""
         started = time.monotonic()
         before = _total_steps(state)
         state, metrics, measures = jax.block_until_ready(self.block(state))
@@ -97,7 +91,7 @@ class CartPoleProgram:
         return Advanced(state, rows, {"train": seconds}, {**notes, "solved_at": solved_at})
 
     def validate(self, state: Carry, iteration: int) -> None:
-        """None: every block is measured, and no checkpoint is chosen."""
+        """Return None: every block is measured, and no checkpoint is chosen."""
 
     def finish(self, state: Carry, progress: Progress, directory: RunDirectory) -> Finished:
         """Measure all seeds on fresh starts."""
@@ -157,7 +151,7 @@ class CartPoleProgram:
 
 
 def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[dict[str, float]]:
-    """One row per iteration from metrics `[seeds, iterations]`: the mean of the seeds that have a number."""
+    """Return a row per iteration from metrics `[seeds, iterations]`: the mean of the seeds that have a number."""
     table = {name: np.asarray(values, np.float64) for name, values in metrics.items()}
     length = next(iter(table.values())).shape[1]
     rows = []
@@ -174,7 +168,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def closing_lines(summary: dict[str, Any]) -> list[str]:
-    """Seeds solved, steps and pace."""
+    """Return lines with seeds solved, steps and pace."""
     first = [steps for steps in summary["solved_at"] if steps is not None]
     when = f", first after {int(np.median(first)):,} steps (median)" if first else ""
     return [
@@ -210,16 +204,13 @@ def _total_steps(state: Carry) -> int:
     return int(np.asarray(state.steps).astype(np.int64).sum())
 
 
-# ----------------------------------------------------------------------------------------------- seeds side by side
-
-
 def seed_keys(seed: int, number: int) -> jax.Array:
-    """Keys of the seeds seed, seed + 1, …: what is vmapped over. A seed learns alike alone and among others."""
+    """Return the keys of seeds seed, seed + 1, …, to vmap over; a seed learns the same alone and among others."""
     return jax.vmap(jax.random.key)(jnp.arange(seed, seed + number))
 
 
 def split_processor() -> None:
-    """Asks JAX for one CPU device per core; without effect once JAX has started, or where XLA_FLAGS says how many.
+    """Ask JAX for one CPU device per core; without effect once JAX has started, or where XLA_FLAGS gives a number.
 
     The networks are far too small for two threads to share one product; whole seeds are what cores can share out.
     """
@@ -233,14 +224,14 @@ def split_processor() -> None:
 
 
 def seed_devices(seeds: int) -> list[jax.Device]:
-    """The most of JAX's devices that share the seeds evenly."""
+    """Return the most of JAX's devices that share the seeds evenly."""
     devices = jax.devices()
     number = max(count for count in range(1, len(devices) + 1) if seeds % count == 0)
     return devices[:number]
 
 
 def over_seeds(function: Callable, devices: Sequence[jax.Device]) -> Callable:
-    """Compiles `function` for many seeds: the first axis of all it takes and gives.
+    """Compile `function` for many seeds, the first axis of all it takes and gives.
 
     Each device runs its seeds by itself: a loop ends when its own last seed is done.
     """

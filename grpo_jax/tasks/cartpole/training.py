@@ -42,7 +42,7 @@ _CHUNK = 50
 
 
 class Batch(NamedTuple):
-    """What an update learns from, time first: each `[T, B]`, observations `[T, B, 4]`.
+    """Data of an update, time first: each `[T, B]`, observations `[T, B, 4]`.
 
     GRPO and GDPO have a mask of the steps that were taken; PPO has the values before the updates and their targets.
     """
@@ -61,8 +61,7 @@ class Carry(NamedTuple):
 
     Attributes:
         params: {"policy": …}, and with ppo {"value": …}.
-        optimizer: Optax's state.
-        carts: Where ppo's carts are; () for the others, whose episodes are whole.
+        carts: State of ppo's carts; () for the others, whose episodes are whole.
         key: The seed's key. Every random number follows from it and the iteration.
         iteration: I32, iterations done.
         steps: I32, environment steps taken to learn from, without padding and without evaluation.
@@ -84,15 +83,10 @@ class History(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Pure functions of a config.
+    """Pure functions of a config: `evaluate` measures the greedy policy on fresh starts, `train` is the whole run.
 
-    Attributes:
-        init: init(key) → the start.
-        iterate: iterate(state) → (state, metrics): one iteration.
-        evaluate: evaluate(state) → measures of the greedy policy on fresh starts.
-        block: block(state) → (state, metrics `[every]`, measures): `evaluation.every` iterations, then a measurement.
-        train: train(key) → (state, History): the whole run.
-        parameters: Number of parameters by network.
+    `block` runs `evaluation.every` iterations, its metrics are `[every]`, and then measures. `parameters` counts
+    those of each network.
     """
 
     init: Callable[[jax.Array], Carry]
@@ -101,9 +95,6 @@ class Training(NamedTuple):
     block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
     train: Callable[[jax.Array], tuple[Carry, History]]
     parameters: dict[str, int]
-
-
-# ------------------------------------------------------------------------------------------------------ advantages
 
 
 def action_logprobs(log_odds: jax.Array, right: jax.Array) -> jax.Array:
@@ -139,24 +130,17 @@ def episode_rewards(algorithm: CartPoleAlgorithm, positions: jax.Array, mask: ja
 def group_step_advantages(
     algorithm: CartPoleAlgorithm, rewards: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Advantages of every step from the rewards of groups of episodes.
+    """Return the advantages of every step f32 `[P, G, T]`, and which groups are without signal, bool `[P, N]`.
 
-    With the discounted returns R[p, g, t, n] = Σ_{u ≥ t} γ^(u - t) r[p, g, u, n] of objective n,
+    With rewards `[P, G, T, N]`, mask `[P, G, T]` and the discounted returns of objective n
+    R[p, g, t, n] = Σ_{u ≥ t} γ^(u - t) r[p, g, u, n],
 
         grpo:  A[p, g, t] = (Σ_n w[n] R[p, g, t, n] - mean) / (std + eps)
         gdpo:  A[p, g, t] = whiten(Σ_n w[n] (R[p, g, t, n] - mean_n) / (std_n + eps))
 
     with mean and std over all existing steps (g, t) of group p: a step is a member of its group, as an answer is in
     the papers. GDPO whitens over all existing steps of the batch. A group whose episodes all have the same sum of
-    rewards teaches nothing: what its returns differ by is how late a step is. There A is 0 (per objective under gdpo).
-
-    Args:
-        algorithm: Which of the two, discount, weights.
-        rewards: F32 `[P, G, T, N]`.
-        mask: Bool `[P, G, T]`.
-
-    Returns:
-        Advantages f32 `[P, G, T]`, and which groups are without signal, bool `[P, N]`.
+    rewards teaches nothing, as its returns differ only by how late a step is: A is 0 (per objective under gdpo).
     """
     weights = _weights(algorithm)
     totals = jnp.sum(rewards, axis=2)
@@ -221,9 +205,6 @@ def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: 
     return Batch(steps.observations, steps.actions, logprobs, advantages, values=values, returns=returns), metrics
 
 
-# --------------------------------------------------------------------------------------------------------- updates
-
-
 def group_updates(
     config: CartPoleConfig, apply: Callable, optimizer: optax.GradientTransformation, start: tuple, batch: Batch
 ) -> Learned:
@@ -283,7 +264,7 @@ def step_updates(
     """Make PPO's updates: the times are shuffled and cut into minibatches, each with all carts, alike in all epochs.
 
     To shuffle single steps, and anew for each epoch, would take longer than to learn from them: gathering costs more
-    here than the network.
+    than the network here.
     """
     algorithm = config.algorithm
 
@@ -323,15 +304,12 @@ def step_updates(
 
 
 def _update_metrics(loss: jax.Array, metrics: dict[str, Mean], grads: PyTree) -> Metrics:
-    """Return the update's part of a metrics row, under the names that language runs use."""
+    """Return the update's part of a metrics row, under the names of language runs."""
     same = ("policy_loss", "kl", "entropy", "old_kl", "clip_low", "clip_high", "value_loss")
     names = {"ratio": "mean_ratio"} | {name: name for name in same}
     named = {names[name]: mean.value() for name, mean in metrics.items() if name in names}
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
     return {"loss": loss, **named, "grad_norm": norm}
-
-
-# -------------------------------------------------------------------------------------------------------- training
 
 
 def make_optimizer(config: CartPoleConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:

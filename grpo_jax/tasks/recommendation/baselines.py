@@ -1,4 +1,4 @@
-"""What a policy is compared with: simple rankings of the whole catalogue, exact and without a network.
+"""Baselines: simple rankings of the whole catalogue, exact and without a network.
 
 Baselines that count (popularity, item-kNN, Markov) are functions ``score(start, stop) -> [B, I]`` of the examples
 start … stop-1, sparse where few items of many score (`SparseScores`); `rank_and_recommend` turns them into ranks by
@@ -36,7 +36,7 @@ class BaseScores:
     """Scores f64 [I] that are the same for all users, sorted once."""
 
     def __init__(self, scores: np.ndarray):
-        """Of items with equal float32 scores the first of the catalogue is the better."""
+        """Sort the scores; of equal float32 scores the first of the catalogue is the better."""
         self.scores = scores
         self.rising = np.sort(scores)
         self.best = np.argsort(-scores.astype(np.float32), kind="stable")
@@ -98,14 +98,11 @@ class SparseScores:
         return lists
 
 
-# ------------------------------------------------------------------------------------------------------------ baselines
-
-
 Scores = Callable[[int, int], np.ndarray | SparseScores]
 
 
 class Ranks(Protocol):
-    """A retriever's answer: for each query the target's rank, NaN where there is none, and its probability."""
+    """A retriever's answer to each query: the target's rank, NaN where there is none, and its probability."""
 
     rank: np.ndarray
     probability: np.ndarray
@@ -116,10 +113,10 @@ Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]], Sequence[
 
 
 class Retriever(Protocol):
-    """What ranks targets by texts; both calls leave out the rows in `exclude`, but never the target."""
+    """Ranks targets by texts, without the rows in `exclude`, but never without the target."""
 
     def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
-        """By one text each."""
+        """Rank by one text each."""
 
     def score_mixed_ranks(
         self,
@@ -128,7 +125,7 @@ class Retriever(Protocol):
         targets: Sequence[int],
         exclude: Sequence[Sequence[int]],
     ) -> Ranks:
-        """By the weighted sum of several texts' vectors each."""
+        """Rank by the weighted sum of several texts' vectors each."""
 
 
 SPARSE_BLOCK = 128
@@ -136,24 +133,17 @@ SPARSE_BLOCK = 128
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:
-    """The counts of `rank_and_recommend` alone."""
+    """Return the counts of `rank_and_recommend` alone."""
     return rank_and_recommend(score, rows, first=0, block=block, tolerance=tolerance)[0]
 
 
 def rank_and_recommend(
     score: Scores, rows: Sequence[Row], *, first: int = RECOMMENDED, block: int = 512, tolerance: float = 1e-6
 ) -> tuple[RankCounts, np.ndarray]:
-    """For each example the items before its target and level with it, and what is recommended.
+    """Return the counts of items before and level with each target, and how often each item is recommended, i64 [I].
 
-    Args:
-        score: The baseline.
-        rows: U examples, at least one, with the columns "target_row" and "excluded".
-        first: How many items of each example count as recommended; 0 for none.
-        block: Examples scored at once.
-        tolerance: Scores that differ by no more are ties.
-
-    Returns:
-        The counts, and how often each item is among the first ones of an example, i64 [I].
+    An item is recommended where it is among the `first` of an example; 0 for none. Rows, U ≥ 1, have the columns
+    "target_row" and "excluded". Scores that differ by no more than `tolerance` are ties.
     """
     parts = []
     lists: list[np.ndarray] = []
@@ -173,21 +163,21 @@ def rank_and_recommend(
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
-    """Every item by how many users took it in training."""
+    """Score every item by how many users took it in training."""
     base = BaseScores(taken_counts(users, items))
     return lambda start, stop: SparseScores(base, sparse.csr_array((stop - start, items)))
 
 
 def taken_counts(users: Sequence[UserSequence], items: int) -> np.ndarray:
-    """How many users took each item in training, f64 [I]."""
+    """Count the users who took each item in training, f64 [I]."""
     return np.asarray(_taken(users, items).sum(0), np.float64).ravel()
 
 
 def item_knn(similarity: sparse.csr_array, rows: Sequence[Row], *, decay: float = 1.0) -> Scores:
-    """Items by their summed similarity to the history (Sarwar et al. 2001; Deshpande & Karypis 2004).
+    """Score items by their summed similarity to the history (Sarwar et al. 2001; Deshpande & Karypis 2004).
 
-    s(u, j) = Σ_{i in history} decay^age(i) · |U_i ∩ U_j| / √(|U_i| |U_j|) for j ≠ i, where U_i are the users of item i
-    in training and the newest item has age 0: `decay` 1 counts the whole history alike, 0 the last item alone.
+    s(u, j) = Σ_{i in history} decay^age(i) · |U_i ∩ U_j| / √(|U_i| |U_j|) for j ≠ i, where U_i are the users of item
+    i in training and the newest item has age 0: `decay` 1 counts the whole history alike, 0 the last item alone.
     """
     items = similarity.shape[0]
     weights = decayed([row.columns["history"] for row in rows], items, decay=decay)
@@ -196,7 +186,7 @@ def item_knn(similarity: sparse.csr_array, rows: Sequence[Row], *, decay: float 
 
 
 def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
-    """|U_i ∩ U_j| / √(|U_i| |U_j|) of the items' users in training, 0 between an item and itself: f64 [I, I]."""
+    """Return |U_i ∩ U_j| / √(|U_i| |U_j|) of the items' users in training, 0 on the diagonal: f64 [I, I]."""
     taken = _taken(users, items)
     norms = np.sqrt(np.asarray(taken.sum(0), np.float64).ravel())
     scale = np.divide(1.0, norms, out=np.zeros(items), where=norms > 0)
@@ -215,7 +205,7 @@ _SCALED_ROWS = 2**14
 
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
-    """Items by how often they came right after the last one in training, popularity where that says nothing."""
+    """Score items by how often they came right after the last one in training, then by popularity."""
     pairs = [pair for user in users for pair in itertools.pairwise(user.items)]
     before, after = np.array(pairs, np.int64).reshape(-1, 2).T
     steps = sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
@@ -227,7 +217,7 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
 
 
 def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> sparse.csr_array:
-    """Weights decay^age of each history's items, [U, I]; decay 0 is the last item alone."""
+    """Return weights decay^age of each history's items, [U, I]; decay 0 is the last item alone."""
     ages = np.concatenate([np.arange(len(history))[::-1] for history in histories])
     return _weights(histories, np.power(float(decay), ages), items)
 
@@ -240,7 +230,7 @@ def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -
 
 
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
-    """1 where a user took an item in training, [U, I]."""
+    """Return 1 where a user took an item in training, [U, I]."""
     taken = [sorted(set(user.items)) for user in users]
     return _weights(taken, np.ones(sum(map(len, taken))), items)
 
@@ -248,7 +238,7 @@ def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
 def count_baselines(
     users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 0.7
 ) -> dict[str, Scores]:
-    """Popularity, item-kNN and Markov by the name a report gives them; `decay` is that of a second item-kNN."""
+    """Return popularity, item-kNN and Markov by their names in a report; `decay` is that of a second item-kNN."""
     similarity = item_similarity(users, items)
     return {
         "popularity": popularity(users, items),
@@ -267,17 +257,12 @@ def title_baselines(
     ask: Ask | None = None,
     block: int = 1024,
 ) -> dict[str, np.ndarray]:
-    """The ranks f64 [U] that titles earn as queries: the last one, the history's with weights, the target's own.
+    """Return the ranks f64 [U] by titles as queries: the last one, the history's with weights, the target's own.
 
-    The last is the ceiling of this retriever. NaN where the retriever failed; ties are counted by its own rule.
-
-    Args:
-        retriever: Ranks the first two.
-        catalogue: Titles.
-        rows: U examples, `block` of them in one call.
-        decay: A title weighs decay^age, in [0, 1]; the newest has age 0.
-        ask: As the policy's texts are ranked, where that is not the text alone: the own title is then asked for so,
-            and what saying nothing and the last title earn so are rows of their own.
+    The last is the ceiling of this retriever. NaN where the retriever failed; ties are counted by its own rule. A
+    title weighs decay^age; the newest has age 0. With `ask`, which ranks texts as the policy's are ranked, the own
+    title is asked for so, and the empty text and the last title become rows of their own. One call has `block`
+    examples.
     """
     parts: list[dict[str, np.ndarray]] = []
     for start in range(0, len(rows), block):
@@ -300,15 +285,12 @@ def title_baselines(
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-# ---------------------------------------------------------------------------------------------------------------- prior
-
-
 Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]
 """Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
 
 
 class PriorParts(NamedTuple):
-    """What the weights of a prior are multiplied with.
+    """Factors of a prior's weights.
 
     The history is the sum of its titles' TF-IDF vectors, each word once more by its idf, older titles weighing less;
     how often two items were taken by the same users in training is the cosine of item-kNN.
@@ -318,24 +300,24 @@ class PriorParts(NamedTuple):
     similarity: sparse.csr_array
 
     def resembling(self, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
-        """How much each title resembles the histories, f32 [P, I]."""
+        """Return how much each title resembles the histories, f32 [P, I]."""
         asked = decayed(histories, self.vectors.shape[0], decay=decay) @ self.vectors
         length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
         return np.asarray((asked @ self.vectors.T).toarray() / np.maximum(length, 1e-9), np.float32)
 
     def together(self, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
-        """How often each item is taken with those of the histories, f32 [P, I]."""
+        """Return how often each item is taken with those of the histories, f32 [P, I]."""
         weights = decayed(histories, self.vectors.shape[0], decay=decay)
         return np.asarray((weights @ self.similarity).toarray(), np.float32)
 
 
 def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> PriorParts:
-    """The parts of a prior over I titles; `users` is what training knows."""
+    """Return the parts of a prior over I titles; `users` is what training knows."""
     return PriorParts(title_vectors(titles), item_similarity(users, len(titles)))
 
 
 def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:
-    """The function that scores the catalogue for some histories; arguments as of `make_parts`."""
+    """Return the function that scores the catalogue for some histories; arguments as of `make_parts`."""
     parts = make_parts(titles, users)
 
     def prior(histories: Sequence[Sequence[int]]) -> np.ndarray:
@@ -350,7 +332,7 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
 
 
 def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, decay: float) -> Prior:
-    """The baseline of titles and counts together: cos(history, title) + 2 · co-occurrence.
+    """Baseline of titles and counts together: cos(history, title) + 2 · co-occurrence.
 
     The weight 2 was the best of 0, .1, .2, .3, .5, .7, 1 and 2 on 4,000 validation users of Amazon Beauty.
     """
@@ -358,7 +340,7 @@ def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, dec
 
 
 def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
-    """TF-IDF vectors of the titles with each word's idf once more, f32 [I, words] of unit rows.
+    """Return TF-IDF vectors of the titles with each word's idf once more, f32 [I, words], unit rows.
 
     Titles without a word (letters or digits) are rows of 0.
     """
@@ -375,7 +357,7 @@ def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
 
 
 def fused_scores(listed: np.ndarray, scores: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """Scores of items f32 [P, I]: those listed [P, K] with their log-probabilities, others with the least of these."""
+    """Add the prior [P, I] to log-probabilities of listed items [P, K]; items not listed have the least of these."""
     policy = np.repeat(scores.min(1, keepdims=True), prior.shape[1], axis=1)
     np.put_along_axis(policy, listed, scores, axis=1)
     return policy + prior

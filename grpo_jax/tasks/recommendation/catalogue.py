@@ -1,4 +1,4 @@
-"""The catalogue: items, their titles, and where they come from (TSV, CSV or JSON)."""
+"""The catalogue: items and titles (TSV, CSV or JSON), and the users' sequences."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _MOST_BYTES = 2**32  # of a table of events, which is read whole
 
 
 class Problems:
-    """The bad places of one file; `check` raises one error that names them with file and line."""
+    """Bad places of one file; `check` raises one error that names them with file and line."""
 
     def __init__(self, path: str | Path):
-        """Starts without problems."""
+        """Start without problems."""
         self.path = path
         self.places: list[str] = []
 
     def add(self, line: int | None, reason: str) -> None:
-        """Notes a reason; `line` counts from 1, None is the file as a whole."""
+        """Note a reason; `line` counts from 1, None is the file as a whole."""
         self.places.append(f"{self.path}: {reason}" if line is None else f"{self.path}:{line}: {reason}")
 
     def check(self, instead: str = "") -> None:
@@ -51,11 +51,7 @@ class Problems:
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """A file as text, without a byte-order mark.
-
-    Raises:
-        UserError: If it is missing, unreadable or not UTF-8 (with the line of the first bad byte).
-    """
+    """Return a file as text, without a byte-order mark; a UserError names the line of the first bad byte."""
     try:
         data = read_bytes(path, _MOST_BYTES)
     except FileNotFoundError:
@@ -78,12 +74,10 @@ PUBLISHED = {"user_id": "userId", "item_id": "movieId"}
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All items, in the order of their file: an item's place in it is its *row*.
+    """All items, in the order of their file: an item's place in it is its *row*, found in `rows` by its id.
 
     Attributes:
-        ids: I identifiers, all different.
         titles: I titles, white space collapsed; "" where the file has none and that was allowed.
-        rows: Row of each identifier.
         columns: Further columns of the file, I texts each (Beauty: "asin").
         names: I texts, the words of each item's own by which a policy reads and writes it; () where it uses titles.
     """
@@ -95,14 +89,14 @@ class Catalogue:
     names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        """I, how many items there are."""
+        """Number of items, I."""
         return len(self.ids)
 
 
 def make_catalogue(
     ids: Sequence[str], titles: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
 ) -> Catalogue:
-    """A catalogue from I different identifiers, as many titles, and further columns."""
+    """Make a catalogue from I different identifiers, as many titles, and further columns."""
     rows = {identifier: row for row, identifier in enumerate(ids)}
     collapsed = tuple(" ".join(title.split()) for title in titles)
     return Catalogue(tuple(ids), collapsed, rows, {name: tuple(values) for name, values in (columns or {}).items()})
@@ -111,21 +105,14 @@ def make_catalogue(
 def read_catalogue(
     path: str | Path, *, blank_titles: BlankTitles = "error", columns: Mapping[str, str] | None = None
 ) -> Catalogue:
-    """Read item identifiers and titles.
+    """Read item identifiers and titles; a UserError names all bad lines at once.
 
     ``.tsv`` (tabs, no quoting) and ``.csv`` (commas, quotes as usual) have a header line: the first column is the
     identifier, the one called "title" the title, others are kept. ``.json`` is an object ``{id: title}`` or
     ``{id: {"title": …, column: …}}``. Two items may share a title: no query can tell them apart, so they tie.
 
-    Args:
-        path: The file.
-        blank_titles: What an item without a title is: "error", or "keep": it stays in the ranking, as an empty text
-            that no query resembles (as a target it can hardly be found), and a prompt says "(no title)".
-        columns: {"title": what the file calls it}, as in `data.columns`.
-
-    Raises:
-        UserError: If the file is missing, of another kind, empty, or has bad lines: wrong number of fields, a blank
-            or repeated identifier, a blank title where that is an error. All of them are named at once.
+    `columns` is {"title": what the file calls it}. With `blank_titles` "keep" an item without a title stays in the
+    ranking, as an empty text that no query resembles, and a prompt says "(no title)".
     """
     kind = Path(path).suffix.lower()
     if kind not in (".tsv", ".csv", ".json"):
@@ -180,9 +167,9 @@ def _table_records(text: str, problems: Problems, title_column: str, *, kind: st
 def read_table(
     text: str, kind: str, problems: Problems, *, needs: Sequence[str], columns: Mapping[str, str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows of a .csv or .tsv with a header, as {column: value} with their line; bad ones are noted and left out.
+    """Yield rows of a .csv or .tsv with a header, as (line, {column: value}); bad ones are noted and left out.
 
-    The columns that it `needs` must be there, under the name that `columns` has for them, {name: the file's name}.
+    The columns that it `needs` must be there, under the name in `columns`, {name: the file's name}.
     """
     if kind == ".tsv":
         reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -212,7 +199,6 @@ def read_table(
 
 
 def _header_hint(header: Sequence[str], missing: str, kind: str) -> str:
-    """What to do about a header in which a column is missing."""
     marks = {".tsv": "tabs", ".csv": "commas"}
     if len(header) == 1 and any(mark in header[0] for mark in ",;\t|"):
         return f"columns of a {kind} have {marks[kind]} between them"
@@ -227,11 +213,11 @@ def _header_hint(header: Sequence[str], missing: str, kind: str) -> str:
 
 
 class _Pairs(list):
-    """An object of JSON as its pairs, so that a key that stands twice is seen."""
+    """Pairs of a JSON object, so that a key that stands twice is seen."""
 
 
 def json_pairs(text: str, problems: Problems, expected: str) -> Sequence[tuple[str, object]]:
-    """The members of a JSON object, repeated keys included; inner objects come as lists of pairs."""
+    """Return the members of a JSON object, repeated keys included; inner objects come as lists of pairs."""
     try:
         value = json.loads(text, object_pairs_hook=_Pairs)
     except (ValueError, RecursionError) as error:  # a ValueError also for a number of thousands of digits
@@ -259,13 +245,10 @@ def _json_records(text: str, problems: Problems, title_column: str) -> Iterator[
 
 
 class Items(NamedTuple):
-    """What a policy that ranks the catalogue itself may write, and which item it is.
+    """Texts by which a policy that ranks the catalogue itself writes items, and their rows, int [texts].
 
-    Attributes:
-        texts: One for each item that can be written.
-        rows: Int [texts], their rows of the catalogue.
-        count: I, items of the catalogue; a target that is not listed stands there.
-        by_text: Row by a text's words.
+    `count` is I, all items of the catalogue; a target that is not listed stands there. `by_text` has the row by the
+    words of a text.
     """
 
     texts: list[str]
@@ -274,17 +257,17 @@ class Items(NamedTuple):
     by_text: Mapping[str, int]
 
     def row_of(self, text: str) -> int:
-        """The item that a completion is; -1 if none."""
+        """Return a completion's item; -1 if it is none."""
         return self.by_text.get(plain(text), -1)
 
 
 def item_word(row: int) -> str:
-    """The word of an item's own."""
+    """Return the item's own word."""
     return f"item_{row}"
 
 
 def items_of(texts: Sequence[str]) -> Items:
-    """All that can be written of I titles or items' own words: one that several share is the first one's."""
+    """Return the Items of I titles or items' own words: a text that several share is the first one's."""
     by_text: dict[str, int] = {}
     for row, text in enumerate(texts):
         if plain(text):
@@ -294,15 +277,12 @@ def items_of(texts: Sequence[str]) -> Items:
 
 
 def plain(text: str) -> str:
-    """A title as a tokenizer of plain words gives it back, and as any other does."""
+    """Return a title as a tokenizer of plain words gives it back, and as any other does."""
     return " ".join(re.sub(NOT_A_WORD, " ", text.lower()).split())
 
 
-# ------------------------------------------------------------------------------------------------------------ sequences
-
-
 class UserSequence(NamedTuple):
-    """One user's items as catalogue rows, oldest first, and when each was taken, where that is known."""
+    """One user's items as catalogue rows, oldest first, and the time of each, where that is known."""
 
     user: str
     items: tuple[int, ...]
@@ -310,7 +290,7 @@ class UserSequence(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """All users, in the order of their file, and in plain words whom a rule left out (often nobody)."""
+    """All users, in the order of their file, and notes about those whom a rule left out."""
 
     users: tuple[UserSequence, ...]
     notes: tuple[str, ...] = ()
@@ -320,11 +300,6 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
     """Read ``sequential.txt``: a line per user, ``user_id item1 … itemN target``, separated by white space.
 
     Blank lines are skipped. An item may occur more than once in a line. Users with fewer than two items are left out.
-
-    Raises:
-        UserError: If the file is missing or empty or has bad lines: an item that is not in the catalogue, a user who
-            had a line before. All of them are named at once; where most of the file is bad, the likely reason is said
-            instead.
     """
     text = read_text(path, "a line per user: user_id item1 … itemN target")
     problems = Problems(path)
@@ -359,7 +334,7 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
 
 
 def _short_lines(short: Sequence[str], users: int, good: int) -> str:
-    """The reason why most lines hold no history; "" where they do, or where their users merely took one item."""
+    """Return why most lines hold no history; "" where they do, or where their users merely took one item."""
     if len(short) <= good:
         return ""
     example, wanted = one_line(repr(short[0]), 60), "a line is user_id item1 … itemN, with white space between them"
@@ -376,7 +351,7 @@ def _left_out(users: int, minimum_items: int) -> tuple[str, ...]:
 
 
 def foreign_items(named: Collection[str], catalogue: Catalogue) -> str:
-    """The likely reason why more than half of the items that a file names are not in the catalogue; else ""."""
+    """Return the likely reason why more than half of a file's items are not in the catalogue; else ""."""
     unknown = sorted(item for item in named if item not in catalogue.rows)
     if 2 * len(unknown) <= len(named):
         return ""
@@ -406,7 +381,7 @@ def _why_foreign(unknown: Sequence[str], catalogue: Catalogue) -> str:
 
 
 def _bare(name: str) -> str:
-    """An id's number without leading zeros, or its letters: what is left where it is written in another way."""
+    """Return an id's number without leading zeros, or its letters, to match ids written in another way."""
     digits = re.sub(r"\D", "", name)
     return digits.lstrip("0") or digits[:1] or re.sub(r"\W", "", name).lower()
 
@@ -421,15 +396,10 @@ def read_ratings(
 ) -> Sequences:
     """Read events, a CSV with user_id, item_id, timestamp and perhaps a rating, or ratings as MovieLens has them.
 
-    A user's items are sorted by time; events of the same second keep the order of the file. Events with a rating below
-    ``minimum_rating`` do not count, of those with the same item a user's first counts, and users with fewer than
-    ``minimum_items`` items (at least 2) are left out: ``notes`` says how many of each. ``columns`` is `data.columns`.
-
-    Raises:
-        UserError: If the file is missing or empty or has bad lines: a rating that is no number, a timestamp that is
-            neither a number nor ISO 8601 or not as on the lines before, an item that is not in the catalogue. All of
-            them are named at once.
-        ValueError: If minimum_items is below 2.
+    A user's items are sorted by time, a number or ISO 8601; events of the same second keep the order of the file.
+    Events with a rating below ``minimum_rating`` do not count, of those with the same item a user's first counts, and
+    users with fewer than ``minimum_items`` items (at least 2) are left out: ``notes`` says how many of each.
+    ``columns`` is `data.columns`. A UserError names all bad lines at once.
     """
     if minimum_items < 2:
         raise ValueError(f"minimum_items must be at least 2, got {minimum_items}")
@@ -471,7 +441,7 @@ def read_ratings(
 
 
 def _seconds(text: str) -> tuple[float, bool]:
-    """A time as a number, and whether it was ISO 8601: seconds since 1970 then, in UTC where no zone is said."""
+    """Return a time as a number, and whether it was ISO 8601: then seconds since 1970, UTC where no zone is given."""
     try:
         return float(text), False
     except ValueError:
@@ -506,12 +476,7 @@ def _sorted_sequences(
 
 
 def read_user_prompts(path: str | Path, users: Sequence[UserSequence]) -> dict[str, str]:
-    """Read ``prompts.json``, ``{user_id: prompt_text}``: one prompt for each user of the sequence file.
-
-    Raises:
-        UserError: If the file is missing or bad: a prompt that is blank or no text, a user who occurs twice, has no
-            sequence, or has no prompt. All of them are named at once.
-    """
+    """Read ``prompts.json``, ``{user_id: prompt_text}``: one prompt for each user of the sequence file."""
     text = read_text(path, 'an object {"user_id": "prompt text"}')
     problems = Problems(path)
     prompts: dict[str, object] = {}

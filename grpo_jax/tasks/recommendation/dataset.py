@@ -1,4 +1,4 @@
-"""Everything that the task's fields name, read or generated, and what of it is held out."""
+"""The data that the task's fields name, read or generated, and its held-out split."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Target(NamedTuple):
 class Split(NamedTuple):
     """Interactions that training knows of each user, perhaps none, and targets that it does not know.
 
-    `starts` is how many items the file has before each user; `notes` says in plain words what was held out.
+    `starts` is how many items the file has before each user; `notes` says what was held out.
     """
 
     starts: tuple[int, ...]
@@ -58,10 +58,7 @@ class Split(NamedTuple):
 
 
 def last_split(users: Sequence[UserSequence]) -> Split:
-    """With items x1 … xn: x1 … xn-2 are known, xn-1 is the validation target (from three items on), xn the test target.
-
-    The history of a target is all that stands before it.
-    """
+    """Each user's last items: of x1 … xn, xn is the test target, xn-1 (if n ≥ 3) for validation, the rest known."""
     starts = _starts(users)
     places = [(start, user, len(user.items) - 1) for start, user in zip(starts, users, strict=True)]
     validation = tuple(_target(start, user, last - 1) for start, user, last in places if last >= 2)
@@ -74,11 +71,8 @@ def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float)
 
     A hash of its id says whether an item is held out for testing (a share of `share`), for validation (as many) or
     known; other items of the catalogue change nothing about it. All interactions with known items are known, and no
-    others. Users whose last item is held out are asked about it, with their known items before it as the history: so
-    held-out items that a user took earlier are neither told nor left out of the ranking.
-
-    Raises:
-        UserError: If no user is left to ask.
+    others. Users whose last item is held out are asked about it, with their known items before it as the history:
+    held-out items that a user took earlier are neither in the history nor left out of the ranking.
     """
     draws = [int.from_bytes(hashlib.sha256(f"held out {name}".encode()).digest()[:8]) / 2**64 for name in ids]
     starts = _starts(users)
@@ -105,12 +99,8 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
 
     The interactions of all users in the order of time are cut twice: the first `share` of them are known, half of the
     rest is for validation, the last half for testing; interactions of one second stay on one side. In each of the two
-    parts a user is asked about the last item of theirs in it, if any stands before that; the history is all that does,
-    known to training or not, as it would be at that moment. Users who came after the cut are asked too.
-
-    Raises:
-        ValueError: If a sequence has no times.
-        UserError: If no user is left to ask.
+    parts a user is asked about the last item of theirs in it, if any stands before that; the history is all that
+    does, known to training or not, as it would be at that moment. Users who came after the cut are asked too.
     """
     if any(len(user.times) != len(user.items) for user in users):
         raise ValueError("users must have times, one for each item")
@@ -138,7 +128,7 @@ TrainingTargets = Literal["every", "last", "apart"]
 
 
 def known_targets(split: Split, which: Literal["every", "last", "but last"] = "every") -> list[Target]:
-    """What there is to learn of the known sequences y1 … ym: all of y2 … ym, ym alone, or y2 … ym-1."""
+    """Return the training targets of known sequences y1 … ym: all of y2 … ym, ym alone, or y2 … ym-1."""
     targets = []
     for start, user in zip(split.starts, split.known, strict=True):
         count = len(user.items)
@@ -157,27 +147,20 @@ def _first(user: UserSequence, count: int) -> UserSequence:
 
 
 def _starts(users: Iterable[UserSequence]) -> tuple[int, ...]:
-    """How many items stand before each user: with a place within the sequence, a number for every item of a file."""
+    """Return how many items stand before each user: with a place within the sequence, a number for every item."""
     return tuple(accumulate((len(user.items) for user in users), initial=0))[:-1]
 
 
-# ------------------------------------------------------------------------------------------------------------- examples
-
-
 NO_TITLE = "(no title)"
-"""What a prompt says of an item whose title is blank."""
+"""Stands in a prompt for a blank title."""
 
 
 @dataclass(frozen=True)
 class HistoryTemplate:
-    """How a history becomes a prompt.
+    """How the newest `items` of a history become a prompt, oldest first.
 
-    Attributes:
-        text: The prompt; "{history}" stands for the titles, "{last}" for the newest one, "{items}" for the items' own
-            words; other braces mean nothing.
-        items: How many of the newest items are listed, oldest first.
-        characters: Titles are cut to so many characters, at a space where there is one; 0 for never.
-        separator: What stands between two titles.
+    In `text`, "{history}" stands for the titles, "{last}" for the newest one, "{items}" for the items' own words;
+    other braces mean nothing. Titles are cut to so many `characters`, at a space where there is one; 0 for never.
     """
 
     text: str = "{history}"
@@ -186,14 +169,14 @@ class HistoryTemplate:
     separator: str = "\n"
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         if self.items < 1:
             raise ValueError(f"items must be at least 1, got {self.items}")
         if self.characters < 0:
             raise ValueError(f"characters must be at least 0, got {self.characters}")
 
     def prompt(self, titles: Sequence[str], names: Sequence[str] = ()) -> str:
-        """The prompt of a history, its titles and the items' own words, oldest first."""
+        """Return the prompt of a history, its titles and the items' own words, oldest first."""
         words = " ".join(names[-self.items :])
         cut = [cut_title(title, self.characters) or NO_TITLE for title in titles[-self.items :]]
         # {last} is filled in first: a title is data, and what looks like a placeholder in it stays as it is.
@@ -204,7 +187,7 @@ class HistoryTemplate:
 
 
 def cut_title(title: str, characters: int) -> str:
-    """A title's beginning of at most so many characters; a broken last word goes, unless it is the only one."""
+    """Cut a title to at most so many characters; a broken last word goes, unless it is the only one."""
     if not characters or len(title) <= characters:
         return title
     head = title[:characters]
@@ -216,12 +199,9 @@ def cut_title(title: str, characters: int) -> str:
 def split_examples(
     split: Split, catalogue: Catalogue, template: HistoryTemplate, *, training_targets: TrainingTargets = "every"
 ) -> PromptSet:
-    """Examples of a split's targets, for training of "every" known item or of each user's "last" ("apart" too).
+    """Return examples of a split's targets, for training of "every" known item or each user's "last" ("apart" too).
 
     Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
-
-    Raises:
-        UserError: If there is nothing to train on.
     """
     train = known_targets(split, "every" if training_targets == "every" else "last")
     if not train:
@@ -241,13 +221,10 @@ def _example(catalogue: Catalogue, template: HistoryTemplate, target: Target) ->
 def by_user(
     users: Sequence[UserSequence], catalogue: Catalogue, prompts: Mapping[str, str], *, held_out: int | float = 0.2
 ) -> PromptSet:
-    """One example for each user: the given prompt, and the last item as the target.
+    """Return one example for each user: the given prompt, and the last item as the target.
 
     Users are held out by a hash of their prompt, which depends on no order and no seed (`split_rows`); users with the
     same prompt stay together. Validation gets as many as the test part, a number or share `held_out`.
-
-    Raises:
-        UserError: If nothing would be left to train on.
     """
     targets = last_split(users).test
     rows = [Row(target.id, prompts[target.user], example_columns(target, catalogue)) for target in targets]
@@ -256,9 +233,9 @@ def by_user(
 
 
 def example_columns(target: Target, catalogue: Catalogue) -> dict[str, object]:
-    """What rewards are told of an example, beside the target's rank.
+    """Return an example's columns for rewards.
 
-    Rankings leave out what is "excluded": the history (but see `ranking_everything`).
+    Rankings leave out "excluded", the history (but see `ranking_everything`).
     """
     return {
         "user": target.user,
@@ -272,7 +249,7 @@ def example_columns(target: Target, catalogue: Catalogue) -> dict[str, object]:
 
 
 def ranking_everything(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """The examples with nothing left out of their rankings, so that items of the history compete with the target."""
+    """Return the examples with nothing left out of their rankings: items of the history compete with the target."""
     return tuple(replace(row, columns={**row.columns, "excluded": ()}) for row in rows)
 
 
@@ -280,20 +257,17 @@ def _shuffled(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda row: hashlib.sha256(str(row.columns["user"]).encode()).digest()))
 
 
-# ------------------------------------------------------------------------------------------------------- taught pairs
-
-
 def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, str]]:
-    """(prompt, title of the next item) for a supervised warm start; targets without a title have none to teach."""
+    """Return (prompt, title of the next item) for a supervised warm start, without targets that have no title."""
     pairs = [(row.prompt, cut_title(row.columns["target_title"], characters)) for row in rows]
     return [(prompt, title) for prompt, title in pairs if title]
 
 
 def asking_pairs(rows: Sequence[Row], *, characters: int = 0, seed: int = 0) -> list[tuple[str, str]]:
-    """(prompt, text) in three forms of asking, so that a group of samples holds all of them.
+    """Return (prompt, text) in three forms of asking, so that a group of samples holds all of them.
 
-    The text is the last title, the next item's title, or the last title and then the next, one in three each, drawn
-    by a hash of the seed and the row's id. Which form pays is left to reinforcement learning.
+    A hash of the seed and the row's id draws the last title, the next item's, or both, one in three each. Which form
+    pays is left to reinforcement learning.
     """
     pairs = []
     for row in rows:
@@ -307,11 +281,10 @@ def asking_pairs(rows: Sequence[Row], *, characters: int = 0, seed: int = 0) -> 
 def together_pairs(
     rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence], *, characters: int = 0
 ) -> list[tuple[str, str]]:
-    """(prompt, title of what is most often taken together with the history's last item), the history left out.
+    """Return (prompt, title of the item most often taken together with the history's last), the history left out.
 
-    What came next is one of many items and a guess at it is mostly wrong; what is taken together with an item is the
-    same for every user who took it. Rows whose last item was taken with nothing else have none to teach, and items
-    without a title neither. `users` are the sequences that are counted: what training knows.
+    The next item is one of many and a guess at it is mostly wrong; what is taken together with an item is the same
+    for every user who took it. Rows without such an item or its title are left out. `users` is what training knows.
     """
     similarity = item_similarity(users, len(catalogue))
     ordered: dict[int, list[int]] = {}
@@ -328,17 +301,14 @@ def together_pairs(
     return [(prompt, title) for prompt, title in pairs if title]
 
 
-# -------------------------------------------------------------------------------------------------------------- dataset
-
-
 class Dataset(NamedTuple):
-    """What the task works on.
+    """Data of the task.
 
     Attributes:
         users: All sequences, held-out items too: nothing that learns or counts may look at them.
         known: What training knows of each user (`Split`).
         taught: Examples of a warm start; those of training, or what stands before them.
-        notes: In plain words, what a rule left out or changed.
+        notes: What a rule left out or changed.
     """
 
     catalogue: Catalogue
@@ -356,9 +326,6 @@ def load_dataset(
 
     `held_out` is the share or number of users kept for testing where prompts are given by user; otherwise task.split
     says what is held out. `columns` are `data.columns`.
-
-    Raises:
-        UserError: If files are missing or bad (all bad lines at once), or a field of the task is out of range.
     """
     try:
         template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
@@ -389,11 +356,7 @@ def load_dataset(
 
 
 def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:
-    """The task over another catalogue: all items of its own, and new ones, which are ranked like the old.
-
-    Raises:
-        UserError: The policy cannot name new items, a file is bad, or an item of the task's own is not there.
-    """
+    """Return the task over another catalogue: all items of its own, and new ones, which are ranked like the old."""
     require(task.writes not in ("item", "ids"), "catalogue", "the run's, whose items are the policy's own words", path)
     require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
     read = functools.partial(read_catalogue, blank_titles=task.blank_titles, columns=columns)
@@ -432,7 +395,7 @@ def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, 
 
 
 def _names(task: Recommendation, catalogue: Catalogue) -> tuple[str, ...]:
-    """What each item is called by a policy that has words of their own for items."""
+    """Return each item's own words, or () where the policy has none."""
     if task.writes == "ids":
         return read_ids(task.semantic_ids or "", catalogue)
     return tuple(map(item_word, range(len(catalogue)))) if task.writes == "item" else ()

@@ -12,10 +12,8 @@ it, and the colour to the next of the wheel:
 A share `noise` of all items is drawn from the whole catalogue instead; the wheels turn on underneath. So copying the
 last title gets two words of four right, the brand is a vote over the history, and the other two words are never in
 the last title. The periods of the two wheels are coprime: no title repeats within a history, and a prompt never holds
-the target's title.
-
-The rank of the target rises with every word that is right, which makes the reward dense: that is what a policy that
-starts with no idea of the rules climbs on.
+the target's title. The rank of the target rises with every word that is right: a dense reward, which a policy without
+an idea of the rules can climb.
 """
 
 from __future__ import annotations
@@ -36,19 +34,13 @@ BRANDS = (
     *("alder", "birch", "cedar", "dahlia", "elm", "fern", "ginkgo", "hazel"),
     *("iris", "juniper", "kelp", "lotus", "maple", "nettle", "olive", "poppy"),
 )
-"""The first brands' names; beyond these, brands are numbered."""
+"""Names of the first brands; beyond these, brands are numbered."""
 
 _PER_BRAND = len(COLOURS) * len(MATERIALS) * len(KINDS)
 
 
 class World(NamedTuple):
-    """A generated data set.
-
-    Attributes:
-        catalogue: Items and titles.
-        sequences: Users and their items.
-        expected: For each user the row that the rules lead to: the target, but where noise struck.
-    """
+    """A generated data set; `expected` is each user's row by the rules: the target, but where noise struck."""
 
     catalogue: Catalogue
     sequences: Sequences
@@ -56,11 +48,7 @@ class World(NamedTuple):
 
 
 def make_catalogue_of_words(items: int) -> Catalogue:
-    """All combinations of words, with as many brands as it takes to have at least so many items.
-
-    Raises:
-        ValueError: If items is below 1.
-    """
+    """Make all combinations of words, with as many brands as it takes to have at least so many items."""
     if items < 1:
         raise ValueError(f"items must be at least 1, got {items}")
     brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
@@ -69,23 +57,20 @@ def make_catalogue_of_words(items: int) -> Catalogue:
 
 
 def vocabulary(catalogue: Catalogue) -> tuple[str, ...]:
-    """Every word of the titles, each once: what a policy of this world needs tokens for."""
+    """Return every word of the titles, each once."""
     return tuple(dict.fromkeys(word for title in catalogue.titles for word in title.split()))
 
 
 def hearsay(
     rows: Sequence[Row], catalogue: Catalogue, *, told: float = 0.25, copied: float = 0.4, seed: int = 0
 ) -> list[tuple[str, str]]:
-    """(prompt, title) pairs that are mostly wrong: what a pretrained policy may have heard of such a world.
+    """Return (prompt, title) pairs that are mostly wrong: what a pretrained policy may have heard of such a world.
 
     Each word is the right one with probability `told`, the last title's with `copied`, otherwise any of its kind.
-    What a policy that learned from these finds likeliest is the last title: colour and kind, which always change, are
-    wrong. That it is worth leaving, and for what, only the ranking says. With `told` 0 they teach the form of a title
-    and nothing of the rules; copying is what makes a policy tell the words it reads apart: without, the first answer
-    that earns something becomes the answer to everything.
-
-    Raises:
-        ValueError: If the probabilities are not 0 <= told < copied <= 1 - told.
+    A policy that learned from these finds the last title likeliest: colour and kind, which always change, are wrong.
+    Only the ranking shows what is better. With `told` 0 they teach the form of a title and nothing of the rules;
+    copying makes a policy tell the words it reads apart: without it, the first answer that earns something becomes
+    the answer to everything.
     """
     if not 0 <= told < copied <= 1 - told:
         raise ValueError(f"told and copied must be 0 <= told < copied <= 1 - told, got {told} and {copied}")
@@ -112,11 +97,7 @@ def make_world(
     noise: float = 0.02,
     seed: int = 0,
 ) -> World:
-    """Draw users; the fields `dummy_…` of the task are these arguments, and a user's items never repeat.
-
-    Raises:
-        ValueError: If an argument is out of range; the message names it.
-    """
+    """Draw users; the fields `dummy_…` of the task are these arguments, and a user's items never repeat."""
     period = len(COLOURS) * len(KINDS)
     if users < 1:
         raise ValueError(f"users must be at least 1, got {users}")
@@ -135,7 +116,7 @@ def make_world(
 def _user(
     generator: np.random.Generator, items: int, length: int, fickle: float, noise: float
 ) -> tuple[tuple[int, ...], int]:
-    """One user's rows, and the row that the rules lead to at the end."""
+    """Draw one user's rows, and the row that the rules lead to at the end."""
     brands = items // _PER_BRAND
     brand, colour, material, kind = (
         int(generator.integers(count)) for count in (brands, len(COLOURS), len(MATERIALS), len(KINDS))
@@ -157,5 +138,5 @@ def _user(
 
 
 def _row(brand: np.ndarray, colour: np.ndarray, material: int, kind: np.ndarray) -> np.ndarray:
-    """Rows in the order of `make_catalogue_of_words`."""
+    """Return rows in the order of `make_catalogue_of_words`."""
     return ((brand * len(COLOURS) + colour) * len(MATERIALS) + material) * len(KINDS) + kind

@@ -1,4 +1,4 @@
-"""What the task works on: its data, what ranks the catalogue, rewards by rank, and the words of a new policy."""
+"""Loading of the task: its data, retriever, rewards by rank, and the words of a new policy."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str,
 
 
 def policy_words(task: Recommendation, catalogue: Catalogue, *, limit: int = 0) -> list[str]:
-    """Words of the prompts' frame and the items' own, then `limit` words of titles (0: all), frequent ones first."""
+    """Return words of the prompts' frame and the items' own, then `limit` frequent words of titles (0: all)."""
     frame = task.template
     for place in PLACES:
         frame = frame.replace(place, " ")
@@ -135,11 +135,11 @@ def policy_words(task: Recommendation, catalogue: Catalogue, *, limit: int = 0) 
 
 
 def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
-    """What the items' own words begin as: unit vectors f32 [width] that lie near each other where titles do.
+    """Return the first embeddings of the items' own words: unit vectors f32 [width], alike where titles are.
 
-    The titles' TF-IDF vectors (`title_vectors`) in their first `width` directions (latent semantic analysis, Deerwester
-    et al. 1990), centred, so that an item which few users took is known by its title from the first step. Where there
-    are fewer directions the rest is 0.
+    The titles' TF-IDF vectors (`title_vectors`) in their first `width` directions (latent semantic analysis,
+    Deerwester et al. 1990), centred, so that an item which few users took is known by its title from the first step.
+    Where there are fewer directions the rest is 0.
     """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.preprocessing import normalize
@@ -151,17 +151,10 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
     return {item_word(row): vector for row, vector in enumerate(vectors)}
 
 
-# ------------------------------------------------------------------------------------------------------------ retrieval
-
-
 def open_retriever(
     section: RetrievalSection, titles: Sequence[str], retrieval: ModuleType, *, required: float = 0.9
 ) -> tuple[Any, float]:
-    """A `bridges.retrieval.Retriever` over the titles that has tested itself, and the share that retrieve themselves.
-
-    Raises:
-        UserError: The service is not there or holds another catalogue, or less than `required` retrieve themselves.
-    """
+    """Return a `bridges.retrieval.Retriever`, and the share of titles, at least `required`, that find themselves."""
     try:
         return retrieval.open_retriever(
             titles,
@@ -192,7 +185,7 @@ def _retrieval_line(section: RetrievalSection, share: float) -> str:
 
 
 def _make_ask(retriever: Any, prior: PriorSection, retrieval: ModuleType) -> Ask:
-    """How every text of the task is ranked: query = unit(text) + a · unit(history), a = `prior.history`."""
+    """Return the ranking of texts by query = unit(text) + a · unit(history), a = `prior.history`."""
 
     def ask(
         texts: Sequence[str],
@@ -206,5 +199,5 @@ def _make_ask(retriever: Any, prior: PriorSection, retrieval: ModuleType) -> Ask
 
 
 def prior_history(prior: PriorSection, histories: Sequence[Sequence[int]], retrieval: ModuleType) -> Any:
-    """The part of queries that the prior knows, a `bridges.retrieval.History`; None where it counts nothing."""
+    """Return the prior's part of queries, a `bridges.retrieval.History`; None where it counts nothing."""
     return retrieval.History(histories, prior.history, prior.decay) if prior.history else None

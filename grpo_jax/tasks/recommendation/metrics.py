@@ -1,4 +1,4 @@
-"""Measures of a ranking with one relevant item, as functions of its rank, and how sure a mean of them is.
+"""Measures of a ranking with one relevant item, as functions of its rank, and bootstrap intervals of their means.
 
 The rank counts from 1 over the whole catalogue without the user's history; the target is never left out, even if the
 history holds it. Items that score the same as the target are *ties*, and a rule says where the target stands among
@@ -31,13 +31,11 @@ class RankCounts(NamedTuple):
 def count_better(
     scores: np.ndarray, targets: np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
 ) -> RankCounts:
-    """Counts, for each row, the items that stand before the target and beside it.
+    """Count, for each row of scores [B, I], the items that score better than the target and the same.
 
-    Args:
-        scores: [B, I], higher is better; -inf is a score, NaN is none.
-        targets: I [B], catalogue rows.
-        exclude: For each row the catalogue rows that are left out (the target stays if it is among them).
-        tolerance: Scores that differ by no more are ties: the same sum in another order is not ranked by a rounding.
+    A score may be -inf, but not NaN. `targets` [B] and `exclude` are rows of the catalogue; those excluded are left
+    out, but never the target. Scores that differ by no more than `tolerance` are ties: the same sum in another order
+    is not ranked by a rounding.
     """
     scores = np.asarray(scores)
     if np.isnan(scores).any():
@@ -58,14 +56,14 @@ def count_better(
 def flat_exclusions(
     targets: Sequence[int] | np.ndarray, exclude: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is left out of each row but its target, as row numbers and catalogue rows, i64 [E] each."""
+    """Return what is left out of each row but its target, as row numbers and catalogue rows, i64 [E] each."""
     left_out = [set(rows) - {int(target)} for rows, target in zip(exclude, targets, strict=True)]
     lines = np.repeat(np.arange(len(left_out)), [len(rows) for rows in left_out])
     return lines, np.fromiter((row for rows in left_out for row in rows), np.int64, len(lines))
 
 
 def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
-    """The target's rank f64 [B], from 1; under "average" the mean place, which may lie between two."""
+    """Return the target's rank f64 [B], from 1; under "average" the mean place, which may lie between two."""
     shares = {"against": 1.0, "average": 0.5, "favour": 0.0}
     return 1.0 + np.asarray(counts.better, np.float64) + shares[rule] * np.asarray(counts.ties, np.float64)
 
@@ -73,9 +71,7 @@ def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
 def ndcg(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
     """Normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin & Kekäläinen 2002).
 
-    Args:
-        rank: F [..], from 1; NaN (no rank is known) stays NaN.
-        k: Ranks beyond it earn 0; None for no cut-off.
+    The rank counts from 1, NaN (unknown) stays NaN; ranks beyond `k` earn 0, None for no cut-off.
     """
     rank = np.asarray(rank, np.float64)
     return _cut(1.0 / np.log2(1.0 + rank), rank, k)
@@ -88,9 +84,9 @@ def mrr(rank: np.ndarray, *, k: int | None = None) -> np.ndarray:
 
 
 def hit(rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
-    """Whether the target is among the first k: 1 or 0; arguments as in `ndcg`.
+    """Hit rate: 1 if the target is among the first k, else 0; arguments as in `ndcg`.
 
-    Without a cut-off every ranking is a hit; what is given then is the mean over all cut-offs from 1 to `items`,
+    Without a cut-off every ranking is a hit; the result is then the mean over all cut-offs from 1 to `items`,
     (items - rank + 1) / items: the share of cut-offs that would find the target.
     """
     rank = np.asarray(rank, np.float64)
@@ -109,9 +105,6 @@ def mixed(
     """Weighted mean of `ndcg`, `mrr` and `hit`: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights.
 
     A measure that `weights` leaves out has none; other arguments as in `hit`.
-
-    Raises:
-        ValueError: If a weight is negative or names no measure, or their sum is 0.
     """
     parts: dict[str, Measure] = {
         "ndcg": functools.partial(ndcg, k=k),
@@ -129,20 +122,18 @@ def _cut(values: np.ndarray, rank: np.ndarray, k: int | None) -> np.ndarray:
     return values if k is None else np.where(rank > k, 0.0, values)  # NaN is not beyond k
 
 
-# --------------------------------------------------------------------------------------- what is recommended
-
 RECOMMENDED = 10
 """Items of a ranking's beginning that count as recommended."""
 _MOST_SCORES, _MOST_USERS = 2**23, 512
 
 
 def users_at_once(items: int) -> int:
-    """Of how many users all scores are held at once: so many that memory does not grow with the catalogue."""
+    """Return how many users' scores are held at once, so that memory does not grow with the catalogue."""
     return max(1, min(_MOST_USERS, _MOST_SCORES // items))
 
 
 def first_items(scores: np.ndarray, exclude: Sequence[Sequence[int]], *, k: int = RECOMMENDED) -> list[np.ndarray]:
-    """The k best items of each row, as rows of the catalogue in its order; of equal ones the first of the catalogue.
+    """Return the k best items of each row, in the catalogue's order; of equal ones the first of the catalogue.
 
     Scores [B, I] are not NaN; -inf and what `exclude` leaves out of a row are never among them.
     """
@@ -159,26 +150,23 @@ def first_items(scores: np.ndarray, exclude: Sequence[Sequence[int]], *, k: int 
 
 
 def coverage(counts: np.ndarray) -> float:
-    """The share of items that are recommended to somebody; `counts` [I] says how often each of them is."""
+    """Share of items that are recommended to somebody; `counts` [I] says how often each of them is."""
     return float((np.asarray(counts) > 0).mean())
 
 
 def gini(counts: np.ndarray) -> float:
-    """How unequally recommendations fall on the items (Fleder & Hosanagar 2009).
+    """Gini index of how unequally recommendations fall on the items (Fleder & Hosanagar 2009).
 
-    G = Σᵢ (2i − I − 1) xᵢ / (I Σᵢ xᵢ) with counts x₁ ≤ … ≤ x_I: 0 where all are recommended alike, 1 − 1/I where it is
-    always the same one. `counts` as in `coverage`, not all 0.
+    G = Σᵢ (2i − I − 1) xᵢ / (I Σᵢ xᵢ) with counts x₁ ≤ … ≤ x_I: 0 where all are recommended alike, 1 − 1/I where it
+    is always the same one. `counts` as in `coverage`, not all 0.
     """
     ordered = np.sort(np.asarray(counts, np.float64))
     weights = 2.0 * np.arange(1, len(ordered) + 1) - len(ordered) - 1.0
     return float(weights @ ordered / (len(ordered) * ordered.sum()))
 
 
-# ----------------------------------------------------------------------------------------------- uncertainty
-
-
 class Interval(NamedTuple):
-    """A mean and the interval it lies in."""
+    """A mean and its interval."""
 
     mean: float
     low: float
@@ -186,7 +174,7 @@ class Interval(NamedTuple):
 
     @property
     def clear_of_zero(self) -> bool:
-        """Whether 0 lies outside."""
+        """True if 0 lies outside."""
         return self.low > 0 or self.high < 0
 
 
@@ -197,8 +185,8 @@ _DRAWS = 50
 def bootstrap(values: np.ndarray, *, level: float = 0.95, samples: int = 1000, seed: int = 0) -> list[Interval]:
     """Percentile bootstrap intervals of M means over U users (Efron & Tibshirani 1993, ch. 13).
 
-    Users are drawn with replacement, all columns of the values [U, M] of a user together; an interval runs between the
-    (1 ∓ level) / 2 quantiles of the means of `samples` draws. The same seed draws the same users.
+    Users are drawn with replacement, all columns of the values [U, M] of a user together; an interval runs between
+    the (1 ∓ level) / 2 quantiles of the means of `samples` draws. The same seed draws the same users.
     """
     values = np.asarray(values, np.float64)
     users, generator = len(values), np.random.Generator(np.random.PCG64(seed))

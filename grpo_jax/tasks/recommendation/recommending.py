@@ -1,4 +1,4 @@
-"""Asking a trained run for items, and choosing its prior: `python -m grpo_jax.recommend`."""
+"""Items from a trained run, and the choice of its prior: `python -m grpo_jax.recommend`."""
 
 from __future__ import annotations
 
@@ -37,13 +37,10 @@ from grpo_jax.tasks.recommendation.task import PriorSection
 
 
 class Recommended(NamedTuple):
-    """One item.
+    """One item, by its id in the catalogue; scores compare within one answer, higher is better.
 
-    Attributes:
-        item: Its id in the catalogue.
-        score: Higher is better; of one answer's items alone.
-        words: Words that its title shares with those of the history, rarest first.
-        together: Titles of the history that the same users took, those of most of them first.
+    `words` are those its title shares with the history's, rarest first; `together` are titles of the history that the
+    same users took, those of most of them first.
     """
 
     item: str
@@ -63,19 +60,15 @@ BestItems = Callable[[Row, int], list[tuple[int, float]]]
 def make_recommender(
     config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
 ) -> Recommender:
-    """recommend(titles of a history, oldest first, k) → the k best items, or as many as a ranking lists.
+    """Return recommend(titles of a history, oldest first, k) → the k best items, or as many as a ranking lists.
 
     An item that stands several times in a history counts once, in its last place. All questions have the width of the
-    run's longest test prompt, so that the first one compiles and a longer history does not compile again. Items of the
-    history are among them only where the run's own rankings have them (`task.exclude_history`).
+    run's longest test prompt, so that the first one compiles and a longer history does not compile again. Items of
+    the history are among them only where the run's own rankings have them (`task.exclude_history`).
 
-    A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes queries
-    for a query, by which the run's encoder ranks the catalogue.
-
-    Items of another catalogue's file are ranked at once where the policy writes queries or titles.
-
-    Raises:
-        UserError: Data are bad, or the policy cannot name the items of another catalogue.
+    A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes
+    queries for a query, by which the run's encoder ranks the catalogue. Items of another catalogue's file are ranked
+    at once where the policy writes queries or titles; a UserError where it cannot name them.
     """
     task = config.task
     dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
@@ -107,7 +100,7 @@ def make_recommender(
 
 
 def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...]:
-    """The users' sequences of those items that another catalogue has too, by their ids."""
+    """Return the users' sequences of those items that another catalogue has too, by their ids."""
     row_of = {row: items.rows[name] for name, row in dataset.catalogue.rows.items() if name in items.rows}
     return tuple(
         UserSequence(user.user, tuple(row_of[item] for item in user.items if item in row_of)) for user in dataset.known
@@ -115,7 +108,7 @@ def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
-    """title or id → the item of that name, the first of several; a UserError with the nearest where there is none."""
+    """Return title or id → the first item of that name; a UserError with the nearest where there is none."""
     ids = {_composed(name): row for row, name in reversed(list(enumerate(catalogue.ids)))} | catalogue.rows
     titles = {_spelled(name): row for row, name in reversed(list(enumerate(catalogue.titles)))}
     titles.pop("", None)
@@ -135,7 +128,7 @@ def _names(catalogue: Catalogue) -> Callable[[str], int]:
 
 
 def _alike(title: str, titles: Iterable[str]) -> list[str]:
-    """The 50 titles that share the most pairs of letters with one; comparing it with all would take seconds."""
+    """Return the 50 titles that share the most pairs of letters; comparing with all would take seconds."""
     pairs = set(itertools.pairwise(title))
 
     def shared(name: str) -> float:
@@ -145,19 +138,19 @@ def _alike(title: str, titles: Iterable[str]) -> list[str]:
 
 
 def _composed(name: str) -> str:
-    """An id in one form: a letter and its accent may be written as one character or as two."""
+    """Return an id in one form: a letter and its accent may be written as one character or as two."""
     return unicodedata.normalize("NFC", name)
 
 
 def _spelled(title: str) -> str:
-    """A title without what does not tell titles apart: case, marks, and forms of one character."""
+    """Normalise a title: case, marks, and forms of one character."""
     return plain(unicodedata.normalize("NFKC", title))
 
 
 def policy_ranking(
     config: Config, policy: Policy, catalogue: Catalogue, prompts: Sequence[Row]
 ) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
-    """rows → int [P, K], the rows of the catalogue that the policy lists, best first, and f32 [P, K], their scores.
+    """Return rows → the policy's listed catalogue rows, int [P, K], best first, and their scores f32 [P, K].
 
     The longest of `prompts` sets the width of all.
     """
@@ -209,7 +202,7 @@ def _by_query(config: Config, catalogue: Catalogue, write: Callable[[str], str])
 def _explanations(
     catalogue: Catalogue, users: Sequence[UserSequence]
 ) -> Callable[[int, Sequence[int]], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """(item, history) → the words its title shares with the history's, and the titles of the history taken with it."""
+    """Return (item, history) → words shared with the history's titles, and titles of the history taken with it."""
     counts = Counter(word for title in catalogue.titles for word in set(plain(title).split()))
     together = item_similarity(users, len(catalogue))
 
@@ -222,9 +215,6 @@ def _explanations(
         return tuple(words), tuple(catalogue.titles[other] for other in taken)
 
     return explain
-
-
-# ---------------------------------------------------------------------------------------------------- choosing a prior
 
 
 HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
@@ -240,11 +230,9 @@ class Weighed(NamedTuple):
 
 
 class ChosenPrior(NamedTuple):
-    """What the priors of a grid earn.
+    """Results of the priors of a grid: lines to print, and a record for each prior that was tried, best first.
 
-    Attributes:
-        lines: To print: the best priors, the run's own and none at all; and what to write into a config.
-        records: For each prior that was tried, best first: its weights, "ndcg@10" and "hr@10".
+    A record has its weights, "ndcg@10" and "hr@10".
     """
 
     lines: list[str]
@@ -252,7 +240,7 @@ class ChosenPrior(NamedTuple):
 
 
 def grid() -> list[PriorSection]:
-    """The points that are tried; the policy alone is the first."""
+    """Return the points that are tried; the policy alone is the first."""
     points = [
         PriorSection(history=history, together=together, decay=decay)
         for history, together, decay in itertools.product(HISTORY, TOGETHER, DECAYS)
@@ -268,17 +256,10 @@ def weigh(
     *,
     items: int,
 ) -> list[Weighed]:
-    """What each point earns on the same rows, best first; of equal ones the earlier.
+    """Measure each point on the same U rows (at least one), best first; of equal ones the earlier.
 
-    Histories are left out and ties count against the target, as in `rewards.ranking_columns`. What a decay costs is
-    computed once for all its points.
-
-    Args:
-        score: score(start, stop) → f32 [B, I], the policy's own scores of all items for the rows start … stop-1.
-        parts: Of `baselines.make_parts`.
-        rows: U examples, at least one.
-        points: Weights to try.
-        items: I.
+    `score`(start, stop) → the policy's scores of all `items` for these rows, f32 [B, I]. Histories are left out and
+    ties count against the target, as in `rewards.ranking_columns`. A decay is computed once for all its points.
     """
     ranks = np.empty((len(points), len(rows)))
     block = metrics.users_at_once(items)
@@ -300,13 +281,10 @@ def weigh(
 
 
 def choose_prior(config: Config, policy: Policy, *, users: int | None = None) -> ChosenPrior:
-    """What every prior of a grid earns beside the policy's own scores on validation users, best first.
+    """Measure every prior of a grid beside the policy's own scores on validation users, best first.
 
-    The validation users, `evaluation.validation_prompts` unless told, are in the order of a hash, so that the first few
-    are a fair sample.
-
-    Raises:
-        UserError: The policy writes queries, there is no validation user, or data are bad.
+    The `users` validation users, `evaluation.validation_prompts` by default, are in the order of a hash, so that the
+    first few are a fair sample.
     """
     task = config.task
     if task.writes == "query":

@@ -1,4 +1,4 @@
-"""The table of a recommendation run: the policy before and after, beside what needs no policy."""
+"""The tables of a recommendation run: the policy before and after training, beside the baselines."""
 
 from __future__ import annotations
 
@@ -32,20 +32,17 @@ from grpo_jax.tasks.recommendation.task import Recommendation
 CUTOFFS = (5, 10, 20, 50, 100)
 MEASURES = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "MRR")
 SHOWN = ("HR@5", "HR@10", "NDCG@5", "NDCG@10", "MRR")
-"""Those that a terminal has room for."""
+"""Measures shown on a terminal."""
 ALL = "all"
 POPULARITY = {"target ≤ 3": (0, 3), "target 4–10": (4, 10), "target 11–50": (11, 50), "target > 50": (51, np.inf)}
 """Groups of users by how often their target was taken in training, least and most."""
 
 
 class TableRow(NamedTuple):
-    """One method on one group of users.
+    """One method on one group of users: "all", or a part of them.
 
-    Attributes:
-        group: "all", or a part of the users.
-        users: How many were measured.
-        missing: How many more have no rank because the retriever failed; they are in no mean.
-        measures: Mean and interval of each measure; empty where nobody was measured.
+    `missing` counts further users who have no rank because the retriever failed; they are in no mean. `measures` has
+    each measure's mean and interval; it is empty where nobody was measured.
     """
 
     method: str
@@ -56,7 +53,7 @@ class TableRow(NamedTuple):
 
 
 def measure_users(rank: np.ndarray) -> np.ndarray:
-    """Every measure of MEASURES for every user, f64 [U, 16]; NaN where the rank is."""
+    """Return every measure of MEASURES for every user, f64 [U, 16]; NaN where the rank is."""
     kinds = (metrics.hit, metrics.ndcg, metrics.mrr)
     return np.stack([*(kind(rank, k=k) for kind in kinds for k in CUTOFFS), metrics.mrr(rank)], axis=1)
 
@@ -64,12 +61,9 @@ def measure_users(rank: np.ndarray) -> np.ndarray:
 def make_table(
     ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray] | None = None, *, samples: int = 1000
 ) -> list[TableRow]:
-    """Measure every method on all users and on each group.
+    """Measure every method's ranks f64 [U], NaN where there is none, on all users and on each group, bool [U].
 
-    Args:
-        ranks: For each method the targets' ranks f64 [U] of the same users; NaN where there is none.
-        groups: Further groups, bool [U] each.
-        samples: Draws of the bootstrap; methods that miss no user see the same draws.
+    Methods that miss no user see the same `samples` draws of the bootstrap.
     """
     return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {}, samples)
 
@@ -77,7 +71,7 @@ def make_table(
 def paired_table(
     ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]], *, samples: int = 1000
 ) -> list[TableRow]:
-    """The differences of two methods, user by user, on the users who have both ranks.
+    """Measure the differences of two methods, user by user, on the users who have both ranks.
 
     The bootstrap draws users with both of their values, so that what makes a user hard for both methods is in neither
     end of the interval: it is clear of zero where the intervals of the two methods may well overlap.
@@ -89,7 +83,7 @@ def paired_table(
 
 
 def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], samples: int) -> list[TableRow]:
-    """A row for all users and each group of each method's values f64 [U, 16], NaN for users who are missing."""
+    """Return a row for all users and each group of each method's values f64 [U, 16], NaN for missing users."""
     ranked = {method: np.asarray(~np.isnan(measured).any(axis=1)) for method, measured in values.items()}
     everybody = np.ones(len(next(iter(ranked.values()), ())), bool)
     rows: dict[tuple[str, str], TableRow] = {}
@@ -127,9 +121,9 @@ def direction_groups(rows: Sequence[Row], catalogue: Catalogue, column: str) -> 
 
 
 def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Users by how often their target was taken in training: what a method knows of rare items, and of common ones.
+    """Users by how often their target was taken in training: the groups of POPULARITY that have one, bool [U] each.
 
-    `counts` are those of `baselines.taken_counts`; the groups of POPULARITY that have a user are bool [U] each.
+    They show what a method knows of rare items, and of common ones. `counts` are those of `baselines.taken_counts`.
     """
     taken = counts[[row.columns["target_row"] for row in rows]]
     groups = {name: (taken >= least) & (taken <= most) for name, (least, most) in POPULARITY.items()}
@@ -137,7 +131,7 @@ def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.n
 
 
 def table_records(rows: Sequence[TableRow]) -> list[dict[str, object]]:
-    """The table as plain values, for JSON."""
+    """Return the table as plain values, for JSON."""
     return [
         {
             "method": row.method,
@@ -151,14 +145,14 @@ def table_records(rows: Sequence[TableRow]) -> list[dict[str, object]]:
 
 
 def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
-    """The measures of SHOWN of all users as text; arguments as in `table_cells`."""
+    """Return the measures of SHOWN of all users as text; arguments as in `table_cells`."""
     everybody = [row for row in rows if row.group == ALL]
     ((title, cells),) = table_cells(everybody, SHOWN, signed=signed)
     return aligned([[title, *SHOWN], *cells])
 
 
 def format_groups(rows: Sequence[TableRow], measure: str = "NDCG@10") -> str:
-    """One measure of every method on every group of users as text, means alone; "" where there are no groups."""
+    """Return one measure's means of every method and group of users as text; "" where there are no groups."""
     groups = {row.group: row.users + row.missing for row in rows if row.group != ALL}
     if not groups:
         return ""
@@ -174,7 +168,7 @@ def format_groups(rows: Sequence[TableRow], measure: str = "NDCG@10") -> str:
 def table_cells(
     rows: Sequence[TableRow], measures: Sequence[str] = MEASURES, *, signed: bool = False
 ) -> list[tuple[str, list[list[str]]]]:
-    """Each group's heading, and for each of its methods the name and a text for each measure, intervals in brackets.
+    """Return each group's heading, and each method's name and measures as text, intervals in brackets.
 
     Differences are `signed`, with a star where the interval is clear of zero.
     """
@@ -188,7 +182,7 @@ def table_cells(
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as text in columns, two spaces between."""
+    """Return lines of cells as text in columns, two spaces between."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     return "\n".join(text.rstrip() for text in texts)
@@ -206,9 +200,6 @@ def _cell(interval: Interval | None, signed: bool) -> str:
     return f"{mean} [{low}, {high}]{'*' if signed and interval.clear_of_zero else ''}"
 
 
-# --------------------------------------------------------------------------------------------------------------- report
-
-
 PRIOR = "prior alone"
 _SPREAD = ("method", f"coverage@{RECOMMENDED}", f"Gini@{RECOMMENDED}")
 
@@ -216,7 +207,7 @@ _SPREAD = ("method", f"coverage@{RECOMMENDED}", f"Gini@{RECOMMENDED}")
 def policy_ranks(
     name: str, judgements: Mapping[str, Judgement], *, fused: bool = False
 ) -> dict[str, dict[str, list[float]]]:
-    """What the findings need of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
+    """Return the ranks of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
 
     The last watched measure is the rank, NaN where there is none; with `fused` the one before it is the rank with the
     prior. Where rankings list items there are also those "recommended", and how many "times" each of them is.
@@ -245,10 +236,10 @@ def findings(
     prior: Prior | None = None,
     ask: Ask | None = None,
 ) -> Findings:
-    """The results of the measured rows as tables, lines and records.
+    """Return the results of the measured rows as tables, lines and records.
 
-    `policies` is by name what `policy_ranks` returned; the prior, where there is one, is a baseline too; `ask` ranks
-    texts as the policy's are ranked.
+    `policies` has the results of `policy_ranks` by name; the prior, where there is one, is a baseline too; `ask`
+    ranks texts as the policy's are ranked.
     """
     ranks, recommended = _measure_methods(task, dataset, retriever, rows, policies, prior, ask)
     groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
@@ -270,10 +261,10 @@ def findings(
 
 
 def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Which methods are told apart user by user.
+    """Return the methods to compare user by user.
 
-    A policy after training and before it, in each way of ranking that was measured: what reinforcement brought. And a
-    policy with the prior and the prior alone: what the policy adds to it.
+    A policy after and before training, in each way of ranking: what reinforcement brought. And a policy with the
+    prior and the prior alone: what the policy adds to it.
     """
     trained = [(name, name.replace("policy, after", "policy, before", 1)) for name in names if "policy, after" in name]
     fused = [(name, PRIOR) for name in names if name.endswith(" + prior")]
@@ -289,9 +280,9 @@ def _measure_methods(
     prior: Prior | None,
     ask: Ask | None,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Every baseline and the policies, full ranking, ties as retrieval.ties says; arguments as in `findings`.
+    """Rank by every baseline and policy: the targets' ranks f64 [U], and how often each item is recommended, i64 [I].
 
-    By method the targets' ranks f64 [U], and, of methods that list items, how often each is recommended, i64 [I].
+    Rankings are full, ties as retrieval.ties says; the second result has methods that list items alone.
     """
     items = len(dataset.catalogue)
     histories = [row.columns["history"] for row in rows]
@@ -329,7 +320,7 @@ def _report_tables(
     spread: Sequence[tuple[str, float, float]],
     excluded: bool,
 ) -> list[Table]:
-    """For report.html: a table for each group of users, paired differences, and what is recommended."""
+    """Return a table for each group of users, paired differences, and recommended items."""
     left_out = "each user's history left out" if excluded else "items of the user's history among the others"
     ranking_note = (
         f"Full ranking of the catalogue, {left_out}; mean and 95 % interval of a bootstrap over users. The "

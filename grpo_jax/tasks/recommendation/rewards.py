@@ -1,7 +1,6 @@
 """Rewards from where the target ranks: built-in ones by name, the user's own by import path.
 
-A reward is ``reward(prompts, completions, **columns) -> list[float | None]``, called flat as everywhere. The columns of
-this task are
+A reward is ``reward(prompts, completions, **columns) -> list[float | None]``. The columns of this task are
 
     rank            where the target stands among all items, from 1; NaN where the retriever gave no answer
     probability     of the target in the softmax over all items' similarities to the completion
@@ -41,7 +40,7 @@ _MEASURES = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
 
 
 def task_rewards(items: int, *, fused: bool, ranks: bool) -> dict[str, Reward | Maker]:
-    """The rewards by name over so many items: `fused` with a prior, `ranks` of a policy that ranks them itself."""
+    """Return the rewards by name: `fused` with a prior, `ranks` of a policy that ranks the items itself."""
     rewards: dict[str, Reward | Maker] = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
     if ranks:
         rewards[RANK_PENALTY] = rank_penalty
@@ -56,17 +55,17 @@ def _built_in(name: str, items: int, **options: float) -> Reward:
 
 
 def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: object) -> list[float | None]:
-    """Of held-out prompts alone; missing in training."""
+    """Rank with the prior of held-out prompts alone; missing in training."""
     return list(fused_rank) or [None] * len(completions)
 
 
 def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[float]]:
-    """The retriever's answer for P·G completions as columns for `collect_rewards`."""
+    """Return the retriever's answer for P·G completions as columns for `collect_rewards`."""
     return {"rank": np.asarray(rank, np.float64).tolist(), "probability": np.asarray(probability, np.float64).tolist()}
 
 
 def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = None) -> Reward:
-    """A built-in reward.
+    """Return a built-in reward; a ValueError if its name or an option is unknown or out of range.
 
     Args:
         name: "ndcg", "hit", "mrr", "mixed" (their weighted mean), or "soft", the target's probability under the
@@ -75,9 +74,6 @@ def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = 
         options: "k", the cut-off, at most `items`; left out or 0, none, so that every rank counts (with a small k and
             few completions most groups have no spread to learn from). For "mixed" also a weight by name of a measure;
             a measure that is not named then has none. "soft" takes no option.
-
-    Raises:
-        ValueError: If the name or an option is unknown or out of range.
     """
     if name not in BUILT_IN:
         raise ValueError(f"name must be one of {', '.join(BUILT_IN)}, got {name!r}")
@@ -105,7 +101,7 @@ def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = 
 
 
 def measure(name: str) -> Reward | None:
-    """A measure by its name: hr@K, ndcg@K, mrr@K or mrr, K of at most nine digits; None for other names."""
+    """Return a measure by its name: hr@K, ndcg@K, mrr@K or mrr, K of at most nine digits; None for other names."""
     kind, at, k = name.partition("@")
     if kind not in _MEASURES or not (re.fullmatch("[1-9][0-9]{0,8}", k) if at else name == "mrr"):
         return None
@@ -130,12 +126,9 @@ def _listed(values: np.ndarray) -> list[float | None]:
 
 
 def where_ranked(reward: Reward) -> Reward:
-    """A reward that is asked only about completions with a rank; for the others it is missing.
+    """Wrap a user's own reward: it is called with ranked completions alone, and missing for the others.
 
-    For the user's own rewards: they need not know that a retriever can fail, and a failure becomes no number in them.
-
-    Args:
-        reward: Called with the lists of those completions alone; not at all if there are none.
+    It need not know that a retriever can fail, and a failure becomes no number in it.
     """
 
     @functools.wraps(reward, updated=())
@@ -153,7 +146,7 @@ def where_ranked(reward: Reward) -> Reward:
             values[i] = answer
         return values
 
-    # What is called is this function: it takes every column, whatever the reward names.
+    # The caller sees this function, which takes every column, whatever the reward names.
     del ranked.__wrapped__
     if asks(reward, MESSAGES[0]):
         ranked.__signature__ = asking_for_messages(ranked)
@@ -161,18 +154,15 @@ def where_ranked(reward: Reward) -> Reward:
 
 
 def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: object) -> list[float | None]:
-    """The penalty of wrong items in a group that holds the target: the larger, the higher the policy puts them.
+    """Penalty of wrong items in a group that holds the target: the larger, the higher the policy puts them.
 
         penalty_i = -d(ρ_i) / Σ_{j wrong} d(ρ_j),   d(ρ) = 1 / log2(1 + ρ)
 
-    ρ is an item's place in its group, from 1: the likeliest first among beams, the first that was drawn among distinct
-    items. It is 0 for the target, which `hit` rewards beside it, and for groups without the target. This is the ranking
-    reward of ReRe (https://arxiv.org/abs/2510.12211) and MiniOneRec (https://arxiv.org/abs/2510.24431). Groups without
-    the target are spared in MiniOneRec's code, which divides by the sum over all places, the target's too.
-
-    Args:
-        rank: 1 for the target, P·G values.
-        place_in_group: From 0; completions of a group stand side by side.
+    ρ is an item's place in its group, `place_in_group` + 1: the likeliest first among beams, the first that was drawn
+    among distinct items. It is 0 for the target (`rank` 1), which `hit` rewards beside it, and for groups without the
+    target. This is the ranking reward of ReRe (https://arxiv.org/abs/2510.12211) and MiniOneRec
+    (https://arxiv.org/abs/2510.24431). Groups without the target are spared in MiniOneRec's code, which divides by
+    the sum over all places, the target's too. Completions of a group stand side by side.
     """
     wrong, place = np.asarray(rank) != 1, np.asarray(place_in_group)
     group = np.cumsum(place == 0) - 1
@@ -181,22 +171,19 @@ def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: obje
     return (0.0 - np.divide(share, total, out=np.zeros(len(share)), where=found & (total > 0))).tolist()
 
 
-# ------------------------------------------------------------------------------------------- of policies that rank
-
-
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
-"""The columns in which a row's ranking says where its target stands: by the policy alone, and with the prior."""
+"""Columns with the target's place in a row's ranking: by the policy alone, and with the prior."""
 LISTED_FIRST, FUSED_FIRST = "listed_first", "fused_first"
-"""The columns of what is recommended: the first items of these rankings, as rows of the catalogue."""
+"""Columns with the first items of these rankings, as rows of the catalogue."""
 
 
 def ranking_columns(
     items: Items, prior: Prior | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
 ) -> dict[str, Sequence[object]]:
-    """Where each row's target stands in its ranking, from 1, and what is recommended.
+    """Return where each row's target stands in its ranking, from 1, and the recommended items.
 
-    What a row's column "excluded" holds is left out; a target that is not listed stands at the last place. `numbers`,
-    int [P, K], says which of the texts are listed, best first, with `scores` f32 [P, K].
+    A row's column "excluded" is left out; a target that is not listed stands at the last place. `numbers`,
+    int [P, K], are the listed texts, best first, with `scores` f32 [P, K].
     """
     listed = items.rows[numbers]
     places, first = [], []
@@ -219,7 +206,7 @@ def ranking_columns(
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> np.ndarray:
-    """The ranks of what rewards see: of a ranking as it says; of one item 1 if it is the target, else the last."""
+    """Return the ranks for rewards: a ranking's own; of one item 1 if it is the target, else the last."""
     if LISTED_RANK in columns:
         return np.asarray(columns[LISTED_RANK], np.float64)
     found = [items.row_of(text) == target for text, target in zip(completions, columns["target_row"], strict=True)]

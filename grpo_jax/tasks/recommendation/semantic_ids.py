@@ -31,7 +31,7 @@ MOST_LEVELS = len(string.ascii_lowercase) - 1
 
 
 def words_of(codes: np.ndarray) -> tuple[str, ...]:
-    """Each item's words: codes [I, L] → "<a_12> <b_7> <c_201> <d_0>", a letter for each level.
+    """Return each item's words: codes [I, L] → "<a_12> <b_7> <c_201> <d_0>", a letter for each level.
 
     The marks around a word part it from the next where a tokenizer writes no space between its own words; a tokenizer
     of plain words reads "a_12".
@@ -43,11 +43,7 @@ def words_of(codes: np.ndarray) -> tuple[str, ...]:
 
 
 def write_ids(path: str | Path, ids: Sequence[str], words: Sequence[str], *, made: str) -> None:
-    """Write a line "id ⇥ words" for each of I items, below a line that says how they were made and a header.
-
-    Raises:
-        UserError: The file cannot be written, or an id holds a tab or a line's end.
-    """
+    """Write a line "id ⇥ words" for each of I items, below a header and a line that says how they were made."""
     if odd := [one for one in ids if not one.isprintable()]:
         raise UserError(f"item {odd[0]!r}: expected an id that can stand in a line of a .tsv")
     lines = [f"# {made}", "item_id\twords", *map("\t".join, zip(ids, words, strict=True))]
@@ -58,12 +54,7 @@ def write_ids(path: str | Path, ids: Sequence[str], words: Sequence[str], *, mad
 
 
 def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
-    """The words of each item, in the order of the catalogue, from a file of `write_ids` or one with a column "words".
-
-    Raises:
-        UserError: There is no such file, or it has bad lines: an item that the catalogue has not, one twice, words that
-            say nothing or are another item's; or an item of the catalogue is not in it.
-    """
+    """Read each item's words, in the catalogue's order, from a file of `write_ids` or one with a column "words"."""
     text = read_text(path, "what python -m grpo_jax.tasks.recommendation.semantic_ids writes")
     if text.startswith("#"):  # its line stays, blank, so that those below keep their numbers
         text = text[text.find("\n") :] if "\n" in text else ""
@@ -94,27 +85,13 @@ def read_ids(path: str | Path, catalogue: Catalogue) -> tuple[str, ...]:
     return tuple(words[item] for item in catalogue.ids)
 
 
-# ------------------------------------------------------------------------------------------------ words of a tokenizer
-
-
 def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], out: str | Path) -> int:
-    """Write a policy's folder with the items' own words in its tokenizer, a token each.
+    """Write a policy's folder with the items' own words in its tokenizer, a token each; return how many are new.
 
-    The row of a word, of the embedding and of the head alike, is the mean over its items of the mean over their title's
-    tokens, so that a policy starts from what it knows of the words that the items have in common; without a title it is
-    the mean of all rows.
-
-    Args:
-        folder: A Hugging Face folder or hub id of a model of text.
-        names: I, the words of each item, with spaces between them.
-        titles: I.
-        out: Where to write; an earlier policy there is replaced.
-
-    Returns:
-        How many words were added; those that the tokenizer has already are left as they are.
-
-    Raises:
-        UserError: The folder cannot be loaded as a model of text, or `out` not written.
+    The row of a word, of the embedding and of the head alike, is the mean over its items of the mean over their
+    title's tokens, so that a policy starts from what it knows of the words that the items have in common; without a
+    title it is the mean of all rows. Words that the tokenizer has already keep their rows. `folder` is a Hugging Face
+    folder or hub id of a model of text, `names` are the I items' words with spaces between them; `out` is replaced.
     """
     from tokenizers import AddedToken
     from transformers import AutoModelForCausalLM
@@ -168,14 +145,12 @@ def _warm_start(
         table[places] = torch.from_numpy(rows).to(table.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ residual quantisation
-
-
 class Codes(NamedTuple):
-    """What items are called, and how well that describes them.
+    """Codes of the items, int32 [I, L + 1], and how well they describe them.
+
+    No two rows are alike; the last column is how many earlier items have the same L codes.
 
     Attributes:
-        codes: Int32 [I, L + 1], no two rows alike; the last is how many earlier items have the same L codes.
         sizes: Codes in use of each of the L + 1 levels.
         shared: Share of the items whose L codes another item has too.
         left: Of each of the L levels, Σ‖what is left of a vector‖² / Σ‖vector‖² behind it.
@@ -188,13 +163,11 @@ class Codes(NamedTuple):
 
 
 def residual_codes(vectors: np.ndarray, *, levels: int, size: int, seed: int) -> Codes:
-    """Quantises vectors level by level.
+    """Quantise vectors level by level.
 
     With r₀ the vectors and c(r) the centre nearest to r among those that k-means finds for all of the level's r:
-    code_l = index of c(r_l), r_{l+1} = r_l − c(r_l).
-
-    A level has `size` codes at most, fewer where fewer vectors differ. One thread computes: the same seed gives the
-    same codes.
+    code_l = index of c(r_l), r_{l+1} = r_l − c(r_l). A level has `size` codes at most, fewer where fewer vectors
+    differ. One thread computes: the same seed gives the same codes.
     """
     rest = vectors.astype(np.float32)
     columns: list[np.ndarray] = []
@@ -217,7 +190,7 @@ def residual_codes(vectors: np.ndarray, *, levels: int, size: int, seed: int) ->
 
 
 def _clusters(vectors: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cluster of each vector, int [I], and the clusters' centres, f32 [size, D]."""
+    """Return the cluster of each vector, int [I], and the clusters' centres, f32 [size, D]."""
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits
@@ -238,10 +211,9 @@ again, or what is rare in titles would be near nothing and fall together."""
 def title_codes(
     titles: Sequence[str], *, encoder: str = "tfidf", device: str = "cpu", levels: int, size: int, seed: int
 ) -> Codes:
-    """Codes of titles by their vectors (`residual_codes`).
+    """Return codes of titles by their vectors (`residual_codes`).
 
-    The encoder is "tfidf", or a folder or hub name of a sentence-transformers model on `device`, "cpu" or "gpu:N"; a
-    UserError says that it cannot be loaded.
+    The encoder is "tfidf", or a folder or hub name of a sentence-transformers model on `device`, "cpu" or "gpu:N".
     """
     encoders = own_package("bridges", "retrieval.encoders")
     vectors = encoders.encode_titles(encoders.load_encoder(encoder, titles, device=device), titles)
@@ -249,7 +221,7 @@ def title_codes(
 
 
 def _dense(vectors: np.ndarray | sparse.csr_array, seed: int) -> np.ndarray:
-    """Vectors f32 [I, D] as they are; sparse ones of more than `WIDTH` dimensions projected."""
+    """Return vectors f32 [I, D] as they are; sparse ones of more than `WIDTH` dimensions projected."""
     if isinstance(vectors, np.ndarray):
         return vectors
     if min(vectors.shape) <= WIDTH:
@@ -263,7 +235,7 @@ def _dense(vectors: np.ndarray | sparse.csr_array, seed: int) -> np.ndarray:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What reads the command's options."""
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_jax.tasks.recommendation.semantic_ids",
         description="Writes semantic ids of a catalogue's items (residual quantisation of their titles' vectors), for "
@@ -289,7 +261,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     return carry_out(make_parser, _write, arguments)
 
 
@@ -321,7 +293,7 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def command() -> NoReturn:
-    """`main` as a process of its own."""
+    """Run `main` as a process of its own."""
     leave(main())
 
 

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.recommending import ChosenPrior, MakeWriter, Recommender
 
 PLACES = ("{history}", "{last}", "{items}")
-"""What a template says of a history; one of them at least."""
+"""Placeholders of a template; one of them at least."""
 FUSED, RANK = "fused", "rank"
-"""Always watched, last: the tables are made of them; the first where there is a prior."""
+"""Always watched, last, for the tables; the first where there is a prior."""
 RANK_PENALTY = "rank_penalty"
-"""Of policies that rank the catalogue themselves alone, in groups that have an order."""
+"""For policies that rank the catalogue themselves, in groups that have an order."""
 EVENT_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
-"""Of a CSV of events; a rating only where `minimum_rating` asks for one."""
+"""Columns of a CSV of events; a rating only where `minimum_rating` asks for one."""
 
 
 @dataclass(frozen=True)
 class RetrievalSection:
     """What ranks the catalogue against a completion.
 
-    Where ranks come from changes none of them; another encoder or catalogue is told by the retriever's own fingerprint.
+    Both backends give the same ranks; the retriever's own fingerprint identifies its encoder and catalogue.
 
     Args:
         backend: "local" ranks in this process; "ray" asks a service that `python -m bridges.retrieval serve` started.
@@ -64,7 +64,7 @@ class RetrievalSection:
     device: str = may_change("cpu")
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         require(bool(self.encoder), "retrieval.encoder", "tfidf, a folder or a name", self.encoder)
         require(self.dense_weight >= 0, "retrieval.dense_weight", "a number >= 0", self.dense_weight)
         weighed = "a weight above 0 with retrieval.dense, and 0 without"
@@ -96,14 +96,14 @@ class PriorSection:
     decay: float = 0.7
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         for name in ("history", "together"):
             require(getattr(self, name) >= 0, f"prior.{name}", "a number >= 0", getattr(self, name))
         require(0 <= self.decay <= 1, "prior.decay", "a number in [0, 1]", self.decay)
 
     @property
     def used(self) -> bool:
-        """Whether it changes a ranking."""
+        """True if it changes a ranking."""
         return self.history > 0 or self.together > 0
 
 
@@ -206,7 +206,7 @@ class Recommendation(Task):
     not_planned: ClassVar[str] = "what ranks the catalogue"
 
     def __post_init__(self) -> None:
-        """Checks what fits together; other ranges are checked where they are used, before anything is loaded."""
+        """Check what fits together; other ranges are checked where they are used, before anything is loaded."""
         dummy = self.source == "dummy"
         items_named = self.writes in ("item", "ids")
         require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
@@ -236,7 +236,7 @@ class Recommendation(Task):
         require(self.pair_characters >= 0, "pair_characters", "a number >= 0", self.pair_characters)
 
     def check(self, config: Config) -> None:
-        """Refuses fields that this task does not read, and lessons of a world that is not there."""
+        """Refuse fields that this task does not read, and pairs of a world that is not there."""
         for name in ("prompts", "validation", "test"):
             rows = getattr(config.data, name)
             require(not rows, f"data.{name}", "nothing: prompts are made of histories", rows)
@@ -255,7 +255,7 @@ class Recommendation(Task):
             require(group != "samples", f"rewards.{RANK_PENALTY}", expected, group)
 
     def listed_texts(self, config: Config) -> Sequence[str] | None:
-        """The items of a policy that ranks them itself."""
+        """Return the items of a policy that ranks them itself."""
         from grpo_jax.tasks.recommendation.loading import listed_texts
 
         return None if self.writes == "query" else listed_texts(config)
@@ -267,7 +267,7 @@ class Recommendation(Task):
         return load_task(self, setup)
 
     def over_catalogue(self, path: str, columns: Mapping[str, str]) -> Recommendation:
-        """The task with a catalogue that has grown (`dataset.over_catalogue`)."""
+        """Return the task with a catalogue that has grown (`dataset.over_catalogue`)."""
         from grpo_jax.tasks.recommendation.dataset import over_catalogue
 
         return over_catalogue(self, path, columns)
@@ -275,13 +275,13 @@ class Recommendation(Task):
     def recommender(
         self, config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
     ) -> Recommender:
-        """What a trained policy of this task says to a history of titles (`recommending.make_recommender`)."""
+        """Return a trained policy's recommender (`recommending.make_recommender`)."""
         from grpo_jax.tasks.recommendation.recommending import make_recommender
 
         return make_recommender(config, policy, writer, catalogue=catalogue)
 
     def choose_prior(self, config: Config, policy: Policy, *, users: int | None = None) -> ChosenPrior:
-        """Which weights of the prior are best for a trained policy (`recommending.choose_prior`)."""
+        """Choose the weights of the prior for a trained policy (`recommending.choose_prior`)."""
         from grpo_jax.tasks.recommendation.recommending import choose_prior
 
         return choose_prior(config, policy, users=users)

@@ -19,11 +19,11 @@ from grpo_jax.errors import UserError
 
 
 class Whereabouts(NamedTuple):
-    """Of one service.
+    """Cluster of one service.
 
     Attributes:
-        address: host and port of its cluster.
-        session: name of the cluster's session; another one at that address is another cluster.
+        address: Host and port.
+        session: Name of the cluster's session; another one at that address is another cluster.
     """
 
     address: str
@@ -38,11 +38,7 @@ def service_file(service: str) -> Path:
 
 @contextmanager
 def announced(service: str, where: Whereabouts) -> Iterator[None]:
-    """Keeps the file of a service while the block runs.
-
-    Raises:
-        UserError: It cannot be written.
-    """
+    """Keep the file of a service while the block runs; UserError if it cannot be written."""
     path = service_file(service)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -20,16 +20,14 @@ _RAYS = {"num_cpus": "CPU", "num_gpus": "GPU"}
 
 
 def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: Sequence[str] = ()) -> list[Any]:
-    """An actor for each judge, which it loads: their handles.
+    """Start an actor for each judge, which it loads, and return their handles; `pool` is its name for errors.
 
     Args:
-        pool: its name, for errors.
-        judges: as their files have them.
-        section: of the pool.
-        names: under which any process of the cluster finds the actors; none where nobody looks for them.
+        judges: As their files have them.
+        names: Under which any process of the cluster finds the actors; none where nobody looks for them.
 
     Raises:
-        UserError: Ray does not understand what the section asks for.
+        UserError: Ray does not understand the section's options.
     """
     import ray
     from ray import cloudpickle
@@ -64,11 +62,7 @@ def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: 
 
 
 def require_room(pool: str, section: PoolSection) -> None:
-    """That a cluster has what the actors need in all, unless it grows.
-
-    Raises:
-        UserError: It has less of a resource.
-    """
+    """Raise UserError if a cluster that does not grow lacks a resource that the actors need in all."""
     import ray
 
     there = ray.cluster_resources()
@@ -84,12 +78,12 @@ def require_room(pool: str, section: PoolSection) -> None:
 
 
 def _given(section: PoolSection) -> dict[str, float]:
-    """What each actor is given."""
+    """Resources of each actor."""
     return {"num_cpus": 1.0 if section.address else 0.0, "num_gpus": 0.0, **section.resources}
 
 
 def _packed(judge: Any) -> bytes:
-    """A judge pickled, with the code of its file where no import finds that."""
+    """Pickle a judge, with the code of its file where no import finds that."""
     from ray import cloudpickle
 
     module = sys.modules.get(type(judge).__module__)

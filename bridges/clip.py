@@ -1,7 +1,7 @@
 """Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020) and other vision models.
 
-Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on what
-else was asked for, and a resumed run sees the scores of one that never stopped.
+Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on the other
+inputs of a call, and a resumed run sees the scores of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,20 +31,17 @@ Preprocessing = Literal["library", "tensor"]
 
 
 class ScoreError(RuntimeError):
-    """A feature or a score came out with values that are not finite."""
+    """A feature or a score is not finite."""
 
 
 def features_of(
     images: torch.Tensor | Sequence[torch.Tensor], encode: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Features of pictures, each of which is encoded once.
+    """Return features float32 [B, width] of pictures, each of which is encoded once.
 
     Args:
         images: Float [B, 3, H, W], or B pictures [3, H, W] of any sizes.
         encode: Pictures of one size [n, 3, H, W] → [n, width].
-
-    Returns:
-        float32 [B, width].
     """
     if isinstance(images, torch.Tensor) or not len(images):
         return encode(images if isinstance(images, torch.Tensor) else torch.zeros((0, 3, 1, 1)))
@@ -61,16 +58,13 @@ def features_of(
 def features_of_distinct(
     images: torch.Tensor, encode: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 ) -> torch.Tensor:
-    """Features of pictures [B, 3, H, W], of which equal ones are encoded once where they lie on the host.
+    """Return features float32 [B, width] of B ≥ 1 pictures; equal ones are encoded once where they lie on the host.
 
-    A policy that has learned writes the same text often, and a text's picture is the same for a seed.
+    A trained policy often writes the same text, and a text's picture is the same for a seed.
 
     Args:
-        images: Float, at least one.
-        encode: Pictures [n, 3, H, W] and where each stands in `images` → [n, width].
-
-    Returns:
-        float32 [B, width].
+        images: Float [B, 3, H, W].
+        encode: Pictures [n, 3, H, W] and their rows in `images` → [n, width].
     """
     if images.device.type != "cpu":
         return encode(images, range(len(images)))
@@ -92,8 +86,8 @@ class Preprocess(NamedTuple):
         std: Per channel.
         interpolation: "bicubic" or "bilinear", both antialiased.
         resize_mode: "shortest" (then centre crop), "longest" (then pad) or "squash".
-        fill: Value from 0 to 255 of the padding.
-        library: Picture of Pillow → [3, *size] by the model's own library, or None for tensors.
+        fill: Padding value, 0 to 255.
+        library: Pillow picture → [3, *size] by the model's own library, or None for tensors.
     """
 
     size: tuple[int, int]
@@ -143,8 +137,8 @@ class ImageEncoder:
     """A loaded vision model that turns pictures into unit features, in batches of one fixed shape.
 
     Attributes:
-        name: As it was asked for.
-        kind: What it is, in a word.
+        name: As in the config.
+        kind: Kind of model, in a word.
         device: Where it runs, and where features and scores are.
         width: Size of the features.
     """
@@ -232,9 +226,9 @@ class Scorer(ImageEncoder):
     """A loaded CLIP.
 
     Attributes:
-        model: With `encode_image` and `encode_text`, as open_clip has them.
-        window: Tokens of a text that the text tower reads, the special ones included.
-        quality_head: What `quality` reads, or None.
+        model: With open_clip's `encode_image` and `encode_text`.
+        window: Tokens that the text tower reads, special ones included.
+        quality_head: Head of `quality`, or None.
     """
 
     def __init__(
@@ -272,11 +266,7 @@ class Scorer(ImageEncoder):
         return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
 
     def text_features(self, texts: list[str]) -> torch.Tensor:
-        """Return unit features of texts, float32 [B, width]; recent ones are remembered.
-
-        Raises:
-            ScoreError: A feature is not finite.
-        """
+        """Return unit features of texts, float32 [B, width], with a cache of recent ones; ScoreError if one is not finite."""
         if not texts:
             return torch.zeros((0, self.width), device=self.device)
         features = {text: self._texts[text] for text in texts if text in self._texts}
@@ -307,7 +297,7 @@ class Scorer(ImageEncoder):
         return (self.text_features(a) * self.text_features(b)).sum(-1)
 
     def quality(self, images: torch.Tensor) -> torch.Tensor:
-        """Return what the quality head says of each picture, float32 [B]; ValueError without a head."""
+        """Return the quality head's score of each picture, float32 [B]; ValueError without a head."""
         if self.quality_head is None:
             raise ValueError("quality: expected a scorer with a quality_head, got none")
         return self.quality_head(self.image_features(images))
@@ -325,7 +315,7 @@ class QualityHead(NamedTuple):
     activation: str = "none"
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """Score of each unit feature [B, width]; float32 [B]."""
+        """Score unit features [B, width]; float32 [B]."""
         scores = features.float()
         for number, (weight, bias) in enumerate(self.layers):
             if number and self.activation == "relu":
@@ -342,10 +332,10 @@ def load_quality_head(path: str | Path, width: int) -> QualityHead:
 
     Args:
         path: The file.
-        width: Size of the features it is to be given, `Scorer.width`.
+        width: Size of its input, `Scorer.width`.
 
     Raises:
-        UserError: If the file is missing or broken, or its layers do not lead from `width` numbers to one.
+        UserError: The file is missing or broken, or its layers do not lead from `width` numbers to one.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -375,7 +365,7 @@ def _layer_number(stem: str) -> int:
 
 
 def _checked(values: torch.Tensor, name: Callable[[int], str]) -> torch.Tensor:
-    """The values [B, ...], after making sure that they are finite; `name` says what row they belong to."""
+    """Return the values [B, ...] if all are finite; otherwise `name` names the row in a ScoreError."""
     finite = torch.isfinite(values).flatten(1).all(1).tolist()
     if not all(finite):
         raise ScoreError(f"the scorer's output for {name(finite.index(False))} is not finite")

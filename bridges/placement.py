@@ -38,7 +38,7 @@ def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placem
         The placement, and lines to print where it is not one card for each part.
 
     Raises:
-        UserError: If a device is named that is not there, or that the installed jax or torch cannot use.
+        UserError: A named device is not there, or the installed jax or torch cannot use it.
     """
     judges = [where for part, where in requests.items() if part != POLICY]
     ask_torch = any(where != "cpu" for where in judges)
@@ -51,23 +51,14 @@ def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placem
 def resolve(
     requests: Mapping[str, str], gpu_count: int, *, jax_gpus: bool = True, torch_gpus: bool = True
 ) -> tuple[Placement, list[str]]:
-    """The rules of `place`, as a function of what there is.
+    """The rules of `place`, as a function of the machine's cards and the frameworks that can use them.
 
-    A part asked to be on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that
-    exists and nobody named it, else the first free one, else it shares: not with the policy if there is another card,
-    and the fuller ones last.
-
-    Args:
-        requests: A device or "auto" for each part, the policy first.
-        gpu_count: Cards of the machine.
-        jax_gpus: Whether the installed jax can use them.
-        torch_gpus: Whether the installed torch can.
+    A part on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that exists and no
+    other part names it, else the first free one, else it shares: not with the policy if there is another card, and the
+    fuller ones last.
 
     Returns:
-        The placement, and at most one line that tells of sharing or falling back.
-
-    Raises:
-        UserError: As `place`.
+        The placement, and at most one line about sharing or falling back.
     """
     parts = tuple(requests)
     usable = {part: gpu_count if (jax_gpus if part == POLICY else torch_gpus) else 0 for part in parts}
@@ -87,14 +78,11 @@ def resolve(
 def prepare_jax(placement: Mapping[str, str]) -> list[str]:
     """Show JAX the policy's cards only; where torch shares one, keep JAX from claiming its whole memory.
 
-    Must come before JAX's backend starts, which any use of an array does. What the user set himself, the
-    environment variables `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE`, is left alone.
-
-    Args:
-        placement: As resolved by `place`.
+    Must come before JAX's backend starts, which any use of an array does. The user's own environment variables
+    `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE` are kept.
 
     Returns:
-        Lines to print: Empty, or one that says that JAX had started already and keeps the devices it has.
+        Lines to print: empty, or one that says that JAX had started already and keeps the devices it has.
     """
     cards = policy_cards(placement)
     if _jax_has_started():
@@ -113,7 +101,7 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
 
 
 def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
-    """The JAX devices of the policy: the named cards that JAX sees, else what it has; starts JAX's backend."""
+    """JAX devices of the policy: the named cards that JAX sees, else its devices; starts JAX's backend."""
     cards = _jax_cards()
     if policy_cards(placement):
         return [cards[card] for card in policy_cards(placement) if card in cards] or jax.local_devices()
@@ -123,7 +111,7 @@ def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
 def cards_left() -> list[str] | None:
     """Cards that this process does not use itself, as `CUDA_VISIBLE_DEVICES` names them; None where there are none.
 
-    Used are those that JAX shows it, and those where torch holds something.
+    Used are those that JAX shows it, and those where torch holds memory.
     """
     count = _count_cards()
     if not count:
@@ -138,7 +126,7 @@ def cards_left() -> list[str] | None:
 
 
 def _named(part: str, value: str, usable: int, gpu_count: int) -> list[str]:
-    """The devices of an explicit request, in one spelling."""
+    """Devices of an explicit request, in one spelling."""
     names = value.split(",") if part == POLICY else [value]
     if names == ["cpu"]:
         return names
@@ -180,7 +168,7 @@ def _note(placement: Mapping[str, str], gpu_count: int, jax_gpus: bool, torch_gp
 
 
 def _jax_cards() -> dict[int, jax.Device]:
-    """The cards that JAX sees, by the number that torch gives them; starts JAX's backend."""
+    """JAX's cards by torch's number; starts JAX's backend."""
     return {device.local_hardware_id: device for device in jax.local_devices() if device.platform == "gpu"}
 
 
@@ -203,7 +191,7 @@ def _jax_has_gpus() -> bool:
 
 
 def _torch_cards() -> tuple[bool, int]:
-    """Whether the installed torch can use cards, and how many there are."""
+    """Tell whether the installed torch can use cards, and count them."""
     import torch
 
     usable = torch.backends.cuda.is_built() or torch.version.hip is not None

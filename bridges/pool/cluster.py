@@ -303,7 +303,10 @@ def _end_what_started(before: set[int]) -> None:
 
 
 def _stay_on_loopback(stay: bool) -> None:
-    """Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, Ray's one switch for it: else 127.0.0.1 becomes the machine's address."""
+    """Set Ray's one switch for it: without `stay`, Ray replaces 127.0.0.1 by the machine's address.
+
+    The switch is that of RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER.
+    """
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = not stay

@@ -139,7 +139,7 @@ class Pool:
         raise PoolLate(f"{self.name}: no actor has started within {seconds:g} s (`ray status`)")
 
     def ask(self, requests: Sequence[Request], seconds: float = math.inf) -> list[tuple[Any, Any]]:
-        """Return the answers in the order of the requests: each a head and a reference to a kept array (`actor.answer`).
+        """Return the answers in the order of the requests: each a head and a reference to a kept array.
 
         Raises:
             PoolLost: Too few actors are left, or the cluster is gone.

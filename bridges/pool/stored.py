@@ -146,7 +146,7 @@ def joined(parts: Sequence[tuple[Any, tuple[tuple[int, ...], str]]]) -> Stored:
 
 
 def put(array: Any) -> Stored:
-    """Put a tensor, or a NumPy array of more than one axis, into the object store; PoolLost if the cluster is gone."""
+    """Store a tensor, or a NumPy array of more than one axis; PoolLost if the cluster is gone."""
     values, kind = actor.as_array(array.detach().cpu())
     return joined([(cluster.put(values), (tuple(array.shape), kind))])
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 CACHED_TEXTS = 4096
-"""How many texts' features a scorer remembers."""
+"""Texts whose features a scorer caches."""
 
 Preprocessing = Literal["library", "tensor"]
-"""What resizes pictures: the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
+"""Resizing of pictures: by the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
 
 
 class ScoreError(RuntimeError):
@@ -171,7 +171,7 @@ class ImageEncoder:
         return f"{self.name}: {self.kind}, features of {self.width}, on {self.device}"
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Return unit features float32 [B, width] of pictures; equal ones are encoded once where they lie on the host.
+        """Return unit features float32 [B, width]; equal pictures are encoded once where they lie on the host.
 
         Args:
             images: Float [B, 3, H, W] in [0, 1], on any device.
@@ -266,7 +266,11 @@ class Scorer(ImageEncoder):
         return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
 
     def text_features(self, texts: list[str]) -> torch.Tensor:
-        """Return unit features of texts, float32 [B, width], with a cache of recent ones; ScoreError if one is not finite."""
+        """Return unit features of texts, float32 [B, width], with a cache of recent ones.
+
+        Raises:
+            ScoreError: A feature is not finite.
+        """
         if not texts:
             return torch.zeros((0, self.width), device=self.device)
         features = {text: self._texts[text] for text in texts if text in self._texts}

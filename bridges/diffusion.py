@@ -223,7 +223,7 @@ def load_pipeline(
             pipeline.to(dtype=dtype)
         pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    # What falls outside the window is counted by `count_tokens`; log lines in the progress bar say no more. The
+    # `count_tokens` counts what falls outside the window; log lines in the progress bar say no more. The
     # pipeline has a line for every cut prompt, the tokenizers one for the first: they remember it in this dict.
     logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
     for tokenizer, _ in text_readers(pipeline):
@@ -238,12 +238,9 @@ def _cannot_load(source: str | Path, error: Exception) -> UserError:
     return UserError(f"cannot load the renderer {source!r} from the hub: {HUB_HELP} ({reason})")
 
 
-# ------------------------------------------------------------------------------------------------------------ diffusion
-
-
 STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"
 UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
-"""For pipelines that would otherwise draw other words or another size than those they are asked for."""
+"""For pipelines that would otherwise draw other words or another size than requested."""
 
 
 class RenderError(RuntimeError):
@@ -427,7 +424,7 @@ class ConfiguredRenderer:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs, and where its pictures are."""
+        """Device of the renderer and of its pictures."""
         return self.renderer.device
 
     @property

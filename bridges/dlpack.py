@@ -17,7 +17,8 @@ WIDE = {"int64", "float64"}  # JAX holds these only with jax_enable_x64
 def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy: bool = False) -> torch.Tensor:
     """Return the torch tensor of a JAX array, of the same dtype and shape.
 
-    Without `copy`, on the same device, it is the array's memory, valid also after the array is gone: do not write to it.
+    Without `copy`, on the same device, it is the array's memory, valid also after the array is gone: do not write to
+    it.
 
     Args:
         array: Any shape; on one device, or the same on all.
@@ -54,8 +55,8 @@ def to_jax(tensor: torch.Tensor, device: jax.Device | None = None, *, copy: bool
     """Return the JAX array of a torch tensor, of the same shape.
 
     Without `copy`, on the same device, it is the tensor's own memory (on the CPU if aligned to 64 bytes), valid also
-    after the tensor is gone: do not write to the tensor, do not donate the array. A tensor on a card that JAX does not
-    see is first moved by torch, card to card.
+    after the tensor is gone: do not write to the tensor, do not donate the array. A tensor on a card that JAX does
+    not see is first moved by torch, card to card.
 
     Args:
         tensor: Any shape and strides; gradients stay behind.

@@ -157,7 +157,6 @@ def quiet_loading() -> Iterator[None]:
             module.enable_progress_bar()
 
 
-# ----------------------------------------------------------------------------------------------------------- sizes
 # Of the judges, for --plan: the models are built without memory (torch's meta device) from their config files alone.
 
 MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -196,7 +195,7 @@ PUBLISHED_PIPELINES: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
         1024,
     ),
 }
-"""Numbers in each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
+"""Parameters of each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
 
 
 def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:

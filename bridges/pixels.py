@@ -1,8 +1,8 @@
 """Preprocessing of pictures drawn in torch for a vision-language policy, on the device where they are.
 
-The arithmetic is that of the processors of Qwen-VL folders as transformers has them on torchvision, to the last bit on
-one device (those on Pillow differ in the last bits). A picture becomes 8-bit first, as in a file: the policy sees the
-same picture right after it was drawn as when it is read from a PNG.
+The arithmetic is that of the processors of Qwen-VL folders as transformers has them on torchvision, to the last bit
+on one device (those on Pillow differ in the last bits). A picture becomes 8-bit first, as in a file: the policy sees
+the same picture right after it was drawn as when it is read from a PNG.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MARGIN = 0.25
-"""How far floats may lie outside [0, 1], as for pictures of the data."""
+"""Tolerated excess of floats beyond [0, 1], as for pictures of the data."""
 
 
 class Settings(Protocol):
@@ -69,7 +69,7 @@ def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"images: expected floats in [0, 1] or uint8, got {images.dtype}")
     images = images.detach().float()
     lowest, highest = torch.stack(images.aminmax()).tolist()
-    if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # neither holds where one is no number
+    if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # neither holds for NaN
         raise ValueError(f"images: expected floats in [0, 1] or uint8, got floats from {lowest:.4g} to {highest:.4g}")
     return images.clamp(0, 1).mul(255).round().to(torch.uint8)
 

@@ -19,7 +19,7 @@ POLICY = "policy"
 """The part that JAX runs; all others are judges, which torch runs."""
 
 Placement = dict[str, str]
-"""Where each part runs, or is asked to run: "cpu", "gpu:N", "auto" in a request; for the policy also "gpu:0,gpu:1"."""
+"""Device of each part, or its request: "cpu", "gpu:N", "auto" in a request; for the policy also "gpu:0,gpu:1"."""
 
 
 def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
@@ -53,9 +53,9 @@ def resolve(
 ) -> tuple[Placement, list[str]]:
     """The rules of `place`, as a function of the machine's cards and the frameworks that can use them.
 
-    A part on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that exists and no
-    other part names it, else the first free one, else it shares: not with the policy if there is another card, and the
-    fuller ones last.
+    A part on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that exists and
+    no other part names it, else the first free one, else it shares: not with the policy if there is another card, and
+    the fuller ones last.
 
     Returns:
         The placement, and at most one line about sharing or falling back.
@@ -182,7 +182,7 @@ def _jax_has_started() -> bool:
 
 
 def _jax_has_gpus() -> bool:
-    """Whether the installed jax can drive GPUs, found without starting it."""
+    """Tell whether the installed jax can drive GPUs, without starting it."""
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
         return False

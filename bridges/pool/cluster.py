@@ -21,7 +21,7 @@ NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 10.0
 _LEAVE_SECONDS = 2.0  # for Ray to notice that there is nothing to leave any more
-_STARTS = 3  # how often it is tried to start one
+_STARTS = 3  # attempts to start one
 
 
 class NotJoined(UserError):
@@ -115,9 +115,6 @@ def leave_where_gone() -> None:
         ray.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------- pools on one cluster
-
-
 class _Here:
     """State shared by all pools of this process: Ray knows one cluster at a time.
 
@@ -182,7 +179,7 @@ def is_gone() -> bool:
 
     try:
         return not ray.is_initialized() or not answers(cluster_address())
-    except Exception:  # of a connection that is being taken down
+    except Exception:  # of a connection that is being closed
         return True
 
 
@@ -236,9 +233,6 @@ def quietly() -> Iterator[None]:
     """Ignore failures inside: the other side may be gone."""
     with suppress(Exception):
         yield
-
-
-# ----------------------------------------------------------------------------------------------------------- how Ray is
 
 
 def import_ray(*, token: bool) -> Any:

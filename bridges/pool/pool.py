@@ -20,7 +20,7 @@ from bridges.pool import cluster
 from bridges.pool.errors import BatchLost, PoolLate, PoolLost
 
 _PROBE_EVERY = 5.0  # seconds between two looks whether the cluster is there while nothing comes
-_PROBES = 2  # in a row that nobody answered: it is gone
+_PROBES = 2  # unanswered in a row: the cluster is gone
 
 
 class Request(NamedTuple):
@@ -184,7 +184,7 @@ class Pool:
                 if not gone:
                     ray.kill(seat.handle)
 
-    # ----------------------------------------------------------------------------------- all below: the lock is held
+    # Below, the lock is held.
 
     def _settle(self) -> None:
         """Collect what has arrived."""
@@ -325,7 +325,7 @@ class Pool:
             if self._unheard >= _PROBES:
                 self._lose_all("the Ray cluster is gone: nothing answers there any more")
 
-    # ------------------------------------------------------------------------------------------------- without the lock
+    # Below, the lock is not held.
 
     def _patience(self) -> float:
         """Seconds until somebody must look around."""

@@ -19,7 +19,7 @@ from grpo_jax.errors import UserError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROWS = 32
-"""Of a batch where neither the pool nor its judge says."""
+"""Rows of a batch where neither the pool nor its judge sets them."""
 _START_SECONDS = 600.0  # to load the judges; large weights on a slow disk, or a cluster that grows, take minutes
 
 

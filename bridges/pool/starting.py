@@ -1,4 +1,4 @@
-"""How the actors of a pool are started, and whether the cluster has room for them."""
+"""Starting the actors of a pool, and checking that the cluster has room for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_jax.errors import UserError
 _log = logging.getLogger(__name__)
 
 _RAYS = {"num_cpus": "CPU", "num_gpus": "GPU"}
-"""What Ray calls the resources that it knows by another name too."""
+"""Ray's second names of resources."""
 
 
 def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: Sequence[str] = ()) -> list[Any]:

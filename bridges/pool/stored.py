@@ -163,4 +163,4 @@ _KNOWN = {
     *(getattr(torch.Tensor, name) for name in ("dim", "size", "numel", "__len__", "is_floating_point", "element_size")),
     torch.Tensor.is_cuda.__get__,
 }
-"""What a tensor knows without its values."""
+"""Properties known without the values."""

@@ -121,10 +121,7 @@ class SentenceEncoder:
 
 
 def load_encoder(name: str, titles: Sequence[str], *, device: str = "cpu") -> Encoder:
-    """Load "tfidf" over the catalogue's titles, or a sentence-transformers model: a folder, or "owner/name".
-
-    `device`, "cpu" or "gpu:N", is for sentence-transformers.
-    """
+    """Load "tfidf" over the catalogue's titles, or a sentence-transformers model: a folder, or "owner/name"."""
     return TfidfEncoder(titles) if name == "tfidf" else SentenceEncoder(name, device=device)
 
 

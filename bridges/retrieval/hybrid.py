@@ -75,11 +75,7 @@ class HybridBackend:
 def hybrid_backend(
     titles: Sequence[str], encoders: Sequence[str], weight: float, *, cache: str | Path | None = None, device: str
 ) -> HybridBackend:
-    """Load two encoders, and make or load the catalogue's vectors of each.
-
-    `weight` is the second's, `cache` a folder that keeps vectors between runs, `device` "cpu" or "gpu:N" for
-    sentence-transformers.
-    """
+    """Load two encoders, and make or load the catalogue's vectors of each; `weight` is the second's."""
     loaded = [load_encoder(name, titles, device=device) for name in encoders]
     first, second = (Space(encoder, open_index(titles, encoder, cache)) for encoder in loaded)
     return HybridBackend(first, second, weight)

@@ -113,10 +113,6 @@ def local_backend(
     encoder_device: str = "cpu",
     device: Any = None,
 ) -> LocalBackend:
-    """Load the encoder, and make or load the catalogue's vectors.
-
-    `cache` is a folder that keeps vectors between runs, `encoder_device` "cpu" or "gpu:N" for sentence-transformers,
-    `device` as in `LocalBackend`.
-    """
+    """Load the encoder, and make or load the catalogue's vectors; `cache` keeps them between runs."""
     loaded = load_encoder(encoder, titles, device=encoder_device)
     return LocalBackend(open_index(titles, loaded, cache), loaded, device=device)

@@ -77,10 +77,7 @@ class Nearest(NamedTuple):
 
 
 def nearest_of(scores: np.ndarray, out: np.ndarray, count: int, *, first: int) -> Nearest:
-    """The best `count` of scores f32 [B, M] of the rows from `first` on, without the columns `out` [B, X].
-
-    `scores` is overwritten.
-    """
+    """Best `count` of scores f32 [B, M], overwritten, of rows from `first` on, without the columns `out` [B, X]."""
     _leave_out(scores, out)
     best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
     return Nearest(best + first, np.take_along_axis(scores, best, axis=1))

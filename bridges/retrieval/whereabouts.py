@@ -1,4 +1,4 @@
-"""Where a user's own services run: `serve` leaves its cluster's address in a file that only the user can write.
+"""Addresses of a user's own services: `serve` leaves its cluster's in a file that only the user can write.
 
 Ray's own ways to find a cluster (RAY_ADDRESS, "auto") find anybody's: a run joins what this file or its config names.
 """
@@ -57,7 +57,7 @@ def announced(service: str, where: Whereabouts) -> Iterator[None]:
 
 
 def find_service(service: str) -> Whereabouts | None:
-    """Where this user's service of that name runs, or ran when it was killed; None if no file says.
+    """Find this user's service of that name, which may have been killed since; None if no file names it.
 
     Raises:
         UserError: Somebody else can write the file, or it is broken.

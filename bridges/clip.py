@@ -37,11 +37,9 @@ class ScoreError(RuntimeError):
 def features_of(
     images: torch.Tensor | Sequence[torch.Tensor], encode: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return features float32 [B, width] of pictures, each of which is encoded once.
+    """Return features float32 [B, width] of pictures [B, 3, H, W], or B of [3, H, W] of any sizes, each encoded once.
 
-    Args:
-        images: Float [B, 3, H, W], or B pictures [3, H, W] of any sizes.
-        encode: Pictures of one size [n, 3, H, W] → [n, width].
+    `encode` maps pictures of one size [n, 3, H, W] to [n, width].
     """
     if isinstance(images, torch.Tensor) or not len(images):
         return encode(images if isinstance(images, torch.Tensor) else torch.zeros((0, 3, 1, 1)))
@@ -60,11 +58,8 @@ def features_of_distinct(
 ) -> torch.Tensor:
     """Return features float32 [B, width] of B ≥ 1 pictures; equal ones are encoded once where they lie on the host.
 
-    A trained policy often writes the same text, and a text's picture is the same for a seed.
-
-    Args:
-        images: Float [B, 3, H, W].
-        encode: Pictures [n, 3, H, W] and their rows in `images` → [n, width].
+    A trained policy often writes the same text, and a text's picture is the same for a seed. `encode` maps pictures
+    [n, 3, H, W] and their rows in `images` to [n, width].
     """
     if images.device.type != "cpu":
         return encode(images, range(len(images)))
@@ -137,7 +132,6 @@ class ImageEncoder:
     """A loaded vision model that turns pictures into unit features, in batches of one fixed shape.
 
     Attributes:
-        name: As in the config.
         kind: Kind of model, in a word.
         device: Where it runs, and where features and scores are.
         width: Size of the features.
@@ -171,14 +165,9 @@ class ImageEncoder:
         return f"{self.name}: {self.kind}, features of {self.width}, on {self.device}"
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Return unit features float32 [B, width]; equal pictures are encoded once where they lie on the host.
+        """Return unit features float32 [B, width] of pictures [B, 3, H, W] in [0, 1], on any device.
 
-        Args:
-            images: Float [B, 3, H, W] in [0, 1], on any device.
-
-        Raises:
-            ValueError: Another shape or an integer dtype.
-            ScoreError: A feature is not finite.
+        Equal pictures are encoded once where they lie on the host. ScoreError if a feature is not finite.
         """
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images: expected float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
@@ -195,11 +184,9 @@ class ImageEncoder:
         return _checked(torch.cat(features), lambda row: f"picture {rows[row]}")
 
     def image_image(self, a: torch.Tensor | Sequence[torch.Tensor], b: torch.Tensor | Sequence[torch.Tensor]):
-        """Return the cosine similarity float32 [B] of the pictures of each pair.
+        """Return the cosine similarity float32 [B] of the pictures of each pair, as floats in [0, 1].
 
-        Args:
-            a: Float [B, 3, H, W] in [0, 1], or B pictures [3, H, W] of any sizes.
-            b: The same; a picture that stands in a list several times is encoded once.
+        Each side is [B, 3, H, W], or B pictures [3, H, W] of any sizes; repeated ones in a list are encoded once.
         """
         if len(a) != len(b):
             raise ValueError(f"b: expected one picture for each of {len(a)}, got {len(b)}")
@@ -226,7 +213,6 @@ class Scorer(ImageEncoder):
     """A loaded CLIP.
 
     Attributes:
-        model: With open_clip's `encode_image` and `encode_text`.
         window: Tokens that the text tower reads, special ones included.
         quality_head: Head of `quality`, or None.
     """
@@ -266,11 +252,7 @@ class Scorer(ImageEncoder):
         return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
 
     def text_features(self, texts: list[str]) -> torch.Tensor:
-        """Return unit features of texts, float32 [B, width], with a cache of recent ones.
-
-        Raises:
-            ScoreError: A feature is not finite.
-        """
+        """Return unit features of texts, float32 [B, width], with a cache; ScoreError if one is not finite."""
         if not texts:
             return torch.zeros((0, self.width), device=self.device)
         features = {text: self._texts[text] for text in texts if text in self._texts}
@@ -332,14 +314,7 @@ def load_quality_head(path: str | Path, width: int) -> QualityHead:
     """Read a head from safetensors: `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N.
 
     The file's metadata may say `activation: relu`; without it the layers follow each other directly, as in
-    the published aesthetic predictors for CLIP.
-
-    Args:
-        path: The file.
-        width: Size of its input, `Scorer.width`.
-
-    Raises:
-        UserError: The file is missing or broken, or its layers do not lead from `width` numbers to one.
+    the published aesthetic predictors for CLIP. UserError if the layers do not lead from `width` numbers to one.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -80,14 +80,10 @@ class Description:
 
 
 def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Description:
-    """Describe a loaded pipeline.
+    """Describe a loaded pipeline; UserError if it is not text encoders, one denoiser and a decoder of latents.
 
     `length` is in tokens, for text encoders without a window of their own. None takes the pipeline's default, and 1
     where it only pads what is absent with zeros (Stable Diffusion 3 without T5), which would cost time.
-
-    Raises:
-        UserError: It is made of other parts than text encoders, one denoiser and a decoder of latents, or does not
-            say how many tokens it reads.
     """
     kind = type(pipeline).__name__
     takes = inspect.signature(pipeline.__call__).parameters
@@ -157,14 +153,10 @@ def _clip_window(pipeline: DiffusionPipeline, readers: list[TextReader]) -> int 
 
 
 def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
-    """Find a pipeline, a folder or a hub id, and its table of contents; no weight is read.
+    """Find a pipeline and its table of contents; no weight is read.
 
-    Args:
-        path: A folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
-        *kinds: Accepted class names; none for all.
-
-    Raises:
-        UserError: No such pipeline, one of another kind, or one that needs code that comes with it.
+    `path` is a folder in diffusers' layout, a hub id, or "miniature"; `kinds` are the accepted class names, none for
+    all. UserError if there is no such pipeline, or it needs code that comes with it.
     """
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
@@ -204,15 +196,8 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load a pipeline, silently; only safetensors are read, and no code that comes with the weights is run.
 
-    Args:
-        kind: Its class.
-        source: From `find_pipeline`.
-        device: Where it will run.
-        dtype: Of weights and computation.
-        **parts: Replacements of parts of the folder; None for those that are left out.
-
-    Raises:
-        UserError: Its weights are missing, broken or gated.
+    `source` is from `find_pipeline`. `parts` replace parts of the folder; None leaves one out. UserError if the
+    weights are missing, broken or gated.
     """
     with quiet_loading():
         try:
@@ -252,11 +237,10 @@ class RenderSettings:
     """Settings of drawing.
 
     Attributes:
-        steps: Denoising steps.
         guidance: Classifier-free guidance scale; 1 does without, at half the cost.
         size: Height and width in pixels.
         batch_size: Pictures drawn at once; the last batch of a call is padded to it.
-        negative_prompt: Prompt that guidance leads away from; None takes the pipeline's own.
+        negative_prompt: None takes the pipeline's own.
     """
 
     steps: int
@@ -292,9 +276,7 @@ class Renderer:
     """A loaded pipeline with its image cache; made by `load_renderer` or `renderers.text_to_image.TextToImage`.
 
     Attributes:
-        pipeline: Of diffusers.
         device: Where it runs, and where its pictures are.
-        about: Description of the pipeline.
     """
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, cache_bytes: int, length: int | None = None):
@@ -326,20 +308,18 @@ class Renderer:
         return [max(column) - self.about.prefix_tokens for column in zip(*counts, strict=True)]
 
     def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:
-        """Draw one picture per prompt and seed.
+        """Draw one picture per prompt and seed; UserError if the model cannot draw this size.
+
+        Equal (prompt, seed) pairs are drawn once, and pictures already in the cache are not drawn again.
 
         Args:
             prompts: B texts.
             seeds: B seeds of the noise, from 0 to 2^63 - 1; equal seeds give equal noise.
-            settings: How to draw.
 
         Returns:
-            Pictures, float32 [B, 3, size, size] in [0, 1], on the renderer's device. Equal (prompt, seed)
-            pairs are drawn once, and pictures already in the cache are not drawn again.
+            float32 [B, 3, size, size] in [0, 1], on the renderer's device.
 
         Raises:
-            ValueError: Prompts and seeds differ in number.
-            UserError: The model cannot draw pictures of this size.
             RenderError: The pipeline fails or a picture is not finite.
         """
         if len(prompts) != len(seeds):
@@ -464,9 +444,6 @@ def load_renderer(
         dtype: "float32", "float16" or "bfloat16"; of weights and computation.
         use_t5: Load the third text encoder if the folder has one; without it prompts end at CLIP's window.
         cache_bytes: Bound on the pictures kept on the device; 0 keeps none.
-
-    Raises:
-        UserError: No such pipeline, one of another kind, or weights that are missing, broken or gated.
     """
     from diffusers import StableDiffusion3Pipeline
 

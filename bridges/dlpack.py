@@ -21,14 +21,10 @@ def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy
     it.
 
     Args:
-        array: Any shape; on one device, or the same on all.
+        array: Any shape and a dtype that torch shares; on one device, or the same on all.
         device: "cpu", "gpu:N" or a torch device; None stays where the array is. Between cards the copy is direct, not
             through the host.
         copy: Return memory of its own, which may be written to, even on the same device.
-
-    Raises:
-        TypeError: `array` is no concrete JAX array, a typed PRNG key, or of a dtype torch does not share.
-        ValueError: It is spread over several devices.
     """
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(f"array: expected a concrete jax.Array, got {type(array).__name__}")
@@ -59,13 +55,10 @@ def to_jax(tensor: torch.Tensor, device: jax.Device | None = None, *, copy: bool
     not see is first moved by torch, card to card.
 
     Args:
-        tensor: Any shape and strides; gradients stay behind.
+        tensor: Any shape and strides; gradients stay behind. int64 and float64 are a TypeError unless JAX runs with
+            x64 (by itself it would truncate silently).
         device: None stays on the tensor's device if JAX sees it, and is JAX's first device otherwise.
         copy: Take the values now: for a tensor that is written to afterwards.
-
-    Raises:
-        TypeError: `tensor` is no dense tensor, or of a dtype JAX does not share; for int64 and float64
-            too, unless JAX runs with x64 (by itself it would truncate silently).
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise TypeError(f"tensor: expected a dense torch.Tensor, got {getattr(tensor, 'layout', type(tensor))}")

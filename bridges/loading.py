@@ -56,11 +56,7 @@ def local_folder(path: str) -> Path | None:
 def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
     """Load a part of a folder of transformers, or of a model on the hub; no code that comes with it is run.
 
-    Args:
-        kind: One of transformers' Auto classes.
-        path: Folder, or id on the hub.
-        part: Name in errors; "" for the whole.
-        **options: Of `from_pretrained`.
+    `kind` is an Auto class, `part` a name for errors ("" for the whole), `options` are of `from_pretrained`.
     """
     folder = local_folder(path)
     try:
@@ -98,16 +94,7 @@ def load_settings(path: str) -> dict[str, Any]:
 
 
 def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
-    """Load a model of transformers in evaluation, all of whose weights its folder holds, as safetensors.
-
-    Args:
-        kind: The model's class, or one of transformers' Auto classes.
-        path: Folder, or id on the hub.
-        dtype: "float32", "float16" or "bfloat16".
-
-    Raises:
-        UserError: No such model, one of another kind, or weights that are missing, broken, or no safetensors.
-    """
+    """Load a model in evaluation from a folder or hub id; UserError unless it holds all weights as safetensors."""
     torch_type, folder = torch_dtype(dtype), local_folder(path)
     try:
         with quiet_loading():
@@ -236,9 +223,6 @@ def renderer_memory(
         sizes: Parameters of each model.
         widths: Of the VAE's blocks.
         edge: Height and width of a picture, in pixels.
-        dtype: Of weights and computation.
-        batch_size: Pictures drawn at once.
-        cache_megabytes: Of the picture cache.
         texts: Note on the text encoders.
     """
     item = ITEM_BYTES[dtype]

@@ -35,18 +35,10 @@ class Settings(Protocol):
 
 
 def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Return the patches of pictures of one size as a vision tower takes them.
+    """Return the patches of pictures of one size, as in `to_eight_bits`, as a vision tower takes them.
 
-    Args:
-        images: As in `to_eight_bits`, on any device.
-        settings: Of the policy's folder.
-
-    Returns:
-        Patches f32 [N, S, C] on the same device in the processor's order, and the grid: rows and columns of patches.
-
-    Raises:
-        TypeError: They are neither floats nor uint8.
-        ValueError: Wrong shape or range, or longer than the processor takes.
+    Patches are f32 [N, S, C] on the same device in the processor's order, with the grid: rows and columns of patches.
+    ValueError also if the pictures are longer than the processor takes.
     """
     return _patched(_normalised(_resized(to_eight_bits(images), settings), settings), settings)
 

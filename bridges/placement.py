@@ -30,15 +30,14 @@ def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
 def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placement, list[str]]:
     """Find a device for each part on this machine; call it, and `prepare_jax`, before JAX is used.
 
+    UserError if a named device is not there, or the installed jax or torch cannot use it.
+
     Args:
         requests: "auto", "cpu" or "gpu:N" by part, the policy among them; for it also "gpu:N,gpu:M".
         policy_count: Cards that the policy takes on "auto".
 
     Returns:
         The placement, and lines to print where it is not one card for each part.
-
-    Raises:
-        UserError: A named device is not there, or the installed jax or torch cannot use it.
     """
     judges = [where for part, where in requests.items() if part != POLICY]
     ask_torch = any(where != "cpu" for where in judges)
@@ -55,10 +54,7 @@ def resolve(
 
     A part on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that exists and
     no other part names it, else the first free one, else it shares: not with the policy if there is another card, and
-    the fuller ones last.
-
-    Returns:
-        The placement, and at most one line about sharing or falling back.
+    the fuller ones last. At most one line, about sharing or falling back, is returned.
     """
     parts = tuple(requests)
     usable = {part: gpu_count if (jax_gpus if part == POLICY else torch_gpus) else 0 for part in parts}
@@ -79,10 +75,7 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
     """Show JAX the policy's cards only; where torch shares one, keep JAX from claiming its whole memory.
 
     Must come before JAX's backend starts, which any use of an array does. The user's own environment variables
-    `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE` are kept.
-
-    Returns:
-        Lines to print: empty, or one that says that JAX had started already and keeps the devices it has.
+    `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE` are kept. A line says if JAX had started already.
     """
     cards = policy_cards(placement)
     if _jax_has_started():

@@ -34,12 +34,7 @@ _MIRRORED = {"left": "right", "right": "left"}
 
 
 class Lens(NamedTuple):
-    """A lens.
-
-    Attributes:
-        turn: Places that colours move on their wheels, 0 to 3.
-        mirrored: Whether left and right change places.
-    """
+    """A lens: places, 0 to 3, that colours turn on their wheels, and whether left and right change places."""
 
     turn: int = 0
     mirrored: bool = False
@@ -77,12 +72,7 @@ def oracle_rewrite(requested: Mapping[str, str], lens: Lens) -> str:
 
 
 def look(images: Images, lenses: Sequence[Lens]) -> Images:
-    """Return new pictures, seen through lenses.
-
-    Args:
-        images: Float [n, 3, H, W] in [0, 1], of NumPy or torch.
-        lenses: n of them.
-    """
+    """Return new pictures, float [n, 3, H, W] in [0, 1] of NumPy or torch, seen through n lenses."""
     if len(images) != len(lenses):
         raise ValueError(f"lenses must be one for each of {len(images)} images, got {len(lenses)}")
     images = images + 0

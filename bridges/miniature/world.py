@@ -87,11 +87,7 @@ _EXPLAINED = 0.5  # a picture the nearest ideal explains less of than this is un
 
 @dataclass(frozen=True)
 class Scene:
-    """One picture's six attributes, as canonical words.
-
-    Raises:
-        ValueError: If a word is not one of its attribute's, or shape and background share their colour.
-    """
+    """One picture's six attributes, as canonical words; shape and background differ in colour."""
 
     shape: str
     colour: str
@@ -197,11 +193,9 @@ def coverage(rows: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndar
 
 
 def draw(rows: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-    """Draw scenes, f32 [n, 3, 32, 32] in [0, 1].
+    """Draw scenes, as indices [n, 6], to f32 [n, 3, 32, 32] in [0, 1].
 
-    Args:
-        rows: Scenes as indices, [n, 6].
-        rng: If given, place, size and colours vary a little, as in photographs.
+    With an rng, place, size and colours vary a little, as in photographs.
     """
     rows = np.atleast_2d(rows)
     n = len(rows)
@@ -226,14 +220,11 @@ def _templates() -> tuple[np.ndarray, np.ndarray]:
 
 
 def read(images: np.ndarray) -> np.ndarray:
-    """Read the attributes of pictures from their pixels alone.
+    """Read the attributes of pictures [n, 3, 32, 32] in [0, 1] from their pixels alone.
 
     The border's median colour is the background. Among all ideal pictures on it (every shape, size, position,
     sharpness and colour) the one with the smallest squared distance is the answer. Where even the nearest ideal
     explains less than half of a picture, only its background is read.
-
-    Args:
-        images: [n, 3, 32, 32] in [0, 1].
 
     Returns:
         i64[n, 6], positions in `VALUES`; -1 where unreadable.
@@ -356,13 +347,11 @@ def filler_words() -> set[str]:
 def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
     """The built-in data set; its columns travel to the rewards.
 
-    Args:
-        split: "train", "validation" or "test"; no (shape, colour) pair occurs in two of them.
-        count: Number of rows; within one call every row's text is different.
-        seed: Of scenes and wording.
+    No (shape, colour) pair occurs in two splits ("train", "validation", "test"). Within one call every row's text is
+    different.
 
     Returns:
-        Rows {"prompt": text, "requested": {attribute: canonical word}, "oracle": text}.
+        Rows ``{"prompt": text, "requested": {attribute: canonical word}, "oracle": text}``.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
@@ -375,15 +364,12 @@ def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
 
 
 def pictures(split: str, count: int, seed: int = 0) -> list[dict]:
-    """The built-in pictures that are to be drawn again.
+    """The built-in pictures that are to be drawn again; no shape has the same colour in two splits.
 
-    Args:
-        split: "train", "validation" or "test"; no shape has the same colour in two of them.
-        count: Number of rows.
-        seed: Of scenes, and of each shape's exact position and size.
+    `seed` is that of scenes, and of each shape's exact position and size.
 
     Returns:
-        Rows {"prompt": text, "image": uint8 [32, 32, 3], "requested": {attribute: canonical word}, "oracle": text}.
+        The rows of `prompts` (here ``"prompt"`` is `RECREATE`), with ``"image"``: uint8 [32, 32, 3].
     """
     # The last number keeps these scenes apart from those of `prompts` with the same seed.
     rng = np.random.default_rng([seed, SPLITS.index(split), 4_127])

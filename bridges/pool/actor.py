@@ -48,12 +48,9 @@ class JudgeActor:
     def answer(
         self, method: str, arguments: tuple, keywords: dict[str, object], pieces: dict, *stored: np.ndarray
     ) -> tuple[tuple, np.ndarray | None]:
-        """Answer one batch.
+        """Answer one batch; `method` "" calls the judge itself.
 
         Args:
-            method: Name; "" for calling the judge itself.
-            arguments: Positional ones.
-            keywords: By name.
             pieces: {place among the arguments, or keyword: (rows, kind)}; rows are (number among `stored`, row).
             *stored: Arrays from the object store.
 

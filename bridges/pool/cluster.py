@@ -54,13 +54,8 @@ def is_joined() -> bool:
 def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> None:
     """Start a cluster with a token on this machine; do nothing if this process belongs to one already.
 
-    Args:
-        host: Address by which it is reached. With a loopback address nothing outside this machine reaches any part of
-            it; with another Ray listens on every interface.
-        object_store: Bytes; None for Ray's own choice.
-
-    Raises:
-        UserError: Ray is not installed, does not start, or `host` is not of this machine.
+    With a loopback `host` nothing outside this machine reaches any part of it; with another Ray listens on every
+    interface. `object_store` is in bytes; None for Ray's own choice.
     """
     ray = import_ray(token=True)
     if ray.is_initialized():
@@ -85,10 +80,9 @@ def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> N
 
 
 def join(address: str) -> None:
-    """Connect to a cluster at HOST:PORT; do nothing if this process belongs to one. Ray's signal handlers are undone.
+    """Connect to a cluster at HOST:PORT, or raise NotJoined; do nothing if this process belongs to one.
 
-    Raises:
-        NotJoined: No cluster there, or it refuses.
+    Ray's signal handlers are undone.
     """
     ray = import_ray(token=_has_token())
     if ray.is_initialized():
@@ -120,7 +114,6 @@ class _Here:
 
     Attributes:
         users: Pools that have entered.
-        address: The one that they named.
         ours: Whether the first of them started or joined it, so that the last leaves it.
     """
 
@@ -131,13 +124,10 @@ class _Here:
 
 
 def enter(address: str | None) -> None:
-    """Enter a cluster for one pool; the first pool starts or joins it.
+    """Enter a cluster at HOST:PORT for one pool; the first pool starts or joins it.
 
-    Args:
-        address: HOST:PORT; None for one started on this machine, or the one that this process belongs to already.
-
-    Raises:
-        UserError: Ray or the cluster is not there, or other pools of this process are on another one.
+    None is one started on this machine, or the one that this process belongs to already. UserError if other pools of
+    this process are on another one.
     """
     ray = import_ray(token=address is None or _has_token())
     with _Here.lock:

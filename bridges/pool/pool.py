@@ -27,9 +27,6 @@ class Request(NamedTuple):
     """A batch, as `actor.JudgeActor.answer` takes it.
 
     Attributes:
-        method: Name; "" for calling the judge.
-        arguments: Positional ones.
-        keywords: By name.
         pieces: Arguments that are rows of stored arrays.
         stored: References to those arrays.
         seat: Number of the actor that is asked; None for whichever is free.
@@ -82,7 +79,6 @@ class Seat:
 
     Attributes:
         handle: Ray's.
-        number: Among those of the pool.
         state: "starting", "ready" or "gone".
         doing: Its batches in order; it works on the first.
         since: When it began that one.
@@ -116,9 +112,7 @@ class Pool:
     def wait_until_ready(self, seconds: float) -> Any:
         """Return an actor's description of its judge (`actor.described`), once all have started or the time is over.
 
-        Raises:
-            PoolLost: None came, or not all of those that are needed.
-            Exception: The one that loading the judge raised in an actor.
+        PoolLost if none came, or not all of those that are needed; an error of loading the judge is raised as it was.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

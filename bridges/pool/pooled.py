@@ -94,9 +94,7 @@ def _parameter(name: str, kind: str, optional: bool) -> inspect.Parameter:
 def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
     """Start the actors of a pool and wait until they have loaded the judge; `name` is for errors.
 
-    Raises:
-        UserError: Ray or the cluster is not there or has not room enough, or no actor started.
-        Exception: The one that loading the judge raised in an actor.
+    UserError if Ray, the cluster or room is missing; an error of loading the judge is raised as it was.
     """
     try:
         with _other_cards(section.address):

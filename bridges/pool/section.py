@@ -95,11 +95,7 @@ class Pooled:
             getattr(self.judge, "check", lambda: None)()
 
     def load(self, device: str) -> Any:
-        """Return the proxy of the judge that the actors have loaded; the judge itself where there are none.
-
-        Raises:
-            UserError: Ray or the cluster is not there, an actor did not start, or the judge cannot be loaded.
-        """
+        """Return the proxy of the judge that the actors have loaded; the judge itself where there are none."""
         if not self.pool.replicas:
             return self.judge.load(device)
         if device != "cpu":

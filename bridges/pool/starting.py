@@ -22,12 +22,7 @@ _RAYS = {"num_cpus": "CPU", "num_gpus": "GPU"}
 def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: Sequence[str] = ()) -> list[Any]:
     """Start an actor for each judge, which it loads, and return their handles; `pool` is its name for errors.
 
-    Args:
-        judges: As their files have them.
-        names: Under which any process of the cluster finds the actors; none where nobody looks for them.
-
-    Raises:
-        UserError: Ray does not understand the section's options.
+    `names` are those under which any process of the cluster finds the actors; none where nobody looks for them.
     """
     import ray
     from ray import cloudpickle

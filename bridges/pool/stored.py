@@ -22,7 +22,6 @@ class Block(NamedTuple):
 
     Attributes:
         reference: Ray's.
-        rows: Number of rows.
         inner: Shape of a row.
         kind: Type of the tensor that it was, such as "float32".
     """

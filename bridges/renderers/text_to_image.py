@@ -211,11 +211,9 @@ def find_lora(path: str) -> Path | str:
 
 
 def try_out(renderer: Renderer, settings: RenderSettings) -> None:
-    """Draw a picture in two steps, before anything is trained on.
+    """Draw a picture in two steps, before anything is trained on; UserError if the pipeline or its scheduler cannot.
 
-    Raises:
-        UserError: The pipeline cannot draw with these settings and its scheduler, or draws noise that no seed
-            controls: pictures of one seed would then differ by more than their words.
+    Noise that no seed controls is refused too: pictures of one seed would then differ by more than their words.
     """
     import torch
 

@@ -19,12 +19,7 @@ _FORMAT = 1  # of the folder; part of its name
 
 
 class Fingerprint(NamedTuple):
-    """Catalogue and encoder that ranks depend on. `_asdict()` is stored in checkpoints.
-
-    Attributes:
-        catalogue: Number and digest of the titles in their order.
-        encoder: Kind and digest of the encoder.
-    """
+    """Digests of catalogue (titles in their order) and encoder. `_asdict()` is stored in checkpoints."""
 
     catalogue: str
     encoder: str
@@ -35,8 +30,6 @@ class Index(NamedTuple):
 
     Attributes:
         vectors: f32 [N, E], a memory map where it comes from a folder; sparse for TF-IDF.
-        fingerprint: Of titles and encoder.
-        folder: Where it is kept, or None.
     """
 
     vectors: Vectors
@@ -50,14 +43,9 @@ def fingerprint_of(titles: Sequence[str], encoder: Encoder) -> Fingerprint:
 
 
 def require_same(saved: Mapping[str, str], current: Fingerprint) -> None:
-    """Refuse a checkpoint whose rewards came from another catalogue or encoder.
+    """Raise UserError if a checkpoint's rewards came from another catalogue or encoder.
 
-    Args:
-        saved: `Fingerprint._asdict()` from the checkpoint.
-        current: Of the retriever that is to go on.
-
-    Raises:
-        UserError: Says which of the two differs, and both values.
+    `saved` is `Fingerprint._asdict()` from the checkpoint.
     """
     for name, now in current._asdict().items():
         before = saved.get(name, "none")
@@ -74,13 +62,7 @@ def default_cache() -> Path:
 
 
 def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:
-    """Load the titles' vectors from the cache, or make and store them there.
-
-    `titles` are in the order of their rows; `cache` None keeps nothing.
-
-    Raises:
-        UserError: There are no titles, or the folder cannot be written.
-    """
+    """Load the vectors of titles, in the order of their rows, from the cache, or make and store them there."""
     if not len(titles):
         raise UserError("the catalogue has no items")
     fingerprint = fingerprint_of(titles, encoder)

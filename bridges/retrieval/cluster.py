@@ -27,17 +27,10 @@ from bridges.retrieval.whereabouts import find_service
 
 
 def join_cluster(address: str | None, service: str) -> None:
-    """Connect this process to a service's cluster; do nothing if it belongs to one already.
+    """Connect this process to a service's cluster, or raise ServiceNotFound; do nothing if it belongs to one already.
 
-    Nothing of the run is placed there before the service itself was found.
-
-    Args:
-        address: Host and port; None or "auto" for where this user's `serve` of that name runs, and nowhere else.
-        service: Name.
-
-    Raises:
-        ServiceNotFound: No cluster there, not the one that `serve` announced, or it refuses.
-        UserError: Ray is not installed.
+    Nothing of the run is placed there before the service itself was found. `address` is HOST:PORT; None or "auto" is
+    where this user's `serve` of that name runs, and nowhere else.
     """
     if is_joined():
         return

@@ -44,7 +44,6 @@ class DenseShard:
             targets: i32 [B], rows of the whole catalogue, inside this shard or not.
             target_vectors: f32 [B, E].
             exclude: i32 [B, X], rows of the whole catalogue, padded with -1.
-            scale: Temperature and tolerance.
         """
         parts = []
         exclude = np.where(exclude == _NONE, _NONE, exclude - self._first)

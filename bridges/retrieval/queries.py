@@ -58,9 +58,6 @@ def make_queries(
     """Check the arguments of `Retriever.score_mixed_ranks` and bring them into a backend's form.
 
     `targets` is None where no item's rank is asked for, `items` None where the rows are known to be in range.
-
-    Raises:
-        ValueError: Names the argument, what was expected and what came.
     """
     count = len(texts)
     for name, argument in (("weights", weights), ("targets", targets), ("exclude", exclude)):

@@ -148,7 +148,6 @@ class SparseShard:
             targets: i32 [B], rows of the whole catalogue, inside this shard or not.
             target_vectors: f32 [B, V].
             exclude: i32 [B, X], rows of the whole catalogue, padded with -1.
-            scale: Temperature and tolerance.
         """
         parts = []
         for start in range(0, queries.shape[0], QUERIES):

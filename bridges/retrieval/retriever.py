@@ -80,7 +80,6 @@ class Retriever:
     """Ranks targets among all items of the catalogue.
 
     Attributes:
-        backend: `LocalBackend`, `HybridBackend` or `RayBackend`.
         retries: Further attempts made so far.
         missing: Calls so far that gave no ranks.
     """
@@ -94,15 +93,7 @@ class Retriever:
         patience: Patience = Patience(),
         wait: Callable[[float], None] = time.sleep,
     ):
-        """Take a backend and the rules.
-
-        Args:
-            backend: `LocalBackend`, `HybridBackend` or `RayBackend`.
-            ties: As in `ranks_of`.
-            scale: Temperature of the probability, and the tolerance of ties.
-            patience: Retries, and the budget of failed calls.
-            wait: Pauses for a number of seconds.
-        """
+        """Take a backend and the rules; `ties` as in `ranks_of`, `wait` pauses for a number of seconds."""
         if ties not in TIES:
             raise ValueError(f"ties: expected one of {', '.join(TIES)}, got {ties!r}")
         if not scale.temperature > 0 or not scale.tolerance >= 0:

@@ -31,14 +31,7 @@ _LIMITS = Limits(attempts=100, timeout=0)  # Ray ends the restarts, and an actor
 
 
 class RankShard:
-    """Judge of a pool: a part of the catalogue, and the encoder. `actor.described` reports its plain attributes.
-
-    Attributes:
-        shards: Number of parts.
-        encoder: Name that the service was started with.
-        items: Of the whole catalogue, once loaded.
-        fingerprint: Of catalogue and encoder, once loaded.
-    """
+    """Judge of a pool: a part of the catalogue, and the encoder. `actor.described` reports its plain attributes."""
 
     def __init__(self, folder: str, encoder: str, shard: int, shards: int):
         """Take a part, from 0, of the index in a folder of `open_index`: a restart finds the same vectors there."""
@@ -121,9 +114,7 @@ class RayBackend:
     def reconnect(self) -> Pool:
         """Look cluster and actors up again: the service may have been started again by hand.
 
-        Raises:
-            ServiceNotFound: Cluster or service is not there.
-            StopRun: Another catalogue or encoder is served under its name.
+        StopRun if another catalogue or encoder is served under its name.
         """
         self._pool = None
         rejoin_cluster(self._address, self._service)
@@ -153,16 +144,13 @@ def connect(
 ) -> RayBackend:
     """Find a service that was started with `python -m bridges.retrieval serve`.
 
+    UserError if it serves another catalogue or encoder.
+
     Args:
         titles: Of the catalogue that is to be ranked.
         encoder: Expected one.
-        service: Name.
         address: Host and port of the Ray cluster; None or "auto" for where this user's `serve` of that name runs.
         timeout: Seconds that one attempt of a call may take.
-
-    Raises:
-        ServiceNotFound: No such cluster or service; the message says how to start one.
-        UserError: It serves another catalogue or encoder.
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected a number > 0, got {timeout}")
@@ -204,7 +192,7 @@ def start_service(
     Args:
         titles: Of all items, in the order of their rows.
         encoder: "tfidf", a folder, or a model's name.
-        service: Name that `connect` looks for.
+        service: Name that `connect` looks for; UserError if it is taken.
         shards: Number of actors.
         cache: Folder that every node of the cluster sees; None for `default_cache()`.
         address: Host and port of a cluster to join; None starts one on this machine.
@@ -214,9 +202,6 @@ def start_service(
         timeout: Seconds of a call made through the returned backend.
         restarts: How often Ray starts a dead actor again.
         shard_class: Class of their judge.
-
-    Raises:
-        UserError: A service of that name runs, resources are missing, or encoder or cache are not usable.
     """
     if not 1 <= shards <= max(len(titles), 1):
         raise UserError(f"shards: expected 1 to {len(titles)}, the number of items, got {shards}")

@@ -19,12 +19,7 @@ from grpo_jax.errors import UserError
 
 
 class Whereabouts(NamedTuple):
-    """Cluster of one service.
-
-    Attributes:
-        address: Host and port.
-        session: Name of the cluster's session; another one at that address is another cluster.
-    """
+    """Cluster of one service, HOST:PORT, and its session: another one at that address is another cluster."""
 
     address: str
     session: str
@@ -59,8 +54,7 @@ def announced(service: str, where: Whereabouts) -> Iterator[None]:
 def find_service(service: str) -> Whereabouts | None:
     """Find this user's service of that name, which may have been killed since; None if no file names it.
 
-    Raises:
-        UserError: Somebody else can write the file, or it is broken.
+    UserError if somebody else can write the file, or it is broken.
     """
     path = service_file(service)
     try:

@@ -171,10 +171,7 @@ class HttpJudge:
 
 
 def pause_after(attempt: int, first: float, retry_after: float) -> float:
-    """Seconds before the next attempt after number `attempt` from 0: exponential backoff with jitter.
-
-    `first` is the pause after the first attempt, `retry_after` the server's lower bound.
-    """
+    """Seconds after failed attempt `attempt`, from 0: exponential backoff with jitter, at least `retry_after`."""
     backoff = min(first * 2**attempt, LONGEST_PAUSE)
     return max(random.uniform(backoff / 2, backoff), min(retry_after, LONGEST_PAUSE))
 
@@ -193,11 +190,7 @@ def _scores(answer: bytes, count: int) -> list[float | None]:
 
 
 def read_headers(variable: str) -> dict[str, str]:
-    """Read headers from an environment variable, one "Name: value" in a line; none where no variable is named.
-
-    Raises:
-        UserError: It is not set, or malformed; the message keeps its value secret.
-    """
+    """Read headers, one "Name: value" in a line, from an environment variable; errors keep its value secret."""
     if not variable:
         return {}
     lines = [line for line in os.environ.get(variable, "").splitlines() if line.strip()]

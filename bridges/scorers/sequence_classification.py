@@ -88,12 +88,7 @@ class SequenceClassification:
 
 
 class RewardModel:
-    """A loaded reward model, itself a reward.
-
-    Attributes:
-        device: Where it runs, and where its scores are.
-        name: As in the config.
-    """
+    """A loaded reward model, itself a reward."""
 
     def __init__(
         self,

@@ -81,12 +81,7 @@ class Vqa:
 
 
 class Answerer:
-    """A loaded image-text-to-text model.
-
-    Attributes:
-        device: Where it runs, and where its scores are.
-        name: As in the config.
-    """
+    """A loaded image-text-to-text model."""
 
     def __init__(self, config: Vqa, model: PreTrainedModel, processor: ProcessorMixin, device: torch.device):
         """Take the parts as `Vqa.load` makes them."""
@@ -120,7 +115,6 @@ class Answerer:
             float32 [B] in [0, 1], among all possible replies: it need not be 1 less that of a "No".
 
         Raises:
-            ValueError: Pictures and questions differ in number.
             ScoreError: A probability is not finite.
         """
         import torch

@@ -27,7 +27,7 @@ CACHED_TEXTS = 4096
 """Texts whose features a scorer caches."""
 
 Preprocessing = Literal["library", "tensor"]
-"""Resizing of pictures: by the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
+"""Resizing of pictures: by the model's own library, from 8 bits, or by `Preprocess`, as floats on the device."""
 
 
 class ScoreError(RuntimeError):
@@ -77,8 +77,7 @@ class Preprocess(NamedTuple):
 
     Attributes:
         size: (height, width) that the image tower takes.
-        mean: Per channel.
-        std: Per channel.
+        mean: Per channel, like `std`.
         interpolation: "bicubic" or "bilinear", both antialiased.
         resize_mode: "shortest" (then centre crop), "longest" (then pad) or "squash".
         fill: Padding value, 0 to 255.
@@ -129,13 +128,7 @@ def _centre(images: torch.Tensor, size: tuple[int, int], fill: float) -> torch.T
 
 
 class ImageEncoder:
-    """A loaded vision model that turns pictures into unit features, in batches of one fixed shape.
-
-    Attributes:
-        kind: Kind of model, in a word.
-        device: Where it runs, and where features and scores are.
-        width: Size of the features.
-    """
+    """A loaded vision model: unit features of size `width`, in batches of one fixed shape, on `device`."""
 
     def __init__(
         self,
@@ -210,12 +203,7 @@ class Towers(Protocol):
 
 
 class Scorer(ImageEncoder):
-    """A loaded CLIP.
-
-    Attributes:
-        window: Tokens that the text tower reads, special ones included.
-        quality_head: Head of `quality`, or None.
-    """
+    """A loaded CLIP; `window` is the tokens that the text tower reads, special ones included."""
 
     def __init__(
         self,
@@ -292,9 +280,7 @@ class Scorer(ImageEncoder):
 class QualityHead(NamedTuple):
     """A small network on CLIP image features, such as an aesthetic predictor.
 
-    Attributes:
-        layers: (weight [out, in], bias [out]) pairs, the last with one output.
-        activation: "none" or "relu", between layers.
+    `layers` are (weight [out, in], bias [out]) pairs, the last with one output; `activation` is "none" or "relu".
     """
 
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]

@@ -38,7 +38,6 @@ class Description:
     """Properties of a pipeline that a renderer needs.
 
     Attributes:
-        kind: Name of its class.
         window: Tokens of a prompt that reach the picture, special ones included: those of the text encoder that reads
             furthest.
         length: Tokens given to text encoders that have no window of their own; None if all have.
@@ -46,9 +45,8 @@ class Description:
         lowers: Whether prompts are lowercased and stripped.
         prefix: Written before each prompt.
         prefix_tokens: Tokens of the prefix that take nothing from the window.
-        size: Height and width that the model was made for.
-        multiple: Heights and widths are multiples of it.
-        largest: The largest of them; None without a limit.
+        size: Height and width that the model was made for; like all, a multiple of `multiple`.
+        largest: Bound on height and width; None without a limit.
         takes: Names of the arguments of a call.
     """
 
@@ -239,7 +237,7 @@ class RenderSettings:
     Attributes:
         guidance: Classifier-free guidance scale; 1 does without, at half the cost.
         size: Height and width in pixels.
-        batch_size: Pictures drawn at once; the last batch of a call is padded to it.
+        batch_size: The last batch of a call is padded to it.
         negative_prompt: None takes the pipeline's own.
     """
 
@@ -273,11 +271,7 @@ class _ImageCache:
 
 
 class Renderer:
-    """A loaded pipeline with its image cache; made by `load_renderer` or `renderers.text_to_image.TextToImage`.
-
-    Attributes:
-        device: Where it runs, and where its pictures are.
-    """
+    """A loaded pipeline with its image cache; made by `load_renderer` or `renderers.text_to_image.TextToImage`."""
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, cache_bytes: int, length: int | None = None):
         """Describe a loaded pipeline; `length` is in tokens, for text encoders without a window of their own."""
@@ -308,18 +302,13 @@ class Renderer:
         return [max(column) - self.about.prefix_tokens for column in zip(*counts, strict=True)]
 
     def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:
-        """Draw one picture per prompt and seed; UserError if the model cannot draw this size.
+        """Draw one picture per prompt and seed: float32 [B, 3, size, size] in [0, 1], on the renderer's device.
 
-        Equal (prompt, seed) pairs are drawn once, and pictures already in the cache are not drawn again.
-
-        Args:
-            prompts: B texts.
-            seeds: B seeds of the noise, from 0 to 2^63 - 1; equal seeds give equal noise.
-
-        Returns:
-            float32 [B, 3, size, size] in [0, 1], on the renderer's device.
+        Seeds are from 0 to 2^63 - 1; equal ones give equal noise. Equal (prompt, seed) pairs are drawn once, and
+        pictures already in the cache are not drawn again.
 
         Raises:
+            UserError: The model cannot draw pictures of this size.
             RenderError: The pipeline fails or a picture is not finite.
         """
         if len(prompts) != len(seeds):

@@ -218,12 +218,7 @@ def renderer_memory(
     """Memory of a renderer, by part: weights, and the working memory of its VAE, which dominates.
 
     The VAE holds three pictures of the second widest features at full size: before, within and after its last block.
-
-    Args:
-        sizes: Parameters of each model.
-        widths: Of the VAE's blocks.
-        edge: Height and width of a picture, in pixels.
-        texts: Note on the text encoders.
+    `sizes` are parameters of each model, `widths` those of the VAE's blocks, `edge` is a picture's, in pixels.
     """
     item = ITEM_BYTES[dtype]
     network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")

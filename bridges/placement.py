@@ -30,14 +30,9 @@ def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
 def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placement, list[str]]:
     """Find a device for each part on this machine; call it, and `prepare_jax`, before JAX is used.
 
-    UserError if a named device is not there, or the installed jax or torch cannot use it.
-
-    Args:
-        requests: "auto", "cpu" or "gpu:N" by part, the policy among them; for it also "gpu:N,gpu:M".
-        policy_count: Cards that the policy takes on "auto".
-
-    Returns:
-        The placement, and lines to print where it is not one card for each part.
+    Requests are "auto", "cpu" or "gpu:N" by part, for the policy also "gpu:N,gpu:M"; on "auto" it takes
+    `policy_count` cards. Lines to print come back where it is not one card for each part. UserError if a named device
+    is not there, or the installed jax or torch cannot use it.
     """
     judges = [where for part, where in requests.items() if part != POLICY]
     ask_torch = any(where != "cpu" for where in judges)

@@ -50,9 +50,7 @@ class JudgeActor:
     ) -> tuple[tuple, np.ndarray | None]:
         """Answer one batch; `method` "" calls the judge itself.
 
-        Args:
-            pieces: {place among the arguments, or keyword: (rows, kind)}; rows are (number among `stored`, row).
-            *stored: Arrays from the object store.
+        `pieces` are {place among the arguments, or keyword: (rows, kind)}; rows are (number among `stored`, row).
 
         Returns:
             ("done", value) and None; ("kept", (shape, type)) and an array to be stored; ("raised", …) and None.

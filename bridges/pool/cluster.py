@@ -112,9 +112,7 @@ def leave_where_gone() -> None:
 class _Here:
     """State shared by all pools of this process: Ray knows one cluster at a time.
 
-    Attributes:
-        users: Pools that have entered.
-        ours: Whether the first of them started or joined it, so that the last leaves it.
+    `ours` says that the first pool started or joined the cluster, so that the last leaves it.
     """
 
     lock = threading.Lock()

@@ -1,8 +1,8 @@
 """One queue of batches before the actors of a pool.
 
 Each actor has a few batches in flight. No thread watches the pool: a caller that waits for an answer meanwhile
-collects answers for all callers, and hands out waiting batches. A batch whose actor died, or was ended because it was
-late, goes to another; its first answer counts, later ones are ignored.
+collects answers for all callers, and hands out waiting batches. A batch whose actor died, or was ended because it
+was late, goes to another; its first answer counts, later ones are ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ _PROBES = 2  # unanswered in a row: the cluster is gone
 
 
 class Request(NamedTuple):
-    """A batch, as `actor.JudgeActor.answer` takes it.
+    """A batch, as `actor.JudgeActor.answer` takes it; `stored` are references.
 
-    Attributes:
-        pieces: Arguments that are rows of stored arrays.
-        stored: References to those arrays.
-        seat: Number of the actor that is asked; None for whichever is free.
+    `seat` is the number of the actor that is asked; None for whichever is free.
     """
 
     method: str
@@ -61,12 +58,9 @@ class _Call:
 
 
 class _Batch:
-    """A request in flight.
+    """A request in flight: its call and place there, the actors lost over it, and the ticket of its present attempt.
 
-    Attributes:
-        call: The call that it is part of, with its place among the answers.
-        attempts: Actors that were lost over it.
-        ticket: Of its present attempt; answers with another ticket are ignored.
+    Answers with another ticket are ignored.
     """
 
     def __init__(self, call: _Call, place: int, request: Request):
@@ -75,14 +69,7 @@ class _Batch:
 
 
 class Seat:
-    """An actor.
-
-    Attributes:
-        handle: Ray's.
-        state: "starting", "ready" or "gone".
-        doing: Its batches in order; it works on the first.
-        since: When it began that one.
-    """
+    """An actor: "starting", "ready" or "gone". It works on the first batch in `doing`, since `since`."""
 
     def __init__(self, handle: Any, number: int):
         """Begin in the state "starting"."""

@@ -29,11 +29,6 @@ class PooledJudge:
     Arguments of one length are split into batches of rows, whose answers are joined in their order: a judge must
     judge each row by itself. Tensors of more than one axis that it answers stay in Ray's object store
     (`stored.Stored`).
-
-    Attributes:
-        device: Where its answers are.
-        summary: A line for the opening of a run.
-        placed: Where it runs, in words.
     """
 
     device = "cpu"
@@ -94,7 +89,7 @@ def _parameter(name: str, kind: str, optional: bool) -> inspect.Parameter:
 def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
     """Start the actors of a pool and wait until they have loaded the judge; `name` is for errors.
 
-    UserError if Ray, the cluster or room is missing; an error of loading the judge is raised as it was.
+    An error of loading the judge is raised as it was.
     """
     try:
         with _other_cards(section.address):

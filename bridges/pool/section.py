@@ -56,10 +56,7 @@ class PoolSection:
 class Pooled:
     """A judge that runs in a pool: itself a judge. Other attributes are the judge's.
 
-    Attributes:
-        judge: As its file has it.
-        pool: Where it runs.
-        called: Its name in the config, such as "judges.scorer"; "" for its class.
+    `called` is its name in the config, such as "judges.scorer"; "" for its class.
     """
 
     section: ClassVar[type] = PoolSection

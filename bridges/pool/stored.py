@@ -18,13 +18,7 @@ from bridges.pool import actor, cluster
 
 
 class Block(NamedTuple):
-    """An array in the object store.
-
-    Attributes:
-        reference: Ray's.
-        inner: Shape of a row.
-        kind: Type of the tensor that it was, such as "float32".
-    """
+    """An array in the object store: Ray's reference, shape of a row, and tensor type, such as "float32"."""
 
     reference: Any
     rows: int
@@ -33,12 +27,7 @@ class Block(NamedTuple):
 
 
 class Contents:
-    """Rows of blocks: the data of a `Stored`.
-
-    Attributes:
-        blocks: All of one row shape and type.
-        rows: (number of the block, row in it) of each row.
-    """
+    """Rows of blocks, all of one row shape and type: (number of the block, row in it) of each row."""
 
     def __init__(self, blocks: tuple[Block, ...], rows: list[tuple[int, int]]):
         """Takes blocks and rows."""

@@ -26,11 +26,7 @@ class Fingerprint(NamedTuple):
 
 
 class Index(NamedTuple):
-    """A catalogue as vectors.
-
-    Attributes:
-        vectors: f32 [N, E], a memory map where it comes from a folder; sparse for TF-IDF.
-    """
+    """A catalogue as vectors f32 [N, E], a memory map where it comes from a folder; sparse for TF-IDF."""
 
     vectors: Vectors
     fingerprint: Fingerprint

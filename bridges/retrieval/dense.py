@@ -37,13 +37,9 @@ class DenseShard:
     def count(
         self, queries: np.ndarray, targets: np.ndarray, target_vectors: np.ndarray, exclude: np.ndarray, scale: Scale
     ) -> Counts:
-        """Count over this shard's items.
+        """Count over this shard's items for queries f32 [B, E] and targets i32 [B], their vectors f32 [B, E].
 
-        Args:
-            queries: f32 [B, E].
-            targets: i32 [B], rows of the whole catalogue, inside this shard or not.
-            target_vectors: f32 [B, E].
-            exclude: i32 [B, X], rows of the whole catalogue, padded with -1.
+        Targets and the rows `exclude` i32 [B, X], padded with -1, are of the whole catalogue, in this shard or not.
         """
         parts = []
         exclude = np.where(exclude == _NONE, _NONE, exclude - self._first)

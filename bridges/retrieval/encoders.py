@@ -26,11 +26,9 @@ WORD = r"(?u)\b\w+\b"
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors.
+    """Turns texts into vectors; equal `identity` means equal vectors, wherever the encoder's files lie.
 
-    Attributes:
-        identity: Equal for encoders that give equal vectors, wherever their files lie.
-        emphasis: f32 [E], factor of the sum of a history's vectors; None for encoders that have none.
+    `emphasis` f32 [E] is the factor of the sum of a history's vectors; None for encoders that have none.
     """
 
     identity: str

@@ -23,12 +23,7 @@ _BLOCK = 65536  # items at a time
 
 
 class Scale(NamedTuple):
-    """Temperature and tie tolerance of scores.
-
-    Attributes:
-        temperature: Of the softmax over the similarities; smaller is sharper.
-        tolerance: Scores that differ by no more than this are a tie.
-    """
+    """Temperature of the softmax over the similarities, and the difference up to which two scores are a tie."""
 
     temperature: float = 0.05
     tolerance: float = 1e-6
@@ -104,11 +99,8 @@ def merge_counts(parts: list[Counts]) -> Counts:
 def ranks_of(counts: Counts, *, ties: Ties, temperature: float) -> Ranks:
     r"""Return rank = 1 + better + share · level, and probability = exp(s/τ) / (exp(s/τ) + Σ_others exp(s_j/τ)).
 
-    Args:
-        counts: Of the whole catalogue.
-        ties: Share of the level items that stand before the target: "against" all, "average" half, "favour" none.
-            A zero query ties with everything: all stand before the target under any rule.
-        temperature: τ.
+    `ties` is the share of the level items that stand before the target: "against" all, "average" half, "favour" none.
+    A zero query ties with everything: all stand before the target under any rule.
     """
     share = np.where(counts.silent, 1.0, TIES[ties])
     own = counts.score / temperature
@@ -141,13 +133,9 @@ class SparseShard:
         exclude: np.ndarray,
         scale: Scale,
     ) -> Counts:
-        """Count over this shard's items.
+        """Count over this shard's items for queries f32 [B, V] and targets i32 [B], their vectors f32 [B, V].
 
-        Args:
-            queries: f32 [B, V].
-            targets: i32 [B], rows of the whole catalogue, inside this shard or not.
-            target_vectors: f32 [B, V].
-            exclude: i32 [B, X], rows of the whole catalogue, padded with -1.
+        Targets and the rows `exclude` i32 [B, X], padded with -1, are of the whole catalogue, in this shard or not.
         """
         parts = []
         for start in range(0, queries.shape[0], QUERIES):

@@ -54,7 +54,6 @@ class Patience:
         first_wait: Seconds before the second try; each further pause is twice as long.
         longest_wait: Bound on a pause, in seconds.
         budget: Calls that may go missing among the last `window`; one more stops the run.
-        window: Calls that are remembered.
     """
 
     attempts: int = 3
@@ -77,12 +76,7 @@ class Patience:
 
 
 class Retriever:
-    """Ranks targets among all items of the catalogue.
-
-    Attributes:
-        retries: Further attempts made so far.
-        missing: Calls so far that gave no ranks.
-    """
+    """Ranks targets among all items of the catalogue; `retries` and `missing` count extra attempts and lost calls."""
 
     def __init__(
         self,
@@ -182,7 +176,6 @@ class Retriever:
 
         Raises:
             RetrievalError: The backend does not answer; it is not asked again.
-            ValueError: As in `score_ranks`.
         """
         if not texts:
             return []

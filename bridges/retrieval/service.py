@@ -144,13 +144,8 @@ def connect(
 ) -> RayBackend:
     """Find a service that was started with `python -m bridges.retrieval serve`.
 
-    UserError if it serves another catalogue or encoder.
-
-    Args:
-        titles: Of the catalogue that is to be ranked.
-        encoder: Expected one.
-        address: Host and port of the Ray cluster; None or "auto" for where this user's `serve` of that name runs.
-        timeout: Seconds that one attempt of a call may take.
+    UserError if it serves another catalogue or encoder than expected. `address` is HOST:PORT of the Ray cluster; None
+    or "auto" is where this user's `serve` of that name runs. `timeout` is in seconds, of one attempt.
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected a number > 0, got {timeout}")
@@ -193,15 +188,12 @@ def start_service(
         titles: Of all items, in the order of their rows.
         encoder: "tfidf", a folder, or a model's name.
         service: Name that `connect` looks for; UserError if it is taken.
-        shards: Number of actors.
         cache: Folder that every node of the cluster sees; None for `default_cache()`.
         address: Host and port of a cluster to join; None starts one on this machine.
         host: Address of the cluster that is started; on a loopback one nothing outside this machine reaches it.
-        cpus: Of each actor.
-        gpus: Of each actor; 0 keeps it on the CPU.
+        cpus: Of each of the `shards` actors, like `gpus`; 0 GPUs keep it on the CPU.
         timeout: Seconds of a call made through the returned backend.
         restarts: How often Ray starts a dead actor again.
-        shard_class: Class of their judge.
     """
     if not 1 <= shards <= max(len(titles), 1):
         raise UserError(f"shards: expected 1 to {len(titles)}, the number of items, got {shards}")

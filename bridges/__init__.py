@@ -1,4 +1,4 @@
-"""The PyTorch side: renderers, scorers and what they share, retrieval, and arrays handed over by dlpack.
+"""The PyTorch side: renderers, scorers and what they share, retrieval, and dlpack exchange of arrays.
 
 Another distribution installs a top-level package of this name. Commands therefore look for `__grpo_jax__`
 before they use it, and say which path was imported if it is missing. Importing this package imports neither
@@ -12,9 +12,9 @@ __grpo_jax__ = True
 
 
 def bundled(name: str, part: str) -> Path | None:
-    """The folder of weights that ships under a name, such as ("miniature", "policy"); None if none does.
+    """Folder of the weights bundled under a name, such as ("miniature", "policy"); None if there are none.
 
-    What stands behind a first "_" in the name says which of several parts: ("miniature_vl", "policy") is policy_vl.
+    The rest of the name after its first "_" selects among several parts: ("miniature_vl", "policy") is policy_vl.
     """
     world, _, variant = name.partition("_")
     folder = Path(__file__).parent / world / "weights" / (f"{part}_{variant}" if variant else part)

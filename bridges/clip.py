@@ -1,7 +1,7 @@
 """Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020) and other vision models.
 
-Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on what
-else was asked for, and a resumed run sees the scores of one that never stopped.
+Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on the other
+inputs of a call, and a resumed run sees the scores of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -24,27 +24,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 CACHED_TEXTS = 4096
-"""How many texts' features a scorer remembers."""
+"""Texts whose features a scorer caches."""
 
 Preprocessing = Literal["library", "tensor"]
-"""What resizes pictures: the model's own library, from 8 bits, or `Preprocess`, as floats on the scorer's device."""
+"""Resizing of pictures: by the model's own library, from 8 bits, or by `Preprocess`, as floats on the device."""
 
 
 class ScoreError(RuntimeError):
-    """A feature or a score came out with values that are not finite."""
+    """A feature or a score is not finite."""
 
 
 def features_of(
     images: torch.Tensor | Sequence[torch.Tensor], encode: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Features of pictures, each of which is encoded once.
+    """Return features float32 [B, width] of pictures [B, 3, H, W], or B of [3, H, W] of any sizes, each encoded once.
 
-    Args:
-        images: Float [B, 3, H, W], or B pictures [3, H, W] of any sizes.
-        encode: Pictures of one size [n, 3, H, W] → [n, width].
-
-    Returns:
-        float32 [B, width].
+    `encode` maps pictures of one size [n, 3, H, W] to [n, width].
     """
     if isinstance(images, torch.Tensor) or not len(images):
         return encode(images if isinstance(images, torch.Tensor) else torch.zeros((0, 3, 1, 1)))
@@ -61,16 +56,10 @@ def features_of(
 def features_of_distinct(
     images: torch.Tensor, encode: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 ) -> torch.Tensor:
-    """Features of pictures [B, 3, H, W], of which equal ones are encoded once where they lie on the host.
+    """Return features float32 [B, width] of B ≥ 1 pictures; equal ones are encoded once where they lie on the host.
 
-    A policy that has learned writes the same text often, and a text's picture is the same for a seed.
-
-    Args:
-        images: Float, at least one.
-        encode: Pictures [n, 3, H, W] and where each stands in `images` → [n, width].
-
-    Returns:
-        float32 [B, width].
+    A trained policy often writes the same text, and a text's picture is the same for a seed. `encode` maps pictures
+    [n, 3, H, W] and their rows in `images` to [n, width].
     """
     if images.device.type != "cpu":
         return encode(images, range(len(images)))
@@ -88,12 +77,11 @@ class Preprocess(NamedTuple):
 
     Attributes:
         size: (height, width) that the image tower takes.
-        mean: Per channel.
-        std: Per channel.
+        mean: Per channel, like `std`.
         interpolation: "bicubic" or "bilinear", both antialiased.
         resize_mode: "shortest" (then centre crop), "longest" (then pad) or "squash".
-        fill: Value from 0 to 255 of the padding.
-        library: Picture of Pillow → [3, *size] by the model's own library, or None for tensors.
+        fill: Padding value, 0 to 255.
+        library: Pillow picture → [3, *size] by the model's own library, or None for tensors.
     """
 
     size: tuple[int, int]
@@ -140,14 +128,7 @@ def _centre(images: torch.Tensor, size: tuple[int, int], fill: float) -> torch.T
 
 
 class ImageEncoder:
-    """A loaded vision model that turns pictures into unit features, in batches of one fixed shape.
-
-    Attributes:
-        name: As it was asked for.
-        kind: What it is, in a word.
-        device: Where it runs, and where features and scores are.
-        width: Size of the features.
-    """
+    """A loaded vision model: unit features of size `width`, in batches of one fixed shape, on `device`."""
 
     def __init__(
         self,
@@ -177,14 +158,9 @@ class ImageEncoder:
         return f"{self.name}: {self.kind}, features of {self.width}, on {self.device}"
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """Return unit features float32 [B, width] of pictures; equal ones are encoded once where they lie on the host.
+        """Return unit features float32 [B, width] of pictures [B, 3, H, W] in [0, 1], on any device.
 
-        Args:
-            images: Float [B, 3, H, W] in [0, 1], on any device.
-
-        Raises:
-            ValueError: Another shape or an integer dtype.
-            ScoreError: A feature is not finite.
+        Equal pictures are encoded once where they lie on the host. ScoreError if a feature is not finite.
         """
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images: expected float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
@@ -201,11 +177,9 @@ class ImageEncoder:
         return _checked(torch.cat(features), lambda row: f"picture {rows[row]}")
 
     def image_image(self, a: torch.Tensor | Sequence[torch.Tensor], b: torch.Tensor | Sequence[torch.Tensor]):
-        """Return the cosine similarity float32 [B] of the pictures of each pair.
+        """Return the cosine similarity float32 [B] of the pictures of each pair, as floats in [0, 1].
 
-        Args:
-            a: Float [B, 3, H, W] in [0, 1], or B pictures [3, H, W] of any sizes.
-            b: The same; a picture that stands in a list several times is encoded once.
+        Each side is [B, 3, H, W], or B pictures [3, H, W] of any sizes; repeated ones in a list are encoded once.
         """
         if len(a) != len(b):
             raise ValueError(f"b: expected one picture for each of {len(a)}, got {len(b)}")
@@ -229,13 +203,7 @@ class Towers(Protocol):
 
 
 class Scorer(ImageEncoder):
-    """A loaded CLIP.
-
-    Attributes:
-        model: With `encode_image` and `encode_text`, as open_clip has them.
-        window: Tokens of a text that the text tower reads, the special ones included.
-        quality_head: What `quality` reads, or None.
-    """
+    """A loaded CLIP; `window` is the tokens that the text tower reads, special ones included."""
 
     def __init__(
         self,
@@ -272,11 +240,7 @@ class Scorer(ImageEncoder):
         return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
 
     def text_features(self, texts: list[str]) -> torch.Tensor:
-        """Return unit features of texts, float32 [B, width]; recent ones are remembered.
-
-        Raises:
-            ScoreError: A feature is not finite.
-        """
+        """Return unit features of texts, float32 [B, width], with a cache; ScoreError if one is not finite."""
         if not texts:
             return torch.zeros((0, self.width), device=self.device)
         features = {text: self._texts[text] for text in texts if text in self._texts}
@@ -307,7 +271,7 @@ class Scorer(ImageEncoder):
         return (self.text_features(a) * self.text_features(b)).sum(-1)
 
     def quality(self, images: torch.Tensor) -> torch.Tensor:
-        """Return what the quality head says of each picture, float32 [B]; ValueError without a head."""
+        """Return the quality head's score of each picture, float32 [B]; ValueError without a head."""
         if self.quality_head is None:
             raise ValueError("quality: expected a scorer with a quality_head, got none")
         return self.quality_head(self.image_features(images))
@@ -316,16 +280,14 @@ class Scorer(ImageEncoder):
 class QualityHead(NamedTuple):
     """A small network on CLIP image features, such as an aesthetic predictor.
 
-    Attributes:
-        layers: (weight [out, in], bias [out]) pairs, the last with one output.
-        activation: "none" or "relu", between layers.
+    `layers` are (weight [out, in], bias [out]) pairs, the last with one output; `activation` is "none" or "relu".
     """
 
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     activation: str = "none"
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
-        """Score of each unit feature [B, width]; float32 [B]."""
+        """Score unit features [B, width]; float32 [B]."""
         scores = features.float()
         for number, (weight, bias) in enumerate(self.layers):
             if number and self.activation == "relu":
@@ -338,14 +300,7 @@ def load_quality_head(path: str | Path, width: int) -> QualityHead:
     """Read a head from safetensors: `weight` and `bias`, or `….N.weight` and `….N.bias` in the order of N.
 
     The file's metadata may say `activation: relu`; without it the layers follow each other directly, as in
-    the published aesthetic predictors for CLIP.
-
-    Args:
-        path: The file.
-        width: Size of the features it is to be given, `Scorer.width`.
-
-    Raises:
-        UserError: If the file is missing or broken, or its layers do not lead from `width` numbers to one.
+    the published aesthetic predictors for CLIP. UserError if the layers do not lead from `width` numbers to one.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -375,7 +330,7 @@ def _layer_number(stem: str) -> int:
 
 
 def _checked(values: torch.Tensor, name: Callable[[int], str]) -> torch.Tensor:
-    """The values [B, ...], after making sure that they are finite; `name` says what row they belong to."""
+    """Return the values [B, ...] if all are finite; otherwise `name` names the row in a ScoreError."""
     finite = torch.isfinite(values).flatten(1).all(1).tolist()
     if not all(finite):
         raise ScoreError(f"the scorer's output for {name(finite.index(False))} is not finite")

@@ -1,7 +1,7 @@
 """Prompts to pictures, through a text-to-image pipeline of diffusers.
 
 The noise of a picture is a function of its seed alone and is drawn on the CPU, so that it is the same on
-every device; the batch shape is fixed, so that a picture does not depend on how many others were asked for.
+every device; the batch shape is fixed, so that a picture does not depend on the other pictures of a call.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ HUB_HELP = "log in with `hf auth login` after accepting the model's licence on i
 
 @dataclass(frozen=True)
 class Description:
-    """What a renderer must know of a pipeline.
+    """Properties of a pipeline that a renderer needs.
 
     Attributes:
-        kind: Name of its class.
-        window: Tokens of a prompt that reach the picture, the special ones included: those of the text encoder that
-            reads furthest.
+        window: Tokens of a prompt that reach the picture, special ones included: those of the text encoder that reads
+            furthest.
         length: Tokens given to text encoders that have no window of their own; None if all have.
         tokenizers: Those that count.
-        lowers: Whether it reads small letters alone, without blanks at the ends.
-        prefix: What it writes before each prompt.
-        prefix_tokens: Tokens of it that take nothing from the window.
-        size: Height and width that the model was made for.
-        multiple: Heights and widths are multiples of it.
-        largest: The largest of them; None without a limit.
+        lowers: Whether prompts are lowercased and stripped.
+        prefix: Written before each prompt.
+        prefix_tokens: Tokens of the prefix that take nothing from the window.
+        size: Height and width that the model was made for; like all, a multiple of `multiple`.
+        largest: Bound on height and width; None without a limit.
         takes: Names of the arguments of a call.
     """
 
@@ -65,7 +63,7 @@ class Description:
     takes: frozenset[str]
 
     def read(self, prompt: str) -> str:
-        """What the tokenizers are given for a prompt."""
+        """The tokenizers' input for a prompt."""
         return self.prefix + (prompt.lower().strip() if self.lowers else prompt)
 
     def check_size(self, size: int) -> None:
@@ -80,16 +78,10 @@ class Description:
 
 
 def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Description:
-    """Read off a loaded pipeline what a renderer must know.
+    """Describe a loaded pipeline; UserError if it is not text encoders, one denoiser and a decoder of latents.
 
-    Args:
-        pipeline: Of diffusers.
-        length: Tokens for text encoders without a window of their own; None takes the pipeline's default, and 1
-            where it only pads what is absent with zeros (Stable Diffusion 3 without T5), which would cost time.
-
-    Raises:
-        UserError: It is made of other parts than text encoders, one denoiser and a decoder of latents, or does not
-            say how many tokens it reads.
+    `length` is in tokens, for text encoders without a window of their own. None takes the pipeline's default, and 1
+    where it only pads what is absent with zeros (Stable Diffusion 3 without T5), which would cost time.
     """
     kind = type(pipeline).__name__
     takes = inspect.signature(pipeline.__call__).parameters
@@ -130,7 +122,7 @@ def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Descript
 
 
 def denoiser(pipeline: DiffusionPipeline) -> torch.nn.Module:
-    """The network that draws: a transformer or a U-Net."""
+    """The transformer or U-Net."""
     return getattr(pipeline, "transformer", None) or pipeline.unet
 
 
@@ -159,14 +151,10 @@ def _clip_window(pipeline: DiffusionPipeline, readers: list[TextReader]) -> int 
 
 
 def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
-    """Where a pipeline is, a folder or a hub id, and its table of contents; no weight is read.
+    """Find a pipeline and its table of contents; no weight is read.
 
-    Args:
-        path: A folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
-        *kinds: Names of the classes that will do; none for all.
-
-    Raises:
-        UserError: If there is no such pipeline, it is of another kind, or needs code that comes with it.
+    `path` is a folder in diffusers' layout, a hub id, or "miniature"; `kinds` are the accepted class names, none for
+    all. UserError if there is no such pipeline, or it needs code that comes with it.
     """
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
@@ -189,11 +177,7 @@ def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
 
 
 def component_config(source: Path | str, file: str) -> dict:
-    """A config file of a pipeline's folder, or of one on the hub.
-
-    Raises:
-        UserError: It is not there, or no JSON.
-    """
+    """Read a config file of a pipeline, from its folder or the hub; UserError if it is missing or no JSON."""
     with quiet_loading():
         try:
             if isinstance(source, Path):
@@ -210,15 +194,8 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load a pipeline, silently; only safetensors are read, and no code that comes with the weights is run.
 
-    Args:
-        kind: Its class.
-        source: As `find_pipeline` gives it.
-        device: Where it will run.
-        dtype: Of weights and computation.
-        **parts: What is given in place of parts of the folder; None for those that are left out.
-
-    Raises:
-        UserError: Its weights are missing, broken or gated.
+    `source` is from `find_pipeline`. `parts` replace parts of the folder; None leaves one out. UserError if the
+    weights are missing, broken or gated.
     """
     with quiet_loading():
         try:
@@ -229,7 +206,7 @@ def load_pipeline(
             pipeline.to(dtype=dtype)
         pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
-    # What falls outside the window is counted by `count_tokens`; log lines in the progress bar say no more. The
+    # `count_tokens` counts what falls outside the window; log lines in the progress bar say no more. The
     # pipeline has a line for every cut prompt, the tokenizers one for the first: they remember it in this dict.
     logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
     for tokenizer, _ in text_readers(pipeline):
@@ -244,28 +221,24 @@ def _cannot_load(source: str | Path, error: Exception) -> UserError:
     return UserError(f"cannot load the renderer {source!r} from the hub: {HUB_HELP} ({reason})")
 
 
-# ------------------------------------------------------------------------------------------------------------ diffusion
-
-
 STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"
 UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
-"""For pipelines that would otherwise draw other words or another size than those they are asked for."""
+"""For pipelines that would otherwise draw other words or another size than requested."""
 
 
 class RenderError(RuntimeError):
-    """The pipeline failed, or a picture came out with values that are not finite."""
+    """The pipeline failed, or a picture is not finite."""
 
 
 @dataclass(frozen=True)
 class RenderSettings:
-    """How pictures are drawn.
+    """Settings of drawing.
 
     Attributes:
-        steps: Denoising steps.
         guidance: Classifier-free guidance scale; 1 does without, at half the cost.
         size: Height and width in pixels.
-        batch_size: Pictures drawn at once; the last batch of a call is padded to it.
-        negative_prompt: What guidance leads away from; None takes the pipeline's own.
+        batch_size: The last batch of a call is padded to it.
+        negative_prompt: None takes the pipeline's own.
     """
 
     steps: int
@@ -298,13 +271,7 @@ class _ImageCache:
 
 
 class Renderer:
-    """A loaded pipeline with its image cache; make one with `load_renderer` or a `renderers.text_to_image.TextToImage`.
-
-    Attributes:
-        pipeline: Of diffusers.
-        device: Where it runs, and where its pictures are.
-        about: What is known of the pipeline.
-    """
+    """A loaded pipeline with its image cache; made by `load_renderer` or `renderers.text_to_image.TextToImage`."""
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, cache_bytes: int, length: int | None = None):
         """Describe a loaded pipeline; `length` is in tokens, for text encoders without a window of their own."""
@@ -328,28 +295,21 @@ class Renderer:
         return self.about.size
 
     def count_tokens(self, texts: list[str]) -> list[int]:
-        """Tokens of each text, special ones included, before any is cut off at `window`."""
+        """Count the tokens of each text, special ones included, before any is cut off at `window`."""
         # verbose=False: texts longer than the window are what is being counted, not worth a warning
         read = [self.about.read(text) for text in texts]
         counts = [[len(t(text, verbose=False).input_ids) for text in read] for t in self._counters]
         return [max(column) - self.about.prefix_tokens for column in zip(*counts, strict=True)]
 
     def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:
-        """Draw one picture per prompt and seed.
+        """Draw one picture per prompt and seed: float32 [B, 3, size, size] in [0, 1], on the renderer's device.
 
-        Args:
-            prompts: B texts.
-            seeds: B seeds of the noise, from 0 to 2^63 - 1; equal seeds give equal noise.
-            settings: How to draw.
-
-        Returns:
-            Pictures, float32 [B, 3, size, size] in [0, 1], on the renderer's device. Equal (prompt, seed)
-            pairs are drawn once, and pictures already in the cache are not drawn again.
+        Seeds are from 0 to 2^63 - 1; equal ones give equal noise. Equal (prompt, seed) pairs are drawn once, and
+        pictures already in the cache are not drawn again.
 
         Raises:
-            ValueError: If prompts and seeds differ in number.
-            UserError: If the model cannot draw pictures of this size.
-            RenderError: If the pipeline fails or a picture holds a value that is not finite.
+            UserError: The model cannot draw pictures of this size.
+            RenderError: The pipeline fails or a picture is not finite.
         """
         if len(prompts) != len(seeds):
             raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, got {len(seeds)}")
@@ -419,9 +379,9 @@ class Renderer:
 
 @dataclass(frozen=True)
 class ConfiguredRenderer:
-    """A renderer with the settings of training and of evaluation, its name and what it is; made by a judge's file.
+    """A renderer with its name, kind and the settings of training and of evaluation; made by a judge's file.
 
-    `change` makes of pictures and their seeds what is shown; None for the pictures as they are.
+    `change` maps pictures and their seeds to the pictures that are shown; None keeps them.
     """
 
     renderer: Renderer
@@ -433,7 +393,7 @@ class ConfiguredRenderer:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs, and where its pictures are."""
+        """Device of the renderer and of its pictures."""
         return self.renderer.device
 
     @property
@@ -448,11 +408,11 @@ class ConfiguredRenderer:
         return f"{self.name}: {self.kind}, {steps} steps, window {self.window} tokens, on {self.device}"
 
     def count_tokens(self, texts: list[str]) -> list[int]:
-        """As `Renderer.count_tokens`."""
+        """See `Renderer.count_tokens`."""
         return self.renderer.count_tokens(texts)
 
     def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
-        """As `Renderer.render`, with the settings of evaluation or of training."""
+        """`Renderer.render` with the settings of evaluation or of training."""
         images = self.renderer.render(texts, seeds, self.evaluation if evaluation else self.training)
         return images if self.change is None else self.change(images, seeds)
 
@@ -465,7 +425,7 @@ def load_renderer(
     use_t5: bool = True,
     cache_bytes: int = 256 * 2**20,
 ) -> Renderer:
-    """Load a Stable Diffusion 3 pipeline.
+    """Load a Stable Diffusion 3 pipeline; only safetensors are read, and no code that comes with the weights is run.
 
     Args:
         path: A folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
@@ -473,13 +433,6 @@ def load_renderer(
         dtype: "float32", "float16" or "bfloat16"; of weights and computation.
         use_t5: Load the third text encoder if the folder has one; without it prompts end at CLIP's window.
         cache_bytes: Bound on the pictures kept on the device; 0 keeps none.
-
-    Returns:
-        The renderer. Only safetensors are read, and no code that comes with the weights is run.
-
-    Raises:
-        UserError: If there is no such pipeline, it is of another kind, or its weights are missing, broken or
-            gated.
     """
     from diffusers import StableDiffusion3Pipeline
 

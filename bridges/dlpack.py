@@ -1,6 +1,6 @@
 """Arrays from JAX to torch and back, through dlpack: the same memory on one device, one copy across devices.
 
-What is handed over without a copy is lent, and read-only by contract: neither side may write to it while the
+An array handed over without a copy is lent, and read-only by contract: neither side may write to it while the
 other may still read, and it must not be given to a jitted function that donates it (a living torch view makes
 XLA copy instead of reusing the buffer). Where that cannot be promised, ask for `copy=True`.
 """
@@ -15,21 +15,16 @@ WIDE = {"int64", "float64"}  # JAX holds these only with jax_enable_x64
 
 
 def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy: bool = False) -> torch.Tensor:
-    """The torch tensor of a JAX array.
+    """Return the torch tensor of a JAX array, of the same dtype and shape.
+
+    Without `copy`, on the same device, it is the array's memory, valid also after the array is gone: do not write to
+    it.
 
     Args:
-        array: Any shape; on one device, or the same on all.
-        device: "cpu", "gpu:N" or a torch device; None stays where the array is. Between cards the copy is
-            direct, it does not pass through the host.
+        array: Any shape and a dtype that torch shares; on one device, or the same on all.
+        device: "cpu", "gpu:N" or a torch device; None stays where the array is. Between cards the copy is direct, not
+            through the host.
         copy: Return memory of its own, which may be written to, even on the same device.
-
-    Returns:
-        A tensor of the same dtype and shape. Without `copy`, on the same device, it is the array's memory,
-        valid also after the array is gone: Do not write to it.
-
-    Raises:
-        TypeError: If `array` is no concrete JAX array, a typed PRNG key, or of a dtype torch does not share.
-        ValueError: If it is spread over several devices.
     """
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(f"array: expected a concrete jax.Array, got {type(array).__name__}")
@@ -53,22 +48,17 @@ def to_torch(array: jax.Array, device: str | torch.device | None = None, *, copy
 
 
 def to_jax(tensor: torch.Tensor, device: jax.Device | None = None, *, copy: bool = False) -> jax.Array:
-    """The JAX array of a torch tensor.
+    """Return the JAX array of a torch tensor, of the same shape.
+
+    Without `copy`, on the same device, it is the tensor's own memory (on the CPU if aligned to 64 bytes), valid also
+    after the tensor is gone: do not write to the tensor, do not donate the array. A tensor on a card that JAX does
+    not see is first moved by torch, card to card.
 
     Args:
-        tensor: Any shape and strides; gradients stay behind.
-        device: The JAX device that is to hold it. None stays on the tensor's device if JAX sees it, and is
-            JAX's first device otherwise.
+        tensor: Any shape and strides; gradients stay behind. int64 and float64 are a TypeError unless JAX runs with
+            x64 (by itself it would truncate silently).
+        device: None stays on the tensor's device if JAX sees it, and is JAX's first device otherwise.
         copy: Take the values now: for a tensor that is written to afterwards.
-
-    Returns:
-        An array of the same shape. Without `copy`, on the same device, it is the tensor's own memory (on the
-        CPU if aligned to 64 bytes), valid also after the tensor is gone: do not write to the tensor, do not
-        donate the array. A tensor on a card that JAX does not see is first moved by torch, card to card.
-
-    Raises:
-        TypeError: If `tensor` is no dense tensor, or of a dtype JAX does not share; for int64 and float64
-            too, unless JAX runs with x64 (by itself it would truncate without a word).
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise TypeError(f"tensor: expected a dense torch.Tensor, got {getattr(tensor, 'layout', type(tensor))}")

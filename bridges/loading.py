@@ -1,4 +1,4 @@
-"""What the loaders of renderer and scorer share: names of devices and dtypes, silence, helpful errors, sizes."""
+"""Helpers of the loaders of renderers and scorers: names of devices and dtypes, silence, clear errors, sizes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,14 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called "float32", "float16" or "bfloat16".
-
-    Raises:
-        ValueError: For any other name.
-    """
+    """The torch dtype called "float32", "float16" or "bfloat16"; ValueError for any other name."""
     if name not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
 def torch_device(name: str | torch.device) -> torch.device:
-    """The torch device of a placement's name: "cpu", "gpu:1" (torch's own "cuda:1" is understood too).
-
-    Raises:
-        ValueError: If the name is of no such form.
-    """
+    """The torch device of "cpu" or "gpu:1" (or torch's own "cuda:1"); ValueError for any other form."""
     if isinstance(name, torch.device):
         return name
     kind, _, index = name.partition(":")
@@ -50,11 +42,7 @@ def torch_device(name: str | torch.device) -> torch.device:
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder that `path` names, or None where it can only be the name of a model on a hub.
-
-    Raises:
-        UserError: If it is written as a path, and no such folder exists.
-    """
+    """The folder that `path` names; None where it can only be a hub id, UserError where a path does not exist."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -68,14 +56,7 @@ def local_folder(path: str) -> Path | None:
 def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
     """Load a part of a folder of transformers, or of a model on the hub; no code that comes with it is run.
 
-    Args:
-        kind: One of transformers' Auto classes.
-        path: Folder, or id on the hub.
-        part: What it is, in words; "" for the whole.
-        **options: Of the part.
-
-    Raises:
-        UserError: There is none, or transformers cannot read it.
+    `kind` is an Auto class, `part` a name for errors ("" for the whole), `options` are of `from_pretrained`.
     """
     folder = local_folder(path)
     try:
@@ -86,7 +67,7 @@ def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
 
 
 def load_image_processor(path: str, **sizes: dict[str, int]) -> Callable[[Image], torch.Tensor]:
-    """Return the function picture of Pillow → [3, H, W] of a folder's own image processor; `sizes` replace its own."""
+    """Return the function Pillow picture → [3, H, W] of a folder's own image processor; `sizes` replace its own."""
     from transformers import AutoImageProcessor
 
     processor = load_part(AutoImageProcessor, path, "image processor")
@@ -101,11 +82,7 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def load_settings(path: str) -> dict[str, Any]:
-    """Read preprocessor_config.json of a folder, or of a model on the hub.
-
-    Raises:
-        UserError: It is not there, or no JSON.
-    """
+    """Read preprocessor_config.json of a folder, or of a model on the hub; UserError if it is missing or no JSON."""
     from transformers.utils import cached_file
 
     name = "preprocessor_config.json"
@@ -117,16 +94,7 @@ def load_settings(path: str) -> dict[str, Any]:
 
 
 def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
-    """Load a model of transformers in evaluation, all of whose weights its folder holds, as safetensors.
-
-    Args:
-        kind: The model's class, or one of transformers' Auto classes.
-        path: Folder, or id on the hub.
-        dtype: "float32", "float16" or "bfloat16".
-
-    Raises:
-        UserError: There is no such model, it is of another kind, or its weights are missing, broken, or no safetensors.
-    """
+    """Load a model in evaluation from a folder or hub id; UserError unless it holds all weights as safetensors."""
     torch_type, folder = torch_dtype(dtype), local_folder(path)
     try:
         with quiet_loading():
@@ -145,7 +113,7 @@ def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line: its first, and the next one too where the first only announces it."""
+    """First line of an error's message, and the next one too where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -176,7 +144,6 @@ def quiet_loading() -> Iterator[None]:
             module.enable_progress_bar()
 
 
-# ----------------------------------------------------------------------------------------------------------- sizes
 # Of the judges, for --plan: the models are built without memory (torch's meta device) from their config files alone.
 
 MODELS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -215,17 +182,13 @@ PUBLISHED_PIPELINES: dict[str, tuple[dict[str, int], tuple[int, ...], int]] = {
         1024,
     ),
 }
-"""Numbers in each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
+"""Parameters of each model, widths of the VAE's blocks and edge of a picture, of pipelines on the hub."""
 
 
 def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
-    """Numbers in each model of a pipeline, widths of its VAE's blocks, edge of its pictures.
+    """Return the parameters of each model of a pipeline, its VAE's block widths, and its pictures' edge in pixels.
 
-    Args:
-        path: A folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature".
-
-    Raises:
-        UserError: There is no such folder, or a config in it is missing or of another kind.
+    `path` is a folder, a hub id of `PUBLISHED_PIPELINES`, or "miniature"; UserError if a config is missing or unfit.
     """
     if path in PUBLISHED_PIPELINES:
         return PUBLISHED_PIPELINES[path]
@@ -252,19 +215,10 @@ def renderer_memory(
     cache_megabytes: int,
     texts: str = "",
 ) -> list[tuple[str, int, str]]:
-    """What a renderer takes: weights, and the working memory of its VAE, which is the most.
+    """Memory of a renderer, by part: weights, and the working memory of its VAE, which dominates.
 
-    The VAE holds three pictures of the second widest features at full size: those before, within and after its last
-    block.
-
-    Args:
-        sizes: Numbers in each model.
-        widths: Of the VAE's blocks.
-        edge: Height and width of a picture.
-        dtype: Of weights and computation.
-        batch_size: Pictures drawn at once.
-        cache_megabytes: For pictures that are kept.
-        texts: More to say of the text encoders.
+    The VAE holds three pictures of the second widest features at full size: before, within and after its last block.
+    `sizes` are parameters of each model, `widths` those of the VAE's blocks, `edge` is a picture's, in pixels.
     """
     item = ITEM_BYTES[dtype]
     network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")
@@ -279,11 +233,7 @@ def renderer_memory(
 
 
 def clip_size(model: str) -> int:
-    """Numbers in an open_clip model: a name that open_clip knows, or a folder in its layout.
-
-    Raises:
-        UserError: It is neither.
-    """
+    """Count the parameters of an open_clip model: a name that open_clip knows, or a folder in its layout."""
     import open_clip
 
     name, folder = model.replace("/", "-"), local_folder(model.removeprefix("local-dir:"))
@@ -302,15 +252,7 @@ def clip_size(model: str) -> int:
 
 
 def model_size(path: str, auto: str = "AutoModel") -> int:
-    """Numbers in the model of a folder of transformers.
-
-    Args:
-        path: The folder.
-        auto: The Auto class of transformers that builds it.
-
-    Raises:
-        UserError: There is no such folder, or its config is missing or of another kind.
-    """
+    """Count the parameters of the model in a folder of transformers; `auto` is the Auto class that builds it."""
     import transformers
 
     folder = local_folder(path)

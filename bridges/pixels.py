@@ -1,8 +1,8 @@
-"""Pictures that were drawn in torch, prepared for a policy that sees on the device where they are.
+"""Preprocessing of pictures drawn in torch for a vision-language policy, on the device where they are.
 
-The arithmetic is that of the processors of Qwen-VL folders as transformers has them on torchvision, to the last bit on
-one device (those on Pillow differ in the last bits). A picture becomes 8-bit first, as a file holds it: seen right
-after it was drawn or read from a PNG, it is the same picture.
+The arithmetic is that of the processors of Qwen-VL folders as transformers has them on torchvision, to the last bit
+on one device (those on Pillow differ in the last bits). A picture becomes 8-bit first, as in a file: the policy sees
+the same picture right after it was drawn as when it is read from a PNG.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MARGIN = 0.25
-"""How far floats may lie outside [0, 1], as for pictures of the data."""
+"""Tolerated excess of floats beyond [0, 1], as for pictures of the data."""
 
 
 class Settings(Protocol):
-    """What is read of `grpo_jax.models.hf.image_processor.PictureSettings`."""
+    """The fields of `grpo_jax.models.hf.image_processor.PictureSettings` that are read here."""
 
     patch: int
     merge: int
@@ -35,31 +35,23 @@ class Settings(Protocol):
 
 
 def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Pictures of one size as a tower takes them.
+    """Return the patches of pictures of one size, as in `to_eight_bits`, as a vision tower takes them.
 
-    Args:
-        images: As `to_eight_bits` takes them, on any device.
-        settings: The folder's.
-
-    Returns:
-        Patches f32 [N, S, C] on the same device in the processor's order, and the grid: rows and columns of patches.
-
-    Raises:
-        TypeError: They are neither floats nor uint8.
-        ValueError: They are of another shape or range, or longer than the processor takes.
+    Patches are f32 [N, S, C] on the same device in the processor's order, with the grid: rows and columns of patches.
+    ValueError also if the pictures are longer than the processor takes.
     """
     return _patched(_normalised(_resized(to_eight_bits(images), settings), settings), settings)
 
 
 def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
-    """Pictures as a file holds them, uint8 [N, 3, H, W] on the same device.
+    """Return pictures as in a file, uint8 [N, 3, H, W] on the same device.
 
     Args:
-        images: Float [N, 3, H, W] in [0, 1], or uint8. What lies outside by less than `MARGIN` is cut off.
+        images: Float [N, 3, H, W] in [0, 1], or uint8. Excess of less than `MARGIN` is clipped.
 
     Raises:
         TypeError: They are neither floats nor uint8.
-        ValueError: They are of another shape or range.
+        ValueError: Wrong shape or range.
     """
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
         raise ValueError(f"images: expected [N, 3, H, W], got {list(images.shape)}")
@@ -69,13 +61,13 @@ def to_eight_bits(images: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"images: expected floats in [0, 1] or uint8, got {images.dtype}")
     images = images.detach().float()
     lowest, highest = torch.stack(images.aminmax()).tolist()
-    if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # neither holds where one is no number
+    if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # neither holds for NaN
         raise ValueError(f"images: expected floats in [0, 1] or uint8, got floats from {lowest:.4g} to {highest:.4g}")
     return images.clamp(0, 1).mul(255).round().to(torch.uint8)
 
 
 def to_pillow(images: torch.Tensor) -> list[Image]:
-    """Pictures of Pillow from [N, 3, H, W]; raises as `to_eight_bits`."""
+    """Convert pictures [N, 3, H, W] to Pillow; raises as `to_eight_bits`."""
     from PIL import Image
 
     return [Image.fromarray(one) for one in to_eight_bits(images).permute(0, 2, 3, 1).cpu().numpy()]
@@ -91,7 +83,7 @@ def _resized(images: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def _normalised(images: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """One multiplication less: mean and deviation are those of values up to 255."""
+    """Subtract the mean and divide by the deviation, both scaled to values up to 255: one multiplication less."""
     mean, deviation = (
         (torch.tensor(values, device=images.device) * (1.0 / settings.rescale)).view(-1, 1, 1)
         for values in (settings.mean, settings.deviation)
@@ -100,7 +92,7 @@ def _normalised(images: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def _patched(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Merged block after merged block, each patch after patch; a still picture fills all frames of a patch."""
+    """Order patches block after merged block; a still picture fills all frames of a patch."""
     patch, merge, frames = settings.patch, settings.merge, settings.frames
     count, channels, height, width = images.shape
     rows, columns = height // patch, width // patch

@@ -19,7 +19,7 @@ POLICY = "policy"
 """The part that JAX runs; all others are judges, which torch runs."""
 
 Placement = dict[str, str]
-"""Where each part runs, or is asked to run: "cpu", "gpu:N", "auto" in a request; for the policy also "gpu:0,gpu:1"."""
+"""Device of each part, or its request: "cpu", "gpu:N", "auto" in a request; for the policy also "gpu:0,gpu:1"."""
 
 
 def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
@@ -30,15 +30,9 @@ def policy_cards(placement: Mapping[str, str]) -> tuple[int, ...]:
 def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placement, list[str]]:
     """Find a device for each part on this machine; call it, and `prepare_jax`, before JAX is used.
 
-    Args:
-        requests: "auto", "cpu" or "gpu:N" by part, the policy among them; for it also "gpu:N,gpu:M".
-        policy_count: Cards that the policy takes on "auto".
-
-    Returns:
-        The placement, and lines to print where it is not one card for each part.
-
-    Raises:
-        UserError: If a device is named that is not there, or that the installed jax or torch cannot use.
+    Requests are "auto", "cpu" or "gpu:N" by part, for the policy also "gpu:N,gpu:M"; on "auto" it takes
+    `policy_count` cards. Lines to print come back where it is not one card for each part. UserError if a named device
+    is not there, or the installed jax or torch cannot use it.
     """
     judges = [where for part, where in requests.items() if part != POLICY]
     ask_torch = any(where != "cpu" for where in judges)
@@ -51,23 +45,11 @@ def place(requests: Mapping[str, str], *, policy_count: int = 1) -> tuple[Placem
 def resolve(
     requests: Mapping[str, str], gpu_count: int, *, jax_gpus: bool = True, torch_gpus: bool = True
 ) -> tuple[Placement, list[str]]:
-    """The rules of `place`, as a function of what there is.
+    """The rules of `place`, as a function of the machine's cards and the frameworks that can use them.
 
-    A part asked to be on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that
-    exists and nobody named it, else the first free one, else it shares: not with the policy if there is another card,
-    and the fuller ones last.
-
-    Args:
-        requests: A device or "auto" for each part, the policy first.
-        gpu_count: Cards of the machine.
-        jax_gpus: Whether the installed jax can use them.
-        torch_gpus: Whether the installed torch can.
-
-    Returns:
-        The placement, and at most one line that tells of sharing or falling back.
-
-    Raises:
-        UserError: As `place`.
+    A part on "auto" takes its own card (0 for the policy, 1, 2, … for the judges in their order) if that exists and
+    no other part names it, else the first free one, else it shares: not with the policy if there is another card, and
+    the fuller ones last. At most one line, about sharing or falling back, is returned.
     """
     parts = tuple(requests)
     usable = {part: gpu_count if (jax_gpus if part == POLICY else torch_gpus) else 0 for part in parts}
@@ -87,14 +69,8 @@ def resolve(
 def prepare_jax(placement: Mapping[str, str]) -> list[str]:
     """Show JAX the policy's cards only; where torch shares one, keep JAX from claiming its whole memory.
 
-    Must come before JAX's backend starts, which any use of an array does. What the user set himself, the
-    environment variables `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE`, is left alone.
-
-    Args:
-        placement: As resolved by `place`.
-
-    Returns:
-        Lines to print: Empty, or one that says that JAX had started already and keeps the devices it has.
+    Must come before JAX's backend starts, which any use of an array does. The user's own environment variables
+    `JAX_PLATFORMS` and `XLA_PYTHON_CLIENT_PREALLOCATE` are kept. A line says if JAX had started already.
     """
     cards = policy_cards(placement)
     if _jax_has_started():
@@ -113,7 +89,7 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
 
 
 def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
-    """The JAX devices of the policy: the named cards that JAX sees, else what it has; starts JAX's backend."""
+    """JAX devices of the policy: the named cards that JAX sees, else its devices; starts JAX's backend."""
     cards = _jax_cards()
     if policy_cards(placement):
         return [cards[card] for card in policy_cards(placement) if card in cards] or jax.local_devices()
@@ -123,7 +99,7 @@ def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
 def cards_left() -> list[str] | None:
     """Cards that this process does not use itself, as `CUDA_VISIBLE_DEVICES` names them; None where there are none.
 
-    Used are those that JAX shows it, and those where torch holds something.
+    Used are those that JAX shows it, and those where torch holds memory.
     """
     count = _count_cards()
     if not count:
@@ -138,7 +114,7 @@ def cards_left() -> list[str] | None:
 
 
 def _named(part: str, value: str, usable: int, gpu_count: int) -> list[str]:
-    """The devices of an explicit request, in one spelling."""
+    """Devices of an explicit request, in one spelling."""
     names = value.split(",") if part == POLICY else [value]
     if names == ["cpu"]:
         return names
@@ -180,7 +156,7 @@ def _note(placement: Mapping[str, str], gpu_count: int, jax_gpus: bool, torch_gp
 
 
 def _jax_cards() -> dict[int, jax.Device]:
-    """The cards that JAX sees, by the number that torch gives them; starts JAX's backend."""
+    """JAX's cards by torch's number; starts JAX's backend."""
     return {device.local_hardware_id: device for device in jax.local_devices() if device.platform == "gpu"}
 
 
@@ -194,7 +170,7 @@ def _jax_has_started() -> bool:
 
 
 def _jax_has_gpus() -> bool:
-    """Whether the installed jax can drive GPUs, found without starting it."""
+    """Tell whether the installed jax can drive GPUs, without starting it."""
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
         return False
@@ -203,7 +179,7 @@ def _jax_has_gpus() -> bool:
 
 
 def _torch_cards() -> tuple[bool, int]:
-    """Whether the installed torch can use cards, and how many there are."""
+    """Tell whether the installed torch can use cards, and count them."""
     import torch
 
     usable = torch.backends.cuda.is_built() or torch.version.hip is not None

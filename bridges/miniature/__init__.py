@@ -8,18 +8,7 @@ PARTS = ("policy", "policy_vl", "renderer", "scorer")
 
 
 def path(part: str) -> Path:
-    """The folder of one part of the miniature.
-
-    Args:
-        part: "policy" (Hugging Face, Qwen2), "policy_vl" (Qwen2-VL), "renderer" (StableDiffusion3Pipeline) or "scorer"
-            (open_clip).
-
-    Returns:
-        Its folder inside the package.
-
-    Raises:
-        ValueError: If ``part`` is another word.
-    """
+    """Folder of "policy" (Qwen2), "policy_vl" (Qwen2-VL), "renderer" (Stable Diffusion 3) or "scorer" (open_clip)."""
     if part not in PARTS:
         raise ValueError(f"part must be one of {PARTS}, got {part!r}")
     return Path(__file__).parent / "weights" / part

@@ -1,13 +1,13 @@
-"""The hidden lens of the miniature world: what is drawn does not come out as it was said, until one looks.
+"""The hidden lens of the miniature world: a picture does not show what its words said, until one looks.
 
-A lens is drawn from a picture's seed: the same for every picture of that seed, unknown to the words, plain in the
+A lens is drawn from a picture's seed: the same for every picture of that seed, unknown from the words, plain in the
 picture. It turns the colours round two wheels of four by 0 to 3 places, and in half of all cases mirrors left and
-right. Whatever colour is said, any of four comes out, equally often: guessing is worth a quarter. What comes out, held
-against what was said, tells the lens; the words that undo it are then known. In half of the turns they are neither the
+right. Whatever colour is said, any of four comes out, equally often: a guess is right in a quarter of cases. Words
+and picture together reveal the lens, and with it the words that undo it. In half of the turns these are neither the
 words that were said nor those of what is seen, so that neither repeating nor describing is enough.
 
-A turn is the smoothest map of colours that takes each word's colour to the other word's (a polyharmonic spline): edges
-and blur pass through it as they are. Pictures may be NumPy's or torch's, on any device.
+A turn is the smoothest map of colours that takes each word's colour to the other word's (a polyharmonic spline):
+edges and blur pass through it as they are. Pictures may be NumPy's or torch's, on any device.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ _MIRRORED = {"left": "right", "right": "left"}
 
 
 class Lens(NamedTuple):
-    """A lens.
-
-    Attributes:
-        turn: Places that colours move on their wheels, 0 to 3.
-        mirrored: Whether left and right change places.
-    """
+    """A lens: places, 0 to 3, that colours turn on their wheels, and whether left and right change places."""
 
     turn: int = 0
     mirrored: bool = False
@@ -60,7 +55,7 @@ def turned(colour: str, places: int) -> str:
 
 
 def seen(scene: world.Scene, lens: Lens) -> world.Scene:
-    """What a scene looks like through a lens."""
+    """The scene that a lens shows."""
     position = _MIRRORED.get(scene.position, scene.position) if lens.mirrored else scene.position
     colours = {name: turned(getattr(scene, name), lens.turn) for name in ("colour", "background")}
     return replace(scene, position=position, **colours)
@@ -72,20 +67,12 @@ def undone(scene: world.Scene, lens: Lens) -> world.Scene:
 
 
 def oracle_rewrite(requested: Mapping[str, str], lens: Lens) -> str:
-    """The best words for a request, if one knows the lens."""
+    """The best words for a request, given the lens."""
     return world.canonical_caption(undone(world.complete(dict(requested)), lens))
 
 
 def look(images: Images, lenses: Sequence[Lens]) -> Images:
-    """Pictures as they come out.
-
-    Args:
-        images: Float [n, 3, H, W] in [0, 1], of NumPy or torch.
-        lenses: N of them.
-
-    Returns:
-        New pictures of the same kind.
-    """
+    """Return new pictures, float [n, 3, H, W] in [0, 1] of NumPy or torch, seen through n lenses."""
     if len(images) != len(lenses):
         raise ValueError(f"lenses must be one for each of {len(images)} images, got {len(lenses)}")
     images = images + 0
@@ -99,7 +86,7 @@ def look(images: Images, lenses: Sequence[Lens]) -> Images:
 
 
 def _turned_pixels(images: Images, turn: int) -> Images:
-    """Pictures [n, 3, H, W] with every pixel's colour moved by the spline of a turn."""
+    """Map every pixel's colour of pictures [n, 3, H, W] by the spline of a turn."""
     constant = getattr(images, "new_tensor", functools.partial(np.asarray, dtype=images.dtype))
     places, weights = (constant(array) for array in _spline(turn))
     n, _, height, width = images.shape

@@ -3,8 +3,8 @@
 Everything is NumPy. A picture is 32×32 and has six attributes (shape, colour, size, position, background,
 sharpness). The *canonical* grammar names all six, one word each, in one fixed form; it is the only language the
 renderer was trained on. The *casual* grammar is how people ask: other words, loose order, things left unsaid.
-The checker reads the attributes back from pixels by finding the nearest ideal picture; no network is part of it,
-so nothing that is trained can flatter it.
+The checker reads the attributes back from pixels by finding the nearest ideal picture. It contains no network, so
+that no training can exploit it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "sharpness": ("sharp", "blurry"),
 }
 DEFAULTS = {"size": "medium", "position": "center", "background": "white", "sharpness": "sharp"}
-"""What the oracle says about attributes nobody asked for (a white shape gets a black background)."""
+"""The oracle's words for attributes not requested (a white shape gets a black background)."""
 
 SYNONYMS: dict[str, tuple[str, str]] = {
     "circle": ("disc", "dot"),
@@ -87,11 +87,7 @@ _EXPLAINED = 0.5  # a picture the nearest ideal explains less of than this is un
 
 @dataclass(frozen=True)
 class Scene:
-    """One picture's six attributes, as canonical words.
-
-    Raises:
-        ValueError: If a word is not one of its attribute's, or shape and background share their colour.
-    """
+    """One picture's six attributes, as canonical words; shape and background differ in colour."""
 
     shape: str
     colour: str
@@ -101,7 +97,7 @@ class Scene:
     sharpness: str
 
     def __post_init__(self):
-        """Refuse words the world does not have."""
+        """Refuse unknown words."""
         for name, word in zip(ATTRIBUTES, astuple(self), strict=True):
             if word not in VALUES[name]:
                 raise ValueError(f"{name} must be one of {VALUES[name]}, got {word!r}")
@@ -109,21 +105,18 @@ class Scene:
             raise ValueError(f"background must differ from colour, got {self.colour!r} for both")
 
 
-# ---------------------------------------------------------------------------------------------- scenes
-
-
 def indices(scene: Scene) -> np.ndarray:
-    """The attributes as positions in ``VALUES``: i64[6]."""
+    """The attributes as positions in `VALUES`: i64[6]."""
     return np.array([VALUES[name].index(word) for name, word in zip(ATTRIBUTES, astuple(scene), strict=True)])
 
 
 def scene_of(row: np.ndarray) -> Scene:
-    """The inverse of ``indices``."""
+    """The inverse of `indices`."""
     return Scene(*(VALUES[name][int(i)] for name, i in zip(ATTRIBUTES, row, strict=True)))
 
 
 def split_of(shape: str, colour: str) -> str:
-    """The split a (shape, colour) pair belongs to.
+    """The split of a (shape, colour) pair.
 
     A Latin pattern: of 48 pairs 12 are for testing and 6 for validation, and every word remains in training. No
     prompt of one split names a pair of another, since prompts always name both.
@@ -145,9 +138,6 @@ def sample_scene(rng: np.random.Generator, split: str | None = None) -> Scene:
         scene = scene_of(sample_indices(rng, 1)[0])
         if split is None or split_of(scene.shape, scene.colour) == split:
             return scene
-
-
-# ---------------------------------------------------------------------------------------------- pictures
 
 
 def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray, r: np.ndarray) -> np.ndarray:
@@ -185,7 +175,7 @@ def _blur_matrix() -> np.ndarray:
 
 
 def coverage(rows: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """How much of each pixel the shape covers, [n, 32, 32], for scenes [n, 6] moved by ``centre`` [n, 2]."""
+    """Fraction of each pixel that the shape covers, [n, 32, 32], for scenes [n, 6] moved by `centre` [n, 2]."""
     axis = np.arange(SIZE) - (SIZE - 1) / 2
     middle = _OFFSETS[rows[:, 3]] + centre
     radius = (_RADII[rows[:, 2]] * scale)[:, None, None]
@@ -203,14 +193,9 @@ def coverage(rows: np.ndarray, centre: np.ndarray, scale: np.ndarray) -> np.ndar
 
 
 def draw(rows: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
-    """True pictures of scenes.
+    """Draw scenes, as indices [n, 6], to f32 [n, 3, 32, 32] in [0, 1].
 
-    Args:
-        rows: Scenes as indices, [n, 6].
-        rng: If given, place, size and colours wander a little, as in pictures of a real thing.
-
-    Returns:
-        f32[n, 3, 32, 32] in [0, 1].
+    With an rng, place, size and colours vary a little, as in photographs.
     """
     rows = np.atleast_2d(rows)
     n = len(rows)
@@ -224,9 +209,6 @@ def draw(rows: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray
     return np.clip(back + alpha * (front - back), 0.0, 1.0).astype(np.float32)
 
 
-# ---------------------------------------------------------------------------------------------- checker
-
-
 @functools.cache
 def _templates() -> tuple[np.ndarray, np.ndarray]:
     """Ideal coverages [M, 1024] of every shape, size, position and sharpness, with their scenes [M, 6]."""
@@ -238,20 +220,14 @@ def _templates() -> tuple[np.ndarray, np.ndarray]:
 
 
 def read(images: np.ndarray) -> np.ndarray:
-    """The attributes of pictures, read from their pixels alone.
+    """Read the attributes of pictures [n, 3, 32, 32] in [0, 1] from their pixels alone.
 
     The border's median colour is the background. Among all ideal pictures on it (every shape, size, position,
-    sharpness and colour) the one with the smallest squared distance is the answer; a picture that even the
-    nearest ideal explains less than half of reads as nothing but its background.
-
-    Args:
-        images: [n, 3, 32, 32] in [0, 1].
+    sharpness and colour) the one with the smallest squared distance is the answer. Where even the nearest ideal
+    explains less than half of a picture, only its background is read.
 
     Returns:
-        i64[n, 6], positions in ``VALUES``; -1 where unreadable.
-
-    Raises:
-        ValueError: If the shape of ``images`` is another.
+        i64[n, 6], positions in `VALUES`; -1 where unreadable.
     """
     images = np.asarray(images, np.float64)
     if images.ndim != 4 or images.shape[1:] != (3, SIZE, SIZE):
@@ -295,16 +271,13 @@ def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.nd
     return score
 
 
-# ---------------------------------------------------------------------------------------------- language
-
-
 def canonical_caption(scene: Scene) -> str:
     """The one complete caption of a scene, in the renderer's language."""
     return CANONICAL_FORM.format(**{name: getattr(scene, name) for name in ATTRIBUTES})
 
 
 def caption_of(words: dict[str, str]) -> str:
-    """The canonical form with what is missing left out."""
+    """The canonical form without the attributes that are missing."""
     parts = ["a", *(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)]
     if "position" in words:
         parts.append(f"at the {words['position']}")
@@ -324,12 +297,12 @@ def complete(requested: dict[str, str]) -> Scene:
 
 
 def oracle_rewrite(requested: dict[str, str]) -> str:
-    """The best rewrite there is of a request: canonical, complete, nothing requested lost."""
+    """The best rewrite of a request: canonical, complete, nothing requested lost."""
     return canonical_caption(complete(requested))
 
 
 def phrase(rng: np.random.Generator, words: dict[str, str], opening: bool = True) -> str:
-    """One casual sentence that says ``words`` (attribute → word to use), in loose order."""
+    """One casual sentence that says `words` (attribute → word to use), in loose order."""
     noun = " ".join(words[k] for k in ("size", "sharpness", "colour", "shape") if k in words)
     if rng.random() < 0.5 and {"size", "sharpness"} <= words.keys():
         noun = " ".join(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)
@@ -345,15 +318,9 @@ def phrase(rng: np.random.Generator, words: dict[str, str], opening: bool = True
 
 
 def casual_prompt(rng: np.random.Generator, scene: Scene, keep: float = 0.75) -> tuple[str, dict[str, str]]:
-    """How somebody might ask for a scene.
+    """Return a casual prompt for a scene, and the requested attributes as canonical words.
 
-    Args:
-        rng: Source of wording and omissions.
-        scene: What they have in mind.
-        keep: Chance that each attribute other than shape and colour is said at all.
-
-    Returns:
-        The prompt, and the requested attributes as canonical words.
+    `keep` is the chance that each attribute other than shape and colour is said at all.
     """
     requested = {k: getattr(scene, k) for k in ATTRIBUTES if k in ALWAYS_REQUESTED or rng.random() < keep}
     words = {k: SYNONYMS[v][rng.integers(2)] for k, v in requested.items()}
@@ -367,7 +334,7 @@ def canonical_words() -> set[str]:
 
 
 def casual_words() -> set[str]:
-    """Every word people use that says an attribute."""
+    """Every word of the casual grammar that says an attribute."""
     return {word for pair in SYNONYMS.values() for word in pair}
 
 
@@ -378,19 +345,13 @@ def filler_words() -> set[str]:
 
 
 def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
-    """The built-in data set.
+    """The built-in data set; its columns travel to the rewards.
 
-    Args:
-        split: "train", "validation" or "test"; no (shape, colour) pair occurs in two of them.
-        count: Number of rows; within one call every row's text is different.
-        seed: Source of scenes and wording.
+    No (shape, colour) pair occurs in two splits ("train", "validation", "test"). Within one call every row's text is
+    different.
 
     Returns:
-        Rows ``{"prompt": text, "requested": {attribute: canonical word}, "oracle": text}``; columns travel to the
-        rewards.
-
-    Raises:
-        ValueError: If ``split`` is unknown.
+        Rows ``{"prompt": text, "requested": {attribute: canonical word}, "oracle": text}``.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
@@ -403,15 +364,12 @@ def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
 
 
 def pictures(split: str, count: int, seed: int = 0) -> list[dict]:
-    """The built-in pictures that are to be drawn again.
+    """The built-in pictures that are to be drawn again; no shape has the same colour in two splits.
 
-    Args:
-        split: "train", "validation" or "test"; no shape has the same colour in two of them.
-        count: Number of rows.
-        seed: Source of scenes, and of where exactly and how large each shape is.
+    `seed` is that of scenes, and of each shape's exact position and size.
 
     Returns:
-        Rows ``{"prompt": text, "image": uint8 [32, 32, 3], "requested": {attribute: canonical word}, "oracle": text}``.
+        The rows of `prompts` (here ``"prompt"`` is `RECREATE`), with ``"image"``: uint8 [32, 32, 3].
     """
     # The last number keeps these scenes apart from those of `prompts` with the same seed.
     rng = np.random.default_rng([seed, SPLITS.index(split), 4_127])

@@ -1,7 +1,7 @@
-"""What runs in an actor: one copy of a judge, asked batch by batch.
+"""Code of an actor: one copy of a judge, asked batch by batch.
 
-Ray sends this code along, so that an interpreter with other packages needs Ray and what the judge itself needs; hence
-nothing but Python and NumPy is imported here, and what is sent is made of plain tuples.
+Ray sends this code along, so that an interpreter with other packages needs Ray and the judge's own needs alone.
+Therefore only Python and NumPy are imported here, and messages are plain tuples.
 """
 
 import asyncio
@@ -14,15 +14,12 @@ import numpy as np
 
 
 class JudgeActor:
-    """A judge, loaded; what it raises is an answer like any other."""
+    """A loaded judge; an exception that it raises is an answer like any other."""
 
     def __init__(self, packed, device, settings):
-        """Loads it.
+        """Load the pickled judge onto "cpu" or "gpu:0" of the cards that Ray has given this actor.
 
-        Args:
-            packed: the judge as its file has it, pickled.
-            device: "cpu", or "gpu:0" of the cards that Ray has given this actor.
-            settings: "folder" the run is in; whether to "check" the judge, and for "deterministic" kernels.
+        `settings` has the run's "folder", and whether to "check" the judge and to use "deterministic" kernels.
         """
         self._judge = self._failure = None
         try:
@@ -45,23 +42,18 @@ class JudgeActor:
             self._failure = told(error)
 
     def describe(self):
-        """("raised", …) where the judge could not be loaded, else ("done", what `described` says of it)."""
+        """Return ("raised", …) where the judge could not be loaded, else ("done", its `described`)."""
         return self._failure or ("done", described(self._judge))
 
     def answer(
         self, method: str, arguments: tuple, keywords: dict[str, object], pieces: dict, *stored: np.ndarray
     ) -> tuple[tuple, np.ndarray | None]:
-        """What the judge says of one batch.
+        """Answer one batch; `method` "" calls the judge itself.
 
-        Args:
-            method: name; "" for calling the judge itself.
-            arguments: in their order.
-            keywords: by name.
-            pieces: {place among the arguments, or keyword: (rows, kind)}; rows are (number among `stored`, row).
-            *stored: arrays from the object store.
+        `pieces` are {place among the arguments, or keyword: (rows, kind)}; rows are (number among `stored`, row).
 
         Returns:
-            ("done", value) and None; ("kept", (shape, type)) and an array for the object store; ("raised", …) and None.
+            ("done", value) and None; ("kept", (shape, type)) and an array to be stored; ("raised", …) and None.
         """
         try:
             if self._failure:
@@ -83,7 +75,7 @@ class JudgeActor:
 
 
 def told(error):
-    """An exception as an answer: itself where it can be pickled, and what it says."""
+    """An exception as an answer: itself where it can be pickled, its type, message and traceback."""
     from ray import cloudpickle
 
     text = "".join(traceback.format_exception(error))
@@ -95,7 +87,7 @@ def told(error):
 
 
 def described(judge):
-    """Plain public attributes, names of public methods, and the arguments of a call; None where it cannot be called."""
+    """Plain public attributes, names of public methods, and the arguments of a call (None if it cannot be called)."""
     attributes, methods = {}, []
     for name in dir(judge):
         if name.startswith("_"):
@@ -112,7 +104,7 @@ def described(judge):
 
 
 def signature_of(judge):
-    """(name, kind, whether it has a default) of each argument; those of any function where none can be read."""
+    """Return (name, kind, whether it has a default) of each argument; of any function where none can be read."""
     try:
         parameters = inspect.signature(judge).parameters.values()
     except (TypeError, ValueError):
@@ -121,7 +113,7 @@ def signature_of(judge):
 
 
 def is_plain(value):
-    """Whether any interpreter knows a value's type."""
+    """Tell whether a value consists of built-in types alone, which any interpreter can unpickle."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return all(map(is_plain, value))
     if type(value) is dict:
@@ -130,13 +122,13 @@ def is_plain(value):
 
 
 def is_tensor(value):
-    """Whether it is one of torch, which may not be installed."""
+    """Like isinstance(value, torch.Tensor), also where torch is not installed."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def on_host(value):
-    """A value with its tensors, also those in lists and tuples, on the CPU and without their gradients."""
+    """Move a value's tensors, also those in lists and tuples, to the CPU, without gradients."""
     if is_tensor(value):
         return value.detach().cpu()
     if type(value) in (list, tuple):
@@ -147,7 +139,7 @@ def on_host(value):
 
 
 def as_array(tensor):
-    """A tensor's values for the object store, which lends arrays of NumPy without copying; and the tensor's type."""
+    """Return a tensor as NumPy, which the object store lends without copying, and the tensor's type."""
     kind = str(tensor.dtype).rpartition(".")[2]
     if kind == "bfloat16":  # NumPy has none
         import torch
@@ -157,7 +149,7 @@ def as_array(tensor):
 
 
 def as_tensor(array, kind, device):
-    """The inverse, on a device; arrays of NumPy (kind "numpy") stay so."""
+    """The inverse of `as_array`, on a device; arrays of NumPy (kind "numpy") stay so."""
     if kind == "numpy":
         return array
     import torch
@@ -168,7 +160,7 @@ def as_tensor(array, kind, device):
 
 
 def gathered(rows, stored):
-    """The rows of arrays as one array of its own: what the object store lends cannot be written to."""
+    """Copy the rows into one array: memory lent by the object store cannot be written to."""
     blocks = [block for block, _ in rows]
     if len(set(blocks)) == 1:
         return stored[blocks[0]][[row for _, row in rows]]

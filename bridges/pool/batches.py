@@ -1,4 +1,4 @@
-"""A call of a judge's method as batches of rows, and their answers as one."""
+"""A method call split into batches of rows, and their answers joined."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bridges.pool.pool import Request
 
 
 def requests_of(method: str, arguments: Sequence[Any], keywords: Mapping[str, Any], size: int) -> list[Request]:
-    """A call in batches of `size` rows, the last with what is left.
+    """Split a call into batches of `size` rows, the last with what is left.
 
-    What has rows are lists, tuples, and arrays of NumPy or torch; where these are not all of one length, or none is
-    given, the call is one batch. Tensors of more than one axis go through the object store, once.
+    Lists, tuples, and arrays of NumPy or torch have rows. Where these are not all of one length, or none is given,
+    the call is one batch. Tensors of more than one axis go through the object store, once.
     """
     places = {**dict(enumerate(arguments)), **keywords}
     rows = {place: len(value) for place, value in places.items() if has_rows(value)}
@@ -31,7 +31,7 @@ def requests_of(method: str, arguments: Sequence[Any], keywords: Mapping[str, An
 
 
 def has_rows(value: Any) -> bool:
-    """Whether a value is a list, a tuple, or an array with an axis."""
+    """Tell whether a value is a list, a tuple, or an array with an axis."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return False
     return isinstance(value, list | tuple) or (
@@ -40,7 +40,7 @@ def has_rows(value: Any) -> bool:
 
 
 def _stored(value: Any) -> Any:
-    """A tensor as one in the object store, None for what is no tensor or has a number a row."""
+    """Put a tensor of more than one axis into the object store; None for anything else."""
     if not actor.is_tensor(value):
         return None
     from bridges.pool.stored import as_stored
@@ -56,7 +56,7 @@ def _request(
     rows: Mapping[Any, int] | None = None,
     part: slice = slice(None),
 ) -> Request:
-    """The rows `part` of those arguments that have `rows`; stored ones as references and the rows of those."""
+    """Build the batch `part` of those arguments that have `rows`; stored ones as references and row numbers."""
     references: list[Any] = []
     pieces = {}
     for place, value in stored.items():
@@ -82,15 +82,9 @@ def _request(
 
 
 def joined(answers: Sequence[tuple[Any, Any]], requests: Sequence[Request], who: str) -> Any:
-    """One answer of those to the batches of a call, in their order.
+    """Join the answers to the batches of a call, in their order; NotRowByRow if one has not a value for each row.
 
-    Args:
-        answers: heads and references, as `Pool.ask` gives them.
-        requests: that they answer.
-        who: for errors.
-
-    Raises:
-        NotRowByRow: several batches, one of which has not a value for each of its rows.
+    `answers` are heads and references, as `Pool.ask` gives them; `who` is named in errors.
     """
     kept = [head[0] == "kept" for head, _ in answers]
     if all(kept):
@@ -128,7 +122,7 @@ def _check(values: Sequence[Any], requests: Sequence[Request], who: str) -> None
 
 
 def rows_in(request: Request) -> int:
-    """Rows of a batch."""
+    """Count the rows of a batch."""
     if request.pieces:
         return len(next(iter(request.pieces.values()))[0])
     return next(len(value) for value in (*request.arguments, *request.keywords.values()) if has_rows(value))

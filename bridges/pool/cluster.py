@@ -1,4 +1,4 @@
-"""A Ray cluster: how this process starts one or joins one, and leaves it; what Ray's own errors mean."""
+"""A Ray cluster: how this process starts, joins and leaves one; what Ray's own errors mean."""
 
 import json
 import os
@@ -21,11 +21,11 @@ NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 10.0
 _LEAVE_SECONDS = 2.0  # for Ray to notice that there is nothing to leave any more
-_STARTS = 3  # how often it is tried to start one
+_STARTS = 3  # attempts to start one
 
 
 class NotJoined(UserError):
-    """There is no cluster at an address, or it does not take this process."""
+    """No cluster at an address, or it refuses this process."""
 
 
 class TokenRefused(NotJoined):
@@ -33,38 +33,29 @@ class TokenRefused(NotJoined):
 
 
 def cluster_address() -> str:
-    """Host and port of the cluster that this process has joined: what `join` takes."""
+    """Host and port of the joined cluster, as `join` takes them."""
     import ray
 
     return ray.get_runtime_context().gcs_address
 
 
 def cluster_session() -> str:
-    """Name of the session of the cluster that this process has joined: no other cluster has it."""
+    """Session name of the joined cluster: no other cluster has it."""
     import ray
 
     return ray.get_runtime_context().get_session_name()
 
 
 def is_joined() -> bool:
-    """Whether this process belongs to a cluster; Ray is imported with a token where this user has one.
-
-    Raises:
-        UserError: Ray is not installed.
-    """
+    """Tell whether this process belongs to a cluster; Ray is imported with a token where this user has one."""
     return import_ray(token=_has_token()).is_initialized()
 
 
 def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> None:
-    """Starts a cluster on this machine for this process, with a token; nothing if the process belongs to one already.
+    """Start a cluster with a token on this machine; do nothing if this process belongs to one already.
 
-    Args:
-        host: address by which it is reached. Of a loopback address nothing outside this machine reaches any part of it;
-            with another Ray listens on every interface.
-        object_store: bytes; None for Ray's own choice.
-
-    Raises:
-        UserError: Ray is not installed, does not start, or `host` is not of this machine.
+    With a loopback `host` nothing outside this machine reaches any part of it; with another Ray listens on every
+    interface. `object_store` is in bytes; None for Ray's own choice.
     """
     ray = import_ray(token=True)
     if ray.is_initialized():
@@ -89,14 +80,9 @@ def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> N
 
 
 def join(address: str) -> None:
-    """Connects this process to a cluster; nothing if it belongs to one already. Ray's handlers of signals are undone.
+    """Connect to a cluster at HOST:PORT, or raise NotJoined; do nothing if this process belongs to one.
 
-    Args:
-        address: host and port.
-
-    Raises:
-        NotJoined: there is no cluster there, or it refuses.
-        UserError: Ray is not installed.
+    Ray's signal handlers are undone.
     """
     ray = import_ray(token=_has_token())
     if ray.is_initialized():
@@ -116,23 +102,17 @@ def join(address: str) -> None:
 
 
 def leave_where_gone() -> None:
-    """Leaves a cluster that answers no more; nothing where it lives or none was joined."""
+    """Leave a cluster that no longer answers; do nothing where it lives or none was joined."""
     import ray
 
     if ray.is_initialized() and not answers(cluster_address()):
         ray.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------- pools on one cluster
-
-
 class _Here:
-    """What all pools of this process share: Ray knows one cluster at a time.
+    """State shared by all pools of this process: Ray knows one cluster at a time.
 
-    Attributes:
-        users: pools that have entered.
-        address: that they named.
-        ours: whether the first of them started or joined it, so that the last leaves it.
+    `ours` says that the first pool started or joined the cluster, so that the last leaves it.
     """
 
     lock = threading.Lock()
@@ -142,13 +122,10 @@ class _Here:
 
 
 def enter(address: str | None) -> None:
-    """Takes part in a cluster for one pool: the first starts or joins it.
+    """Enter a cluster at HOST:PORT for one pool; the first pool starts or joins it.
 
-    Args:
-        address: host and port; None for one that is started on this machine, or that this process belongs to already.
-
-    Raises:
-        UserError: Ray or the cluster is not there, or other pools of this process are on another one.
+    None is one started on this machine, or the one that this process belongs to already. UserError if other pools of
+    this process are on another one.
     """
     ray = import_ray(token=address is None or _has_token())
     with _Here.lock:
@@ -164,7 +141,7 @@ def enter(address: str | None) -> None:
 
 
 def leave() -> None:
-    """Ends the part of one pool: the last ends or leaves the cluster that the first came to."""
+    """Leave for one pool; the last ends or leaves the cluster that the first came to."""
     with _Here.lock:
         _Here.users -= 1
         if not _Here.users and _Here.ours:
@@ -172,7 +149,7 @@ def leave() -> None:
 
 
 def _shut_down() -> None:
-    """Leaves the cluster of this process; one that is gone is not waited for."""
+    """Leave the cluster of this process; one that is gone is not waited for."""
     import ray
 
     if not is_gone():
@@ -185,19 +162,19 @@ def _shut_down() -> None:
 
 
 def is_gone() -> bool:
-    """Whether the cluster of this process answers no more."""
+    """Tell whether the cluster of this process no longer answers."""
     import ray
 
     try:
         return not ray.is_initialized() or not answers(cluster_address())
-    except Exception:  # of a connection that is being taken down
+    except Exception:  # of a connection that is being closed
         return True
 
 
 def grows() -> bool:
-    """Whether the cluster of this process may get more machines: not where its own monitor only looks on.
+    """Tell whether autoscaling may add machines to the cluster: not where its own monitor is read-only.
 
-    That is so of machines that were put together by hand (`ray start`): Ray calls each kind of them by a number.
+    That is so of machines put together by hand (`ray start`): Ray names each kind of them by a number.
     """
     from ray.experimental import internal_kv
 
@@ -213,11 +190,7 @@ def grows() -> bool:
 
 
 def put(value: Any) -> Any:
-    """A reference to a value in the object store.
-
-    Raises:
-        PoolLost: the cluster is gone.
-    """
+    """Put a value into the object store; PoolLost if the cluster is gone."""
     import ray
 
     with lost_is_told():
@@ -225,11 +198,7 @@ def put(value: Any) -> Any:
 
 
 def fetched(references: Sequence[Any]) -> list[Any]:
-    """Values from the object store.
-
-    Raises:
-        PoolLost: the cluster is gone, or the machine that held one of them.
-    """
+    """Fetch values from the object store; PoolLost if the cluster is gone, or the machine that held one of them."""
     import ray
 
     with lost_is_told():
@@ -238,7 +207,7 @@ def fetched(references: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def lost_is_told() -> Iterator[None]:
-    """Ray's errors of what is gone as `PoolLost`."""
+    """Raise Ray's errors of what is gone as `PoolLost`."""
     from ray import exceptions
 
     try:
@@ -249,16 +218,13 @@ def lost_is_told() -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """What fails inside need not be told: it is done with something that may be gone."""
+    """Ignore failures inside: the other side may be gone."""
     with suppress(Exception):
         yield
 
 
-# ----------------------------------------------------------------------------------------------------------- how Ray is
-
-
 def import_ray(*, token: bool) -> Any:
-    """Ray, which reads its settings when it is imported; with `token` it shows and asks for one."""
+    """Import Ray, which reads its settings then; with `token` it shows and asks for one."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray ends a process whose cluster has been gone for a minute; a training run must live to save
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "1000000")
@@ -276,7 +242,7 @@ def import_ray(*, token: bool) -> Any:
 
 
 def _require_own(host: str) -> None:
-    """Ray itself would try for minutes to listen there."""
+    """Refuse an address that is not of this machine: Ray itself would try for minutes to listen there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -293,7 +259,7 @@ def _init(**options: Any) -> None:
 
 
 def _processes() -> dict[int, Any]:
-    """Processes of Ray that this process has started, by number."""
+    """Processes of Ray started by this process, by pid."""
     import psutil  # Ray brings it
     import ray
 
@@ -306,7 +272,7 @@ def _processes() -> dict[int, Any]:
 
 
 def _end_what_started(before: set[int]) -> None:
-    """Ends what a start that failed has left: Ray forgets it, and it would be in the next one's way."""
+    """End the processes that a failed start has left: Ray forgets them, and they would be in the next one's way."""
     import ray
 
     with own_signals(), quietly():
@@ -319,7 +285,10 @@ def _end_what_started(before: set[int]) -> None:
 
 
 def _stay_on_loopback(stay: bool) -> None:
-    """Ray's one switch for it, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER; else it takes 127.0.0.1 for the machine's address."""
+    """Set Ray's one switch for it: without `stay`, Ray replaces 127.0.0.1 by the machine's address.
+
+    The switch is that of RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER.
+    """
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = not stay
@@ -344,7 +313,7 @@ def _is_about_a_token(error: BaseException | None) -> bool:
 
 
 def answers(address: str) -> bool:
-    """Whether something listens there: Ray itself would try for minutes. True where only Ray can tell."""
+    """Tell whether something listens there: Ray itself would try for minutes. True where only Ray can tell."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return True
@@ -357,7 +326,7 @@ def answers(address: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps back what Ray's C++ writes to standard error; shown where the block succeeds, else the error says it."""
+    """Keep back what Ray's C++ writes to standard error; shown where the block succeeds, else the error says it."""
     with tempfile.TemporaryFile() as kept:
         terminal = os.dup(2)
         os.dup2(kept.fileno(), 2)
@@ -373,7 +342,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Handlers as they were: the training loop saves on SIGTERM, Ray would leave at once."""
+    """Restore the signal handlers: the training loop saves on SIGTERM, Ray would leave at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -387,12 +356,12 @@ def own_signals() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the first line that it says."""
+    """An error's type and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def last_line(error: BaseException) -> str:
-    """The same with the last line, in which Ray says why an actor died."""
+    """An error's type and the last line of its message, where Ray says why an actor died."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

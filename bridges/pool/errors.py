@@ -1,4 +1,4 @@
-"""What can go wrong in a pool. A judge's own exception is none of these: it arrives as it was raised."""
+"""Errors of a pool. A judge's own exception is none of these: it arrives as it was raised."""
 
 from grpo_jax.errors import StopRun
 
@@ -8,11 +8,11 @@ class PoolLost(StopRun):
 
 
 class PoolLate(PoolLost):
-    """A pool did not start, or answer, within the time that it was given."""
+    """A pool did not start, or answer, within its time limit."""
 
 
 class BatchLost(RuntimeError):
-    """Every actor that was given a batch died over it or was too late: the judge failed on it."""
+    """Every actor that was given a batch died or timed out on it: the judge failed on it."""
 
 
 class NotRowByRow(TypeError):

@@ -1,8 +1,8 @@
 """One queue of batches before the actors of a pool.
 
-Each actor has a few batches on their way to it. Nobody watches over the pool: whoever waits for an answer meanwhile
-takes what came, for whomever it is, and hands out what is waiting. A batch whose actor died, or was ended because it
-was late, goes to another; its first answer counts, and what comes of it later is not looked at.
+Each actor has a few batches in flight. No thread watches the pool: a caller that waits for an answer meanwhile
+collects answers for all callers, and hands out waiting batches. A batch whose actor died, or was ended because it
+was late, goes to another; its first answer counts, later ones are ignored.
 """
 
 from __future__ import annotations
@@ -20,19 +20,13 @@ from bridges.pool import cluster
 from bridges.pool.errors import BatchLost, PoolLate, PoolLost
 
 _PROBE_EVERY = 5.0  # seconds between two looks whether the cluster is there while nothing comes
-_PROBES = 2  # in a row that nobody answered: it is gone
+_PROBES = 2  # unanswered in a row: the cluster is gone
 
 
 class Request(NamedTuple):
-    """What an actor is asked, as `actor.JudgeActor.answer` takes it: a batch.
+    """A batch, as `actor.JudgeActor.answer` takes it; `stored` are references.
 
-    Attributes:
-        method: name; "" for calling the judge.
-        arguments: in their order.
-        keywords: by name.
-        pieces: arguments that are rows of stored arrays.
-        stored: references to those arrays.
-        seat: number of the actor that is asked; None for whichever is free.
+    `seat` is the number of the actor that is asked; None for whichever is free.
     """
 
     method: str
@@ -44,7 +38,7 @@ class Request(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """As the fields of `section.PoolSection`."""
+    """See the fields of `section.PoolSection`."""
 
     in_flight: int = 2
     attempts: int = 3
@@ -52,7 +46,7 @@ class Limits(NamedTuple):
 
 
 class _Call:
-    """Requests that are waited for together: their answers, how many are still to come, and what went wrong."""
+    """Requests that are waited for together: answers, how many are still to come, and the failure."""
 
     def __init__(self, count: int):
         self.answers: list[Any] = [None] * count
@@ -64,12 +58,9 @@ class _Call:
 
 
 class _Batch:
-    """A request on its way.
+    """A request in flight: its call and place there, the actors lost over it, and the ticket of its present attempt.
 
-    Attributes:
-        call: that it is part of, with its place among the answers.
-        attempts: actors that were lost over it.
-        ticket: of the way it is on now; answers with another one are not looked at.
+    Answers with another ticket are ignored.
     """
 
     def __init__(self, call: _Call, place: int, request: Request):
@@ -78,33 +69,21 @@ class _Batch:
 
 
 class Seat:
-    """An actor.
-
-    Attributes:
-        handle: Ray's.
-        number: among those of the pool.
-        state: "starting", "ready" or "gone".
-        doing: its batches in their order; the first is the one that it is at.
-        since: when it began that one.
-    """
+    """An actor: "starting", "ready" or "gone". It works on the first batch in `doing`, since `since`."""
 
     def __init__(self, handle: Any, number: int):
-        """It is starting."""
+        """Begin in the state "starting"."""
         self.handle, self.number, self.state, self.since = handle, number, "starting", 0.0
         self.doing: deque[_Batch] = deque()
 
 
 class Pool:
-    """Actors and the batches that wait for them; of any number of threads."""
+    """Actors and the batches that wait for them; thread-safe."""
 
     def __init__(self, name: str, handles: Sequence[Any], limits: Limits, *, whole: bool = False):
-        """Takes actors that may still be starting.
+        """Take Ray's handles of `actor.JudgeActor`, which may still be starting; `name` is for errors.
 
-        Args:
-            name: for errors.
-            handles: of `actor.JudgeActor`, as Ray gives them.
-            limits: of patience.
-            whole: whether each actor has a part of its own, so that the pool is lost with any of them.
+        `whole` says that each actor has a part of its own, so that the pool is lost with any of them.
         """
         self.name, self._limits, self._needed = name, limits, len(handles) if whole else 1
         self.seats = [Seat(handle, number) for number, handle in enumerate(handles)]
@@ -118,11 +97,9 @@ class Pool:
             self._greet(seat)
 
     def wait_until_ready(self, seconds: float) -> Any:
-        """What an actor says of its judge (`actor.described`), once all have started or the time is over.
+        """Return an actor's description of its judge (`actor.described`), once all have started or the time is over.
 
-        Raises:
-            PoolLost: none came, or not all of those that are needed.
-            Exception: what loading the judge raised in one of them.
+        PoolLost if none came, or not all of those that are needed; an error of loading the judge is raised as it was.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -143,13 +120,13 @@ class Pool:
         raise PoolLate(f"{self.name}: no actor has started within {seconds:g} s (`ray status`)")
 
     def ask(self, requests: Sequence[Request], seconds: float = math.inf) -> list[tuple[Any, Any]]:
-        """The answers to some requests, in their order: each a head and a reference to what is kept (`answer`).
+        """Return the answers in the order of the requests: each a head and a reference to a kept array.
 
         Raises:
-            PoolLost: too few actors are left, or the cluster is gone.
-            PoolLate: they did not come within the seconds; the actors are left alone.
-            BatchLost: a batch cost as many actors as the limits allow.
-            Exception: what the judge raised, which `failure_of` makes of its answer.
+            PoolLost: Too few actors are left, or the cluster is gone.
+            PoolLate: No answer within the seconds; the actors are left alone.
+            BatchLost: A batch cost as many actors as the limits allow.
+            Exception: The judge's own, which `failure_of` makes of its answer.
         """
         call, deadline = _Call(len(requests)), time.monotonic() + seconds
         with self._lock:
@@ -176,7 +153,7 @@ class Pool:
         return call.answers
 
     def close(self) -> None:
-        """Ends the actors; who waits for them gets PoolLost."""
+        """End the actors; callers that wait for them get PoolLost."""
         import ray
 
         self._closed = self._closed or "it was closed"
@@ -188,10 +165,10 @@ class Pool:
                 if not gone:
                     ray.kill(seat.handle)
 
-    # ----------------------------------------------------------------------------------- all below: the lock is held
+    # Below, the lock is held.
 
     def _settle(self) -> None:
-        """Takes what has arrived."""
+        """Collect what has arrived."""
         while True:
             try:
                 take = self._arrived.get_nowait()
@@ -202,7 +179,7 @@ class Pool:
             self._ring()  # it may be what another thread waits for
 
     def _hand_out(self) -> None:
-        """Gives waiting batches to those actors that have the fewest, or to that which they ask for."""
+        """Give waiting batches to the actors that have the fewest, or to the one that they ask for."""
         while self._queue:
             free = [s for s in self.seats if s.state == "ready" and len(s.doing) < self._limits.in_flight]
             free.sort(key=lambda seat: len(seat.doing))
@@ -236,7 +213,7 @@ class Pool:
             self._lose_all(f"the Ray cluster is gone: {cluster.first_line(error)}")
 
     def _tell_when_done(self, reference: Any, take: Callable[[Any, Any], None]) -> None:
-        """Has `take(value, failure)` called by who waits, once Ray knows either. Ray's own thread only rings."""
+        """Have a waiting caller call `take(value, failure)` once Ray knows either; Ray's own thread only notifies."""
 
         def done(future: Any) -> None:
             failure = future.exception()
@@ -266,7 +243,7 @@ class Pool:
             call.left -= 1
 
     def _lost(self, seat: Seat, failure: Any) -> None:
-        """An actor died: the batch that it was at has cost it, all of its batches go to others."""
+        """An actor died: count it against the batch that it worked on, and give all of its batches to others."""
         reason = cluster.last_line(failure)
         batches = list(seat.doing)
         seat.doing.clear()
@@ -284,7 +261,7 @@ class Pool:
             self._greet(seat)
 
     def _greet(self, seat: Seat) -> None:
-        """Asks an actor that is starting, or started again, to say when it is there."""
+        """Ask an actor that is starting, or restarting, to say when it is ready."""
         try:
             reference = seat.handle.describe.options(max_task_retries=-1).remote()
         except Exception as error:
@@ -315,7 +292,7 @@ class Pool:
         self._ring()
 
     def _look_around(self) -> None:
-        """Ends actors that are late with a batch, and finds out whether the cluster is there where nothing comes."""
+        """End actors that are late with a batch; probe the cluster where nothing comes."""
         import ray
 
         now = time.monotonic()
@@ -329,7 +306,7 @@ class Pool:
             if self._unheard >= _PROBES:
                 self._lose_all("the Ray cluster is gone: nothing answers there any more")
 
-    # ------------------------------------------------------------------------------------------------- without the lock
+    # Below, the lock is not held.
 
     def _patience(self) -> float:
         """Seconds until somebody must look around."""
@@ -346,7 +323,7 @@ class Pool:
 
 
 def is_unreadable(failure: BaseException) -> bool:
-    """Whether the actor lives, and could not make out what it was asked: a package that it lacks, say."""
+    """Tell whether the actor lives but could not unpickle its request: a package that it lacks, say."""
     from ray import exceptions
 
     return isinstance(failure, exceptions.RayTaskError)

@@ -1,4 +1,4 @@
-"""What stands in for a judge whose copies are the actors of a pool: it is asked as the judge itself would be."""
+"""Proxy of a judge whose copies are the actors of a pool, with the judge's own interface."""
 
 from __future__ import annotations
 
@@ -19,27 +19,22 @@ from grpo_jax.errors import UserError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROWS = 32
-"""Of a batch where neither the pool nor its judge says."""
+"""Rows of a batch where neither the pool nor its judge sets them."""
 _START_SECONDS = 600.0  # to load the judges; large weights on a slow disk, or a cluster that grows, take minutes
 
 
 class PooledJudge:
-    """Asks a pool. It has the plain attributes of the judge that the actors loaded, and its methods.
+    """Proxy of a pool, with the plain attributes and the methods of the judge that the actors loaded.
 
-    Arguments of one length are taken apart into batches of rows, whose answers are put together in their order: a judge
-    must judge each row by itself. Tensors of more than one axis that it answers stay in Ray's object store
+    Arguments of one length are split into batches of rows, whose answers are joined in their order: a judge must
+    judge each row by itself. Tensors of more than one axis that it answers stay in Ray's object store
     (`stored.Stored`).
-
-    Attributes:
-        device: where its answers are.
-        summary: a line for the opening of a run.
-        placed: where it runs, in words.
     """
 
     device = "cpu"
 
     def __init__(self, pool: Pool, description: tuple[dict, list, Any], *, size: int, close: Callable[[], None]):
-        """Takes a pool whose actors have loaded a judge, what they say of it, and the rows of a batch."""
+        """Take a pool whose actors have loaded a judge, their description of it, and the rows of a batch."""
         attributes, methods, _ = description
         vars(self).update({name: value for name, value in attributes.items() if name not in ("device", "close")})
         self._pool, self._methods, self._size, self._close = pool, frozenset(methods), size, close
@@ -48,7 +43,7 @@ class PooledJudge:
         self.summary = f"{own}{self.placed}, {size} rows at a time"
 
     def __getattr__(self, name: str) -> Any:
-        """A method of the judge."""
+        """Return a proxy of a method of the judge."""
         methods = vars(self).get("_methods", ())
         if name not in methods:
             known = ", ".join(sorted(methods))
@@ -56,7 +51,7 @@ class PooledJudge:
         return self._draw if name == "draw" else functools.partial(self._ask, name)
 
     def close(self) -> None:
-        """Ends the actors; the last pool of a process ends the cluster that the first one started."""
+        """End the actors; the last pool of a process ends the cluster that the first one started."""
         self._close()
 
     def _ask(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
@@ -65,7 +60,7 @@ class PooledJudge:
         return batches.joined(self._pool.ask(requests), requests, who)
 
     def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
-        """Equal pairs of text and seed are one picture, which is drawn once."""
+        """Draw equal pairs of text and seed once."""
         pairs = list(zip(texts, seeds, strict=True))
         different = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
         drawn = self._ask("draw", [text for text, _ in different], [seed for _, seed in different], **keywords)
@@ -73,16 +68,16 @@ class PooledJudge:
 
 
 class PooledReward(PooledJudge):
-    """The same of a judge that can be called."""
+    """`PooledJudge` of a judge that can be called."""
 
     def __init__(self, pool: Pool, description: tuple[dict, list, Any], **options: Any):
-        """As `PooledJudge`; its signature is the judge's, by which a reward says what it is to be given."""
+        """As `PooledJudge`; its signature is the judge's, from which a reward's arguments are chosen."""
         super().__init__(pool, description, **options)
         made = [_parameter(*entry) for entry in description[2]]
         self.__signature__ = inspect.Signature(made)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """The judge itself."""
+        """Call the judge."""
         return self._ask("", *arguments, **keywords)
 
 
@@ -92,16 +87,9 @@ def _parameter(name: str, kind: str, optional: bool) -> inspect.Parameter:
 
 
 def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
-    """Starts the actors of a pool and waits until they have loaded the judge.
+    """Start the actors of a pool and wait until they have loaded the judge; `name` is for errors.
 
-    Args:
-        judge: as its file has it.
-        section: of the pool.
-        name: of the judge, for errors.
-
-    Raises:
-        UserError: Ray or the cluster is not there or has not room enough, or no actor started.
-        Exception: what loading the judge raised in an actor.
+    An error of loading the judge is raised as it was.
     """
     try:
         with _other_cards(section.address):
@@ -125,7 +113,7 @@ def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
 
 @contextmanager
 def _other_cards(address: str | None) -> Iterator[None]:
-    """A cluster that is started inside has the cards that this process does not use itself."""
+    """Give a cluster that is started inside the cards that this process does not use itself."""
     left = cards_left() if address is None else None
     before = os.environ.get(_VISIBLE)
     if left is None:

@@ -1,4 +1,4 @@
-"""The fields of a pool, which stand beside a judge's own; and the judge with them."""
+"""The config fields of a pool, which stand beside a judge's own; and the judge with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PoolSection:
     max_restarts: int = may_change(10)
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         least = {"replicas": 0, "batch": 0, "batch_timeout": 0, "in_flight": 1, "batch_attempts": 1, "max_restarts": -1}
         for name, bound in least.items():
             require(getattr(self, name) >= bound, name, f"a number >= {bound}", getattr(self, name))
@@ -48,18 +48,15 @@ class PoolSection:
 
     @property
     def cards(self) -> float:
-        """Of each actor."""
+        """Cards of each actor."""
         return self.resources.get("num_gpus", 0.0)
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """A judge that runs in a pool: itself a judge. What else is asked of it, the judge says.
+    """A judge that runs in a pool: itself a judge. Other attributes are the judge's.
 
-    Attributes:
-        judge: As its file has it.
-        pool: Where it runs.
-        called: What the config calls it, such as "judges.scorer"; "" for its class.
+    `called` is its name in the config, such as "judges.scorer"; "" for its class.
     """
 
     section: ClassVar[type] = PoolSection
@@ -69,37 +66,33 @@ class Pooled:
     called: str = field(default="", compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        """A field of the judge, or what else its file says of it."""
+        """A field or other attribute of the judge."""
         if name.startswith("__") or name in ("judge", "pool", "called"):  # of one that is being copied
             raise AttributeError(name)
         return getattr(self.judge, name)
 
     @property
     def parts(self) -> tuple[Any, PoolSection]:
-        """The judge, and what stands beside its fields in a config."""
+        """The judge, and the section of the pool."""
         return self.judge, self.pool
 
     @property
     def runs_on(self) -> str:
-        """Where it is unless `devices` says otherwise: for a pool no card of this machine is kept."""
+        """Device unless `devices` says otherwise: for a pool no card of this machine is kept."""
         return "cpu" if self.pool.replicas else getattr(self.judge, "runs_on", "auto")
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the judge takes no device of the run's process."""
+        """Tell whether the judge takes no device of the run's process."""
         return self.pool.replicas > 0
 
     def check(self) -> None:
-        """What the judge refuses; where its actors are elsewhere or have packages of their own, they ask it."""
+        """Run the judge's own check; where its actors are elsewhere or have packages of their own, they run it."""
         if not (self.pool.replicas and (self.pool.runtime_env or self.pool.address)):
             getattr(self.judge, "check", lambda: None)()
 
     def load(self, device: str) -> Any:
-        """What stands in for the judge that the actors have loaded; itself, where there are none.
-
-        Raises:
-            UserError: Ray or the cluster is not there, an actor did not start, or the judge cannot be loaded.
-        """
+        """Return the proxy of the judge that the actors have loaded; the judge itself where there are none."""
         if not self.pool.replicas:
             return self.judge.load(device)
         if device != "cpu":
@@ -109,7 +102,7 @@ class Pooled:
         return load_pooled(self.judge, self.pool, self.called or type(self.judge).__name__)
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """What the actors take of this machine's memory; cards of a pool and other machines are not counted."""
+        """The actors' share of this machine's memory; cards of a pool and other machines are not counted."""
         pool, counted = self.pool, getattr(self.judge, "memory", None)
         if pool.address or pool.cards:
             cards = f", each with {pool.cards:g} of its cards" if pool.cards else ""
@@ -121,5 +114,5 @@ class Pooled:
         return [(name, copies * size, f"{note}{times}") for name, size, note in lines]
 
     def savings(self) -> list[dict[str, Any]]:
-        """None: what the actors take is theirs."""
+        """None: the actors' memory is their own."""
         return []

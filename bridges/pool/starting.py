@@ -1,4 +1,4 @@
-"""How the actors of a pool are started, and whether the cluster has room for them."""
+"""Starting the actors of a pool, and checking that the cluster has room for them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,13 @@ from grpo_jax.errors import UserError
 _log = logging.getLogger(__name__)
 
 _RAYS = {"num_cpus": "CPU", "num_gpus": "GPU"}
-"""What Ray calls the resources that it knows by another name too."""
+"""Ray's second names of resources."""
 
 
 def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: Sequence[str] = ()) -> list[Any]:
-    """An actor for each judge, which it loads: their handles.
+    """Start an actor for each judge, which it loads, and return their handles; `pool` is its name for errors.
 
-    Args:
-        pool: its name, for errors.
-        judges: as their files have them.
-        section: of the pool.
-        names: under which any process of the cluster finds the actors; none where nobody looks for them.
-
-    Raises:
-        UserError: Ray does not understand what the section asks for.
+    `names` are those under which any process of the cluster finds the actors; none where nobody looks for them.
     """
     import ray
     from ray import cloudpickle
@@ -64,11 +57,7 @@ def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: 
 
 
 def require_room(pool: str, section: PoolSection) -> None:
-    """That a cluster has what the actors need in all, unless it grows.
-
-    Raises:
-        UserError: It has less of a resource.
-    """
+    """Raise UserError if a cluster that does not grow lacks a resource that the actors need in all."""
     import ray
 
     there = ray.cluster_resources()
@@ -84,12 +73,12 @@ def require_room(pool: str, section: PoolSection) -> None:
 
 
 def _given(section: PoolSection) -> dict[str, float]:
-    """What each actor is given."""
+    """Resources of each actor."""
     return {"num_cpus": 1.0 if section.address else 0.0, "num_gpus": 0.0, **section.resources}
 
 
 def _packed(judge: Any) -> bytes:
-    """A judge pickled, with the code of its file where no import finds that."""
+    """Pickle a judge, with the code of its file where no import finds that."""
     from ray import cloudpickle
 
     module = sys.modules.get(type(judge).__module__)

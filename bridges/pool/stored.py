@@ -1,7 +1,7 @@
-"""Arrays that lie in Ray's object store: rows of them, taken apart and put together without being fetched.
+"""Arrays in Ray's object store: rows of them, split and joined without being fetched.
 
-What a pooled renderer drew stays where it was drawn. A pooled scorer is given references, and its actor fetches the
-pictures by itself; whoever else looks at them fetches them, once.
+Pictures of a pooled renderer stay where they were drawn. A pooled scorer is given references, and its actor fetches
+the pictures by itself; any other reader fetches them, once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,7 @@ from bridges.pool import actor, cluster
 
 
 class Block(NamedTuple):
-    """An array in the object store.
-
-    Attributes:
-        reference: of Ray.
-        rows: of the array.
-        inner: shape of a row.
-        kind: type of the tensor that it was, such as "float32".
-    """
+    """An array in the object store: Ray's reference, shape of a row, and tensor type, such as "float32"."""
 
     reference: Any
     rows: int
@@ -34,12 +27,7 @@ class Block(NamedTuple):
 
 
 class Contents:
-    """Rows of blocks: what a `Stored` has beside its shape.
-
-    Attributes:
-        blocks: of one row's shape and type.
-        rows: (number of the block, row in it) of each row.
-    """
+    """Rows of blocks, all of one row shape and type: (number of the block, row in it) of each row."""
 
     def __init__(self, blocks: tuple[Block, ...], rows: list[tuple[int, int]]):
         """Takes blocks and rows."""
@@ -48,15 +36,11 @@ class Contents:
 
     @property
     def fetched(self) -> bool:
-        """Whether the array was fetched to this process."""
+        """Tell whether the array was fetched to this process."""
         return self._tensor is not None
 
     def fetch(self) -> torch.Tensor:
-        """The rows as a tensor on the CPU; fetched the first time.
-
-        Raises:
-            PoolLost: the cluster is gone, or the machine that held them.
-        """
+        """The rows as a tensor on the CPU, fetched the first time; PoolLost if the cluster or the holder is gone."""
         with self._lock:
             if self._tensor is None:
                 used = sorted({block for block, _ in self.rows})
@@ -69,8 +53,8 @@ class Contents:
 class Stored(torch.Tensor):
     """A tensor [B, …] whose values are in the object store.
 
-    Shape, type, rows by number or slice, `repeat_interleave` of rows and `to` a device fetch nothing; whatever else is
-    done with it is done with the values, which are fetched once.
+    Shape, type, rows by number or slice, `repeat_interleave` of rows and `to` a device fetch nothing. Any other
+    operation works on the values, which are fetched once.
     """
 
     contents: Contents
@@ -85,7 +69,7 @@ class Stored(torch.Tensor):
         return made
 
     def taken(self, rows: Sequence[int]) -> Stored:
-        """Some of its rows, by number."""
+        """Select rows by number."""
         own = self.contents.rows
         return Stored(Contents(self.contents.blocks, [own[row] for row in rows]), self.device)
 
@@ -97,13 +81,13 @@ class Stored(torch.Tensor):
         return values_of(self).to(*arguments, **keywords)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **keywords: Any) -> torch.Tensor:
-        """Each row a number of times without being fetched; other axes as any tensor."""
+        """Repeat rows without fetching them; other axes as any tensor."""
         if isinstance(repeats, int) and dim == 0 and not keywords:
             return self.taken([row for row in range(len(self)) for _ in range(repeats)])
         return values_of(self).repeat_interleave(repeats, dim, **keywords)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Rows by slice or a list of numbers without being fetched; what else is asked for as of any tensor."""
+        """Select rows by slice or list without fetching them; any other index as any tensor."""
         if isinstance(index, slice):
             return self.taken(range(len(self))[index])
         if isinstance(index, list | range) and all(type(row) is int for row in index):
@@ -111,16 +95,16 @@ class Stored(torch.Tensor):
         return values_of(self)[index]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled it is a plain tensor."""
+        """Pickle as a plain tensor."""
         return values_of(self).__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:
-        """What it is, without its values."""
+        """Representation without the values."""
         return f"Stored({list(self.shape)}, {self.dtype}, fetched={self.contents.fetched})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A function of torch, of the values; what is known without them is told at once."""
+        """Apply a function of torch to the values; what is known without them is answered at once."""
         if func in _KNOWN:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -129,7 +113,7 @@ class Stored(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The same for what reaches torch by another way."""
+        """The same for operations that reach torch by another way."""
         args, kwargs = tree_map(values_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -140,11 +124,7 @@ def values_of(value: Any) -> Any:
 
 
 def joined(parts: Sequence[tuple[Any, tuple[tuple[int, ...], str]]]) -> Stored:
-    """One tensor of arrays in the object store: of each its reference, and (shape, type).
-
-    Raises:
-        ValueError: their rows differ in shape or type.
-    """
+    """Join stored arrays, each a reference and (shape, type); ValueError if row shapes or types differ."""
     blocks = tuple(Block(reference, shape[0], shape[1:], kind) for reference, (shape, kind) in parts)
     if len({(block.inner, block.kind) for block in blocks}) > 1:
         found = sorted({f"{block.kind} {list(block.inner)}" for block in blocks})
@@ -154,17 +134,13 @@ def joined(parts: Sequence[tuple[Any, tuple[tuple[int, ...], str]]]) -> Stored:
 
 
 def put(array: Any) -> Stored:
-    """A tensor, or an array of NumPy with more than one axis, as one in the object store.
-
-    Raises:
-        PoolLost: the cluster is gone.
-    """
+    """Store a tensor, or a NumPy array of more than one axis; PoolLost if the cluster is gone."""
     values, kind = actor.as_array(array.detach().cpu())
     return joined([(cluster.put(values), (tuple(array.shape), kind))])
 
 
 def as_stored(array: Any) -> Stored | None:
-    """A tensor of more than one axis as one in the object store; None for what travels with its batch."""
+    """Put a tensor of more than one axis into the object store; None for what travels with its batch."""
     if isinstance(array, Stored):
         return array
     return put(array) if isinstance(array, torch.Tensor) and array.ndim > 1 and len(array) else None
@@ -175,4 +151,4 @@ _KNOWN = {
     *(getattr(torch.Tensor, name) for name in ("dim", "size", "numel", "__len__", "is_floating_point", "element_size")),
     torch.Tensor.is_cuda.__get__,
 }
-"""What a tensor knows without its values."""
+"""Properties known without the values."""

@@ -1,4 +1,4 @@
-"""The miniature's renderer behind a lens that no word knows of: what comes out must be seen to be mended."""
+"""The miniature's renderer behind a hidden lens: only the picture shows how to correct the words."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HiddenLens:
         return ConfiguredRenderer(renderer, training, evaluation, "miniature", kind, through_lenses)
 
     def oracle(self, requested: dict[str, str], seed: int) -> str:
-        """The best words for a request, if one knew the lens of its seed."""
+        """The best words for a request, given the lens of its seed."""
         return oracle_rewrite(requested, lens_of(seed))
 
     def memory(self) -> list[tuple[str, int, str]]:

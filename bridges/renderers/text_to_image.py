@@ -60,7 +60,7 @@ class TextToImage:
     cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         check_ranges(self, "")
         for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
@@ -68,11 +68,7 @@ class TextToImage:
         require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
 
     def check(self) -> None:
-        """Refuse what is not there, and what the pipeline cannot do; read from its configs, no weight is read.
-
-        Raises:
-            UserError: Naming the pipeline, what it cannot do, and what to do.
-        """
+        """Refuse what is not there, and what the pipeline cannot do; read from its configs, no weight is read."""
         source, index, kind = find_text_to_image(self.path)
         self._check_abilities(source, index, kind)
         if self.scheduler or self.scheduler_options:
@@ -106,8 +102,8 @@ class TextToImage:
     def load(self, device: str) -> ConfiguredRenderer:
         """Load the pipeline on "cpu" or "gpu:N" and draw a picture with it.
 
-        Only safetensors are read, no code that comes with the weights is run, and what checks or marks pictures (safety
-        checker, watermark) is left out: it would paint what is judged.
+        Only safetensors are read, and no code that comes with the weights is run. Parts that check or mark pictures
+        (safety checker, watermark) are left out: they would paint what is judged.
 
         Raises:
             UserError: No such pipeline, scheduler or LoRA; weights that are missing, broken, gated or do not fit.
@@ -168,11 +164,7 @@ class TextToImage:
 
 
 def find_text_to_image(path: str) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
-    """Where a pipeline is, its table of contents and its class; no weight is read.
-
-    Raises:
-        UserError: There is no such pipeline, or it draws no pictures from text.
-    """
+    """Find a text-to-image pipeline, its table of contents and its class; no weight is read."""
     from bridges.diffusion import find_pipeline
     from bridges.loading import quiet_loading
 
@@ -184,11 +176,7 @@ def find_text_to_image(path: str) -> tuple[Path | str, dict, type[DiffusionPipel
 
 
 def find_scheduler(name: str, options: Mapping[str, object]) -> type[SchedulerMixin]:
-    """The scheduler of diffusers that has a name, and these fields in its config.
-
-    Raises:
-        UserError: There is none, or it has no such fields.
-    """
+    """Find the scheduler of diffusers of that name; UserError if it is missing or lacks one of the fields."""
     import diffusers
 
     kind = getattr(diffusers, name, None)
@@ -206,11 +194,7 @@ def find_scheduler(name: str, options: Mapping[str, object]) -> type[SchedulerMi
 
 
 def find_lora(path: str) -> Path | str:
-    """A folder or a safetensors file of LoRA weights, or the hub id of one.
-
-    Raises:
-        UserError: There is no such folder, or it does not say which of its files is meant.
-    """
+    """Find LoRA weights, a folder, a safetensors file or a hub id; UserError if a folder's file is ambiguous."""
     from bridges.loading import local_folder
 
     file = Path(path).expanduser()
@@ -227,11 +211,9 @@ def find_lora(path: str) -> Path | str:
 
 
 def try_out(renderer: Renderer, settings: RenderSettings) -> None:
-    """Draws a picture in two steps, before anything is trained on.
+    """Draw a picture in two steps, before anything is trained on; UserError if the pipeline or its scheduler cannot.
 
-    Raises:
-        UserError: The pipeline cannot draw with these settings and its scheduler, or draws noise of which no seed
-            decides: pictures of one seed would then differ by more than their words.
+    Noise that no seed controls is refused too: pictures of one seed would then differ by more than their words.
     """
     import torch
 
@@ -255,7 +237,7 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
-    """What is passed in place of parts: those that the folder says it lacks, and what would paint the pictures."""
+    """Replacements of parts that the folder lacks or that would paint the pictures."""
     parts: dict[str, object] = {name: None for name, value in index.items() if value == [None, None]}
     painting = {"safety_checker": None, "requires_safety_checker": False, "add_watermarker": False}
     takes = inspect.signature(kind.__init__).parameters
@@ -263,7 +245,7 @@ def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
 
 
 def _merge_lora(pipeline: DiffusionPipeline, path: str, scale: float) -> None:
-    """Adds LoRA weights to those of the pipeline."""
+    """Add LoRA weights to those of the pipeline."""
     from bridges.loading import first_line, quiet_loading
 
     if not hasattr(pipeline, "load_lora_weights"):

@@ -1,4 +1,4 @@
-"""Texts in, exact ranks out: how high the item that came next stands among all items of a catalogue.
+"""Exact ranks: the position of a query's target among all items of a catalogue.
 
 `open_retriever` gives a `Retriever` over one of two backends with equal results: in this process, or actors of a
 Ray cluster that `python -m bridges.retrieval serve` starts.
@@ -59,32 +59,32 @@ def open_retriever(
     timeout: float = 120.0,
     self_test: float = 0.9,
 ) -> tuple[Retriever, float]:
-    """A retriever that has passed its self-test.
+    """Make a retriever and run its self-test.
 
     Args:
-        titles: of all items, in the order of their rows; "" where an item has none.
+        titles: Of all items, in the order of their rows; "" where an item has none.
         backend: "local", or "ray" for a service that runs already.
         encoder: "tfidf", a folder of a sentence-transformers model, or its name on the hub. A service was started
             with one of its own: it must be the same.
-        dense: local: a second encoder, whose cosine is added to the first one's; None for one alone.
-        dense_weight: how many times it is added.
-        ties: where items that score like the target stand: "against" before it, "average", or "favour".
-        scale: temperature of the soft probability; scores closer than the tolerance tie.
-        patience: with failures.
-        cache: local: folder that keeps the catalogue's vectors between runs, or None.
-        encoder_device: local: "cpu" or "gpu:N" for a sentence-transformers model.
-        device: local: JAX device of the comparison of dense vectors; None for the CPU.
-        service: ray: name of the service.
-        address: ray: host and port of the cluster; None or "auto" for where this user's `serve` of that name runs.
-        timeout: ray: seconds one attempt of a call may take.
-        self_test: share of titles that must retrieve themselves.
+        dense: Local: a second encoder, whose cosine is added to the first one's; None for one alone.
+        dense_weight: Factor of the second encoder's cosine.
+        ties: Where items that score like the target stand: "against" before it, "average", or "favour".
+        scale: Temperature of the soft probability; scores closer than the tolerance tie.
+        patience: Retries, and the budget of failed calls.
+        cache: Local: folder that keeps the catalogue's vectors between runs, or None.
+        encoder_device: Local: "cpu" or "gpu:N" for a sentence-transformers model.
+        device: Local: JAX device of the comparison of dense vectors; None for the CPU.
+        service: Ray: name of the service.
+        address: Ray: host and port of the cluster; None or "auto" for where this user's `serve` of that name runs.
+        timeout: Ray: seconds one attempt of a call may take.
+        self_test: Share of titles that must retrieve themselves.
 
     Returns:
         The retriever, and the share of titles that retrieve themselves.
 
     Raises:
-        UserError: the encoder, the cache, the service or the catalogue is not as it should be.
-        RetrievalError: the service does not answer.
+        UserError: Encoder, cache or service cannot be used, the catalogue differs, or the self-test fails.
+        RetrievalError: The service does not answer.
     """
     if dense is not None:
         from bridges.retrieval.hybrid import hybrid_backend

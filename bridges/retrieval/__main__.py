@@ -10,7 +10,7 @@ from grpo_jax.errors import UserError, extras_named
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 0 after Ctrl-C or SIGTERM, 2 if something has to be mended first."""
+    """Run the command; 0 after Ctrl-C or SIGTERM, 2 after a UserError."""
     parser = argparse.ArgumentParser(prog="python -m bridges.retrieval", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("serve", help="start a service and keep it running")
@@ -38,11 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Starts the service, tests it, and waits for Ctrl-C or SIGTERM.
-
-    Raises:
-        UserError: as `read_catalogue`, `start_service` and `Retriever.self_test`.
-    """
+    """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
     from bridges.pool.cluster import NAMESPACE, answers, cluster_address, cluster_session
     from bridges.retrieval.retriever import Retriever
     from bridges.retrieval.service import start_service

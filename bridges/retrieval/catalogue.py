@@ -1,4 +1,4 @@
-"""The catalogue's vectors: made once, kept in a folder that their fingerprint names."""
+"""The catalogue's vectors: made once, kept in a folder named by their fingerprint."""
 
 import json
 import os
@@ -19,25 +19,14 @@ _FORMAT = 1  # of the folder; part of its name
 
 
 class Fingerprint(NamedTuple):
-    """What ranks depend on. `_asdict()` is what a checkpoint stores.
-
-    Attributes:
-        catalogue: number and digest of the titles in their order.
-        encoder: kind and digest of the encoder.
-    """
+    """Digests of catalogue (titles in their order) and encoder. `_asdict()` is stored in checkpoints."""
 
     catalogue: str
     encoder: str
 
 
 class Index(NamedTuple):
-    """A catalogue as vectors.
-
-    Attributes:
-        vectors: f32 [N, E], a memory map where it comes from a folder; sparse for TF-IDF.
-        fingerprint: of titles and encoder.
-        folder: where it is kept, or None.
-    """
+    """A catalogue as vectors f32 [N, E], a memory map where it comes from a folder; sparse for TF-IDF."""
 
     vectors: Vectors
     fingerprint: Fingerprint
@@ -50,14 +39,9 @@ def fingerprint_of(titles: Sequence[str], encoder: Encoder) -> Fingerprint:
 
 
 def require_same(saved: Mapping[str, str], current: Fingerprint) -> None:
-    """Refuses a checkpoint whose rewards came from another catalogue or encoder.
+    """Raise UserError if a checkpoint's rewards came from another catalogue or encoder.
 
-    Args:
-        saved: `Fingerprint._asdict()` from the checkpoint.
-        current: of the retriever that is to go on.
-
-    Raises:
-        UserError: Says which of the two differs, and both values.
+    `saved` is `Fingerprint._asdict()` from the checkpoint.
     """
     for name, now in current._asdict().items():
         before = saved.get(name, "none")
@@ -74,16 +58,7 @@ def default_cache() -> Path:
 
 
 def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:
-    """The vectors of the titles, from the cache if they are there, else made and put there.
-
-    Args:
-        titles: of all items, in the order of their rows.
-        encoder: makes the vectors.
-        cache: folder of all such folders; None to keep nothing.
-
-    Raises:
-        UserError: If there are no titles, or the folder cannot be written.
-    """
+    """Load the vectors of titles, in the order of their rows, from the cache, or make and store them there."""
     if not len(titles):
         raise UserError("the catalogue has no items")
     fingerprint = fingerprint_of(titles, encoder)
@@ -99,11 +74,7 @@ def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None
 
 
 def load_index(folder: str | Path) -> Index:
-    """The vectors that a folder holds, as memory maps: only the rows that are used are read.
-
-    Raises:
-        UserError: If the folder is no such folder, or is damaged.
-    """
+    """Load a folder's vectors as memory maps: only the rows that are used are read; UserError if it is damaged."""
     folder = Path(folder)
     try:
         meta = load_json(folder / "meta.json")
@@ -117,7 +88,7 @@ def load_index(folder: str | Path) -> Index:
 
 
 def load_titles(folder: str | Path) -> list[str]:
-    """The titles that a folder's vectors belong to."""
+    """Titles of a folder's vectors."""
     return load_json(Path(folder) / "titles.json", list)
 
 
@@ -126,7 +97,7 @@ def _csr(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> sparse.csr_ma
 
 
 def _save(folder: Path, titles: Sequence[str], vectors: Vectors, fingerprint: Fingerprint) -> None:
-    """Writes the folder under another name first, so that it is there whole or not at all."""
+    """Write under another name first, so that the folder is there whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
     try:

@@ -1,4 +1,4 @@
-"""The cluster that a retrieval service is on: how a run finds it, waits for its answers, and names what goes wrong."""
+"""The Ray cluster of a retrieval service: finding it, joining it, and naming what goes wrong."""
 
 import os
 from collections.abc import Iterator
@@ -27,17 +27,10 @@ from bridges.retrieval.whereabouts import find_service
 
 
 def join_cluster(address: str | None, service: str) -> None:
-    """Connects this process to a service's cluster; nothing if it belongs to one already.
+    """Connect this process to a service's cluster, or raise ServiceNotFound; do nothing if it belongs to one already.
 
-    Nothing of the run is placed there before the service itself was found.
-
-    Args:
-        address: host and port; None or "auto" for where this user's `serve` of that name runs, and nowhere else.
-        service: name.
-
-    Raises:
-        ServiceNotFound: There is no cluster there, it is another one than it was, or it refuses.
-        UserError: Ray is not installed.
+    Nothing of the run is placed there before the service itself was found. `address` is HOST:PORT; None or "auto" is
+    where this user's `serve` of that name runs, and nowhere else.
     """
     if is_joined():
         return
@@ -61,17 +54,13 @@ def join_cluster(address: str | None, service: str) -> None:
 
 
 def rejoin_cluster(address: str | None, service: str) -> None:
-    """Leaves a cluster that is gone and joins the one that the service is on now; nothing if the old one lives.
-
-    Raises:
-        ServiceNotFound: There is none.
-    """
+    """Leave a cluster that is gone and join the service's present one, or raise ServiceNotFound."""
     leave_where_gone()
     join_cluster(address, service)
 
 
 def _foreign() -> str:
-    """What Ray itself would have joined."""
+    """Describe the cluster that Ray itself would have joined."""
     current = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"  # the last `ray start`
     found = os.environ.get("RAY_ADDRESS") or (current.read_text().strip() if current.is_file() else "")
     return f"; the Ray cluster at {found} is joined only if task.retrieval.address names it" if found else ""
@@ -79,7 +68,7 @@ def _foreign() -> str:
 
 @contextmanager
 def typed_errors(seconds: float) -> Iterator[None]:
-    """What goes wrong with a pool, which is given so many seconds, as errors of `bridges.retrieval.errors`."""
+    """Raise a pool's failures, given its limit in seconds, as errors of `bridges.retrieval.errors`."""
     from ray import exceptions
 
     try:
@@ -97,7 +86,7 @@ def typed_errors(seconds: float) -> Iterator[None]:
 
 
 def not_found(service: str, reason: str) -> str:
-    """The message of `ServiceNotFound`: what is missing, and how to start it."""
+    """Message of `ServiceNotFound`: what is missing, and how to start it."""
     return (
         f"RetrievalService not found: {service!r} ({reason}); start the service with: "
         f"python -m bridges.retrieval serve --catalogue FILE --service {service}"

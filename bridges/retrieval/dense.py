@@ -1,6 +1,6 @@
 """Counts over dense vectors in JAX: blocks of items times 64 queries, float32, one compiled shape.
 
-Twelve thousand or a million items take the same code: a scan over blocks, whose scores never exist all at once.
+Catalogues of any size take the same code: a scan over blocks, whose scores never exist all at once.
 """
 
 import jax
@@ -18,15 +18,9 @@ class DenseShard:
     """Rows of a catalogue of dense unit vectors, on one JAX device."""
 
     def __init__(self, vectors: np.ndarray, *, first: int = 0, device: jax.Device | None = None):
-        """Moves the vectors to the device, in blocks.
+        """Move vectors f32 [N, E], unit or zero, to the device in blocks; NonFiniteScores if one is NaN or infinite.
 
-        Args:
-            vectors: f32 [N, E], unit or zero.
-            first: the first one's row in the whole catalogue.
-            device: None for the CPU.
-
-        Raises:
-            NonFiniteScores: If one of them is NaN or infinite.
+        `first` is the first vector's row in the whole catalogue, `device` None the CPU.
         """
         self._device = device or _cpu()
         self._first = first
@@ -43,14 +37,9 @@ class DenseShard:
     def count(
         self, queries: np.ndarray, targets: np.ndarray, target_vectors: np.ndarray, exclude: np.ndarray, scale: Scale
     ) -> Counts:
-        """Counts of this shard's items.
+        """Count over this shard's items for queries f32 [B, E] and targets i32 [B], their vectors f32 [B, E].
 
-        Args:
-            queries: f32 [B, E].
-            targets: i32 [B], rows of the whole catalogue, inside this shard or not.
-            target_vectors: f32 [B, E], theirs.
-            exclude: i32 [B, X], rows of the whole catalogue, filled up with -1.
-            scale: temperature and tolerance.
+        Targets and the rows `exclude` i32 [B, X], padded with -1, are of the whole catalogue, in this shard or not.
         """
         parts = []
         exclude = np.where(exclude == _NONE, _NONE, exclude - self._first)
@@ -87,7 +76,7 @@ class DenseShard:
 
 @jax.jit
 def _count_dense(blocks, queries, target_vectors, targets, exclude, count, sharpness, tolerance):
-    """better i32, level i32, log_sum f32, score f32, each [B], by one pass over blocks [M, block, E]."""
+    """Return better i32, level i32, log_sum f32, score f32, each [B], by one pass over blocks [M, block, E]."""
     batch, size = queries.shape[0], blocks.shape[1]
     score = jnp.sum(queries * target_vectors, axis=1)
     above, below = (score + tolerance)[:, None], (score - tolerance)[:, None]
@@ -134,13 +123,13 @@ def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _padded(array: np.ndarray, fill: float) -> np.ndarray:
-    """The array with QUERIES rows."""
+    """Pad the array to QUERIES rows."""
     short = QUERIES - len(array)
     return np.pad(array, [(0, short), *[(0, 0)] * (array.ndim - 1)], constant_values=fill) if short else array
 
 
 def _widened(exclude: np.ndarray) -> np.ndarray:
-    """The lists filled up to 16, 64, 256, … entries: few shapes, few compilations."""
+    """Pad the lists to 16, 64, 256, … entries: few shapes, few compilations."""
     width = 16
     while width < exclude.shape[1]:
         width *= 4

@@ -2,7 +2,7 @@
 
 A text's vector may depend, in its last bits, on the texts it is encoded with. `batches` therefore depends on the
 texts of one call alone, nothing is remembered between calls, and every backend encodes the same batches: a resumed
-run sees the scores of one that never stopped.
+run sees the scores of an uninterrupted one.
 """
 
 import hashlib
@@ -26,35 +26,29 @@ WORD = r"(?u)\b\w+\b"
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors.
+    """Turns texts into vectors; equal `identity` means equal vectors, wherever the encoder's files lie.
 
-    Attributes:
-        identity: says what it is: equal for encoders that give equal vectors, wherever their files lie.
-        emphasis: f32 [E], by which the sum of a history's vectors is multiplied; None for encoders that have none.
+    `emphasis` f32 [E] is the factor of the sum of a history's vectors; None for encoders that have none.
     """
 
     identity: str
     emphasis: np.ndarray | None
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        """One batch of texts as f32 [B, E], rows of length 1, or 0 where a text says nothing."""
+        """Encode one batch of texts as f32 [B, E], rows of length 1, or 0 where a text has no known content."""
         ...
 
 
 class TfidfEncoder:
     """TF-IDF over the words of the titles, by scikit-learn: logarithmic counts, smoothed idf, unit length.
 
-    A word is a run of letters and digits, be it one: "soap no 1" and "soap no 2" are different. A text whose words
-    occur in no title is the zero vector. A history's words count by their idf once more: of many titles the rare words
-    say more than the common ones, of which a sum has many.
+    A word is a run of letters and digits, even of one: "soap no 1" and "soap no 2" are different. A text whose words
+    occur in no title is the zero vector. A history's words count by their idf once more: in a sum of many titles the
+    common words would outweigh the rare ones.
     """
 
     def __init__(self, titles: Sequence[str]):
-        """Learns words and their weights.
-
-        Raises:
-            UserError: If the titles hold no word (a letter or digit).
-        """
+        """Fit words and idf; UserError if the titles hold no word (a letter or digit)."""
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         self._vectorizer = TfidfVectorizer(sublinear_tf=True, dtype=np.float32, token_pattern=WORD)
@@ -66,12 +60,12 @@ class TfidfEncoder:
         self.identity = f"tfidf-{_digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
 
     def encode(self, texts: Sequence[str]) -> sparse.csr_matrix:
-        """As `Encoder.encode`, sparse, a column for each word."""
+        """`Encoder.encode`, sparse, a column for each word."""
         return sparse.csr_matrix(self._vectorizer.transform(texts))
 
 
 def _require_no_code(folder: Path) -> None:
-    """Refuses a folder that names classes of its own: versions of the library differ in whether they would run them."""
+    """Refuse a folder that names classes of its own: library versions differ in whether they would run them."""
     if not (folder / "modules.json").exists():
         return  # of transformers alone
     try:
@@ -88,15 +82,7 @@ class SentenceEncoder:
     emphasis = None
 
     def __init__(self, model: str, *, device: str = "cpu"):
-        """Loads a folder, or a model by its name on the hub.
-
-        Args:
-            model: "./folder" or "owner/name".
-            device: "cpu" or "gpu:N".
-
-        Raises:
-            UserError: If sentence-transformers is not installed, or the model cannot be loaded.
-        """
+        """Load "./folder", or "owner/name" from the hub, onto "cpu" or "gpu:N"; UserError if it cannot be loaded."""
         folder = Path(model).expanduser()
         if folder.is_dir() and not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
             raise UserError(f"encoder {model}: the folder holds neither modules.json nor config.json")
@@ -118,7 +104,7 @@ class SentenceEncoder:
         self.identity = f"sentence-{_digest(_parts_of(self._model))}"
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """As `Encoder.encode`, dense."""
+        """`Encoder.encode`, dense."""
         vectors = np.zeros((len(texts), self._width), np.float32)
         said = [row for row, text in enumerate(texts) if text.strip()]
         if said:
@@ -133,16 +119,7 @@ class SentenceEncoder:
 
 
 def load_encoder(name: str, titles: Sequence[str], *, device: str = "cpu") -> Encoder:
-    """The encoder called "tfidf", or the sentence-transformers model of that folder or name.
-
-    Args:
-        name: "tfidf", a folder, or "owner/name".
-        titles: of the catalogue, from which TF-IDF takes its words.
-        device: for sentence-transformers, "cpu" or "gpu:N".
-
-    Raises:
-        UserError: as the encoders.
-    """
+    """Load "tfidf" over the catalogue's titles, or a sentence-transformers model: a folder, or "owner/name"."""
     return TfidfEncoder(titles) if name == "tfidf" else SentenceEncoder(name, device=device)
 
 
@@ -153,11 +130,7 @@ def batches(texts: Iterable[str]) -> list[list[str]]:
 
 
 def encode_titles(encoder: Encoder, titles: Sequence[str]) -> Vectors:
-    """Vectors of all titles, in their order.
-
-    Raises:
-        NonFiniteScores: If one is NaN or infinite; the first such title is named.
-    """
+    """Encode all titles; NonFiniteScores names the first whose vector is NaN or infinite."""
     groups = batches(titles)
     place = {text: row for row, text in enumerate(text for group in groups for text in group)}
     vectors = stacked([encoder.encode(group) for group in groups])
@@ -166,14 +139,14 @@ def encode_titles(encoder: Encoder, titles: Sequence[str]) -> Vectors:
 
 
 def stacked(parts: Sequence[Vectors]) -> Vectors:
-    """Vectors of several batches below each other."""
+    """Concatenate the vectors of several batches."""
     if sparse.issparse(parts[0]):
         return sparse.csr_matrix(sparse.vstack(parts, format="csr"))
     return np.concatenate(parts)
 
 
 def directions(sums: Vectors) -> Vectors:
-    """The rows as unit vectors; a row of zeros stays zero."""
+    """Normalise the rows to unit length; a row of zeros stays zero."""
     if sparse.issparse(sums):
         lengths = np.sqrt(np.asarray(sums.multiply(sums).sum(1), np.float32).reshape(-1))
         sums.eliminate_zeros()
@@ -184,7 +157,7 @@ def directions(sums: Vectors) -> Vectors:
 
 
 def check_finite(vectors: Vectors, texts: Sequence[str]) -> None:
-    """Raises NonFiniteScores that names the first text whose vector is not finite."""
+    """Raise NonFiniteScores naming the first text whose vector is not finite."""
     if sparse.issparse(vectors):
         bad = np.nonzero(~np.isfinite(vectors.data))[0]
         row = np.searchsorted(vectors.indptr, bad[0], side="right") - 1 if len(bad) else None
@@ -196,7 +169,7 @@ def check_finite(vectors: Vectors, texts: Sequence[str]) -> None:
 
 
 def _parts_of(model) -> Iterable[bytes | str]:
-    """What makes up a sentence-transformers model: modules, tokenizer, weights."""
+    """Contents of a sentence-transformers model, for its digest: modules, tokenizer, weights."""
     yield str(model)
     tokenizer = getattr(model, "tokenizer", None)
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -218,7 +191,7 @@ def _digest(parts: Iterable[bytes | str]) -> str:
 
 
 def titles_digest(titles: Sequence[str]) -> str:
-    """Sixteen digits that say which titles these are, and in which order."""
+    """Sixteen digits that identify the titles and their order."""
     return _digest(titles)
 
 

@@ -1,10 +1,10 @@
-"""What can go wrong between a text and its rank. None of these ever becomes a number."""
+"""Failures between a text and its rank. None of these ever becomes a number."""
 
 from grpo_jax.errors import UserError
 
 
 class RetrievalError(RuntimeError):
-    """A call gave no ranks; the ones below say why."""
+    """Base class: a call gave no ranks."""
 
 
 class ServiceNotFound(RetrievalError, UserError):

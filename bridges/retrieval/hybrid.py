@@ -1,8 +1,8 @@
 """Two encoders at once: score = cos of the one + w · cos of the other, exactly, in this process.
 
-TF-IDF tells titles apart by their words, a sentence encoder knows words that mean the same. Each keeps its own index
-(and its own folder of the cache); a query and its history are made in each space apart, so that neither's lengths
-weigh in the other's.
+TF-IDF tells titles apart by their words, a sentence encoder knows words of the same meaning. Each keeps its own index
+(and its own folder of the cache). Queries and histories are built in each space separately, so that the lengths of
+one do not weigh in the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class Space(NamedTuple):
     index: Index
 
     def similarities(self, queries: Queries, vectors: Vectors) -> np.ndarray:
-        """f32 [B, N], the cosines of queries and items, from the vectors of the queries' distinct texts."""
+        """Cosines f32 [B, N] of queries and items, from the vectors of the queries' distinct texts."""
         found: Any = asked(queries, vectors, self.index.vectors, self.encoder.emphasis) @ self.index.vectors.T
         return found.toarray() if sparse.issparse(found) else np.asarray(found)
 
@@ -43,29 +43,23 @@ class HybridBackend:
     """Both spaces in this process; see `retriever.Backend`."""
 
     def __init__(self, first: Space, second: Space, weight: float):
-        """Takes two spaces over the same titles.
-
-        Args:
-            first: whose cosine counts once.
-            second: whose cosine counts `weight` times.
-            weight: w > 0.
-        """
+        """Take two spaces over the same titles; the second's cosine counts `weight` > 0 times."""
         self.items = first.index.vectors.shape[0]
         one, other = first.index.fingerprint, second.index.fingerprint
         self.fingerprint = Fingerprint(one.catalogue, f"{one.encoder} + {weight:g} × {other.encoder}")
         self._spaces, self._weight = (first, second), np.float32(weight)
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
-        """As `retriever.Backend.count`."""
+        """See `retriever.Backend`."""
         return joined([_counts(part, scores, scale) for part, scores in self._scored(queries)])
 
     def nearest(self, queries: Queries, count: int) -> Nearest:
-        """As `retriever.Backend.nearest`."""
+        """See `retriever.Backend`."""
         found = [nearest_of(scores, part.exclude, count, first=0) for part, scores in self._scored(queries)]
         return Nearest(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
     def _scored(self, queries: Queries) -> Iterator[tuple[Queries, np.ndarray]]:
-        """Some queries at a time, with their scores f32 [B, N] of all items."""
+        """Yield parts of the queries with their scores f32 [B, N] of all items."""
         (first, one), (second, other) = ((space, encoded(space.encoder, queries)) for space in self._spaces)
         for part in _parts(queries):
             similar = second.similarities(part, other)
@@ -81,18 +75,7 @@ class HybridBackend:
 def hybrid_backend(
     titles: Sequence[str], encoders: Sequence[str], weight: float, *, cache: str | Path | None = None, device: str
 ) -> HybridBackend:
-    """Loads both encoders, and makes or loads the catalogue's vectors of each.
-
-    Args:
-        titles: of all items, in the order of their rows.
-        encoders: two, as `load_encoder`.
-        weight: of the second.
-        cache: folder that keeps vectors between runs, or None.
-        device: "cpu" or "gpu:N", for sentence-transformers.
-
-    Raises:
-        UserError: as `load_encoder` and `open_index`.
-    """
+    """Load two encoders, and make or load the catalogue's vectors of each; `weight` is the second's."""
     loaded = [load_encoder(name, titles, device=device) for name in encoders]
     first, second = (Space(encoder, open_index(titles, encoder, cache)) for encoder in loaded)
     return HybridBackend(first, second, weight)
@@ -106,7 +89,7 @@ def _counts(queries: Queries, scores: np.ndarray, scale: Scale) -> Counts:
 
 
 def _parts(queries: Queries) -> list[Queries]:
-    """The queries, so many at a time as their scores of all items are held at once."""
+    """Split the queries so that one part's scores of all items fit in memory."""
     parts = []
     for start in range(0, len(queries.targets), QUERIES):
         rows = slice(start, start + QUERIES)

@@ -14,29 +14,21 @@ from bridges.retrieval.ranking import Counts, Nearest, Scale, SparseShard, merge
 
 
 def shard_bounds(items: int, shard: int, shards: int) -> tuple[int, int]:
-    """First row of a shard, and the first that is no longer in it; sizes differ by one at most."""
+    """First row of a shard, and the end; sizes differ by one at most."""
     return items * shard // shards, items * (shard + 1) // shards
 
 
 def encoded(encoder: Encoder, queries: Queries) -> Vectors:
-    """Vectors of the queries' distinct texts.
-
-    Raises:
-        NonFiniteScores: If one of them is NaN or infinite.
-    """
+    """Encode the queries' distinct texts; NonFiniteScores if a vector is NaN or infinite."""
     vectors = stacked([encoder.encode(batch) for batch in queries.texts])
     check_finite(vectors, [text for batch in queries.texts for text in batch])
     return vectors
 
 
 def asked(queries: Queries, texts: Vectors, items: Vectors, emphasis: np.ndarray | None) -> Vectors:
-    """unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E].
+    """Return unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E].
 
-    Args:
-        queries: B.
-        texts: vectors of their distinct texts.
-        items: f32 [N, E], vectors of the whole catalogue.
-        emphasis: the encoder's.
+    `texts` are the vectors of the distinct texts, `items` f32 [N, E] those of the whole catalogue.
     """
     said = directions(queries.mix @ texts)
     if queries.taken is None:
@@ -48,7 +40,7 @@ def asked(queries: Queries, texts: Vectors, items: Vectors, emphasis: np.ndarray
 
 
 class Shard:
-    """A part of an index: what a machine of several holds."""
+    """A part of an index."""
 
     def __init__(
         self,
@@ -59,18 +51,7 @@ class Shard:
         shards: int = 1,
         device: Any = None,
     ):
-        """Loads the part's vectors.
-
-        Args:
-            index: of the whole catalogue.
-            emphasis: the encoder's.
-            shard: which part, from 0.
-            shards: number of parts.
-            device: as `LocalBackend`.
-
-        Raises:
-            NonFiniteScores: If one of them is NaN or infinite.
-        """
+        """Load the vectors of part `shard` (from 0) of an index; NonFiniteScores if one is NaN or infinite."""
         self._vectors = index.vectors
         self._emphasis = emphasis
         first, stop = shard_bounds(index.vectors.shape[0], shard, shards)
@@ -97,13 +78,9 @@ class LocalBackend:
     """Encoder and catalogue in this process; see `retriever.Backend`."""
 
     def __init__(self, index: Index, encoder: Encoder, *, shards: int = 1, device: Any = None):
-        """Takes an index and the encoder that made it.
+        """Take an index and the encoder that made it.
 
-        Args:
-            index: vectors of the catalogue.
-            encoder: for the queries.
-            shards: parts the catalogue is cut into; results do not depend on it.
-            device: where dense vectors are compared; None for the CPU.
+        The number of shards does not change results. `device` is where dense vectors are compared; None is the CPU.
         """
         self.items = index.vectors.shape[0]
         self.fingerprint = index.fingerprint
@@ -112,12 +89,12 @@ class LocalBackend:
         self._shards = [Shard(index, shard=i, **parts) for i in range(shards)]
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
-        """As `retriever.Backend.count`."""
+        """See `retriever.Backend`."""
         vectors = encoded(self._encoder, queries)
         return merge_counts([shard.count(queries, vectors, scale) for shard in self._shards])
 
     def nearest(self, queries: Queries, count: int) -> Nearest:
-        """As `retriever.Backend.nearest`."""
+        """See `retriever.Backend`."""
         vectors = encoded(self._encoder, queries)
         return merge_nearest([shard.nearest(queries, vectors, count) for shard in self._shards], count)
 
@@ -136,17 +113,6 @@ def local_backend(
     encoder_device: str = "cpu",
     device: Any = None,
 ) -> LocalBackend:
-    """Loads the encoder, and makes or loads the catalogue's vectors.
-
-    Args:
-        titles: of all items, in the order of their rows.
-        encoder: as `load_encoder`.
-        cache: folder that keeps vectors between runs, or None.
-        encoder_device: "cpu" or "gpu:N", for sentence-transformers.
-        device: as `LocalBackend`.
-
-    Raises:
-        UserError: as `load_encoder` and `open_index`.
-    """
+    """Load the encoder, and make or load the catalogue's vectors; `cache` keeps them between runs."""
     loaded = load_encoder(encoder, titles, device=encoder_device)
     return LocalBackend(open_index(titles, loaded, cache), loaded, device=device)

@@ -1,4 +1,4 @@
-"""What a backend is asked: texts in batches, weights, targets, histories; checked once, before anything is encoded."""
+"""Queries of a backend: texts in batches, weights, targets, histories; checked once, before anything is encoded."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,15 +12,15 @@ _NONE = -1  # no row
 
 
 class History(NamedTuple):
-    """What was taken before, as a part of queries: q = unit(unit(text) + a · unit(e ⊙ Σ_i decay^age(i) v_i)).
+    """Items taken before, as a part of queries: q = unit(unit(text) + a · unit(e ⊙ Σ_i decay^age(i) v_i)).
 
-    v_i are the vectors of the items' titles and e the encoder's emphasis: TF-IDF's is each word's idf, once more.
-    A text that says nothing then asks with the history alone.
+    v_i are the vectors of the items' titles and e the encoder's emphasis (for TF-IDF each word's idf, once more).
+    A query whose text is the zero vector is its history alone.
 
     Attributes:
         rows: B lists of rows of the catalogue, oldest first; the newest has age 0.
         weight: a, at least 0.
-        decay: in [0, 1].
+        decay: In [0, 1].
     """
 
     rows: Sequence[Sequence[int]]
@@ -29,15 +29,15 @@ class History(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What a backend is asked.
+    """Checked queries of a backend.
 
     Attributes:
-        texts: distinct, in the batches in which they are to be encoded.
+        texts: Distinct, in the batches in which they are to be encoded.
         mix: f32 [B, U], weights of the U texts in each query.
         targets: i32 [B], rows; -1 where no item's rank is asked for.
-        exclude: i32 [B, X], rows that are not ranked, filled up with -1; never the target.
+        exclude: i32 [B, X], rows that are not ranked, padded with -1; never the target.
         taken: f32 [B, N], weights of the items in each query's history; None without histories.
-        weight: of the history beside the text.
+        weight: Of the history beside the text.
     """
 
     texts: list[list[str]]
@@ -55,17 +55,9 @@ def make_queries(
     exclude: Sequence[Sequence[int]],
     items: int | None = None,
 ) -> Queries:
-    """Checks the arguments of `Retriever.score_mixed_ranks` and brings them into a backend's form.
+    """Check the arguments of `Retriever.score_mixed_ranks` and bring them into a backend's form.
 
-    Args:
-        texts: B lists of texts.
-        weights: B lists of weights.
-        targets: B rows; None where no item's rank is asked for.
-        exclude: B lists of rows.
-        items: size of the catalogue, for the check; None where rows are known to be good.
-
-    Raises:
-        ValueError: names the argument, what was expected and what came.
+    `targets` is None where no item's rank is asked for, `items` None where the rows are known to be in range.
     """
     count = len(texts)
     for name, argument in (("weights", weights), ("targets", targets), ("exclude", exclude)):
@@ -89,11 +81,7 @@ def make_queries(
 
 
 def with_history(queries: Queries, history: History | None, items: int) -> Queries:
-    """The queries with what was taken before.
-
-    Raises:
-        ValueError: names the field of the history, what was expected and what came.
-    """
+    """Add the histories to queries; a ValueError names the field that is wrong."""
     if history is None:
         return queries
     count = len(queries.targets)
@@ -116,7 +104,7 @@ def with_history(queries: Queries, history: History | None, items: int) -> Queri
 def _mix(
     groups: list[list[str]], texts: Sequence[Sequence[str]], weights: Sequence[Sequence[float]]
 ) -> sparse.csr_matrix:
-    """weights f32 [B, U] of the distinct texts; a text that a query names twice counts twice."""
+    """Weights f32 [B, U] of the distinct texts; a text that a query names twice counts twice."""
     place = {text: i for i, text in enumerate(text for group in groups for text in group)}
     for i, (query, values) in enumerate(zip(texts, weights, strict=True)):
         if isinstance(query, str) or len(query) != len(values):

@@ -1,8 +1,8 @@
 """The exact rank of one item among all: a count of the items that score higher.
 
 No top-k and no sorting: a query needs its target's score and how many others lie above and level with it. Such
-counts, and the logarithm of the sum of exponentials that the softmax probability needs, add up over any division
-of the catalogue, so shards give what one machine gives.
+counts, and the log-sum-exp of the softmax probability, add up over any division of the catalogue, so shards give the
+results of one machine.
 
 Scores are cosine similarities. Two that differ by no more than a tolerance are a tie: the same title twice, or the
 same sum in another order, must not be ranked by a rounding.
@@ -23,26 +23,21 @@ _BLOCK = 65536  # items at a time
 
 
 class Scale(NamedTuple):
-    """How scores are read.
-
-    Attributes:
-        temperature: of the softmax over the similarities; smaller is sharper.
-        tolerance: scores that differ by no more than this are a tie.
-    """
+    """Temperature of the softmax over the similarities, and the difference up to which two scores are a tie."""
 
     temperature: float = 0.05
     tolerance: float = 1e-6
 
 
 class Counts(NamedTuple):
-    """What a part of the catalogue knows about each query's target; excluded items and the target do not count.
+    """Counts of a part of the catalogue for each query's target; excluded items and the target do not count.
 
     Attributes:
         better: i64 [B], items that score higher than the target.
         level: i64 [B], items that tie with it.
         log_sum: f64 [B], log Σ exp(score / temperature) of the other items; -inf if there are none.
         score: f64 [B], the target's own.
-        silent: bool [B], the query is the zero vector: it says nothing.
+        silent: bool [B], the query is the zero vector.
     """
 
     better: np.ndarray
@@ -53,7 +48,7 @@ class Counts(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Where the targets stand; NaN where the service gave no answer.
+    """Ranks of the targets; NaN where the service gave no answer.
 
     Attributes:
         rank: f64 [B], 1 is best; a half where ties are averaged.
@@ -65,11 +60,11 @@ class Ranks(NamedTuple):
 
 
 class Nearest(NamedTuple):
-    """The items that queries resemble most, best first; of equal ones the first row first.
+    """Items most similar to each query, best first; among equals the first row first.
 
     Attributes:
         rows: i64 [B, k], of the whole catalogue.
-        scores: f32 [B, k], their similarities; -inf where nothing is left to be listed.
+        scores: f32 [B, k], similarities; -inf where no item is left.
     """
 
     rows: np.ndarray
@@ -77,24 +72,21 @@ class Nearest(NamedTuple):
 
 
 def nearest_of(scores: np.ndarray, out: np.ndarray, count: int, *, first: int) -> Nearest:
-    """The best `count` of scores f32 [B, M] of the rows from `first` on, without the columns `out` [B, X].
-
-    `scores` is overwritten.
-    """
+    """Best `count` of scores f32 [B, M], overwritten, of rows from `first` on, without the columns `out` [B, X]."""
     _leave_out(scores, out)
     best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
     return Nearest(best + first, np.take_along_axis(scores, best, axis=1))
 
 
 def merge_nearest(parts: list[Nearest], count: int) -> Nearest:
-    """The best of the whole catalogue from those of its parts, which are in the order of their rows."""
+    """Merge the best items of the catalogue's parts, given in the order of their rows."""
     rows, scores = (np.concatenate(column, axis=1) for column in zip(*parts, strict=True))
     best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
     return Nearest(np.take_along_axis(rows, best, axis=1), np.take_along_axis(scores, best, axis=1))
 
 
 def merge_counts(parts: list[Counts]) -> Counts:
-    """Counts of the whole catalogue from those of its parts; the target's score is the same in all."""
+    """Add up the counts of the catalogue's parts; the target's score is the same in all."""
     return Counts(
         better=np.sum([part.better for part in parts], axis=0),
         level=np.sum([part.level for part in parts], axis=0),
@@ -105,14 +97,10 @@ def merge_counts(parts: list[Counts]) -> Counts:
 
 
 def ranks_of(counts: Counts, *, ties: Ties, temperature: float) -> Ranks:
-    r"""rank = 1 + better + share · level, and probability = exp(s/τ) / (exp(s/τ) + Σ_others exp(s_j/τ)).
+    r"""Return rank = 1 + better + share · level, and probability = exp(s/τ) / (exp(s/τ) + Σ_others exp(s_j/τ)).
 
-    Args:
-        counts: of the whole catalogue.
-        ties: share of the level items that stand before the target: "against" all, "average" half, "favour" none.
-            A query that is the zero vector ties with everything; it says nothing, so all stand before the target
-            under any rule.
-        temperature: τ.
+    `ties` is the share of the level items that stand before the target: "against" all, "average" half, "favour" none.
+    A zero query ties with everything: all stand before the target under any rule.
     """
     share = np.where(counts.silent, 1.0, TIES[ties])
     own = counts.score / temperature
@@ -127,14 +115,9 @@ class SparseShard:
     """
 
     def __init__(self, vectors: sparse.csr_matrix, *, first: int = 0):
-        """Turns the vectors into inverted lists, by blocks of items.
+        """Turn vectors f32 [N, V], unit or zero, into inverted lists by blocks; NonFiniteScores if one is not finite.
 
-        Args:
-            vectors: f32 [N, V], unit or zero.
-            first: the first one's row in the whole catalogue.
-
-        Raises:
-            NonFiniteScores: If one of them is NaN or infinite.
+        `first` is the first vector's row in the whole catalogue.
         """
         check_rows(np.isfinite(np.asarray(vectors.sum(1))).reshape(-1), first)
         self._first = first
@@ -150,14 +133,9 @@ class SparseShard:
         exclude: np.ndarray,
         scale: Scale,
     ) -> Counts:
-        """Counts of this shard's items.
+        """Count over this shard's items for queries f32 [B, V] and targets i32 [B], their vectors f32 [B, V].
 
-        Args:
-            queries: f32 [B, V].
-            targets: i32 [B], rows of the whole catalogue, inside this shard or not.
-            target_vectors: f32 [B, V], theirs.
-            exclude: i32 [B, X], rows of the whole catalogue, filled up with -1.
-            scale: temperature and tolerance.
+        Targets and the rows `exclude` i32 [B, X], padded with -1, are of the whole catalogue, in this shard or not.
         """
         parts = []
         for start in range(0, queries.shape[0], QUERIES):
@@ -184,7 +162,7 @@ class SparseShard:
 
 
 def count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale: Scale) -> tuple:
-    """better, level and log_sum [B] of scores [B, M], the columns `out` left out where they lie inside.
+    """Return better, level and log_sum [B] of scores [B, M] without the columns `out`, where they lie inside.
 
     `scores` is overwritten.
     """
@@ -202,19 +180,19 @@ def count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale:
 
 
 def _leave_out(scores: np.ndarray, out: np.ndarray) -> None:
-    """-inf in the columns `out` [B, X] of scores [B, M], where they lie inside."""
+    """Set -inf in the columns `out` [B, X] of scores [B, M], where they lie inside."""
     inside = (out >= 0) & (out < scores.shape[1])
     scores[np.nonzero(inside)[0], out[inside]] = -np.inf
 
 
 def check_rows(finite: np.ndarray, first: int) -> None:
-    """Raises NonFiniteScores that names the first row that is not finite; bool [M], of the rows from `first` on."""
+    """Raise NonFiniteScores naming the first row that is not finite; bool [M], of the rows from `first` on."""
     if not finite.all():
         raise NonFiniteScores(f"the catalogue's vector in row {first + int(np.argmin(finite))} is not finite")
 
 
 def joined(parts: list[Counts]) -> Counts:
-    """Counts of consecutive queries as one."""
+    """Concatenate the counts of consecutive queries."""
     if not parts:
         none = np.zeros(0)
         return Counts(none.astype(np.int64), none.astype(np.int64), none, none, none.astype(bool))

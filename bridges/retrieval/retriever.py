@@ -1,7 +1,7 @@
 """From texts and targets to ranks: checks, retries, missing answers and the rule for ties; backends only count.
 
-A call that fails is tried again after a pause; if it goes on failing, its ranks are missing (NaN), which a reward
-must pass on as missing; if too many calls go missing, training stops. No failure is ever turned into a rank.
+A failed call is tried again after a pause. If it keeps failing, its ranks are missing (NaN), which a reward must pass
+on as missing; if too many calls go missing, training stops. No failure is ever turned into a rank.
 """
 
 import logging
@@ -23,43 +23,37 @@ _log = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """Where vectors are kept and compared.
-
-    Attributes:
-        items: number of items N.
-        fingerprint: of catalogue and encoder.
-    """
+    """Encodes queries and compares them with the N items of the catalogue; each call may raise a RetrievalError."""
 
     items: int
     fingerprint: Fingerprint
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
-        """Counts over the whole catalogue; a RetrievalError if there are none."""
+        """Counts over the whole catalogue."""
         ...
 
     def nearest(self, queries: Queries, count: int) -> Nearest:
-        """The best items of the whole catalogue, at most `count`; a RetrievalError if there are none."""
+        """The best items of the whole catalogue, at most `count`."""
         ...
 
     def reconnect(self) -> None:
-        """Called before a further attempt; a RetrievalError if it cannot."""
+        """Called before a further attempt."""
         ...
 
     def close(self) -> None:
-        """Lets go of what it holds."""
+        """Release what the backend holds."""
         ...
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How much failure is borne.
+    """Retries of a call, and the budget of failed calls.
 
     Attributes:
-        attempts: tries of one call, the first included.
-        first_wait: seconds before the second try; each further pause is twice as long.
-        longest_wait: at most that.
-        budget: calls that may go missing among the last `window`; one more stops the run.
-        window: calls that are remembered.
+        attempts: Tries of one call, the first included.
+        first_wait: Seconds before the second try; each further pause is twice as long.
+        longest_wait: Bound on a pause, in seconds.
+        budget: Calls that may go missing among the last `window`; one more stops the run.
     """
 
     attempts: int = 3
@@ -69,7 +63,7 @@ class Patience:
     window: int = 100
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         if self.attempts < 1 or self.budget < 0 or self.window <= self.budget:
             raise ValueError(
                 f"patience: expected attempts >= 1 and 0 <= budget < window, got attempts {self.attempts}, "
@@ -82,13 +76,7 @@ class Patience:
 
 
 class Retriever:
-    """Ranks targets among all items of the catalogue.
-
-    Attributes:
-        backend: what counts.
-        retries: further attempts made so far.
-        missing: calls so far that gave no ranks.
-    """
+    """Ranks targets among all items of the catalogue; `retries` and `missing` count extra attempts and lost calls."""
 
     def __init__(
         self,
@@ -99,15 +87,7 @@ class Retriever:
         patience: Patience = Patience(),
         wait: Callable[[float], None] = time.sleep,
     ):
-        """Takes a backend and the rules.
-
-        Args:
-            backend: `LocalBackend` or `RayBackend`.
-            ties: as `ranks_of`.
-            scale: temperature of the probability, and what counts as a tie.
-            patience: with failures.
-            wait: pauses for so many seconds.
-        """
+        """Take a backend and the rules; `ties` as in `ranks_of`, `wait` pauses for a number of seconds."""
         if ties not in TIES:
             raise ValueError(f"ties: expected one of {', '.join(TIES)}, got {ties!r}")
         if not scale.temperature > 0 or not scale.tolerance >= 0:
@@ -123,7 +103,7 @@ class Retriever:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of catalogue and encoder."""
+        """Fingerprint of catalogue and encoder."""
         return self.backend.fingerprint
 
     @property
@@ -138,20 +118,20 @@ class Retriever:
         exclude: Sequence[Sequence[int]],
         history: History | None = None,
     ) -> Ranks:
-        """The rank of each target when all items are sorted by their similarity to the text.
+        """Return the rank of each target when all items are sorted by their similarity to the text.
 
         Args:
-            texts: B queries; an empty one, or one without a known word, puts its target last where there is no history.
+            texts: B queries; an empty one, or one without a known word, puts its target last if there is no history.
             targets: B rows of the catalogue.
-            exclude: for each query, rows that are not ranked (the history); its target is ranked all the same.
-            history: what else a query is made of; None for the text alone.
+            exclude: For each query, rows that are not ranked (the history); its target is ranked all the same.
+            history: Items taken before, as a part of the queries; None for the text alone.
 
         Returns:
             Ranks; all NaN if the call failed within the budget.
 
         Raises:
-            StopRun: more calls failed than the budget allows.
-            ValueError: the arguments do not fit each other or the catalogue.
+            StopRun: More calls failed than the budget allows.
+            ValueError: The arguments do not fit each other or the catalogue.
         """
         return self.score_mixed_ranks([[text] for text in texts], [[1.0]] * len(texts), targets, exclude, history)
 
@@ -163,14 +143,12 @@ class Retriever:
         exclude: Sequence[Sequence[int]],
         history: History | None = None,
     ) -> Ranks:
-        """As `score_ranks`, where a query's text is the direction of a weighted sum of the vectors of several texts.
+        """`score_ranks` for queries that are the direction of a weighted sum of the vectors of several texts.
 
         Args:
             texts: B lists of texts.
             weights: B lists of finite weights, one for each text.
-            targets: B rows.
-            exclude: B lists of rows.
-            history: as `score_ranks`.
+            targets: As in `score_ranks`, like `exclude` and `history`.
         """
         queries = with_history(make_queries(texts, weights, targets, exclude, self.items), history, self.items)
         count = len(texts)
@@ -188,17 +166,16 @@ class Retriever:
         exclude: Sequence[Sequence[int]],
         history: History | None = None,
     ) -> list[list[tuple[int, float]]]:
-        """The rows of the items that each query resembles most, best first, with their cosines.
+        """Return the rows of the items most similar to each query, best first, with their cosines.
 
         Args:
             texts: B queries.
-            count: of items; fewer come where fewer are left.
-            exclude: for each query, rows that are not listed.
-            history: as `score_ranks`.
+            count: Number of items; fewer come where fewer are left.
+            exclude: For each query, rows that are not listed.
+            history: As in `score_ranks`.
 
         Raises:
-            RetrievalError: the backend does not answer; it is not asked again.
-            ValueError: as `score_ranks`.
+            RetrievalError: The backend does not answer; it is not asked again.
         """
         if not texts:
             return []
@@ -208,22 +185,19 @@ class Retriever:
         return [[(row, score) for row, score in pairs if score > -np.inf] for pairs in listed]
 
     def self_test(self, titles: Sequence[str], *, samples: int = 256, required: float = 0.9) -> float:
-        """Asks for titles by their own words, and looks whether they come first by this retriever's rule for ties.
+        """Return the share of titles that, used as a query, rank first by this retriever's rule for ties.
 
-        Items of the very same title are left out: nothing tells them apart. Different titles that the encoder finds
-        alike are ties, as they are in a run.
+        Other items of the very same title are left out: nothing tells them apart. Different titles that the encoder
+        finds alike are ties, as they are in a run.
 
         Args:
-            titles: of the catalogue.
-            samples: so many are asked for, evenly spread over those that are not blank.
-            required: the least share.
-
-        Returns:
-            Share of them that stand first.
+            titles: Of the catalogue.
+            samples: Number of queries, evenly spread over the titles that are not blank.
+            required: The least share.
 
         Raises:
-            UserError: the share is too low, or the catalogue is not the service's.
-            RetrievalError: the service does not answer.
+            UserError: The share is too low, or the catalogue is not the service's.
+            RetrievalError: The service does not answer.
         """
         if len(titles) != self.items:
             raise UserError(f"the retrieval service holds {self.items} items, the catalogue has {len(titles)}")
@@ -247,7 +221,7 @@ class Retriever:
         return share
 
     def close(self) -> None:
-        """Lets the backend go."""
+        """Close the backend."""
         self.backend.close()
 
     def _attempt(self, queries: Queries) -> Counts:
@@ -262,7 +236,7 @@ class Retriever:
         return counts
 
     def _count(self, queries: Queries) -> Counts | None:
-        """The counts, or None if all attempts failed and the budget bears it."""
+        """Counts with retries; None if all attempts failed within the budget."""
         patience = self._patience
         pause = patience.first_wait
         for attempt in range(patience.attempts):

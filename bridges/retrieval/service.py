@@ -1,8 +1,8 @@
 """Retrieval in a pool of actors of a Ray cluster: each holds a part of the catalogue and an encoder.
 
 A call is two rounds: whichever shard is free encodes a batch of the texts, then every shard counts its part with all
-their vectors. An actor that dies is started again by Ray, loads its vectors from the cache and is asked again; what the
-pool does not mend arrives here as an error with a type.
+the vectors. Ray restarts an actor that dies; it loads its vectors from the cache and is asked again. Failures that
+the pool cannot mend arrive here as typed errors.
 """
 
 import itertools
@@ -31,28 +31,14 @@ _LIMITS = Limits(attempts=100, timeout=0)  # Ray ends the restarts, and an actor
 
 
 class RankShard:
-    """A judge of a pool: a part of the catalogue, and the encoder. Its attributes are plain, as a pool tells them.
-
-    Attributes:
-        shards: number of parts.
-        encoder: name that the service was started with.
-        items: of the whole catalogue, when it is loaded.
-        fingerprint: of catalogue and encoder, when they are loaded.
-    """
+    """Judge of a pool: a part of the catalogue, and the encoder. `actor.described` reports its plain attributes."""
 
     def __init__(self, folder: str, encoder: str, shard: int, shards: int):
-        """Says which part.
-
-        Args:
-            folder: of the index, as `open_index` made it, so that a restart finds the same vectors.
-            encoder: as `load_encoder`.
-            shard: which part, from 0.
-            shards: number of parts.
-        """
+        """Take a part, from 0, of the index in a folder of `open_index`: a restart finds the same vectors there."""
         self._folder, self.encoder, self._number, self.shards = folder, encoder, shard, shards
 
     def load(self, device: str) -> "RankShard":
-        """Loads the encoder and this part's vectors onto "cpu" or "gpu:N", as the actor sees its cards.
+        """Load the encoder and this part's vectors onto "cpu" or "gpu:N", as the actor sees its cards.
 
         The device is that of a sentence encoder and of dense vectors.
         """
@@ -68,26 +54,22 @@ class RankShard:
         return self
 
     def encode(self, texts: list[str]) -> Vectors:
-        """Vectors of one batch.
-
-        Raises:
-            NonFiniteScores: If one of them is not finite.
-        """
+        """Encode one batch; NonFiniteScores if a vector is not finite."""
         vectors = self._encoder.encode(texts)
         check_finite(vectors, texts)
         return vectors
 
     def count(self, queries: Queries, scale: Scale, *vectors: Vectors) -> Counts:
-        """Counts of this part; `vectors` are those of the queries' batches, in their order."""
+        """Count over this part; `vectors` are those of the queries' batches, in their order."""
         return self._shard.count(queries, stacked(vectors), scale)
 
     def nearest(self, queries: Queries, count: int, *vectors: Vectors) -> Nearest:
-        """The best items of this part."""
+        """Best items of this part."""
         return self._shard.nearest(queries, stacked(vectors), count)
 
 
 class RayBackend:
-    """A running service, as `retriever.Backend`; made by `connect` and `start_service`."""
+    """A running service, as a `retriever.Backend`; made by `connect` and `start_service`."""
 
     def __init__(
         self,
@@ -98,14 +80,9 @@ class RayBackend:
         owner: bool = False,
         address: str | None = None,
     ):
-        """Takes the actors.
+        """Take the actors in the order of their shards; `owner` says whether `close` ends the service.
 
-        Args:
-            service: name.
-            pool: the actors in the order of their shards.
-            timeout: seconds that one attempt may take.
-            owner: whether closing ends the service.
-            address: of a cluster to join where this one is gone, as `connect`.
+        `timeout` is seconds of one attempt, `address` the cluster to join where this one is gone, as in `connect`.
         """
         said = _said(pool, timeout)
         self.items, self.encoder, self.fingerprint = said["items"], said["encoder"], Fingerprint(*said["fingerprint"])
@@ -117,15 +94,15 @@ class RayBackend:
         self._owned = pool if owner else None
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
-        """As `retriever.Backend.count`, within the timeout."""
+        """`retriever.Backend.count` within the timeout."""
         return merge_counts(self._asked("count", queries, scale))
 
     def nearest(self, queries: Queries, count: int) -> Nearest:
-        """As `retriever.Backend.nearest`, within the timeout."""
+        """`retriever.Backend.nearest` within the timeout."""
         return merge_nearest(self._asked("nearest", queries, count), count)
 
     def _asked(self, method: str, queries: Queries, argument: Any) -> list[Any]:
-        """What every shard's method says of the queries."""
+        """Answers of every shard's method to the queries."""
         pool = self._pool or self.reconnect()  # handles of a cluster that was left must not be used
         deadline = time.monotonic() + self._timeout
         with typed_errors(self._timeout):
@@ -135,11 +112,9 @@ class RayBackend:
             return [answer for (_, answer), _ in pool.ask(counted, deadline - time.monotonic())]
 
     def reconnect(self) -> Pool:
-        """Looks cluster and actors up again: the service may have been started again by hand.
+        """Look cluster and actors up again: the service may have been started again by hand.
 
-        Raises:
-            ServiceNotFound: One of them is not there.
-            StopRun: Another catalogue or encoder is served under its name.
+        StopRun if another catalogue or encoder is served under its name.
         """
         self._pool = None
         rejoin_cluster(self._address, self._service)
@@ -154,7 +129,7 @@ class RayBackend:
         return pool
 
     def close(self) -> None:
-        """Ends the actors if they were started through this object; a service started elsewhere goes on."""
+        """End the actors if they were started through this object; a service started elsewhere goes on."""
         if self._owned is not None:
             self._owned.close()
 
@@ -167,18 +142,10 @@ def connect(
     address: str | None = None,
     timeout: float = 120.0,
 ) -> RayBackend:
-    """Finds a service that was started with `python -m bridges.retrieval serve`.
+    """Find a service that was started with `python -m bridges.retrieval serve`.
 
-    Args:
-        titles: of the catalogue that is to be ranked.
-        encoder: that is expected.
-        service: name.
-        address: host and port of the Ray cluster; None or "auto" for where this user's `serve` of that name runs.
-        timeout: seconds that one attempt of a call may take.
-
-    Raises:
-        ServiceNotFound: There is no such cluster or service; the message says how to start one.
-        UserError: It serves another catalogue or encoder.
+    UserError if it serves another catalogue or encoder than expected. `address` is HOST:PORT of the Ray cluster; None
+    or "auto" is where this user's `serve` of that name runs. `timeout` is in seconds, of one attempt.
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected a number > 0, got {timeout}")
@@ -213,26 +180,20 @@ def start_service(
     restarts: int = 3,
     shard_class: type[RankShard] = RankShard,
 ) -> RayBackend:
-    """Makes or finds the catalogue's vectors in the cache and starts the actors that serve them.
+    """Make or find the catalogue's vectors in the cache and start the actors that serve them.
 
     They live as long as this process, or until `close`.
 
     Args:
-        titles: of all items, in the order of their rows.
+        titles: Of all items, in the order of their rows.
         encoder: "tfidf", a folder, or a model's name.
-        service: name that `connect` looks for.
-        shards: actors.
-        cache: folder that every node of the cluster sees; None for `default_cache()`.
-        address: host and port of a cluster to join; None starts one on this machine.
-        host: address of the cluster that is started; on a loopback one nothing outside this machine reaches it.
-        cpus: of each actor.
-        gpus: of each actor; 0 keeps it on the CPU.
-        timeout: seconds of a call made through the returned backend.
-        restarts: how often Ray starts a dead actor again.
-        shard_class: what they load.
-
-    Raises:
-        UserError: A service of that name runs, there is not room enough for it, or encoder or cache are not usable.
+        service: Name that `connect` looks for; UserError if it is taken.
+        cache: Folder that every node of the cluster sees; None for `default_cache()`.
+        address: Host and port of a cluster to join; None starts one on this machine.
+        host: Address of the cluster that is started; on a loopback one nothing outside this machine reaches it.
+        cpus: Of each of the `shards` actors, like `gpus`; 0 GPUs keep it on the CPU.
+        timeout: Seconds of a call made through the returned backend.
+        restarts: How often Ray starts a dead actor again.
     """
     if not 1 <= shards <= max(len(titles), 1):
         raise UserError(f"shards: expected 1 to {len(titles)}, the number of items, got {shards}")
@@ -279,7 +240,6 @@ def _find_actor(service: str, shard: int) -> Any | None:
 
 
 def _look_up(service: str, timeout: float) -> Pool:
-    """The actors of a service."""
     with typed_errors(timeout):
         found = (_find_actor(service, i) for i in itertools.count())
         pool = Pool(service, [*itertools.takewhile(bool, found)], _LIMITS, whole=True)
@@ -295,13 +255,13 @@ def _look_up(service: str, timeout: float) -> Pool:
 
 
 def _said(pool: Pool, seconds: float) -> dict[str, Any]:
-    """What a shard says of its service, once all have loaded theirs."""
+    """Description of the service by a shard, once all have loaded."""
     with typed_errors(seconds):
         return pool.wait_until_ready(seconds)[0]
 
 
 def _jax_device(name: str) -> Any:
-    """The JAX device of "cpu" (None) or of the actor's card."""
+    """JAX device of "cpu" (None) or of the actor's card."""
     if name == "cpu":
         return None
     import jax

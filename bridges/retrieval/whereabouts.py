@@ -1,4 +1,4 @@
-"""Where a user's own services run: `serve` leaves its cluster's address in a file that only the user can write.
+"""Addresses of a user's own services: `serve` leaves its cluster's in a file that only the user can write.
 
 Ray's own ways to find a cluster (RAY_ADDRESS, "auto") find anybody's: a run joins what this file or its config names.
 """
@@ -19,12 +19,7 @@ from grpo_jax.errors import UserError
 
 
 class Whereabouts(NamedTuple):
-    """Of one service.
-
-    Attributes:
-        address: host and port of its cluster.
-        session: name of the cluster's session; another one at that address is another cluster.
-    """
+    """Cluster of one service, HOST:PORT, and its session: another one at that address is another cluster."""
 
     address: str
     session: str
@@ -38,11 +33,7 @@ def service_file(service: str) -> Path:
 
 @contextmanager
 def announced(service: str, where: Whereabouts) -> Iterator[None]:
-    """Keeps the file of a service while the block runs.
-
-    Raises:
-        UserError: It cannot be written.
-    """
+    """Keep the file of a service while the block runs; UserError if it cannot be written."""
     path = service_file(service)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,10 +52,9 @@ def announced(service: str, where: Whereabouts) -> Iterator[None]:
 
 
 def find_service(service: str) -> Whereabouts | None:
-    """Where this user's service of that name runs, or ran when it was killed; None if no file says.
+    """Find this user's service of that name, which may have been killed since; None if no file names it.
 
-    Raises:
-        UserError: Somebody else can write the file, or it is broken.
+    UserError if somebody else can write the file, or it is broken.
     """
     path = service_file(service)
     try:

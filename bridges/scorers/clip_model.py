@@ -20,7 +20,7 @@ PUBLISHED: dict[str, int] = {
     "openai/clip-vit-large-patch14": 427_616_513,
     "openai/clip-vit-base-patch32": 151_277_313,
 }
-"""Numbers in models on the hub."""
+"""Parameters of models on the hub."""
 
 BICUBIC, BILINEAR = 3, 2  # Pillow's numbers
 
@@ -59,7 +59,7 @@ class ClipModel:
         """Load the model with its tokenizer and image processor on "cpu" or "gpu:N".
 
         Raises:
-            UserError: It is no such model, or a file of it is missing or broken.
+            UserError: No such model, or a missing or broken file.
         """
         from transformers import AutoTokenizer, CLIPModel
 
@@ -108,7 +108,7 @@ class ClipModel:
         return config
 
     def _preprocess(self) -> Preprocess:
-        """What preprocessor_config.json says."""
+        """The transform of preprocessor_config.json."""
         from bridges.clip import Preprocess
         from bridges.loading import first_line, load_settings
 
@@ -139,7 +139,7 @@ class _Towers:
         return getattr(features, "pooler_output", features)  # transformers before 5 gave the tensor alone
 
     def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, window] → features [B, width]; what stands behind a text's end is not seen from there."""
+        """Tokens [B, window] → features [B, width]; tokens behind a text's end do not count."""
         features = self.model.get_text_features(input_ids=tokens)
         return getattr(features, "pooler_output", features)
 

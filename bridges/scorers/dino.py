@@ -17,7 +17,7 @@ PUBLISHED: dict[str, int] = {
     "facebook/dinov2-base": 86_580_480,
     "facebook/dinov2-large": 304_368_640,
 }
-"""Numbers in models on the hub."""
+"""Parameters of models on the hub."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Dino:
         local_folder(self.model)
 
     def load(self, device: str) -> ImageEncoder:
-        """Load the model on "cpu" or "gpu:N"; its first state, the class token's, stands for the picture.
+        """Load the model on "cpu" or "gpu:N"; the feature of a picture is the first state, the class token's.
 
         Only safetensors are read, and no code that comes with the weights is run.
 
         Raises:
-            UserError: There is no such model, it is no vision model, or its weights are missing or broken.
+            UserError: No such model, no vision model, or missing or broken weights.
         """
         from transformers import AutoModel
 
@@ -80,7 +80,7 @@ class Dino:
         return [("DINO", count * loading.ITEM_BYTES[self.dtype], self.dtype), ("scoring", 2**28, "allowance")]
 
     def _preprocess(self, config: PretrainedConfig) -> Preprocess:
-        """What preprocessor_config.json says, but for the margin that it would cut off: all of a picture counts."""
+        """The transform of preprocessor_config.json, without its crop of the margin: all of a picture counts."""
         from bridges.clip import Preprocess
         from bridges.loading import load_settings
 

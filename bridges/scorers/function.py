@@ -1,4 +1,4 @@
-"""A reward function of anyone's as a judge, so that it can run in a pool of Ray actors."""
+"""A user's reward function as a judge, so that it can run in a pool of Ray actors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Function:
     options: dict[str, Any] = field(default_factory=dict)
 
     runs_on: ClassVar[str] = "cpu"
-    """Where it is unless `devices` says otherwise: no card is kept for it."""
+    """Device unless `devices` says otherwise: no card is kept for it."""
 
     def __post_init__(self) -> None:
-        """Refuse a name that can be none."""
+        """Refuse a malformed name."""
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
     def check(self) -> None:
@@ -36,12 +36,12 @@ class Function:
         self.load("cpu")
 
     def load(self, device: str) -> Callable:
-        """The function with its options; the device is not its own."""
+        """Return the function with its options; the device is not its own."""
         function = load_object(self.name, "name")
         if not callable(function):
             raise UserError(f"name {self.name!r}: it is a {type(function).__name__}, not a function")
         return functools.partial(function, **self.options) if self.options else function
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """It does not say."""
+        """Unknown: 0 bytes are counted."""
         return [("function", 0, "it does not say")]

@@ -1,4 +1,4 @@
-"""A judge that runs elsewhere and is asked over HTTP; examples/http_judge is a server of it.
+"""A remote judge, asked over HTTP; examples/http_judge is a server of it.
 
 Batches go out as JSON, several at once, and are sent again where network or server fail.
 """
@@ -25,7 +25,7 @@ from grpo_jax.errors import UserError, one_line
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before the second attempt, twice as long before each further one; and the most."""
 PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP's status codes of what may be over in a moment."""
+"""HTTP status codes of transient failures."""
 _LONGEST_ANSWER = 2**26  # bytes
 
 
@@ -53,10 +53,10 @@ class Http:
     attempts: PositiveCount = may_change(5)
 
     runs_on: ClassVar[str] = "cpu"
-    """Where it is unless `devices` says otherwise: no card is kept for it."""
+    """Device unless `devices` says otherwise: no card is kept for it."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Check the ranges."""
         parts = urlsplit(self.url)
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
         require(complete, "url", "http://HOST/… or https://HOST/…", self.url)
@@ -64,24 +64,24 @@ class Http:
         check_ranges(self, "")
 
     def check(self) -> None:
-        """Refuse headers that are not there; nobody is asked."""
+        """Refuse headers that are not there; no request is made."""
         read_headers(self.headers_from)
 
     def load(self, device: str) -> HttpJudge:
-        """The judge; the device is not its own."""
+        """Return the judge; the device is not its own."""
         return HttpJudge(self)
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """None here."""
+        """None on this machine."""
         return [("HTTP", 0, "runs elsewhere")]
 
 
 class JudgeError(RuntimeError):
-    """A judge that gave no scores, whatever was tried; says why in one line."""
+    """A judge gave no scores after all attempts; says why in one line."""
 
 
 class _PassingError(Exception):
-    """An attempt that failed and may be made again; `retry_after` is what the server asks for, in seconds."""
+    """A failed attempt that may be repeated; `retry_after` is the server's request, in seconds."""
 
     def __init__(self, reason: str, retry_after: float = 0.0):
         super().__init__(reason)
@@ -89,7 +89,7 @@ class _PassingError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Headers with a key in them go to the judge that was named, and to no other."""
+    """Refuses redirects: headers with a key in them go to the configured judge, and to no other."""
 
     def redirect_request(self, *_: object) -> None:
         """No other request: the answer that redirects is an error."""
@@ -122,13 +122,7 @@ class HttpJudge:
         return f"{self.name}: {self._config.concurrency} requests at once, of {self._config.batch_size} completions"
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence) -> list[float | None]:
-        """The reward: a score or None for each of B completions.
-
-        Args:
-            prompts: B texts.
-            completions: B texts.
-            **columns: B values each; those that the config names are sent.
-        """
+        """Return a score or None for each of B completions; of the columns, B values each, the config's are sent."""
         if missing := [name for name in self._config.columns if name not in columns]:
             raise JudgeError(f"the data have no column {missing[0]}, which is to be sent")
         size = self._config.batch_size
@@ -177,19 +171,12 @@ class HttpJudge:
 
 
 def pause_after(attempt: int, first: float, retry_after: float) -> float:
-    """Seconds before the attempt behind number `attempt`, counted from 0: exponential backoff with jitter.
-
-    Args:
-        attempt: The one that failed.
-        first: Seconds after the first.
-        retry_after: The least, if the server says so.
-    """
+    """Seconds after failed attempt `attempt`, from 0: exponential backoff with jitter, at least `retry_after`."""
     backoff = min(first * 2**attempt, LONGEST_PAUSE)
     return max(random.uniform(backoff / 2, backoff), min(retry_after, LONGEST_PAUSE))
 
 
 def _scores(answer: bytes, count: int) -> list[float | None]:
-    """The scores of a batch."""
     try:
         scores = parse_json(answer)["scores"]
     except (ValueError, KeyError) as error:
@@ -203,11 +190,7 @@ def _scores(answer: bytes, count: int) -> list[float | None]:
 
 
 def read_headers(variable: str) -> dict[str, str]:
-    """The headers that an environment variable holds, one "Name: value" in a line; none where no variable is named.
-
-    Raises:
-        UserError: It is not set, or holds something else; what it holds is not said.
-    """
+    """Read headers, one "Name: value" in a line, from an environment variable; errors keep its value secret."""
     if not variable:
         return {}
     lines = [line for line in os.environ.get(variable, "").splitlines() if line.strip()]

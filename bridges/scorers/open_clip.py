@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 PUBLISHED: dict[str, int] = {"ViT-B-32": 151_277_313, "ViT-L-14": 427_616_513}
-"""Numbers in open_clip's models."""
+"""Parameters of open_clip's models."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,7 @@ class OpenClip:
         )
 
     def _open_clip_name(self) -> str:
-        """The name open_clip is to be given, after the checks that it leaves to a log line or a traceback.
-
-        Raises:
-            UserError: The model is unknown, or lacks weights that can be read; none is read here.
-        """
+        """The name for open_clip, after checks that it leaves to a log line or a traceback; no weight is read."""
         import open_clip
 
         from bridges import bundled

@@ -51,7 +51,7 @@ class SequenceClassification:
         """Load the model on "cpu" or "gpu:N".
 
         Raises:
-            UserError: There is no such model or label, or its weights are missing, broken, or no safetensors.
+            UserError: No such model or label, or weights that are missing, broken, or no safetensors.
         """
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -78,7 +78,7 @@ class SequenceClassification:
         return [("reward model", weights, self.dtype), ("scoring", 2**29, "allowance")]
 
     def _column(self, config: PretrainedConfig) -> int:
-        """Which of the model's outputs is the reward."""
+        """Index of the model's output that is the reward."""
         names = list(config.id2label.values())
         if len(names) == 1 and not self.label:
             return 0
@@ -88,12 +88,7 @@ class SequenceClassification:
 
 
 class RewardModel:
-    """A loaded reward model, itself a reward.
-
-    Attributes:
-        device: Where it runs, and where its scores are.
-        name: As it was asked for.
-    """
+    """A loaded reward model, itself a reward."""
 
     def __init__(
         self,
@@ -127,16 +122,16 @@ class RewardModel:
         messages: Sequence[Sequence[Message]] | None = None,
         **columns: object,
     ) -> torch.Tensor:
-        """The reward: what the model gives each completion as the answer to its prompt.
+        """Return the model's score of each completion as the answer to its prompt.
 
         Args:
             prompts: B texts.
             completions: B texts.
             messages: B conversations in place of the prompts, where the data have them; lists of chat messages.
-            **columns: Not looked at.
+            **columns: Ignored.
 
         Returns:
-            float32 [B], as the model's head has it; NaN is refused by whoever asks.
+            float32 [B], as the model's head has it; NaN is refused by the caller.
         """
         import torch
 

@@ -53,8 +53,8 @@ class Vqa:
         """Load the model with its processor on "cpu" or "gpu:N".
 
         Raises:
-            UserError: There is no such model, it sees no pictures or has no chat template, or its weights are missing,
-                broken, or no safetensors.
+            UserError: No such model, one without pictures or chat template, or weights that are missing, broken, or
+                no safetensors.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -72,7 +72,7 @@ class Vqa:
         return Answerer(self, model, processor, target)
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Weights; of a batch, a gigabyte is allowed for."""
+        """Weights, and an allowance of a gigabyte for a batch."""
         from bridges import loading
 
         size = loading.model_size(self.path, "AutoModelForImageTextToText")
@@ -81,12 +81,7 @@ class Vqa:
 
 
 class Answerer:
-    """A loaded image-text-to-text model.
-
-    Attributes:
-        device: Where it runs, and where its scores are.
-        name: As it was asked for.
-    """
+    """A loaded image-text-to-text model."""
 
     def __init__(self, config: Vqa, model: PreTrainedModel, processor: ProcessorMixin, device: torch.device):
         """Take the parts as `Vqa.load` makes them."""
@@ -106,21 +101,20 @@ class Answerer:
         return f"{self.name}: {type(self._model).__name__}, P({answer!r}), on {self.device}"
 
     def image_text(self, images: torch.Tensor, texts: list[str]) -> torch.Tensor:
-        """How surely each picture [B, 3, H, W] shows its text: `yes` to the question made of it; float32 [B]."""
+        """Return `yes` to the question made of each text and picture [B, 3, H, W]; float32 [B]."""
         return self.yes(images, [self._config.question.replace(PROMPT, text) for text in texts])
 
     def yes(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
-        """The probability that the model's reply to each question begins with the answer.
+        """Return the probability that the model's reply to each question begins with the answer.
 
         Args:
             images: Float [B, 3, H, W] in [0, 1], on any device.
             questions: B texts.
 
         Returns:
-            float32 [B] in [0, 1], among all replies there are: it need not be 1 less that of a "No".
+            float32 [B] in [0, 1], among all possible replies: it need not be 1 less that of a "No".
 
         Raises:
-            ValueError: There is not one question for each picture.
             ScoreError: A probability is not finite.
         """
         import torch
@@ -160,7 +154,7 @@ class Answerer:
         return logprobs.gather(2, answer.to(self.device)[..., None]).sum((1, 2)).exp()
 
     def _inputs(self, images: torch.Tensor, questions: list[str]) -> BatchFeature:
-        """What the processor makes of pictures and questions."""
+        """The processor's inputs for pictures and questions."""
         from bridges.pixels import to_pillow
 
         messages = [

@@ -282,7 +282,7 @@ def _whitened(x: jax.Array, votes: jax.Array, eps: float, noise: jax.Array) -> j
 
 
 def groups_without_signal(rewards: ArrayLike) -> jax.Array:
-    """Which groups teach nothing: all present rewards equal, or fewer than two present.
+    """Groups without signal: all present rewards equal, or fewer than two present.
 
     Judged per objective: a group whose summed rewards are equal can still teach GDPO something.
 
@@ -305,7 +305,7 @@ def groups_without_signal(rewards: ArrayLike) -> jax.Array:
 def distinct_advantages(
     advantages: ArrayLike, *, mask: ArrayLike | None = None, axis: int | None = None, tolerance: float = 1e-4
 ) -> jax.Array:
-    """How many different values the advantages take: what a learning signal can tell apart.
+    """Number of different values among the advantages.
 
     Rewards that are summed first and normalised then (GRPO) collapse: (1, 0) and (0, 1) become one value. GDPO
     keeps them apart (https://arxiv.org/abs/2601.05242, section 3). Each group has its own mean and standard

@@ -1,8 +1,8 @@
 """From values per token to a loss: the denominators, and means that survive being split.
 
 A loss is a sum over a denominator that belongs to the whole update. A part of the batch, on one device or in
-one micro-batch, sees part of the sum and is told the denominator; then the parts' losses and gradients add
-up.
+one micro-batch, sees part of the sum and is given the denominator; then the parts' losses and gradients
+add up.
 """
 
 from dataclasses import dataclass

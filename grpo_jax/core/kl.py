@@ -48,7 +48,7 @@ class KLPenalty:
             )
 
     def per_token(self, logprobs: jax.Array, old_logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-        """What is penalised at each token, without the weight; all arguments of one shape."""
+        """The penalty at each token, without the weight; all arguments of one shape."""
         estimate = kl_divergence(logprobs, ref_logprobs, estimator=self.estimator)
         if self.corrected:
             return estimate * jnp.exp(logprobs - old_logprobs)

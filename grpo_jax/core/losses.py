@@ -28,7 +28,7 @@ from grpo_jax.core.surrogates import CappedWeight, Clip, SoftGate, Surrogate
 
 
 class GRPOMetrics(NamedTuple):
-    """What one call of `grpo_loss` saw; every member a `Mean`, so that parts of a batch add up.
+    """Metrics of one `grpo_loss` call; every member a `Mean`, so that parts of a batch add up.
 
     Attributes:
         policy_loss: the aggregated surrogate, without KL and entropy.
@@ -52,7 +52,7 @@ class GRPOMetrics(NamedTuple):
 
 
 class SFTMetrics(NamedTuple):
-    """What one call of `sft_loss` saw.
+    """Metrics of one `sft_loss` call.
 
     Attributes:
         loss: negative log-likelihood, mean over tokens.

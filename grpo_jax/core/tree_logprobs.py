@@ -1,4 +1,4 @@
-"""Log-probabilities of texts of a catalogue: of each token among those that go on with one of its texts."""
+"""Log-probabilities of texts of a catalogue, of each token among those that may follow there."""
 
 from __future__ import annotations
 

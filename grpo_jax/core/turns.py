@@ -41,7 +41,7 @@ def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
 
 
 def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, discount: float) -> jax.Array:
-    """What each turn and those after it bring: discounted sums over turns, of each objective by itself.
+    """Discounted sums over each turn and those after it, of each objective by itself.
 
         R[u] = r[u] + γ · R[u + 1]
 

@@ -158,7 +158,7 @@ def _check_argument(name: str, text: str) -> None:
 
 
 def _without_value(argument: str) -> str:
-    """Return the error of an option that stands alone and takes a value; None for others."""
+    """Return the error of an argument that is no flag and has no value."""
     near = difflib.get_close_matches(argument, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)
     return f"{said(argument)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
 

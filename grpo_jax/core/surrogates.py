@@ -1,8 +1,7 @@
 """Objectives of a policy loss per token: clipped ratio, capped weight, soft gate.
 
-A surrogate is a frozen dataclass with two methods, of `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for
-one ratio per row), `logprobs` `[.., T]` and `advantages` (`[.., 1]` or `[.., T]`). Any object with both will
-do.
+A surrogate is a frozen dataclass with two methods, of `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for one
+ratio per row), `logprobs` `[.., T]` and `advantages` (`[.., 1]` or `[.., T]`). Any object with both will do.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class Clip:
     dual: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         if not 0 <= self.low <= 1:
             raise ValueError(f"low must be in [0, 1], got {self.low}")
         if not self.high >= 0:
@@ -72,7 +71,7 @@ class CappedWeight:
     cap: float = 5.0
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         if not self.cap > 1:
             raise ValueError(f"cap is the largest weight itself and must be more than 1, got {self.cap}")
 
@@ -104,7 +103,7 @@ class SoftGate:
     negative: float = 1.05
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         for name, value in (("positive", self.positive), ("negative", self.negative)):
             if not value > 0:
                 raise ValueError(f"{name} must be more than 0, got {value}")

@@ -146,7 +146,7 @@ def _first_rows(rows: Sequence[Row], most: float, stored: set[tuple[str, str]]) 
 
 
 def _texts(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a column, and pictures, that stand in the page once however often rows repeat them."""
+    """Yield a row's texts by column, and pictures: they stand in the page once however often rows repeat them."""
     yield from ((name, cell) for name, cell in row.items() if isinstance(cell, str))
     yield from ((_PICTURES, picture) for picture in row.get(_PICTURES, ()))
 

@@ -168,7 +168,7 @@ class _State:
                 self.changed.notify_all()
 
     def take(self, queue: deque, limit: int) -> object:
-        """Take the next in a queue, once fewer than `limit` chunks are on their way."""
+        """Take the next in a queue; in the first, once fewer than `limit` chunks are on their way."""
         first, done = queue is self.queues[0], self.queues[-1]
         with self.changed:
             self.changed.wait_for(lambda: (queue and not (first and self.begun - len(done) >= limit)) or self.stopped)

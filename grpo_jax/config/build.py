@@ -63,11 +63,7 @@ class RawArgument(str):
 
 
 def complete(kind: type, values: Values, name: str = "") -> dict[str, Any]:
-    """Return plain values of all fields of a dataclass in one shape: the given ones, unknown ones too, and defaults.
-
-    Raises:
-        UserError: A class that does not exist, or a value that no file can hold.
-    """
+    """Return plain values of all fields of a dataclass in one shape: given ones, unknown ones and defaults."""
     if not isinstance(values, Mapping):
         raise UserError(f"{said(name)}: expected a mapping of fields, got {shown(values)}")
     hints = get_type_hints(kind)
@@ -168,10 +164,7 @@ def _plain_object(field: dataclasses.Field, value: Any, name: str) -> dict[str, 
 
 
 def _split(field: dataclasses.Field, value: Values, name: str) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    """Return the class that a mapping names, its values, and those of the section beside it, if there is one.
-
-    UserError if there is no such class, or one of its fields is also in the section beside it, which is used.
-    """
+    """Return the class that a mapping names, its values, and those of the section beside it, if there is one."""
     kind = find_class(value[KEY], field.metadata[CLASSES], name)
     holder = shared_holder(field)
     names = {one.name for one in dataclasses.fields(kind)}
@@ -189,10 +182,8 @@ def _split(field: dataclasses.Field, value: Values, name: str) -> tuple[type, di
 def build(kind: type[Section], values: Values, name: str = "") -> Section:
     """Make a dataclass of nested plain values; those that are such dataclasses already are taken as they are.
 
-    `name` is used in errors, "" for a whole config.
-
-    Raises:
-        UserError: An unknown or missing field, a value of another type, or one out of range: a line for each.
+    `name` is used in errors, "" for a whole config. The UserError has a line for each unknown or missing field, each
+    value of another type, and each one out of range.
     """
     values = complete(kind, values, name)
 
@@ -267,8 +258,7 @@ def _object(field: dataclasses.Field, value: Values, name: str) -> Any:
 def typed(hint: Any, value: Any, name: str) -> Any:
     """Return plain data as a value of a type, strictly: no text is a number, no number is text.
 
-    Raises:
-        UserError: A line for each mistake that pydantic finds: where, what was expected, what came.
+    The UserError has a line for each mistake: where, what was expected, what came.
     """
     try:
         return _adapter(hint).validate_json(json.dumps(value, default=shown))

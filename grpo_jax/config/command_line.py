@@ -33,10 +33,7 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
 
     Later values win: the task's defaults, the files that --config names, the arguments. Without --config the file is
     the run directory's config.yaml on --resume, else the task's default. `command` is the one that --help is about.
-
-    Raises:
-        UserError: Unknown field, wrong type, value out of range or missing file, each in one line.
-        SystemExit: After --help and --print_config.
+    Raises UserError, with each mistake in one line, and SystemExit after --help and --print_config.
     """
     options = list(_options(arguments))
     files = [find_config(value) for name, value in options if name == "config"]
@@ -69,10 +66,7 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
 
 
 def find_config(name: str) -> Path:
-    """Find a config: a file as named, else one that ships with the package (with or without .yaml).
-
-    The UserError lists the configs that ship with the package.
-    """
+    """Find a config: a file as named, else one that ships with the package (with or without .yaml)."""
     if os.path.exists(name) and not os.path.isdir(name):  # of any text, one too long for a path among them
         return Path(name)
     stem = Path(name).name.removesuffix(".yaml")
@@ -175,10 +169,7 @@ def _with_class(values: Values, place: Sequence[str], kind: str) -> dict[str, An
 
 
 def _assigned(values: dict[str, Any], assignments: Sequence[tuple[str, RawArgument]], task: type) -> dict[str, Any]:
-    """Return values with those of the arguments in their places.
-
-    UserError if an argument has the name of an earlier version, or leads to no entry of a list.
-    """
+    """Return values with those of the arguments in their places."""
     refuse_renamed(merged(*(_placed({}, name.split("."), RawArgument()) for name, _ in assignments)), task.renamed)
     resets = getattr(task.config, "resets", {})
     for name, _ in assignments:

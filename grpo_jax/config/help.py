@@ -78,11 +78,8 @@ _MOST_USED = (
 def show_help(topic: str, kind: type, values: Values, command: str = "train") -> str:
     """Return the text of `--help TOPIC`; UserError names the nearest topic.
 
-    Args:
-        topic: "" for the first screen, the name of a section or a field, or "all".
-        kind: The config's class.
-        values: Plain values of all its fields, those in force.
-        command: Which first screen.
+    The topic is "" for the first screen of `command`, the name of a section or a field, or "all"; `values` are plain
+    values of all fields, those in force.
     """
     sections = sections_of(kind, values)
     if not topic:

@@ -28,12 +28,9 @@ MOST_LINES = _COLOURS * len(_DASHES)
 
 
 class Series(NamedTuple):
-    """One line: its name and (step, value) points.
+    """One line: its name and (step, value) points in order; a sparse one is drawn with dots.
 
-    Attributes:
-        points: In the order of steps.
-        sparse: Drawn with dots.
-        place: Decides colour and dashes, from 0; by default its place among the lines of the chart.
+    `place` decides colour and dashes, from 0; by default it is the place among the lines of the chart.
     """
 
     name: str

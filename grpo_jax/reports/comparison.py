@@ -33,13 +33,9 @@ _MISSING = "–"
 
 
 class Compared(NamedTuple):
-    """A run in a comparison.
+    """A run in a comparison, with a name as short as it can be told from the others'.
 
-    Attributes:
-        name: As short as it can be told from the others'.
-        rows: Of metrics.jsonl.
-        summary: Content of summary.json; empty where it has not finished.
-        fields: Its config, by dotted names.
+    Its rows are of metrics.jsonl, its summary is empty where it has not finished, its fields have dotted names.
     """
 
     name: str

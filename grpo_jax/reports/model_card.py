@@ -34,14 +34,9 @@ def model_card(
     checkpoint: str = "final",
     adapters: bool = False,
 ) -> str:
-    """Return the card in Markdown, with the front matter that the Hugging Face hub reads.
+    """Return the card of a language run in Markdown, with the front matter that the Hugging Face hub reads.
 
-    Args:
-        config: Of a language run.
-        summary: Content of summary.json.
-        display: How the task's measures are shown.
-        checkpoint: The one of the weights.
-        adapters: Whether the folder holds the adapters alone, in PEFT's format.
+    The weights are those of `checkpoint`, or with `adapters` the adapters alone, in PEFT's format.
     """
     import yaml
 

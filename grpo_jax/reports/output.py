@@ -49,12 +49,9 @@ class RunOutput:
         self._open_line = ExitStack()
 
     def truncate(self, step: int, *, rows: int | None = None) -> int:
-        """Remove the output after a step (0 for a new run), open the metric writers and count the rows of metrics.
+        """Remove the output after a step (0 for a new run), open the metric writers and return the number of rows.
 
         `step` is the last whose completions stay, `rows` the last whose metrics stay (the same if None).
-
-        Raises:
-            UserError: A writer of the config is missing or cannot write.
         """
         resume_step = (step if rows is None else rows) if self._config.resume else None
         if self._config.resume:

@@ -63,9 +63,6 @@ def write_report(
     """Write the page of a run with metrics, finished or not, from its directory.
 
     `megabytes` limits the completions in the page; `summary` is given by a run that is about to write it.
-
-    Raises:
-        UserError: A file of the run is damaged, or the page cannot be written.
     """
     rows = read_metrics(run.metrics)
     summary = read_summary(run, rows) if summary is None else finite(summary)
@@ -85,14 +82,8 @@ def render_report(
 ) -> str:
     """Render the page of a run.
 
-    Args:
-        title: The run's name.
-        summary: Content of summary.json; `evaluation.<measure>.{before, after, oracle}` makes the headline. Empty for
-            a run that has not finished.
-        display: How the task's measures are shown.
-        rows: Of metrics.jsonl, for the curves.
-        end: Gallery, episodes and tables (`end_sections`), and how the run was begun.
-        completions: Those of training, to be searched.
+    `evaluation.<measure>.{before, after, oracle}` of the summary makes the headline; it is empty for a run that has
+    not finished. `completions` are those of training, to be searched.
     """
     sections = [
         _headline(title, summary, display, rows),

@@ -194,11 +194,8 @@ def open_writers(
 ) -> tuple[list[MetricWriter], list[str]]:
     """Open metrics.jsonl and the writers of `report_to`; return them, and notes about those left out.
 
-    A run that goes on after `resume_step` has been rewound to it. Weights & Biases shows `config`, and takes
-    `project` from it.
-
-    Raises:
-        UserError: A writer is unknown, missing, or cannot write.
+    A run that goes on after `resume_step` is rewound to it. Weights & Biases shows `config`, and takes `project` from
+    it.
     """
     require_writers(report_to)
     if resume_step is not None:

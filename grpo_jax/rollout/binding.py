@@ -124,7 +124,6 @@ class ResolvedReward(NamedTuple):
     Attributes:
         function: As anyone wrote it, or `JUDGE_AS_REWARD`.
         judge: The judge to ask in place of its own; "" for its own.
-        options: Its arguments that the config sets.
         messages: Whether it gets chat messages as its prompts and completions.
         adapt: The task's wrapper; None for one of its own.
         providers: Functions that give arguments that are the run's.
@@ -195,18 +194,14 @@ def resolve_rewards(
     trainer: Trainer | None = None,
     drawn: bool = False,
 ) -> ResolvedRewards:
-    """Find the rewards of a config and bind their options.
+    """Find the rewards of a config and bind their options; UserError if one does not exist or cannot be isolated.
 
     Args:
-        source: The task's own rewards.
         judges: Names of the judges there are.
         functions: By label, in place of what sections name.
         timeout: Seconds that one call of an isolated reward may take.
         trainer: Asked by rewards with an argument `trainer_state` or `log_metric`.
         drawn: Whether pictures are made of completions, which an isolated reward cannot get.
-
-    Raises:
-        UserError: A reward, judge or option does not exist, or a reward cannot be isolated.
     """
     sections = source.conditions(sections or source.defaults)
     if not sections:

@@ -160,9 +160,6 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
     The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a file moves few
     others. `held_out` is the number of different prompts (int) or the share of them (float, rounded; at least one if
     above 0) that each of the two parts gets.
-
-    Raises:
-        UserError: Nothing would be left to train on.
     """
     parts = split_places(row_digests(rows), held_out=held_out)
     return PromptSet(*(tuple(rows[place] for place in places) for places in parts))

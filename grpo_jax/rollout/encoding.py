@@ -50,12 +50,9 @@ _NO_VISION = "the prompts hold pictures, and the policy has no vision tower: cho
 
 
 class Encoded(NamedTuple):
-    """Prompts as token ids, on the host.
+    """Prompts as token ids, on the host: i32 [P, L], left-padded, and their mask bool [P, L].
 
-    Attributes:
-        tokens: i32 [P, L], left-padded; a picture stands in them as its placeholders.
-        mask: bool [P, L].
-        pictures: [P, I, ..]; None where the data set has none.
+    A picture stands among the tokens as its placeholders; `pictures` [P, I, ..] is None where the data set has none.
     """
 
     tokens: np.ndarray
@@ -91,7 +88,8 @@ def make_encode(
     """Make encode(rows) → `Encoded`.
 
     The user's text stays text: marks of the tokenizer, and places of pictures, come from template and instruction
-    alone.
+    alone. UserError for a prompt that is too long, prompts without tokens or all the same, or a picture that cannot
+    be used.
 
     Args:
         section: Form, instruction, and the most tokens of a prompt, its pictures' included.
@@ -101,13 +99,8 @@ def make_encode(
             more than 4096 without pictures only those with the most text, and all that could be too long, are encoded
             beforehand; a batch with a longer one is wider.
         image_processor: Called where a row has pictures.
-        context_length: The most tokens of a prompt with its completion (max_position_embeddings); None for any
-            number.
+        context_length: The most tokens of a prompt with its completion (max_position_embeddings).
         completion_tokens: The most tokens behind a prompt.
-
-    Raises:
-        UserError: A prompt is longer than data.max_prompt_tokens or than the context leaves room for; the prompts
-            leave no tokens, or all the same; a picture cannot be used.
     """
     sizes = row_sizes(rows)
     processor = None
@@ -330,10 +323,8 @@ def tell_system_prompt(
 def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
     """Return a row's messages, or its pictures, instruction and prompt as one of the user, behind a system message.
 
-    The instruction says {prompt} where the prompt goes. The system message is added unless the row begins with one.
-
-    Raises:
-        UserError: The instruction and the row's own form exclude each other.
+    The instruction says {prompt} where the prompt goes; a row with a form of its own excludes it (UserError). The
+    system message is added unless the row begins with one.
     """
     before = (Message("system", (Fixed(system),)),) if system else ()
     if row.messages:

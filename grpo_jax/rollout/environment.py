@@ -28,12 +28,9 @@ EncodeAnswer = Callable[[Answer, bool, Sequence[Sequence[int]]], list[int]]
 
 
 class ReplyTokens(NamedTuple):
-    """Answers as token ids, on the host.
+    """Answers as token ids i32 [P, G, A], padded on the right, and their mask bool [P, G, A], on the host.
 
-    Attributes:
-        tokens: i32 [P, G, A], padded on the right.
-        mask: bool [P, G, A]; false where a completion does not go on.
-        pictures: `Pictures` [P, G, I, ..] among it, or None.
+    The mask is false where a completion does not go on. `pictures` are `Pictures` [P, G, I, ..] or None.
     """
 
     tokens: np.ndarray
@@ -178,13 +175,9 @@ def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str
 
 
 class Replies(NamedTuple):
-    """Replies to some completions of a chunk.
+    """Replies to some completions of a chunk; an answer is None where the environment failed.
 
-    Attributes:
-        answers: One each; None where the environment failed.
-        going: Whether the policy writes again.
-        failed: Whether the environment failed.
-        tokens: To all of the chunk, [P, G, A].
+    `going` says which completions the policy continues; `tokens` [P, G, A] has all of the chunk.
     """
 
     answers: list[Answer | None]
@@ -205,10 +198,8 @@ def make_encode_answer(
     """Make the function from an answer to the tokens between the policy's text and its next one.
 
     An answer may take `limit` tokens (`sampling.max_answer_tokens`); the function raises `AnswerError` for a longer
-    one, or one without tokens. `template_options` are passed to the chat template, as for prompts.
-
-    Raises:
-        UserError: The chat template does not go on after an answer.
+    one, or one without tokens. `template_options` are passed to the chat template, as for prompts. UserError if the
+    template does not go on after an answer.
     """
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
     encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, **template_options)

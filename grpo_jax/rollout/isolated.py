@@ -131,10 +131,7 @@ class _Worker:
         return answer["values"]
 
     def _start(self) -> list[inspect.Parameter]:
-        """Start a process, in place of the one before; return the function's parameters.
-
-        Raises UserError for a name that the child refuses, _GoneError if it died on the import.
-        """
+        """Start a process, in place of the one before; return the function's parameters."""
         self._end()
         self.channel, theirs = Pipe()
         file, run = str(theirs.fileno()), str(os.getpid())

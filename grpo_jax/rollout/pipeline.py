@@ -275,10 +275,9 @@ def run_pipeline(
     """Send every chunk through all stages, the stages working at the same time on different chunks.
 
     The calling thread only waits, so signals reach it: an exception that a handler raises there (KeyboardInterrupt)
-    stops the pipeline and goes on to the caller. After any failure no further call is begun; running calls are waited
-    for, at most ten seconds, since a thread cannot be interrupted. A call that holds Python's interpreter lock for
-    ever lets no signal and no time limit through: `watchdog` then ends the process. The stages' threads have the
-    caller's context variables.
+    stops the pipeline. After any failure running calls are waited for, at most ten seconds, since a thread cannot be
+    interrupted. A call that holds Python's interpreter lock for ever lets no signal and no time limit through:
+    `watchdog` then ends the process. The stages' threads have the caller's context variables.
 
     Args:
         timeout: Seconds one call of a stage may take (compilation in a first call counts); None for no limit.
@@ -293,7 +292,7 @@ def run_pipeline(
     Raises:
         StageError: A stage raised; carries the stage, the chunk's index and the exception as its cause.
         StageTimeout: A call took longer than `timeout`. Its thread is abandoned: end the process soon.
-        Stopped: A stop was asked for; a call that takes longer than two seconds more is abandoned too.
+        Stopped: A call that takes longer than two seconds more is abandoned too.
     """
     names = [stage.name for stage in stages]
     if not names or len(set(names)) != len(names):

@@ -46,8 +46,8 @@ class Records(NamedTuple):
 
     Attributes:
         unit: "line" or "row", for errors.
-        base: The folder that paths in it are relative to; None for none.
-        count: How many there are, blank lines among them.
+        base: The folder that paths in it are relative to.
+        count: Blank lines included.
         read: read(start, stop) → those records with their numbers.
         batch: How many are read at once by `all`.
     """
@@ -65,11 +65,9 @@ class Records(NamedTuple):
 
 
 def read_records(place: str) -> Records:
-    """Open a data set.
+    """Open a data set: a .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set.
 
-    Args:
-        place: A .jsonl, .csv, .tsv, .txt or .parquet file, the folder of a saved Hugging Face data set, or
-            "hub:OWNER/NAME", "hub:OWNER/NAME:CONFIG", "hub:OWNER/NAME:CONFIG:SPLIT".
+    Also "hub:OWNER/NAME", "hub:OWNER/NAME:CONFIG" and "hub:OWNER/NAME:CONFIG:SPLIT".
     """
     if place.startswith(HUB):
         return _hub(place)

@@ -80,14 +80,11 @@ def collect_rewards(
         columns: P·G values for each of the rewards' other arguments (pictures too).
         group_size: G.
         on_error: For a reward that raises (SystemExit too), returns the wrong number of values, or a value that is no
-            finite number: "raise" raises RewardError; "missing" makes that value missing, or all of them.
+            finite number: "raise" raises RewardError; "missing" makes that value missing, or all of them. `StopRun`
+            always passes.
 
     Returns:
         f32[P, G, N]; NaN where a reward is missing.
-
-    Raises:
-        RewardError: As `on_error` says.
-        StopRun: A reward raised it, whatever `on_error` says.
     """
     count = len(completions)
     if len(prompts) != count or group_size < 1 or count % group_size:

@@ -216,16 +216,12 @@ def collect(
     """Sample and judge one batch; the stages work at once on different chunks.
 
     Args:
-        environment: Tokenizer, renderer, rewards, and what answers.
         sample: sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples; with pictures=`PictureStates` where
             the prompts have some. An `EpisodeSampler` where the environment answers.
-        variables: The policy's.
-        rows: P prompts.
         key: The run's key.
         iteration: Chooses the random numbers in training; None in evaluation, whose numbers are fixed.
         keep_prompt: How often the unchanged prompt is added to each group's completions; not where the environment
             answers.
-        scheduling: Chunks, time limit, stop and slot.
 
     Raises:
         Stopped: A stop was asked for.

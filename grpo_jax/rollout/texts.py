@@ -49,14 +49,8 @@ def allowed_tokens(
 ) -> np.ndarray | None:
     """Return the mask bool [V] of the tokens that a policy may write; None for "all".
 
-    Args:
-        rule: "all"; "ascii": tokens whose text is printable ASCII; "english": ASCII letters, digits, spaces and the
-            marks of plain sentences.
-        vocab_size: V, the model's, which may exceed the tokenizer's; the excess is never allowed.
-        eos_ids: Tokens that end a completion: always allowed. Other special tokens never are.
-
-    Raises:
-        UserError: The rule leaves nothing to write.
+    "ascii" allows tokens of printable ASCII text, "english" ASCII letters, digits, spaces and the marks of plain
+    sentences. `eos_ids` are always allowed, other special tokens and those beyond the tokenizer's vocabulary never.
     """
     if rule == "all":
         return None
@@ -83,11 +77,7 @@ def without_forbidden(
     vocab_size: int,
     eos_ids: Sequence[int],
 ) -> np.ndarray | None:
-    """Take data.forbidden_tokens, ids and texts of one token each, out of the mask of allowed tokens (None: all).
-
-    Raises:
-        UserError: A text is not one token, an id is none of the policy's or ends completions, or nothing is left.
-    """
+    """Take data.forbidden_tokens, ids and texts of one token each, out of the mask of allowed tokens (None: all)."""
     if not forbidden:
         return allowed
     left = np.ones(vocab_size, bool) if allowed is None else allowed.copy()
@@ -124,11 +114,7 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
 
 
 def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
-    """Return the trie of the texts that a task lists; None where any text may be written.
-
-    Raises:
-        UserError: A field of the config excludes it, or a text cannot be written.
-    """
+    """Return the trie of the texts that a task lists; None where any text may be written."""
     if texts is None:
         require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
         return None

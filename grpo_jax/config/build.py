@@ -152,7 +152,6 @@ def _read_argument(hint: Any, text: RawArgument, name: str) -> Any:
 
 
 def _plain_object(field: dataclasses.Field, value: Any, name: str) -> dict[str, Any]:
-    """Return the plain values of an object, with the name of its class."""
     if dataclasses.is_dataclass(value):
         return _nested(_object_leaves(field, value, ()))
     value = {KEY: str(value)} if isinstance(value, str) else value

@@ -105,7 +105,6 @@ def load_config(path: Path) -> Any:
 
 
 def _default_files(values: Mapping[str, str], task: str | None, helping: bool) -> list[Path]:
-    """Return the file of values that the arguments leave open, if there is one."""
     run_dir = values.get("run_dir")
     if values.get("resume") == "true" and (run_dir is not None or not helping):
         if run_dir is None:
@@ -152,7 +151,6 @@ def _check_argument(name: str, text: str) -> None:
 
 
 def _without_value(argument: str) -> str:
-    """Return the error of an argument that is no flag and has no value."""
     near = difflib.get_close_matches(argument, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)
     return f"{said(argument)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
 
@@ -169,7 +167,6 @@ def _with_class(values: Values, place: Sequence[str], kind: str) -> dict[str, An
 
 
 def _assigned(values: dict[str, Any], assignments: Sequence[tuple[str, RawArgument]], task: type) -> dict[str, Any]:
-    """Return values with those of the arguments in their places."""
     refuse_renamed(merged(*(_placed({}, name.split("."), RawArgument()) for name, _ in assignments)), task.renamed)
     resets = getattr(task.config, "resets", {})
     for name, _ in assignments:

@@ -30,7 +30,7 @@ Values = Mapping[str, Any]
 MOST_BYTES = 2**28
 """Limit of a file that is read whole, by default."""
 SILENCE_SECONDS = 60.0
-"""How long nothing may come from a pipe or a terminal."""
+"""Limit of the wait for a pipe or a terminal."""
 DEEPEST = 32
 """Levels of nesting of what users write; it is walked by functions that call themselves."""
 LONGEST = 2**20
@@ -68,7 +68,6 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def _wait(handle: int) -> None:
-    """Wait until a pipe or a device has more, or has ended."""
     end = time.monotonic() + SILENCE_SECONDS
     poll = select.poll()
     poll.register(handle, select.POLLIN)

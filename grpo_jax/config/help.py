@@ -112,7 +112,6 @@ def _is_meant(topic: str, name: str) -> bool:
 
 
 def _overview(screen: Screen, sections: Sequence[Section], values: Values) -> str:
-    """Return one screen: the command's purpose, examples, the options used most and the sections."""
     options = {option.name: option for section in sections for option in section.options}
     width = max(len(command) for command, what in screen.examples if what) + 3
     used = [options[name] for name in _MOST_USED if name in options]
@@ -144,7 +143,6 @@ def _brief(value: object) -> str:
 
 
 def _row(name: str, value: str, text: str) -> str:
-    """Return a name, its value if there is one, and its help, in one line."""
     start = f"  {name:<{_NAMES}} " + (f"{value:<{_VALUES}} " if value else "")
     return start + textwrap.shorten(text, _wide() - len(start), placeholder=" …")
 
@@ -158,7 +156,6 @@ def _below(sections: Sequence[Section]) -> list[str]:
 
 
 def _section(section: Section, *, whole: bool = False) -> str:
-    """Return a section with its fields, each with its first sentence or all of its help."""
     about = f"{section.name}: {section.about}" if section.about else section.name
     lines = [_filled(about), "", *(_option(option, whole=whole) for option in section.options)]
     cut = [option.name for option in section.options if first_sentence(option.line) != option.line]
@@ -168,7 +165,6 @@ def _section(section: Section, *, whole: bool = False) -> str:
 
 
 def _option(option: Option, *, whole: bool) -> str:
-    """Return a field: its name, type and value in force, and below its help."""
     name = f"--{option.name}" if option.is_argument else option.name
     kind = f"{', '.join(option.names)}, …" if option.names else type_word(option.hint)
     missing = option.value is dataclasses.MISSING
@@ -198,7 +194,6 @@ def _wide() -> int:
 
 
 def _filled(text: str, *, indent: int = 0) -> str:
-    """Wrap a text, with the lines after the first indented."""
     lines = textwrap.wrap(text, _wide(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines)
 

@@ -229,7 +229,6 @@ def with_defaults(values: Values) -> dict[str, Any]:
 
 
 def _without_sampler_devices(values: Values) -> Values:
-    """Remove a field of earlier versions that is gone."""
     policy = values.get("policy")
     if not isinstance(policy, Mapping) or "sampler_devices" not in policy:
         return values

@@ -24,7 +24,7 @@ _MAX_POINTS = 500
 _DASHES = ("", "6 3", "2 3", "9 3 2 3")
 _COLOURS = 6  # the style sheet defines --series-1 … --series-6
 MOST_LINES = _COLOURS * len(_DASHES)
-"""Lines of a chart that can be told apart."""
+"""Lines of a chart that can be distinguished."""
 
 
 class Series(NamedTuple):
@@ -179,7 +179,6 @@ def _values(series, stride, frame):
 
 
 def _legend(series):
-    """Return names with the last value, not smoothed; the figure's only labels of identity."""
     items = []
     for line in series:
         _, last = line.points[-1]

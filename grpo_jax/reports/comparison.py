@@ -139,7 +139,6 @@ def _curves(compared: Sequence[Compared], displays: Sequence[Display]) -> str:
 
 
 def _laid_over(chart: Chart, compared: Sequence[Compared]) -> str:
-    """Return a chart for each measure, with a line for each run."""
     figures = []
     for curve in chart.curves:
         lines = [_series(run, place, curve.metric, sparse=curve.sparse) for place, run in enumerate(compared)]

@@ -163,7 +163,6 @@ def _data(rows: Sequence[Row]) -> Row:
 
 
 def _column(name: str, values: Sequence[Any]) -> Row | None:
-    """Describe a column; None where it has no value."""
     kinds = {bool: "flag", int: "number", float: "number", str: "text"}
     kind = next((kinds[type(value)] for value in values if value is not None), None)
     if kind is None:

@@ -74,7 +74,6 @@ def model_card(
 
 
 def _rewards(config: Config) -> str:
-    """Return the config's rewards and conditions."""
 
     def told(reward: RewardSection) -> str:
         text = f"{reward.called} (weight {reward.weight:g})"

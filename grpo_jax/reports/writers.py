@@ -227,5 +227,4 @@ def numbers(metrics: Values) -> dict[str, float]:
 
 
 def _plain(value: Any) -> object:
-    """Return a cell of a table: a plain number or text."""
     return value.item() if hasattr(value, "item") else value

@@ -26,7 +26,7 @@ LOG = "log_metric"
 
 
 class TrainerState(NamedTuple):
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         global_step: Iterations that are done. Held-out prompts are judged alike at any time: there it is `max_steps`.
@@ -40,7 +40,7 @@ class TrainerState(NamedTuple):
 
 
 class JudgedBatch(NamedTuple):
-    """State of the run while one batch is judged, and what its rewards logged, by column of metrics.jsonl."""
+    """Progress while one batch is judged, and the numbers that its rewards logged, by column of metrics.jsonl."""
 
     state: TrainerState
     values: dict[str, list[float]]
@@ -61,10 +61,10 @@ _judged_batch: ContextVar[JudgedBatch | None] = ContextVar("judged batch", defau
 
 
 class Trainer:
-    """The run as its rewards see it: in evaluation, but for `at`."""
+    """A run's progress, as its rewards ask it: evaluation, except inside `at`."""
 
     def __init__(self, max_steps: int = 0):
-        """A run of so many iterations."""
+        """A run of `max_steps` iterations."""
         self._ended = JudgedBatch(TrainerState(max_steps, max_steps, True), {})
 
     @property

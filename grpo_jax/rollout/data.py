@@ -64,8 +64,7 @@ class Row:
 
 
 ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages", "has_system")])
-"""Of a row: the bytes of its text, messages and all; its pictures; its messages, 0 for a prompt alone; whether a system
-message begins them."""
+"""Sizes of a row: bytes of all its text, pictures, messages (0 for a prompt alone), whether a system one begins."""
 
 
 def size_of_row(row: Row) -> tuple[int, int, int, int]:
@@ -265,7 +264,7 @@ def iterations_in_all(section: TrainingSection, n: int) -> int:
 
 
 def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:
-    """Return the rows of a further draw of an iteration, i64 [P], where its own batch (draw 0) taught too little.
+    """Return the rows of a further draw of an iteration, i64 [P], where its own batch (draw 0) had too little signal.
 
     The order is the iteration's batch, then all other rows shuffled; a draw takes the next stretch, from the start
     again at the end. Within a draw all rows are different.

@@ -199,7 +199,6 @@ def _require_prompts_in_tokens(
 
 
 def _normalised(row: Row) -> str:
-    """Return a row's text without case, spaces and Unicode's forms."""
     texts = [row.prompt, *(message.text for message in row.messages)]
     return " ".join(unicodedata.normalize("NFKC", " ".join(texts)).casefold().split())
 

@@ -47,7 +47,7 @@ from grpo_jax.rollout.rewards import (
 
 ENVIRONMENT = "environment"
 START_SECONDS = 600.0
-"""How long the user's module may take to be imported."""
+"""Limit of the import of the user's module."""
 _POLL_SECONDS, _GRACE_SECONDS = 0.05, 5.0
 _LONGEST = 2**28  # bytes of an answer; more is nobody's numbers
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_jax.rollout.isolated import serve; serve()"

@@ -31,7 +31,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; some of Pillow's others start programs."""
 
 MARGIN = 0.25
-"""How far the floats of a picture may lie outside [0, 1], where filters overshoot; what lies outside is cut off."""
+"""Tolerance of floats outside [0, 1], where filters overshoot; they are clipped."""
 
 _NAME_CHARACTERS = 80  # of a file's name in an error
 _STORED_PIXELS = 128  # along the longer side of a picture that is kept beside a run's completions
@@ -322,7 +322,7 @@ def png(picture: Image) -> bytes:
 
 
 def thumbnail(source: Source, size: int) -> np.ndarray:
-    """Return a picture as reports show it: uint8 [H, W, 3], no side above `size` pixels."""
+    """Return a picture for reports: uint8 [H, W, 3], no side above `size` pixels."""
     picture = read_rgb(source)
     picture.thumbnail((size, size))
     return np.asarray(picture)

@@ -90,7 +90,6 @@ class _Call:
         return f"{self.who}: {reason}" if self.who else reason
 
     def overdue(self) -> StageTimeout | None:
-        """Return the error of a call that has taken longer than its limit."""
         start = self.start  # its own thread may stop the clock meanwhile
         if self.limit is None or start is None or time.perf_counter() - start <= self.limit:
             return None
@@ -154,14 +153,12 @@ class _State:
         self.error: StageError | None = None
 
     def wait_in_line(self, stage: str) -> bool:
-        """Wait until a stage may begin; return whether it may."""
         slot = self.slot
         with self.changed:
             self.changed.wait_for(lambda: slot is None or slot.is_up(stage) or self.stopped)
             return not self.stopped
 
     def leave(self, stage: str) -> None:
-        """Let a stage begin with the next batch."""
         if self.slot is not None:
             with self.changed:
                 self.slot.pipeline.done[stage] = self.slot.number + 1
@@ -189,13 +186,12 @@ class _State:
 
     def stop(self, error: StageError | None = None) -> None:
         with self.changed:
-            self.error = self.error or error  # the first failure is the one that is told
+            self.error = self.error or error  # the first failure is reported
             self.stopped = True
             self.changed.notify_all()
 
 
 def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int, limit: int) -> None:
-    """Run one stage's thread: `chunks` times take, call, give."""
     last = index == len(state.running) - 1
     size = chunks if last or (state.slot is not None and stage.unbounded) else queue_size
     if not state.wait_in_line(stage.name):
@@ -237,7 +233,6 @@ def _reason(error: BaseException, call: _Call | None) -> str:
 
 
 def _wait(state: _State, chunks: int, stopping: Callable[[], bool]) -> None:
-    """Wait in the calling thread for all results, a failure, an overdue call, or a stop."""
     patience = _POLL_SECONDS if state.timeout is None else min(_POLL_SECONDS, state.timeout / 4)
     while True:
         with state.changed:

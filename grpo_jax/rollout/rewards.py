@@ -121,7 +121,6 @@ def collect_rewards(
 
 
 def _call(function: Reward, name: str, arguments: Columns) -> object:
-    """Return a reward's values, or its coroutine."""
     at_work(f"reward {name}")
     with _blamed(function, name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
@@ -229,7 +228,7 @@ def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
 
 
 def asks(function: Reward, name: str) -> bool:
-    """Whether a reward is given this argument where it exists; without a signature it is given all."""
+    """Return whether a reward takes this argument; without a signature it takes all but `MESSAGES`."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a builtin

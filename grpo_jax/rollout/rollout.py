@@ -301,7 +301,6 @@ class _Stages:
         return stages
 
     def judging(self, texts: Sequence[Sequence[str]]) -> list[Stage]:
-        """The same for given texts."""
 
         def begin(part: tuple[int, int]) -> EpisodeChunk:
             episodes = [[Episode((Turn(text),)) for text in group] for group in texts[slice(*part)]]
@@ -369,7 +368,6 @@ class _Stages:
     def _run(
         self, write: Callable[..., Any], *arguments: object, **pictures: PictureStates
     ) -> tuple[Samples, Carried | None]:
-        """Return samples on the host, and the state that the next turn goes on from."""
         started = time.perf_counter()
         with self.device:
             self.waited.append(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""What a run is made of, as frozen dataclasses: the sections that tasks share, and how they are read and written."""
+"""Frozen dataclasses of a run's config: the sections that tasks share, and how they are read and written."""
 
 from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
 from grpo_jax.config.build import build, differences, identity, to_dict, to_yaml

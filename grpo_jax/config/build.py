@@ -1,8 +1,8 @@
-"""Nested values to frozen dataclasses, validated by pydantic, and back.
+"""Build frozen dataclasses from nested values, validated by pydantic, and the values from them.
 
-Every section is a dataclass, a user's own task and judges too. `complete` brings what YAML, Python or the command line
-say into one shape; `build` validates it and reports every mistake with its path. A field declared with `fields.named`
-holds an object whose class the config names: {"kind": …, field: …}.
+Every section is a dataclass, a user's own task and judges too. `complete` brings the values of YAML, Python or the
+command line into one shape; `build` validates it and reports every mistake with its path. A field declared with
+`fields.named` holds an object whose class the config names: {"kind": …, field: …}.
 """
 
 from __future__ import annotations
@@ -48,33 +48,22 @@ _EXPECTED = {
     "less_than_equal": "a number <= {le}",
     "less_than": "a number < {lt}",
 }
-"""What a value should have been, by pydantic's type of error; else pydantic says it."""
+"""Expected values by pydantic's type of error; of others pydantic's own words."""
 
 
 class RawArgument(str):
     """A value as the command line has it: text, which the type of its field says how to read."""
 
     def read(self, name: str) -> Any:
-        """Return its value as YAML.
-
-        Raises:
-            UserError: It is no YAML.
-        """
+        """Return its value as YAML; UserError if it is none."""
         try:
             return read_yaml(self)
         except ValueError as error:
             raise UserError(f"{name}: {error}") from error
 
 
-# --------------------------------------------------------------------------------------------------- one plain shape
-
-
 def complete(kind: type, values: Values, name: str = "") -> dict[str, Any]:
-    """Return plain values of all fields of a dataclass in one shape: the given ones, unknown ones too, and defaults.
-
-    Raises:
-        UserError: A class that does not exist, or what no file can hold.
-    """
+    """Return plain values of all fields of a dataclass in one shape: given ones, unknown ones and defaults."""
     if not isinstance(values, Mapping):
         raise UserError(f"{said(name)}: expected a mapping of fields, got {shown(values)}")
     hints = get_type_hints(kind)
@@ -139,7 +128,7 @@ def _spelled_out(section: Any, value: Any) -> Any:
 
 
 def _read_argument(hint: Any, text: RawArgument, name: str) -> Any:
-    """Return what a text of the command line stands for where a value of some type is expected."""
+    """Return a text of the command line as a value of the expected type."""
     members = members_of(hint)
     if text == "null" and types.NoneType in members:
         return None
@@ -163,7 +152,6 @@ def _read_argument(hint: Any, text: RawArgument, name: str) -> Any:
 
 
 def _plain_object(field: dataclasses.Field, value: Any, name: str) -> dict[str, Any]:
-    """Return the plain values of an object, with the name of its class."""
     if dataclasses.is_dataclass(value):
         return _nested(_object_leaves(field, value, ()))
     value = {KEY: str(value)} if isinstance(value, str) else value
@@ -175,11 +163,7 @@ def _plain_object(field: dataclasses.Field, value: Any, name: str) -> dict[str, 
 
 
 def _split(field: dataclasses.Field, value: Values, name: str) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    """Return the class that a mapping names, its values, and those of the section beside it, if there is one.
-
-    Raises:
-        UserError: There is no such class, or it has a field that the section beside it, which is used, has too.
-    """
+    """Return the class that a mapping names, its values, and those of the section beside it, if there is one."""
     kind = find_class(value[KEY], field.metadata[CLASSES], name)
     holder = shared_holder(field)
     names = {one.name for one in dataclasses.fields(kind)}
@@ -194,19 +178,11 @@ def _split(field: dataclasses.Field, value: Values, name: str) -> tuple[type, di
     return kind, {key: entry for key, entry in value.items() if key not in shared and key != KEY}, shared
 
 
-# ---------------------------------------------------------------------------------------------------- to dataclasses
-
-
 def build(kind: type[Section], values: Values, name: str = "") -> Section:
     """Make a dataclass of nested plain values; those that are such dataclasses already are taken as they are.
 
-    Args:
-        kind: The dataclass.
-        values: Of its fields.
-        name: What errors call it; "" for a whole config.
-
-    Raises:
-        UserError: An unknown or missing field, a value of another type, or one out of range: a line for each.
+    `name` is used in errors, "" for a whole config. The UserError has a line for each unknown or missing field, each
+    value of another type, and each one out of range.
     """
     values = complete(kind, values, name)
 
@@ -281,8 +257,7 @@ def _object(field: dataclasses.Field, value: Values, name: str) -> Any:
 def typed(hint: Any, value: Any, name: str) -> Any:
     """Return plain data as a value of a type, strictly: no text is a number, no number is text.
 
-    Raises:
-        UserError: It is none; a line for each mistake that pydantic finds: where, what was expected, what came.
+    The UserError has a line for each mistake: where, what was expected, what came.
     """
     try:
         return _adapter(hint).validate_json(json.dumps(value, default=shown))
@@ -327,7 +302,7 @@ def _expected(mistake: ErrorDetails) -> str:
 
 
 def _unknown(kind: type, values: Values, name: str, value: object, siblings: list[str]) -> str:
-    """Return the line about a field that a whole config has not.
+    """Return the line about a field that does not exist in a whole config.
 
     It says where TRL's field of that name has its place, or which section has a field of that name.
     """
@@ -360,22 +335,19 @@ def no_such_field(key: str, names: Iterable[str], section: str = "") -> str:
 
 
 def require_known(key: str, names: Iterable[str], section: str = "") -> None:
-    """Raise UserError for a field that does not exist; it says the nearest one that does."""
+    """Raise UserError for a field that does not exist; it names the nearest one that does."""
     if key not in names:
         raise UserError(no_such_field(key, names, section))
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names in their order, as many as a line of an error has room for."""
+    """Return names in their order, as many as fit in a line of an error."""
     text = ", ".join(sorted(names)) or "none"
     return text if len(text) <= _LIST_WIDTH else f"{text[:_LIST_WIDTH].rpartition(', ')[0]}, …"
 
 
-# ---------------------------------------------------------------------------------------------------- to plain values
-
-
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return nested plain values of a dataclass; `build` makes it again of them."""
+    """Return nested plain values of a dataclass, the inverse of `build`."""
     return _nested(_leaves(config))
 
 
@@ -402,7 +374,7 @@ _Leaves = Iterator[tuple[tuple[str, ...], Any]]
 
 
 def _leaves(config: Any, path: tuple[str, ...] = (), *, lasting: bool = False) -> _Leaves:
-    """Yield the path and the plain value of each field, of all sections; `lasting` leaves out those that may change."""
+    """Yield the path and the plain value of each field, of all sections; `lasting` leaves out `may_change` ones."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -465,7 +437,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings laid one over the other: the later ones win; lists are replaced whole."""
+    """Merge nested mappings: later ones win; lists are replaced whole."""
     result: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():

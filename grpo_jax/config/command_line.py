@@ -1,7 +1,7 @@
 """The command line of a config: --config FILE, --section.field VALUE, --help [SECTION], --print_config.
 
-Which fields there are depends on the task and the judges, which the config names: they are looked for first, in the
-files and among the arguments. What an argument says is built and checked as what a file says is (`build`).
+The fields depend on the task and the judges, which the config names: they are looked for first, in the files and
+among the arguments. Arguments are built and checked like the values of a file (`build`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,11 @@ _LISTED = ("--rewards", "--rewards+")
 
 
 def parse(arguments: Sequence[str], command: str = "train") -> Any:
-    """Read the command line into a `Config`, or into what the task has in its place.
+    """Read the command line into a `Config`, or the task's own class of config.
 
-    Values are laid over each other: the task's defaults, the files that --config names, the arguments. Without --config
-    the file is the run directory's config.yaml on --resume, else the task's default.
-
-    Args:
-        arguments: As they were typed.
-        command: What --help is asked of.
-
-    Raises:
-        UserError: Unknown field, wrong type, value out of range or missing file, each in one line.
-        SystemExit: After --help and --print_config.
+    Later values win: the task's defaults, the files that --config names, the arguments. Without --config the file is
+    the run directory's config.yaml on --resume, else the task's default. `command` is the one that --help is about.
+    Raises UserError, with each mistake in one line, and SystemExit after --help and --print_config.
     """
     options = list(_options(arguments))
     files = [find_config(value) for name, value in options if name == "config"]
@@ -72,15 +65,8 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     return config
 
 
-# ------------------------------------------------------------------------------------------------------------ files
-
-
 def find_config(name: str) -> Path:
-    """Find a config: a file as named, else one that ships with the package (with or without .yaml).
-
-    Raises:
-        UserError: No such file; the message lists the configs that ship with the package.
-    """
+    """Find a config: a file as named, else one that ships with the package (with or without .yaml)."""
     if os.path.exists(name) and not os.path.isdir(name):  # of any text, one too long for a path among them
         return Path(name)
     stem = Path(name).name.removesuffix(".yaml")
@@ -93,18 +79,14 @@ def find_config(name: str) -> Path:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return the configs that ship with the package, by their names: of the wheel, or of a checkout."""
+    """Return the configs that ship with the package, by name: those of the wheel, or of a checkout."""
     package = Path(__file__).parents[1]
     folders = [package.parent / "configs", package / "configs"]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the nested values of a YAML file.
-
-    Raises:
-        UserError: It cannot be read, is no YAML, or holds something else.
-    """
+    """Return the nested values of a YAML file; UserError if it holds anything else."""
     text = read_text(path, LONGEST)
     try:
         values = read_yaml(text)
@@ -117,17 +99,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> Any:
-    """Return the config that a YAML file holds, over the defaults of its task.
-
-    Raises:
-        UserError: As `read_config`, or a field is unknown, of another type or out of range.
-    """
+    """Return the config that a YAML file holds, over the defaults of its task; UserError as `parse`."""
     values = with_defaults(read_config(path))
     return build(find_task(values["task"][KEY]).config, values)
 
 
 def _default_files(values: Mapping[str, str], task: str | None, helping: bool) -> list[Path]:
-    """Return the file that holds what the arguments leave open, if there is one."""
     run_dir = values.get("run_dir")
     if values.get("resume") == "true" and (run_dir is not None or not helping):
         if run_dir is None:
@@ -139,15 +116,8 @@ def _default_files(values: Mapping[str, str], task: str | None, helping: bool) -
     return [] if default is None else [find_config(default)]
 
 
-# -------------------------------------------------------------------------------------------------------- arguments
-
-
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of each option; several words of a list with commas between them.
-
-    Raises:
-        UserError: What is no option, an option without its value, or what is no text.
-    """
+    """Yield the name and the value of each option; several words of a list with commas between them."""
     pending = list(arguments)
     while pending:
         argument, equals, value = pending.pop(0).partition("=")
@@ -171,7 +141,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_argument(name: str, text: str) -> None:
-    """Raise UserError for what is no text, and for a field's name with more levels than any config has."""
+    """Raise UserError for an argument that is no text, or a field with more levels than any config has."""
     try:
         require_text(text)
     except ValueError as error:
@@ -181,7 +151,6 @@ def _check_argument(name: str, text: str) -> None:
 
 
 def _without_value(argument: str) -> str:
-    """Return what to say of an option that stands alone and takes a value, if it is one."""
     near = difflib.get_close_matches(argument, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)
     return f"{said(argument)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
 
@@ -198,11 +167,6 @@ def _with_class(values: Values, place: Sequence[str], kind: str) -> dict[str, An
 
 
 def _assigned(values: dict[str, Any], assignments: Sequence[tuple[str, RawArgument]], task: type) -> dict[str, Any]:
-    """Return values with those of the arguments in their places.
-
-    Raises:
-        UserError: An argument has the name of an earlier version, or leads to no entry of a list.
-    """
     refuse_renamed(merged(*(_placed({}, name.split("."), RawArgument()) for name, _ in assignments)), task.renamed)
     resets = getattr(task.config, "resets", {})
     for name, _ in assignments:

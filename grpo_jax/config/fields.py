@@ -69,10 +69,10 @@ def _ranges(kind: type) -> dict[str, list[Ge | Gt | Le | Lt]]:
 
 
 def may_change(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
-    """Declare a field that a resumed run may change, because nothing that is learned depends on it but for rounding.
+    """Declare a field that a resumed run may change, because results do not depend on it but for rounding.
 
-    What memory allows, where things lie, how often is saved, how long is trained. Every other field of a checkpoint's
-    config must be the resumed run's (`identity`).
+    Such are memory, paths, how often is saved and how long is trained. Every other field of a checkpoint's config
+    must be the resumed run's (`identity`).
     """
     return dataclasses.field(default=default, default_factory=default_factory, metadata={MAY_CHANGE: True})
 
@@ -84,7 +84,8 @@ def named(*places: str, default_factory: Any = dataclasses.MISSING, shared: str 
         places: Modules of the built-in ones, such as "package.scorers.{}".
         default_factory: Of the field.
         shared: Import path of a class that holds such an object with a section, whose fields then stand beside the
-            object's own: made as Holder(object, section, name), with `section` its dataclass and `parts` both objects.
+            object's own: made as Holder(object, section, name), with `section` its dataclass and `parts` both
+            objects.
     """
     return dataclasses.field(default_factory=default_factory, metadata={CLASSES: places, SHARED: shared})
 
@@ -100,7 +101,7 @@ def is_section(hint: Any) -> TypeGuard[type]:
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, of another type itself, without what is annotated to them."""
+    """Return the members of a union, or a type itself, without annotations."""
     if get_origin(hint) is Annotated:
         return members_of(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):

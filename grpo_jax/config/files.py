@@ -1,9 +1,9 @@
-"""Files that a run reads whole, and the YAML and JSON in them, within bounds of size, time and depth.
+"""Read whole files, and the YAML and JSON in them, within bounds of size, time and depth.
 
-A path may lead to a device without an end, to a pipe that nobody writes into, or to what a disk has damaged. Whatever
-it is, it takes at most the memory of its bound to find that out, and the error is one line with the path. YAML and JSON
-allow what no config or prompt means and later code cannot hold: a key twice, texts that are not Unicode, numbers of a
-thousand digits, nesting without end, and in YAML ten lines that stand for a billion entries.
+A path may lead to a device without an end, to a pipe that nobody writes into, or to a damaged file. Each takes at
+most the memory of its bound, and the error is one line with the path. YAML and JSON allow what no config or prompt
+means and later code cannot hold: a key twice, texts that are not Unicode, numbers of a thousand digits, nesting
+without end, and in YAML ten lines that stand for a billion entries.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Value = TypeVar("Value")
 Values = Mapping[str, Any]
 """Plain values by their names, nested: of a config, a row of metrics, a summary."""
 MOST_BYTES = 2**28
-"""Of a file that is read whole, by default."""
+"""Limit of a file that is read whole, by default."""
 SILENCE_SECONDS = 60.0
-"""How long nothing may come from a pipe or a terminal."""
+"""Limit of the wait for a pipe or a terminal."""
 DEEPEST = 32
 """Levels of nesting of what users write; it is walked by functions that call themselves."""
 LONGEST = 2**20
@@ -42,15 +42,8 @@ _DIGITS = 400  # of a number: a float's 309 among them
 _JSON_TYPES = {dict: "object", list: "list"}
 
 
-# ------------------------------------------------------------------------------------------------------------ bytes
-
-
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a file; of a pipe or a device, as `/dev/stdin` and `<(command)` are, what comes to its end.
-
-    Args:
-        path: Of the file.
-        most: Bytes.
+    """Return the content of a file of at most `most` bytes, or of a pipe or a device (`/dev/stdin`, `<(command)`).
 
     Raises:
         OSError: The system refuses it.
@@ -75,7 +68,6 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def _wait(handle: int) -> None:
-    """Wait until a pipe or a device has more, or has ended."""
     end = time.monotonic() + SILENCE_SECONDS
     poll = select.poll()
     poll.register(handle, select.POLLIN)
@@ -85,11 +77,7 @@ def _wait(handle: int) -> None:
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
-    """Return a file as text, without the mark that some programs put before UTF-8.
-
-    Raises:
-        UserError: It cannot be read, is too long (as `read_bytes`) or not UTF-8.
-    """
+    """Return a file as text, without a byte order mark; UserError if that fails (`read_bytes`) or it is not UTF-8."""
     try:
         return read_bytes(path, most).decode("utf-8-sig")
     except OSError as error:
@@ -100,19 +88,8 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
         raise UserError(f"{said(path, 200)}: cannot be read ({error})") from error
 
 
-# ---------------------------------------------------------------------------------------- JSON that a program wrote
-
-
 def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
-    """Return the value in a JSON file that a program wrote.
-
-    Args:
-        path: Of the file.
-        kind: What it must be.
-
-    Raises:
-        UserError: As `read_text`, or it is no JSON, nested deeper than any program writes it, or of another kind.
-    """
+    """Return the value in a JSON file that a program wrote; UserError if it is damaged or of another kind."""
     text = read_text(path)
     try:
         return parse_json(text, kind)
@@ -123,11 +100,7 @@ def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ign
 
 
 def parse_json(text: str | bytes, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
-    """Return the value of a JSON text that a program wrote: as `json.loads`, but every error is a one-line ValueError.
-
-    Raises:
-        ValueError: It is no JSON, nested deeper than any program writes it, or of another kind.
-    """
+    """Return the value of a JSON text that a program wrote, like `json.loads`; errors are one-line ValueErrors."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -151,15 +124,8 @@ def _too_deep(most: int) -> ValueError:
     return ValueError(f"nested deeper than {most} levels")
 
 
-# --------------------------------------------------------------------------------------- YAML and JSON that users write
-
-
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text: plain data that can be written again.
-
-    Raises:
-        ValueError: Says in one line why it is none, or none that can be used.
-    """
+    """Return the value of a YAML text: plain data that can be written again; else a ValueError of one line."""
     import yaml
 
     if len(text) > LONGEST:
@@ -186,7 +152,7 @@ class _Refused(ValueError):
 
 
 def _count_entries(node: yaml.Node, sizes: dict[int, float], depth: int = 0) -> float:
-    """Return the entries that a YAML node stands for, references written out."""
+    """Return the number of entries of a YAML node, references written out."""
     import yaml
 
     line = node.start_mark.line + 1
@@ -219,15 +185,7 @@ def _refuse_twice(node: yaml.MappingNode) -> None:
 
 
 def read_json(text: str, *, whole: int | None = 2**63) -> Any:
-    """Return the value of a JSON text: plain data that can be written again.
-
-    Args:
-        text: One value.
-        whole: As `checked` has it.
-
-    Raises:
-        ValueError: Says in one line why it is none, or none that can be used.
-    """
+    """Return the value of a JSON text: plain data that can be written again; else a ValueError of one line."""
     if text.startswith("\ufeff"):
         raise ValueError("not JSON (Unexpected UTF-8 BOM)")
     try:
@@ -270,15 +228,11 @@ def _constant(name: str) -> float:
 
 
 def checked(value: Any, *, whole: int | None = 2**63, depth: int = 0) -> Any:
-    """Return the value, where all in it can be written again.
-
-    Args:
-        value: Plain data.
-        whole: Whole numbers are below this in size, by default those of 64 bits; None for any.
-        depth: Levels above it.
+    """Return plain data if all in it can be written again, at `depth` levels inside other data.
 
     Raises:
-        ValueError: A text is not Unicode or holds NUL, a number is too large, or it is nested too deeply.
+        ValueError: A text is not Unicode or holds NUL, a number is too large (`whole` bounds the size of integers,
+            None does not), or it is nested too deeply.
     """
     if depth > DEEPEST:
         raise _too_deep(DEEPEST)

@@ -1,4 +1,4 @@
-"""What `--help` prints: one screen that leads to the rest, one section, one field, or all of them.
+"""Print `--help`: one screen that leads to the rest, one section, one field, or all of them.
 
 The shell's completion is made of the same fields.
 """
@@ -29,13 +29,7 @@ _SHORT = 48  # characters of a value that is shown beside its type
 
 
 class Screen(NamedTuple):
-    """What the first screen of a command says of it.
-
-    Attributes:
-        usage: How it is called.
-        about: What it does.
-        examples: Commands, each with what it is for.
-    """
+    """The first screen of a command's help; each example is a command and its purpose."""
 
     usage: str
     about: str
@@ -82,16 +76,10 @@ _MOST_USED = (
 
 
 def show_help(topic: str, kind: type, values: Values, command: str = "train") -> str:
-    """What `--help TOPIC` prints.
+    """Return the text of `--help TOPIC`; UserError names the nearest topic.
 
-    Args:
-        topic: "" for the first screen, the name of a section or a field, or "all".
-        kind: The config's class.
-        values: Plain values of all its fields, those in force.
-        command: Which first screen.
-
-    Raises:
-        UserError: There is no such section or field; it says the nearest.
+    The topic is "" for the first screen of `command`, the name of a section or a field, or "all"; `values` are plain
+    values of all fields, those in force.
     """
     sections = sections_of(kind, values)
     if not topic:
@@ -124,7 +112,6 @@ def _is_meant(topic: str, name: str) -> bool:
 
 
 def _overview(screen: Screen, sections: Sequence[Section], values: Values) -> str:
-    """One screen: what the command does, examples, the options used most and the sections."""
     options = {option.name: option for section in sections for option in section.options}
     width = max(len(command) for command, what in screen.examples if what) + 3
     used = [options[name] for name in _MOST_USED if name in options]
@@ -156,13 +143,12 @@ def _brief(value: object) -> str:
 
 
 def _row(name: str, value: str, text: str) -> str:
-    """A name, its value if there is one, and what is said of it, in one line."""
     start = f"  {name:<{_NAMES}} " + (f"{value:<{_VALUES}} " if value else "")
     return start + textwrap.shorten(text, _wide() - len(start), placeholder=" …")
 
 
 def _below(sections: Sequence[Section]) -> list[str]:
-    """The sections inside another one, as one part of its help."""
+    """Return the sections inside another one, as one part of its help."""
     if not sections:
         return []
     rows = [_row(f"--help {section.name}", "", clause(section.about)) for section in sections]
@@ -170,7 +156,6 @@ def _below(sections: Sequence[Section]) -> list[str]:
 
 
 def _section(section: Section, *, whole: bool = False) -> str:
-    """A section with its fields, each with its first sentence or with all of its line."""
     about = f"{section.name}: {section.about}" if section.about else section.name
     lines = [_filled(about), "", *(_option(option, whole=whole) for option in section.options)]
     cut = [option.name for option in section.options if first_sentence(option.line) != option.line]
@@ -180,7 +165,6 @@ def _section(section: Section, *, whole: bool = False) -> str:
 
 
 def _option(option: Option, *, whole: bool) -> str:
-    """A field: its name, type and value in force, and below what it is."""
     name = f"--{option.name}" if option.is_argument else option.name
     kind = f"{', '.join(option.names)}, …" if option.names else type_word(option.hint)
     missing = option.value is dataclasses.MISSING
@@ -193,7 +177,7 @@ def _option(option: Option, *, whole: bool) -> str:
 
 
 def spelled(value: object, most: int | None = _SHORT) -> str:
-    """A value as a command line or a file spells it."""
+    """Return a value as a command line or a file spells it."""
     import yaml
 
     if isinstance(value, str):
@@ -210,12 +194,8 @@ def _wide() -> int:
 
 
 def _filled(text: str, *, indent: int = 0) -> str:
-    """A text in lines, those after the first indented."""
     lines = textwrap.wrap(text, _wide(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------ the fields
 
 
 class Option(NamedTuple):
@@ -223,9 +203,7 @@ class Option(NamedTuple):
 
     Attributes:
         name: Dotted, as `--NAME` has it; of an entry in a list "rewards[].weight".
-        hint: Its type.
         value: In force; `dataclasses.MISSING` where one must be given.
-        line: Its help.
         names: Where it names a class, those that ship with the package.
     """
 
@@ -242,12 +220,11 @@ class Option(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The fields that stand together.
+    """A section and its fields, without those of sections inside.
 
     Attributes:
         name: "sampling", "policy.lora", "judges.NAME".
-        about: What it is, in a sentence.
-        options: Its own fields; sections inside are sections of their own.
+        about: Its help, in a sentence.
     """
 
     name: str
@@ -258,10 +235,7 @@ class Section(NamedTuple):
 def sections_of(kind: type, values: Values, name: str = "") -> list[Section]:
     """Return all sections of a config: those of the run, of the task and judges in use, and what all tasks share.
 
-    Args:
-        kind: A config's class.
-        values: Plain values of its fields (`build.complete`).
-        name: Where it stands in a larger config.
+    `values` are plain values of all fields (`build.complete`), `name` the config's place in a larger one.
     """
     return [section for section in _sections(kind, values, name, "The run as a whole.") if section.options]
 
@@ -307,7 +281,7 @@ def first_sentence(text: str) -> str:
 
 
 def clause(line: str) -> str:
-    """Return what a field or section is, without what is said beside it."""
+    """Return the main clause of a field's or section's help."""
     return re.split("[;:] ", first_sentence(line))[0].rstrip(".")
 
 

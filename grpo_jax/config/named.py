@@ -1,4 +1,4 @@
-"""Objects that a config names: built-in ones by a short name, anyone's by an import path."""
+"""Find the objects that a config names: built-in ones by a short name, others by an import path."""
 
 from __future__ import annotations
 
@@ -22,17 +22,14 @@ _LONGEST_NAME = 255  # characters
 
 
 def find_class(name: str, places: Sequence[str], what: str) -> type:
-    """The frozen dataclass that a config names.
+    """Return the frozen dataclass that a config names; UserError if there is none.
 
     Args:
         name: "stable_diffusion_3" for the one of a built-in module of that name; "package.module:Class" or
             "file.py:Class" (relative to the working directory) for anyone's. Without ":Class" it is the only frozen
             dataclass that the module defines and that has a `load`.
         places: Modules of the built-in ones, with {} for the name.
-        what: What the config calls it, for errors.
-
-    Raises:
-        UserError: There is no such module or class.
+        what: Its name in errors.
     """
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
         raise UserError(f"{what}: expected a name, package.module:Class or file.py:Class, got {shown(name)}")
@@ -45,7 +42,7 @@ def find_class(name: str, places: Sequence[str], what: str) -> type:
 
 
 def class_name(kind: type, places: Sequence[str]) -> str:
-    """What a config calls a class; `find_class` finds it by this name, from any working directory."""
+    """Return the name by which `find_class` finds a class, from any working directory."""
     module = kind.__module__
     for place in places:
         prefix, _, suffix = place.partition("{}")
@@ -56,7 +53,7 @@ def class_name(kind: type, places: Sequence[str]) -> str:
 
 
 def built_in_names(places: Sequence[str]) -> list[str]:
-    """The short names that there are."""
+    """Return the built-in short names."""
     names = set()
     for place in places:
         package, _, rest = place.partition(".{}")
@@ -72,11 +69,7 @@ def shared_holder(field: dataclasses.Field) -> Any:
 
 
 def load_object(path: str, what: str) -> Any:
-    """What "package.module:name" or "file.py:name" stands for.
-
-    Raises:
-        UserError: There is no such module, file or name, or importing it fails.
-    """
+    """Return the object of "package.module:name" or "file.py:name"; UserError if importing it fails."""
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"{what} {path!r}: write package.module:name or file.py:name")
@@ -90,11 +83,7 @@ def load_object(path: str, what: str) -> Any:
 
 
 def load_module(place: str, what: str) -> ModuleType:
-    """Imports "package.module" or "file.py", relative to the working directory.
-
-    Raises:
-        UserError: It does not exist, needs what is not installed, or raises.
-    """
+    """Import "package.module" or "file.py", relative to the working directory; UserError if that fails."""
     is_file = place.endswith(".py")
     try:
         with extras_named():
@@ -113,11 +102,7 @@ def load_module(place: str, what: str) -> ModuleType:
 
 
 def own_package(package: str, module: str = "") -> Any:
-    """A package that this project installs, or a module of it; another distribution may install one of its name.
-
-    Raises:
-        UserError: The package that is imported is not this project's.
-    """
+    """Return a package that this project installs, or a module of it; UserError if it is not this project's."""
     try:
         imported = importlib.import_module(package)
     except ImportError as error:
@@ -135,7 +120,7 @@ _FILE = "grpo_jax_file_"
 
 
 def _load_file(path: Path, what: str) -> ModuleType:
-    """Imports a file under a name of its own, once."""
+    """Import a file under a name of its own, once."""
     if not path.is_file():
         raise UserError(f"{what}: the file {path} does not exist")
     name = f"{_FILE}{path.stem}_{abs(hash(str(path.resolve()))):x}"

@@ -1,7 +1,7 @@
-"""What TRL calls things, and where each has its place here: one table for the hints and for docs/coming_from_trl.md.
+"""TRL's names and their place here: one table for the hints and for docs/coming_from_trl.md.
 
-An entry is "names there": "fields here, then what differs". A field may have the value that is meant ("field: value").
-An entry that begins with NOT_HERE has no place, and says why.
+An entry is "names there": "fields here, then what differs". A field may have the value that is meant ("field:
+value"). An entry that begins with NOT_HERE has no place, and says why.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ TRAINING_ARGUMENTS = {
     "hub_token": f"{NOT_HERE}the hub library's own login is used",
     "do_train, do_eval, do_predict": f"{NOT_HERE}train, evaluate and predict are commands",
 }
-"""Of transformers' `TrainingArguments`, which `GRPOConfig` extends, what people set."""
+"""Common fields of transformers' `TrainingArguments`, which `GRPOConfig` extends."""
 
 COMMAND = {
     "model_name_or_path": "policy.path",
@@ -184,16 +184,11 @@ COMMAND = {
     "batch_size": "training.prompts_per_batch",
     "system_prompt": "data.system_prompt",
 }
-"""Of TRL's command line, and of earlier versions."""
+"""Names of TRL's command line, and of earlier versions."""
 
 
 class Place(NamedTuple):
-    """Where a name of TRL has its place.
-
-    Attributes:
-        fields: Dotted names here; empty where it has none.
-        text: All that is said of it.
-    """
+    """The place of a TRL name: dotted names of fields here, none if it has no place, and the whole entry."""
 
     fields: tuple[str, ...]
     text: str
@@ -204,7 +199,7 @@ class Place(NamedTuple):
 
     @property
     def hint(self) -> str:
-        """What follows "no such field; " in an error."""
+        """Return the text after "no such field; " in an error."""
         return f"here it is {self.text}" if self.fields else f"TRL's is {self.text}"
 
 

@@ -1,4 +1,4 @@
-"""What a run of a language policy is made of: all sections, and the checks that span them."""
+"""Config of a run of a language policy: all sections, and the checks that span them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JUDGES = ("bridges.renderers.{}", "bridges.scorers.{}")
 POOLED = "bridges.pool.section:Pooled"
 """A judge with where it runs, where that is not the run's process."""
 POLICY = "policy"
-"""What `devices` calls the policy."""
+"""The policy's name in `devices`."""
 
 _LAGGING_CAP = 2.0  # the threshold of verl's configs
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
@@ -75,7 +75,7 @@ class Config:
     """
 
     resets: ClassVar[Values] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
-    """What a file says of other fields gives way to an argument of this name: an adapter has a rank of its own."""
+    """An argument of this name overrides a file's value of the others: an adapter has a rank of its own."""
 
     task: Any = named(*TASKS)
     seed: int = 0
@@ -106,7 +106,7 @@ class Config:
     devices: dict[str, str] = may_change(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks what no section can check alone."""
+        """Check the fields that no section can check alone."""
         require(0 <= self.seed < 2**63, "seed", "a number in [0, 2^63)", self.seed)
         require(self.judge_timeout >= 0, "judge_timeout", "a number >= 0", self.judge_timeout)
         for name in self.devices:
@@ -194,11 +194,7 @@ class Config:
 
 
 def find_task(name: str) -> type:
-    """The class of a task that a config names.
-
-    Raises:
-        UserError: There is no such task.
-    """
+    """Return the class of a task that a config names; UserError if there is none."""
     return find_class(name, TASKS, "task")
 
 
@@ -222,11 +218,7 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
 
 
 def with_defaults(values: Values) -> dict[str, Any]:
-    """Values over the defaults of their task; the task's name stands as {"kind": name}.
-
-    Raises:
-        UserError: No task is named, or a field has the name of an earlier version.
-    """
+    """Return values over the defaults of their task; the task's name stands as {"kind": name}."""
     task = values.get("task")
     task = {KEY: task} if isinstance(task, str) else task
     if not isinstance(task, Mapping) or KEY not in task:
@@ -237,7 +229,6 @@ def with_defaults(values: Values) -> dict[str, Any]:
 
 
 def _without_sampler_devices(values: Values) -> Values:
-    """Config files of earlier versions without a field that is gone."""
     policy = values.get("policy")
     if not isinstance(policy, Mapping) or "sampler_devices" not in policy:
         return values
@@ -250,7 +241,7 @@ def _without_sampler_devices(values: Values) -> Values:
 
 
 def refuse_renamed(values: Values, renamed: Mapping[str, str]) -> None:
-    """Raise UserError for fields of an earlier version, all at once and with what they are called now."""
+    """Raise UserError for all fields of an earlier version, with their present names."""
 
     def has(values: object, dotted: str) -> bool:
         first, _, rest = dotted.partition(".")

@@ -96,7 +96,7 @@ class DataSection:
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages, for all rows."""
+        """Options of the chat template, the same for all rows."""
         tools = {"tools": self.tools} if self.tools and not isinstance(self.tools, str) else {}
         return {"enable_thinking": self.enable_thinking, **self.chat_template_options, **tools}
 
@@ -293,7 +293,7 @@ class RewardSection:
 
     @property
     def called(self) -> str:
-        """What metrics call it."""
+        """Its name in metrics."""
         return self.label or self.name.rpartition(":")[2]
 
 

@@ -54,9 +54,10 @@ def _signal(rewards: jax.Array) -> jax.Array:
 
 
 def _shifted(rewards: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The smallest present reward of each group, `[P, 1]` or `[P, 1, N]`, and what the others have more than it.
+    """The smallest present reward of each group, `[P, 1]` or `[P, 1, N]`, and the differences to it.
 
-    Differences are exact where rewards are close; their mean then loses no digits, and that of equal ones none at all.
+    Differences are exact where rewards are close; their mean then loses no digits, and that of equal ones none at
+    all.
     """
     lowest = jnp.min(rewards, axis=1, keepdims=True, where=present, initial=jnp.inf)
     return lowest, select(present, rewards - lowest)
@@ -172,11 +173,7 @@ def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps:
 
 
 def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives: int, dtype) -> jax.Array:
-    """Weights of the objectives, `[N]`; ones by default.
-
-    Raises:
-        ValueError: another number of them than there are objectives.
-    """
+    """Weights of the objectives, `[N]`; ones by default. ValueError for another number of them."""
     if weights is None:
         return jnp.ones(objectives, dtype)
     weights = jnp.asarray(weights, dtype)
@@ -282,7 +279,7 @@ def _whitened(x: jax.Array, votes: jax.Array, eps: float, noise: jax.Array) -> j
 
 
 def groups_without_signal(rewards: ArrayLike) -> jax.Array:
-    """Which groups teach nothing: all present rewards equal, or fewer than two present.
+    """Groups without signal: all present rewards equal, or fewer than two present.
 
     Judged per objective: a group whose summed rewards are equal can still teach GDPO something.
 
@@ -305,7 +302,7 @@ def groups_without_signal(rewards: ArrayLike) -> jax.Array:
 def distinct_advantages(
     advantages: ArrayLike, *, mask: ArrayLike | None = None, axis: int | None = None, tolerance: float = 1e-4
 ) -> jax.Array:
-    """How many different values the advantages take: what a learning signal can tell apart.
+    """Number of different values among the advantages.
 
     Rewards that are summed first and normalised then (GRPO) collapse: (1, 0) and (0, 1) become one value. GDPO
     keeps them apart (https://arxiv.org/abs/2601.05242, section 3). Each group has its own mean and standard
@@ -366,13 +363,13 @@ def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[t
 
 
 def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> jax.Array:
-    """Lets an easy objective count only where the hard one it waits for reaches its threshold.
+    """Count an easy objective only where the hard one it waits for reaches its threshold.
 
         r'[p, g, easy] = r[p, g, easy] if r[p, g, hard] ≥ threshold else 0
 
-    Conditions compare raw rewards. They may form chains: if `a` waits for `b` and `b` for `c`, then `a`
-    counts only where both are reached. An easy objective is missing where it, or any reward its chain asks
-    for, is missing. From "GDPO" (https://arxiv.org/abs/2601.05242).
+    Conditions compare raw rewards. They may form chains: if `a` waits for `b` and `b` for `c`, then `a` counts only
+    where both are reached. An easy objective is missing where it, or any reward its chain asks for, is missing. From
+    "GDPO" (https://arxiv.org/abs/2601.05242).
 
     Args:
         rewards: `[P, G, N]`, floating; NaN is missing.
@@ -383,8 +380,7 @@ def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> ja
 
     Raises:
         TypeError: rewards are not floating, or an index is not an integer.
-        ValueError: another rank, an index out of range, a threshold that is NaN, conditions that form a
-            cycle.
+        ValueError: another rank, an index out of range, a threshold that is NaN, conditions that form a cycle.
     """
     rewards = as_float("rewards", rewards, ndim=3)
     columns = [rewards[..., n] for n in range(rewards.shape[-1])]

@@ -1,8 +1,7 @@
 """From values per token to a loss: the denominators, and means that survive being split.
 
-A loss is a sum over a denominator that belongs to the whole update. A part of the batch, on one device or in
-one micro-batch, sees part of the sum and is told the denominator; then the parts' losses and gradients add
-up.
+A loss is a sum over a denominator that belongs to the whole update. A part of the batch, on one device or in one
+micro-batch, sees part of the sum and is given the denominator; then the parts' losses and gradients add up.
 """
 
 from dataclasses import dataclass
@@ -34,8 +33,8 @@ class Normaliser(NamedTuple):
     """Denominators of a whole update, of which a loss call may see a part.
 
     Attributes:
-        loss: what the aggregated policy loss and KL penalty are divided by.
-        tokens: number of tokens, for what is a token mean under every aggregation (the entropy bonus).
+        loss: divides the aggregated policy loss and KL penalty.
+        tokens: number of tokens, for the entropy bonus, a token mean under every aggregation.
     """
 
     loss: ArrayLike
@@ -54,7 +53,7 @@ class FixedLength:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         if self.length is not None and self.length < 1:
             raise ValueError(f"length must be at least 1, got {self.length}")
 
@@ -63,7 +62,7 @@ Aggregation = str | FixedLength
 
 
 def check_aggregation(aggregation: Aggregation) -> None:
-    """Raises ValueError for an aggregation that does not exist."""
+    """Raise ValueError for an aggregation that does not exist."""
     if not isinstance(aggregation, FixedLength) and aggregation not in ("sequence", "token"):
         raise ValueError(f"aggregation must be 'sequence', 'token' or FixedLength(n), got {aggregation!r}")
 
@@ -71,10 +70,10 @@ def check_aggregation(aggregation: Aggregation) -> None:
 def loss_normaliser(
     mask: ArrayLike, aggregation: Aggregation = "sequence", *, dtype: DTypeLike = jnp.float32
 ) -> Normaliser:
-    """The denominators of an update, from the mask of all its rows.
+    """Denominators of an update, from the mask of all its rows.
 
-    "sequence" counts rows, "token" tokens, `FixedLength(n)` rows times n; a row counts if its mask has a
-    token. Parts of a batch have parts of the denominators: they may also be summed over devices.
+    "sequence" counts rows, "token" tokens, `FixedLength(n)` rows times n; a row counts if its mask has a token. Parts
+    of a batch have parts of the denominators: they may also be summed over devices.
 
     Args:
         mask: bool `[.., T]`.
@@ -96,10 +95,9 @@ def loss_normaliser(
 
 
 def as_normaliser(normaliser, local: Normaliser, aggregation: Aggregation, bonus: bool) -> Normaliser:
-    """The caller's normaliser, checked; `local` if there is none.
+    """Check the caller's normaliser; return `local` if there is none.
 
-    Raises:
-        ValueError: a scalar where an entropy `bonus` needs the number of tokens too, or an array.
+    ValueError for an array, or a scalar where an entropy `bonus` needs the number of tokens too.
     """
     if normaliser is None:
         return local
@@ -114,7 +112,7 @@ def as_normaliser(normaliser, local: Normaliser, aggregation: Aggregation, bonus
 
 
 def aggregate(values: jax.Array, mask: jax.Array, aggregation: Aggregation) -> jax.Array:
-    """The loss's numerator of `values` `[.., T]`: what is divided by `Normaliser.loss`."""
+    """The loss's numerator of `values` `[.., T]`, to be divided by `Normaliser.loss`."""
     if aggregation == "sequence":
         return jnp.sum(masked_mean(values, mask, axis=-1))
     return jnp.sum(select(mask, values))

@@ -12,7 +12,7 @@ ESTIMATORS = ("k1", "k2", "k3")
 
 
 def check_estimator(estimator: str) -> None:
-    """Raises ValueError for an estimator that does not exist."""
+    """Raise ValueError for an estimator that does not exist."""
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
 
@@ -37,7 +37,7 @@ class KLPenalty:
     straight_through: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         if not self.coef >= 0:
             raise ValueError(f"coef must be at least 0, got {self.coef}")
         check_estimator(self.estimator)
@@ -48,7 +48,7 @@ class KLPenalty:
             )
 
     def per_token(self, logprobs: jax.Array, old_logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-        """What is penalised at each token, without the weight; all arguments of one shape."""
+        """The penalty at each token, without the weight; all arguments of one shape."""
         estimate = kl_divergence(logprobs, ref_logprobs, estimator=self.estimator)
         if self.corrected:
             return estimate * jnp.exp(logprobs - old_logprobs)
@@ -59,7 +59,7 @@ class KLPenalty:
 
 
 def kl_divergence(logprobs: ArrayLike, ref_logprobs: ArrayLike, *, estimator: str = "k3") -> jax.Array:
-    """Estimates KL(policy ‖ reference) from the log-probabilities of tokens that the policy drew.
+    """Estimate KL(policy ‖ reference) from the log-probabilities of tokens that the policy drew.
 
     With d = log π_ref - log π:
 

@@ -48,8 +48,8 @@ def token_logprobs(
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         allowed_tokens: bool `[V]`; all by default.
         trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its node.
-        nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed, whose
-            log-probability is then -inf and whose entropy is 0.
+        nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed,
+            whose log-probability is then -inf and whose entropy is 0.
         softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
         chunk_size: how many tokens' logits are held at once.
 
@@ -129,7 +129,7 @@ def wide(dtype) -> type[jnp.floating]:
 
 
 def _allowed_at(allowed, index):
-    """Of one chunk: None, bool [V], or bool [C, V] of the children of its nodes."""
+    """Allowed tokens of one chunk: None, bool [V], or bool [C, V] of the children of its nodes."""
     return children(allowed[0], allowed[1][:, index]) if isinstance(allowed, tuple) else allowed
 
 

@@ -28,7 +28,7 @@ from grpo_jax.core.surrogates import CappedWeight, Clip, SoftGate, Surrogate
 
 
 class GRPOMetrics(NamedTuple):
-    """What one call of `grpo_loss` saw; every member a `Mean`, so that parts of a batch add up.
+    """Metrics of one `grpo_loss` call; every member a `Mean`, so that parts of a batch add up.
 
     Attributes:
         policy_loss: the aggregated surrogate, without KL and entropy.
@@ -52,7 +52,7 @@ class GRPOMetrics(NamedTuple):
 
 
 class SFTMetrics(NamedTuple):
-    """What one call of `sft_loss` saw.
+    """Metrics of one `sft_loss` call.
 
     Attributes:
         loss: negative log-likelihood, mean over tokens.
@@ -104,7 +104,7 @@ def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax
 
 
 def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) -> _Prepared:
-    """Checks shapes and types, and takes what is masked out of everything."""
+    """Check shapes and types, and take masked values out of everything."""
     logprobs = as_float("logprobs", logprobs)
     if logprobs.ndim < 1:
         raise ValueError("logprobs must have a token axis, got a scalar")
@@ -132,7 +132,7 @@ def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) ->
 
 
 def _as_token_weights(weights, mask, dtype) -> jax.Array:
-    """The weights as constants, 0 or a finite number wherever nothing is to be learnt."""
+    """The weights as constants, 0 where the mask is False."""
     weights = jnp.asarray(weights)
     if weights.dtype != jnp.bool_:
         weights = as_float("token_weights", weights)
@@ -151,12 +151,12 @@ def _as_row_weights(weights, mask, dtype) -> jax.Array:
 
 
 def _weighted(values: jax.Array | None, weights: jax.Array | None) -> jax.Array | None:
-    """The product; the values as they are without weights, and None for none."""
+    """The product; the values themselves without weights, and None for none."""
     return values if values is None or weights is None else values * weights
 
 
 def _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef) -> bool:
-    """Refuses what does not fit together; returns whether there is an entropy bonus."""
+    """Refuse choices that do not fit together; return whether there is an entropy bonus."""
     if ratio not in ("token", "sequence"):
         raise ValueError(f"ratio must be 'token' or 'sequence', got {ratio!r}")
     check_aggregation(aggregation)
@@ -218,10 +218,9 @@ def grpo_loss(
         loss = aggregate(-w · surrogate(ρ, A) + kl.coef · KL) - entropy_coef · mean over tokens of the entropy
 
     with ρ = π / π_old of the token, or its geometric mean over the row (GSPO). Gradients reach `logprobs` and
-    `entropy` alone. A masked token, and a row without tokens, has no influence whatever it holds; with
-    nothing left the loss and its gradient are 0. For a part of an update give the whole update's
-    `normaliser`: the losses and gradients of the parts then add up. (https://arxiv.org/abs/2402.03300; see
-    `PRESETS`.)
+    `entropy` alone. A masked token, and a row without tokens, has no influence whatever it holds; with nothing left
+    the loss and its gradient are 0. For a part of an update give the whole update's `normaliser`: the losses and
+    gradients of the parts then add up. (https://arxiv.org/abs/2402.03300; see `PRESETS`.)
 
     Args:
         logprobs: `[.., T]`, floating.
@@ -289,8 +288,7 @@ def sft_loss(
     Args:
         logprobs: `[.., T]`, floating.
         mask: bool `[.., T]`, the tokens to learn.
-        normaliser: the whole update's number of tokens, or its `loss_normaliser`; that of the mask by
-            default.
+        normaliser: the whole update's number of tokens, or its `loss_normaliser`; that of the mask by default.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32.

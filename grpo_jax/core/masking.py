@@ -1,7 +1,7 @@
 """Masked statistics, and the one rule for an empty mask: a statistic of nothing is 0.
 
-What a masked place holds (NaN and inf included) reaches neither a value nor a gradient: it is replaced before
-any arithmetic, so that no cotangent is ever multiplied by it.
+Masked values (NaN and inf included) reach neither a value nor a gradient: they are replaced before any arithmetic, so
+that no cotangent is ever multiplied by them.
 """
 
 import jax
@@ -12,16 +12,11 @@ Axis = int | tuple[int, ...] | None
 
 
 def as_float(name: str, value: ArrayLike, *, ndim: int | None = None) -> jax.Array:
-    """Returns `value` as an array of at least float32 (float64 stays float64).
-
-    Args:
-        name: the argument's name, for the error.
-        value: array of a floating type.
-        ndim: the number of axes it must have, if that matters.
+    """Return `value` as an array of at least float32 (float64 stays float64).
 
     Raises:
         TypeError: `value` is not of a floating type; integers would truncate what is computed from them.
-        ValueError: it has another number of axes.
+        ValueError: it has not `ndim` axes.
     """
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -32,12 +27,7 @@ def as_float(name: str, value: ArrayLike, *, ndim: int | None = None) -> jax.Arr
 
 
 def as_mask(name: str, value: ArrayLike, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Returns `value` as a bool array of the given shape.
-
-    Raises:
-        TypeError: `value` is not bool.
-        ValueError: it has another shape.
-    """
+    """Return `value` as a bool array; TypeError if it is not bool, ValueError for another shape."""
     array = jnp.asarray(value)
     if array.dtype != jnp.bool_:
         raise TypeError(f"{name} must be of type bool, got {array.dtype}")
@@ -79,15 +69,15 @@ def masked_mean(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: b
 def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 1) -> jax.Array:
     """Standard deviation of `x` over the places where `mask` is True.
 
-    Exactly 0 (and gradient 0) where the values are all equal or there are not more than `ddof` of them; a
-    plain formula gives rounding noise there, and dividing by noise makes signal of nothing.
+    Exactly 0 (and gradient 0) where the values are all equal or there are not more than `ddof` of them; a plain
+    formula gives rounding noise there, and dividing by noise makes signal of nothing.
 
     Args:
         x: array of a floating type.
         mask: bool, broadcastable against `x`.
         axis: axes to reduce; all of them by default.
         keepdims: keeps the reduced axes with length 1.
-        ddof: what is taken off the number of values in the variance's denominator.
+        ddof: subtracted from the number of values in the variance's denominator.
     """
     mask = jnp.broadcast_to(mask, x.shape)
     lowest = jnp.min(x, axis=axis, keepdims=True, where=mask, initial=jnp.inf)
@@ -104,10 +94,7 @@ def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bo
 
 
 def masked_whiten(x: jax.Array, mask: jax.Array, *, axis: Axis = None, eps: float = 1e-4) -> jax.Array:
-    """(x - mean) / (std + eps) over the True places, and 0 at the others.
-
-    Values that are all equal give 0.
-    """
+    """(x - mean) / (std + eps) over the True places, 0 at the others and where all values are equal."""
     mask = jnp.broadcast_to(mask, x.shape)
     std = masked_std(x, mask, axis=axis, keepdims=True)
     centred = select(mask, x) - masked_mean(x, mask, axis=axis, keepdims=True)

@@ -13,7 +13,7 @@ from grpo_jax.core.surrogates import Clip
 
 
 class ValueMetrics(NamedTuple):
-    """What one call of `value_loss` saw; every member a `Mean` over steps, so that parts of a batch add up.
+    """Metrics of one `value_loss` call; every member a `Mean` over steps, so that parts of a batch add up.
 
     Attributes:
         loss: the value loss.

@@ -1,4 +1,4 @@
-"""What several completions of a prompt say of a policy: pass@k, and how sure a mean over prompts is."""
+"""Statistics of several completions of a prompt: pass@k, and the interval of a mean over prompts."""
 
 from typing import NamedTuple
 

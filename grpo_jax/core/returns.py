@@ -1,4 +1,4 @@
-"""What happens along time: discounted returns, generalised advantage estimation, returns of a group as advantages.
+"""Returns over time: discounted returns, generalised advantage estimation, returns of a group as advantages.
 
 The last axis is time. A step that the mask leaves out does not exist: it is passed over without discount, whatever
 it holds, and its own result is 0. Taking it out of the arrays would give the same numbers.

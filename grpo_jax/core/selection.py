@@ -1,4 +1,4 @@
-"""What takes part in an update: which tokens, which rows, which groups, and with what weight."""
+"""Selection of the tokens, rows and groups of an update, and their weights."""
 
 from collections.abc import Sequence
 

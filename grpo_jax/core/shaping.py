@@ -85,18 +85,13 @@ class AdaptiveKL:
     limit: float = 0.2
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         for name in ("target", "horizon", "limit"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")
 
     def update(self, coef: ArrayLike, observed_kl: ArrayLike, samples: int) -> jax.Array:
-        """The weight after `samples` more samples whose divergence was `observed_kl`.
-
-        Args:
-            coef: the weight until now, a scalar.
-            observed_kl: the divergence that was measured with it, a scalar.
-            samples: number of rows that it was measured on.
+        """The weight after `samples` more samples whose divergence was `observed_kl`; `coef` is the weight until now.
 
         Raises:
             ValueError: so many samples that the weight could become 0 or negative.

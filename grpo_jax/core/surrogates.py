@@ -1,8 +1,7 @@
-"""What a policy loss maximises per token: clipped ratio, capped weight, soft gate.
+"""Objectives of a policy loss per token: clipped ratio, capped weight, soft gate.
 
-A surrogate is a frozen dataclass with two methods, of `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for
-one ratio per row), `logprobs` `[.., T]` and `advantages` (`[.., 1]` or `[.., T]`). Any object with both will
-do.
+A surrogate is a frozen dataclass with two methods, of `log_ratio` (log π / π_old, `[.., T]`, or `[.., 1]` for one
+ratio per row), `logprobs` `[.., T]` and `advantages` (`[.., 1]` or `[.., T]`). Any object with both will do.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class Clip:
     dual: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         if not 0 <= self.low <= 1:
             raise ValueError(f"low must be in [0, 1], got {self.low}")
         if not self.high >= 0:
@@ -38,7 +37,7 @@ class Clip:
             raise ValueError(f"dual must be more than 1, got {self.dual}")
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
-        """What is maximised, per token."""
+        """The objective per token."""
         del logprobs
         # Bounded before the exponential: an infinite ratio behind a bound would give a gradient of 0 · inf.
         lower = jnp.where(advantages < 0, jnp.log1p(-self.low), -jnp.inf)
@@ -72,12 +71,12 @@ class CappedWeight:
     cap: float = 5.0
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         if not self.cap > 1:
             raise ValueError(f"cap is the largest weight itself and must be more than 1, got {self.cap}")
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
-        """What is maximised, per token."""
+        """The objective per token."""
         weight = jnp.minimum(jnp.exp(jax.lax.stop_gradient(log_ratio)), self.cap)
         return weight * advantages * logprobs
 
@@ -104,13 +103,13 @@ class SoftGate:
     negative: float = 1.05
 
     def __post_init__(self) -> None:
-        """Checks the values."""
+        """Check the values."""
         for name, value in (("positive", self.positive), ("negative", self.negative)):
             if not value > 0:
                 raise ValueError(f"{name} must be more than 0, got {value}")
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
-        """What is maximised, per token."""
+        """The objective per token."""
         del logprobs
         temperature = jnp.where(advantages > 0, self.positive, self.negative).astype(log_ratio.dtype)
         # The gate is flat long before e^20; an infinite ratio would give a gradient of 0 · inf.

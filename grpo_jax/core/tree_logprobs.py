@@ -1,4 +1,4 @@
-"""Log-probabilities of texts of a catalogue: of each token among those that go on with one of its texts."""
+"""Log-probabilities of texts of a catalogue, of each token among those that may follow there."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tree_logprobs(
 
 
 def _at_the_root(hidden, head, tokens, trie: Trie, temperature: float, softcap: float | None):
-    """Of the first tokens [P, G] after states [P, D]: both [P, G, 1]."""
+    """Log-probability and entropy of the first tokens [P, G] after states [P, D]: both [P, G, 1]."""
     logits = jnp.einsum("pd,vd->pv", hidden, head.astype(hidden.dtype), preferred_element_type=wide(hidden.dtype))
     exists = children(trie, jnp.int32(ROOT))
     logits = jnp.where(exists, capped(logits, softcap) / (temperature or 1.0), -jnp.inf)

@@ -1,4 +1,4 @@
-"""Which token may follow which: the texts of a catalogue as a tree that lies in flat arrays.
+"""Tree of the texts of a catalogue, in flat arrays: the tokens that may follow each other.
 
 A completion walks from the root; at every node only the tokens of its children exist, so that each finished text is one
 of the catalogue's. Nodes are numbered level by level and, within a level, by parent and token: the edges of a node lie

@@ -21,7 +21,7 @@ def _as_turns(rewards: ArrayLike, exists: ArrayLike) -> tuple[jax.Array, jax.Arr
 
 
 def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
-    """The rewards of the turn that each episode ended with.
+    """Rewards of the last turn of each episode.
 
     Args:
         rewards: `[P, G, U, N]`, floating; NaN is missing.
@@ -41,13 +41,13 @@ def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
 
 
 def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, discount: float) -> jax.Array:
-    """What each turn and those after it bring: discounted sums over turns, of each objective by itself.
+    """Discounted sums over each turn and those after it, of each objective by itself.
 
         R[u] = r[u] + γ · R[u + 1]
 
     A reward that is missing at a turn which exists counts as its group's mean for that objective at that turn, and as
-    nothing where the whole group lacks it (`sum_rewards` has the same rule): a judge that failed pulls neither way, and
-    one that speaks at the end alone has nothing to say before.
+    nothing where the whole group lacks it (`sum_rewards` has the same rule): a judge that failed pulls neither way,
+    and one that speaks at the end alone has nothing to say before.
 
     Args:
         rewards: `[P, G, U, N]`, floating; NaN is missing.

@@ -1,1 +1,1 @@
-"""What a run tells: terminal, metrics, page."""
+"""Terminal output, metrics and report pages of a run."""

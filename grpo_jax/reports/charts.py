@@ -16,7 +16,7 @@ from grpo_jax.config.files import Values
 from grpo_jax.tasks.display import Chart, Curve, Display, of_turns
 
 Rows = Sequence[Values]
-"""Of metrics.jsonl."""
+"""Rows of metrics.jsonl."""
 
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 14, 8, 32
@@ -24,17 +24,13 @@ _MAX_POINTS = 500
 _DASHES = ("", "6 3", "2 3", "9 3 2 3")
 _COLOURS = 6  # the style sheet defines --series-1 … --series-6
 MOST_LINES = _COLOURS * len(_DASHES)
-"""Lines of a chart that can be told apart."""
+"""Lines of a chart that can be distinguished."""
 
 
 class Series(NamedTuple):
-    """One line: its name and (step, value) points.
+    """One line: its name and (step, value) points in order; a sparse one is drawn with dots.
 
-    Attributes:
-        name: In the legend.
-        points: In the order of steps.
-        sparse: Drawn with dots.
-        place: Decides colour and dashes, from 0; by default its place among the lines of the chart.
+    `place` decides colour and dashes, from 0; by default it is the place among the lines of the chart.
     """
 
     name: str
@@ -44,13 +40,13 @@ class Series(NamedTuple):
 
 
 def series_of(rows: Rows, key: str, name: str, *, sparse: bool = False, place: int | None = None) -> Series:
-    """Collects a metric over steps, leaving out rows that lack it."""
+    """Collect a metric over steps, leaving out rows that lack it."""
     points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
     return Series(name, [point for point in points if math.isfinite(point[1])], sparse, place)
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers that enclose [low, high]; a step is 1, 2 or 5 times a power of ten."""
+    """Return about `count` round numbers that enclose [low, high]; a step is 1, 2 or 5 times a power of ten."""
     if not (math.isfinite(low) and math.isfinite(high)) or low > high:
         raise ValueError(f"low, high: expected finite numbers in order, got {low}, {high}")
     if high - low < 1e-12 * max(1.0, abs(low)):
@@ -64,7 +60,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential moving average without the bias of its start."""
+    """Return the exponential moving average without the bias of its start."""
     out, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
@@ -73,12 +69,10 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 
 def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
-    """An HTML figure: legend, axes and lines; noisy series are drawn faint with a smooth line over them.
+    """Draw an HTML figure: legend, axes and lines; noisy series are drawn faint with a smooth line over them.
 
-    Args:
-        title: Heading of the figure.
-        series: Lines; empty ones are left out, and what is beyond `MOST_LINES`. With none left the result is empty.
-        note: A line under the heading.
+    Empty series are left out, and those beyond `MOST_LINES`; with none left the result is empty. The note stands
+    under the heading.
     """
     there = [line for line in series if line.points][:MOST_LINES]
     if not there:
@@ -103,7 +97,7 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
 
 
 def number(value: float | None) -> str:
-    """A number for people: three significant digits, no exponent where that is readable."""
+    """Format a number for people: three significant digits, no exponent where that is readable."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == int(value) and abs(value) < 1e5:
@@ -116,7 +110,7 @@ def number(value: float | None) -> str:
 
 
 def swatch(place: int) -> str:
-    """The sign of a line in a legend."""
+    """Return a line's mark in a legend."""
     dashes = _DASHES[place // _COLOURS % len(_DASHES)]
     return (
         f"<svg class='swatch' viewBox='0 0 22 10'><line x1='0' x2='22' y1='5' y2='5' {_stroke(place, dashes)}/></svg>"
@@ -173,7 +167,7 @@ def _path(points, to_x, to_y):
 
 
 def _values(series, stride, frame):
-    """What page.js shows: the drawn points of each line, steps that are the line's before as null."""
+    """Return the data of page.js: the drawn points of each line, steps that equal the line before's as null."""
     lines, before = [], None
     for line in series:
         points = line.points[::stride]
@@ -185,7 +179,6 @@ def _values(series, stride, frame):
 
 
 def _legend(series):
-    """Names with the last value, as it was measured; the figure's only labels of identity."""
     items = []
     for line in series:
         _, last = line.points[-1]
@@ -193,16 +186,10 @@ def _legend(series):
     return f"<div class='legend'>{''.join(items)}</div>"
 
 
-# ---------------------------------------------------------------------------------------------- the charts of a run
-
-
 def curves_section(rows: Rows, starts: Sequence[int], display: Display) -> str:
-    """The section of one run; nothing where it has no metrics.
+    """Return the section of one run's curves; "" where it has no metrics.
 
-    Args:
-        rows: Of metrics.jsonl.
-        starts: Iterations done when a process began: the one after compiles.
-        display: How the task's measures are shown.
+    `starts` are the iterations done when a process began: the one after compiles.
     """
     planned = charts_of(rows, display)
     charts = "".join([*(_drawn(chart, rows) for chart in planned), _seconds_chart(rows, starts)])
@@ -219,13 +206,7 @@ def curves_section(rows: Rows, starts: Sequence[int], display: Display) -> str:
 
 
 def all_others(rows: Rows, charted: Sequence[Chart], draw: Callable[[Chart], str]) -> str:
-    """Whatever else metrics.jsonl has, folded, a chart for each under its name there; "" where there is nothing else.
-
-    Args:
-        rows: Of metrics.jsonl.
-        charted: What is shown already.
-        draw: A chart as HTML.
-    """
+    """Return all other metrics of a run, folded, a chart for each under its name; "" where there are none."""
     shown = {"step", *(curve.metric for chart in charted for curve in chart.curves)}
     names = dict.fromkeys(key for row in rows for key in row if not key.startswith("seconds/"))
     others = [name for name in names if name not in shown]
@@ -244,7 +225,7 @@ def _drawn(chart: Chart, rows: Rows) -> str:
 
 
 def charts_of(rows: Rows, display: Display) -> list[Chart]:
-    """What is charted of these rows; a chart may have no curve."""
+    """Return the charts of these rows; a chart may have no curve."""
     names = list(dict.fromkeys(key for row in rows for key in row))
 
     def group(prefix, suffix=""):
@@ -255,7 +236,7 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         return Chart(title, tuple(Curve(key, name, sparse) for key, name in keys), note)
 
     def computed(keys):
-        """The keys, or none where all is 0: what rows hold where no reference runs, or each batch has one update."""
+        """Return the keys, or none where all is 0, as without a reference or with one update of each batch."""
         return keys if any(row.get(key) for row in rows for key, _ in keys) else []
 
     rewards = group("reward/", "/mean")
@@ -306,7 +287,7 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
 
 
 def _seconds_chart(rows: Rows, starts: Sequence[int]) -> str:
-    """Without the iterations in which a process compiled: they would set the scale. The note tells their seconds."""
+    """Chart seconds without iterations that compiled, which would set the scale; the note has theirs."""
     first = {start + 1 for start in starts}
     named = [key for row in rows for key in row if key.startswith("seconds/") and key != "seconds/total"]
     shown = [row for row in rows if row["step"] not in first]

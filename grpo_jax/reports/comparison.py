@@ -1,4 +1,4 @@
-"""One page for several runs: their curves laid over one another, what they came to, and how their configs differ."""
+"""One page for several runs: their curves in the same charts, their results, and the differences of their configs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,9 @@ _MISSING = "–"
 
 
 class Compared(NamedTuple):
-    """A run in a comparison.
+    """A run in a comparison, with a name as short as it can be told from the others'.
 
-    Attributes:
-        name: As short as it can be told from the others'.
-        rows: Of metrics.jsonl.
-        summary: What summary.json holds; empty where it has not finished.
-        fields: Its config, by dotted names.
+    Its rows are of metrics.jsonl, its summary is empty where it has not finished, its fields have dotted names.
     """
 
     name: str
@@ -49,16 +45,7 @@ class Compared(NamedTuple):
 
 
 def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: Sequence[Display]) -> None:
-    """Writes the page.
-
-    Args:
-        path: Of the HTML file.
-        runs: With metrics; each once.
-        displays: How the task of each shows its measures.
-
-    Raises:
-        UserError: There are more runs than lines can be told apart, or a file of one is damaged.
-    """
+    """Write the HTML page of runs; UserError if they are too many for one chart, or a file is damaged."""
     if len(runs) > MOST_LINES:
         raise UserError(f"at most {MOST_LINES} runs can be told apart in one page, got {len(runs)}")
     compared = []
@@ -77,7 +64,7 @@ def write_comparison(path: str | Path, runs: Sequence[RunDirectory], displays: S
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """The end of each path, as many folders of it as it takes to tell it from the others."""
+    """Return the end of each path, with as many folders as it takes to tell it from the others."""
 
     def name(path: Path) -> str:
         ends = (Path(*path.parts[-length:]) for length in range(1, len(path.parts)))
@@ -112,7 +99,7 @@ def _runs(compared: Sequence[Compared]) -> str:
 
 
 def _measures(compared: Sequence[Compared]) -> str:
-    """Held-out measures at the end, with their intervals where several completions were drawn."""
+    """Return held-out measures at the end, with their intervals where several completions were drawn."""
     finals = [_final(run.summary) for run in compared]
     names = dict.fromkeys(name for measures in finals for name in measures)
     rows = [[html.escape(name), *(measures.get(name, _MISSING) for measures in finals)] for name in names]
@@ -152,7 +139,6 @@ def _curves(compared: Sequence[Compared], displays: Sequence[Display]) -> str:
 
 
 def _laid_over(chart: Chart, compared: Sequence[Compared]) -> str:
-    """A chart for each measure, with a line for each run."""
     figures = []
     for curve in chart.curves:
         lines = [_series(run, place, curve.metric, sparse=curve.sparse) for place, run in enumerate(compared)]
@@ -176,7 +162,7 @@ def _configs(compared: Sequence[Compared]) -> str:
 
 
 def _fields(values: Values) -> dict[str, Any]:
-    """A config by dotted names, each reward's fields under what metrics call it."""
+    """Return a config by dotted names, each reward's fields under its name in metrics."""
     rewards = values.get("rewards") or []
     if rewards and all(isinstance(entry, Mapping) and isinstance(entry.get("name"), str) for entry in rewards):
         called = {RewardSection(entry["name"], label=entry.get("label") or "").called: entry for entry in rewards}

@@ -1,4 +1,4 @@
-"""The completions of a run as page.js shows them: what lies in completions/, as much of it as fits into a page."""
+"""The completions of a run for page.js: the rows of completions/, as many as fit into a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_jax.reports.charts import number
 from grpo_jax.rollout.pictures import File, png, read_rgb
 
 MEGABYTES = 8.0
-"""Of completions in a page, by default."""
+"""Limit of the completions in a page, by default."""
 _LONGEST = 20_000  # characters of one text
 _SHARE = 8  # an iteration takes an eighth of the room at most
 _PICTURE_SIZE = 128
@@ -26,12 +26,12 @@ Row = dict[str, Any]
 
 
 class LoggedCompletions(NamedTuple):
-    """What a page holds of a run's completions.
+    """The completions in a run's page.
 
     Attributes:
-        data: For page.js: `columns` of {name, kind, values}, where values of texts are places in the column's `words`,
-            and `pictures` of each row, places in `images`.
-        note: What is there, and what was left out.
+        data: For page.js: `columns` of {name, kind, values}, where values of texts are places in the column's
+            `words`, and `pictures` of each row, places in `images`.
+        note: Says which are there, and which were left out.
     """
 
     data: Values
@@ -39,14 +39,10 @@ class LoggedCompletions(NamedTuple):
 
 
 def read_completions(folder: str | Path, megabytes: float = MEGABYTES) -> LoggedCompletions | None:
-    """Reads completions/step_*.parquet; where not all of it fits, iterations that are spread evenly over the run.
+    """Read completions/step_*.parquet; None where there are none.
 
-    Args:
-        folder: Of the files; may be missing.
-        megabytes: About how much of the page they take, with their pictures.
-
-    Returns:
-        None where there are none.
+    Where they take more than about `megabytes` of the page, pictures included, iterations are spread evenly over the
+    run.
     """
     import pyarrow
     import pyarrow.parquet
@@ -92,7 +88,7 @@ def read_completions(folder: str | Path, megabytes: float = MEGABYTES) -> Logged
 
 
 def spread(count: int) -> list[int]:
-    """0 … count − 1, both ends first, so ordered that each beginning of it is spread evenly (van der Corput)."""
+    """Return 0 … count − 1, both ends first, so ordered that each beginning is spread evenly (van der Corput)."""
     bits = max(count - 1, 1).bit_length()
     reversed_bits = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(1 << bits))
     return list(dict.fromkeys(place for place in (0, count - 1, *reversed_bits) if 0 <= place < count))
@@ -134,7 +130,7 @@ def _picture(reference: Values, pictures: dict[bytes | str, str]) -> str:
 
 
 def _first_rows(rows: Sequence[Row], most: float, stored: set[tuple[str, str]]) -> tuple[list[Row], float]:
-    """Return the rows of the first prompts that take `most` bytes, those of one prompt in any case, and their bytes."""
+    """Return the rows of the first prompts that take `most` bytes, of at least one prompt, and their bytes."""
     new: set[tuple[str, str]] = set()
     size = 0.0
     whole, whole_size = 0, 0.0  # rows of the prompts before this one
@@ -150,7 +146,7 @@ def _first_rows(rows: Sequence[Row], most: float, stored: set[tuple[str, str]]) 
 
 
 def _texts(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield what stands in the page once however often it is in the rows: texts of a column, pictures."""
+    """Yield a row's texts by column, and pictures: they stand in the page once however often rows repeat them."""
     yield from ((name, cell) for name, cell in row.items() if isinstance(cell, str))
     yield from ((_PICTURES, picture) for picture in row.get(_PICTURES, ()))
 
@@ -167,7 +163,6 @@ def _data(rows: Sequence[Row]) -> Row:
 
 
 def _column(name: str, values: Sequence[Any]) -> Row | None:
-    """Describe a column; None where it has no value."""
     kinds = {bool: "flag", int: "number", float: "number", str: "text"}
     kind = next((kinds[type(value)] for value in values if value is not None), None)
     if kind is None:
@@ -180,5 +175,4 @@ def _column(name: str, values: Sequence[Any]) -> Row | None:
 
 
 def _places(texts: Iterable[str]) -> dict[str, int]:
-    """Number texts in the order of first appearance."""
     return {text: place for place, text in enumerate(dict.fromkeys(texts))}

@@ -23,17 +23,17 @@ class LastingStream(io.TextIOBase):
     """A terminal that may go away (closed, a pipe without a reader, a full disk): then text is lost, and no more."""
 
     def __init__(self, stream: TextIO | None = None):
-        """Writes to a stream; None for what standard output is at the time."""
+        """Write to a stream; None for the standard output of each moment."""
         self._stream = stream
         self.lost = False
 
     def write(self, text: str) -> int:
-        """Writes as long as that is possible."""
+        """Write as long as that is possible."""
         self._try(lambda stream: stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Flushes as long as that is possible."""
+        """Flush as long as that is possible."""
         self._try(lambda stream: stream.flush())
 
     def isatty(self) -> bool:
@@ -41,12 +41,12 @@ class LastingStream(io.TextIOBase):
         return bool(self._try(lambda stream: stream.isatty()))
 
     def fileno(self) -> int:
-        """Of the stream."""
+        """The stream's."""
         return self._target().fileno()
 
     @property
     def encoding(self) -> str:
-        """Of the stream."""
+        """The stream's."""
         return getattr(self._target(), "encoding", None) or "utf-8"
 
     def _target(self) -> TextIO:
@@ -66,12 +66,7 @@ class Console:
     """Lines to the terminal and to train.log."""
 
     def __init__(self, log: str | Path | None = None, *, stream: TextIO | None = None):
-        """Opens the log to append.
-
-        Args:
-            log: Path of train.log; None writes none.
-            stream: In place of standard output.
-        """
+        """Open the log to append, if there is one; `stream` is written in place of standard output."""
         from rich.console import Console as Terminal
 
         self._stream = LastingStream(stream)
@@ -86,23 +81,23 @@ class Console:
         return self._terminal.is_terminal
 
     def say(self, text: str = "", *, style: str | None = None) -> None:
-        """Prints a line."""
+        """Print a line."""
         self._terminal.print(text, style=style)
         self.record(text)
 
     def part(self, name: str, detail: str) -> None:
-        """One opening line: `policy     Qwen2, 1.1M parameters, float32, cpu`."""
+        """Print one opening line: `policy     Qwen2, 1.1M parameters, float32, cpu`."""
         from rich.text import Text
 
         self._terminal.print(Text.assemble((f"{name:<10}", "bold cyan"), " ", detail))
         self.record(f"{name:<10} {detail}")
 
     def note(self, text: str) -> None:
-        """Prints a line that tells of something left out or done otherwise."""
+        """Print a line about something left out or done otherwise."""
         self.say(f"note: {text}", style="yellow")
 
     def record(self, text: str) -> None:
-        """Writes a line to the log alone."""
+        """Write a line to the log alone."""
         if self._log is None:
             return
         if self._stream.lost and not self._noted:
@@ -112,16 +107,10 @@ class Console:
 
     @contextmanager
     def live(self, total: int, display: Display, *, done: int = 0, every: int | None = None) -> Iterator[Update]:
-        """A bar over the steps of a run: one line, in which the figures have what bar, count and time leave.
+        """Show a bar over the steps of a run: one line, in which the figures have what bar, count and time leave.
 
-        Args:
-            total: Steps in all.
-            display: Which figures of the task are shown.
-            done: Steps done before a resume.
-            every: Steps between lines where there is no terminal; None makes about twenty.
-
-        Yields:
-            A function that shows a finished step, counted from 1, with its metrics.
+        `done` steps were done before a resume; without a terminal a line is printed `every` so many steps, about
+        twenty in all if None. Yields a function that shows a finished step, counted from 1, with its metrics.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
@@ -157,13 +146,13 @@ class Console:
             yield update
 
     def close(self) -> None:
-        """Closes the log."""
+        """Close the log."""
         if self._log is not None:
             self._log.close()
 
 
 def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
-    """The figures of a metrics row in one line: rewards with deviation, loss, KL, the task's own, pace."""
+    """Format a metrics row in one line: rewards with deviation, loss, KL, the task's own, pace."""
     total = metrics.get("reward/total/mean")
     parts: list[str] = []
     if total is not None:
@@ -192,7 +181,7 @@ def _is_reward(name: str) -> bool:
 
 
 def result_lines(summary: Values, display: Display = Display()) -> list[str]:
-    """The table of a summary, and its improvement in one line."""
+    """Return the table of a summary, and its improvement in one line."""
 
     def cell(name, value):
         finite = isinstance(value, int | float) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""README.md of a trained policy's folder: what it was trained on and for, and what that changed; nobody's paths."""
+"""README.md of a trained policy's folder: its training, its use, its results; without private paths."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_card(folder: str | Path, config: Config, run_dir: str | Path, *, checkpoint: str, adapters: bool) -> None:
-    """Writes README.md of an exported folder; nothing where the run has no end yet that it could tell of.
-
-    Raises:
-        UserError: The folder cannot be written.
-    """
+    """Write README.md of an exported folder; nothing where the run has not finished."""
     summary = read_summary(RunDirectory(run_dir))
     if summary:
         card = model_card(config, summary, config.task.display, checkpoint=checkpoint, adapters=adapters)
@@ -38,14 +34,9 @@ def model_card(
     checkpoint: str = "final",
     adapters: bool = False,
 ) -> str:
-    """The card in Markdown, with the front matter that the Hugging Face hub reads.
+    """Return the card of a language run in Markdown, with the front matter that the Hugging Face hub reads.
 
-    Args:
-        config: Of a language run.
-        summary: What summary.json holds.
-        display: How the task's measures are shown.
-        checkpoint: Of which the weights are.
-        adapters: Whether the folder holds the adapters alone, in PEFT's format.
+    The weights are those of `checkpoint`, or with `adapters` the adapters alone, in PEFT's format.
     """
     import yaml
 
@@ -83,7 +74,6 @@ def model_card(
 
 
 def _rewards(config: Config) -> str:
-    """As the config has them; conditions among them."""
 
     def told(reward: RewardSection) -> str:
         text = f"{reward.called} (weight {reward.weight:g})"
@@ -129,5 +119,5 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _public(name: str) -> str:
-    """A name without the folders that it lies in: of a path its end, of "file.py:Name" too; others as they are."""
+    """Return a name without its folders: the end of a path, of "file.py:Name" too; others as they are."""
     return re.sub(r".*[/\\](?=[^/\\])", "", name)

@@ -1,4 +1,4 @@
-"""Everything a run writes but its checkpoints: folder, terminal, log, metrics, completions, report."""
+"""All output of a run but its checkpoints: folder, terminal, log, metrics, completions, report."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ class RunOutput:
     """The output of one run; closed when its block ends."""
 
     def __init__(self, config: Any, *, stream: TextIO | None = None):
-        """Makes or opens the run directory and writes config.yaml.
-
-        Args:
-            config: Of a run: its `run_dir`, `resume`, `report_to` and `task` are read.
-            stream: In place of standard output.
+        """Make or open the run directory and write config.yaml; `stream` is written in place of standard output.
 
         Raises:
-            UserError: The run directory cannot be used, a service of `report_to` is not installed, or nobody is logged
-              in to the hub that the policy is to be pushed to.
+            UserError: The run directory cannot be used, a service of `report_to` is not installed, or nobody is
+                logged in to the hub that the policy is to be pushed to.
         """
         require_writers(config.report_to)
         self._repo = getattr(config, "push_to_hub", "")  # which a task may have no use for
@@ -53,17 +49,9 @@ class RunOutput:
         self._open_line = ExitStack()
 
     def truncate(self, step: int, *, rows: int | None = None) -> int:
-        """Cuts off what was written after a step (0 for a new run) and opens the metric writers.
+        """Remove the output after a step (0 for a new run), open the metric writers and return the number of rows.
 
-        Args:
-            step: The last whose completions stay.
-            rows: The last whose metrics stay; the same if None.
-
-        Returns:
-            How many rows of metrics there are.
-
-        Raises:
-            UserError: A writer that was asked for is missing or cannot write.
+        `step` is the last whose completions stay, `rows` the last whose metrics stay (the same if None).
         """
         resume_step = (step if rows is None else rows) if self._config.resume else None
         if self._config.resume:
@@ -76,17 +64,17 @@ class RunOutput:
         return len(read_metrics(self.directory.metrics))
 
     def start(self, total: int, done: int = 0) -> None:
-        """Starts the live line of `total` iterations, `done` of them before a resume."""
+        """Start the live line of `total` iterations, `done` of them before a resume."""
         self._show = self._open_line.enter_context(self.console.live(total, self._display, done=done))
 
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Writes the completions of an iteration: columns, one entry each."""
+        """Write the completions of an iteration: columns, one entry each."""
         self.directory.write_completions(step, columns)
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.completions(step, columns))
 
     def iteration(self, row: Values) -> None:
-        """Writes and shows one iteration by its metrics, with "step"."""
+        """Write and show one iteration by its metrics, with "step"."""
         step = int(row["step"])
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.write(step, row))
@@ -94,7 +82,7 @@ class RunOutput:
             self._show(step, row)
 
     def _try(self, writer: MetricWriter, act: Callable[[], None]) -> None:
-        """What one writes that is not needed to go on ends with a note where it fails, and the run does not."""
+        """Write something that the run can do without: a failure ends its writer with a note."""
         try:
             act()
         except Exception as error:
@@ -104,12 +92,9 @@ class RunOutput:
             self.note(f"no more events for {type(writer).__name__}: {one_line(error)}")
 
     def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
-        """Writes summary.json, images/, report.json, report.html and the policy's card, and prints the end of a run.
+        """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run.
 
-        Args:
-            finished: What the run shows.
-            config: Of the run, shown in the report.
-            starts: Iterations done when a process began: the one after compiles.
+        `starts` are the iterations done when a process began: the one after compiles.
         """
         self._end_line()
         summary, tables = finished.summary, finished.tables
@@ -138,7 +123,7 @@ class RunOutput:
             self._push()
 
     def _push(self) -> None:
-        """Pushes the policy's folder; a hub that refuses is a note, for the run is complete."""
+        """Push the policy's folder; a hub that refuses is a note, for the run is complete."""
         try:
             address = push_folder(self.directory.policy, self._repo, private=self._config.hub_private)
         except UserError as error:
@@ -147,7 +132,7 @@ class RunOutput:
             self.say(f"pushed: {address}")
 
     def close(self) -> None:
-        """Closes live line, writers and log."""
+        """Close live line, writers and log."""
         self._end_line()
         writers, self._writers = self._writers, []
         for writer in writers:
@@ -158,11 +143,11 @@ class RunOutput:
         self.console.close()
 
     def __enter__(self) -> RunOutput:
-        """Returns itself."""
+        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Closes; takes the run directory back where a start failed before it had saved anything.
+        """Close; remove the run directory where a start failed before it had saved anything.
 
         The log keeps the error that ended the run, of one that nobody foresaw the traceback too.
         """

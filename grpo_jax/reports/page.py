@@ -1,4 +1,4 @@
-"""report.html: one self-contained page that shows what a run did and learned. Nothing is fetched."""
+"""report.html: one self-contained page of a run's results and curves. Nothing is fetched."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _SUMMARY: Values = {
     "versions": dict[str, str],
     "samples": dict[str, Any],
 }
-"""What pages and cards compute with, where a summary has it."""
+"""Numbers of a summary that pages and cards compute with."""
 _SAMPLES = dict[str, dict[str, dict[str, list[float | None] | None]]]
 
 
 class RunEnd(NamedTuple):
-    """What report.html shows that stands in no other file of a run; report.json.
+    """The parts of report.html that stand in no other file of a run; report.json.
 
     Attributes:
         sections: HTML of the gallery, the episodes and the tables by these names, in which all text is escaped.
@@ -60,17 +60,9 @@ def write_report(
     megabytes: float = MEGABYTES,
     summary: Values | None = None,
 ) -> None:
-    """Write the page of a run, finished or not, from its directory.
+    """Write the page of a run with metrics, finished or not, from its directory.
 
-    Args:
-        path: Of the HTML file.
-        run: With metrics.
-        display: How the task's measures are shown.
-        megabytes: Of completions in the page.
-        summary: Of a run that is about to write it.
-
-    Raises:
-        UserError: A file of the run is damaged, or the page cannot be written.
+    `megabytes` limits the completions in the page; `summary` is given by a run that is about to write it.
     """
     rows = read_metrics(run.metrics)
     summary = read_summary(run, rows) if summary is None else finite(summary)
@@ -90,14 +82,8 @@ def render_report(
 ) -> str:
     """Render the page of a run.
 
-    Args:
-        title: The run's name.
-        summary: What summary.json holds; `evaluation.<measure>.{before, after, oracle}` makes the headline. Empty for a
-            run that has not finished.
-        display: How the task's measures are shown.
-        rows: Of metrics.jsonl, for the curves.
-        end: Gallery, episodes and tables (`end_sections`), and how the run was begun.
-        completions: What was written in training, to be searched.
+    `evaluation.<measure>.{before, after, oracle}` of the summary makes the headline; it is empty for a run that has
+    not finished. `completions` are those of training, to be searched.
     """
     sections = [
         _headline(title, summary, display, rows),
@@ -114,7 +100,7 @@ def render_report(
 def end_sections(
     gallery: Sequence[GalleryEntry], episodes: Sequence[EpisodeEntry], tables: Sequence[Table], display: Display
 ) -> dict[str, str]:
-    """Render what a run shows at its end, by name, as `RunEnd.sections` has it."""
+    """Render the end of a run by name, as in `RunEnd.sections`."""
     return {
         "gallery": _gallery(gallery, display),
         "episodes": _episodes(episodes, display),
@@ -125,10 +111,7 @@ def end_sections(
 def document(title: str, sections: Iterable[str], data: Values | None = None) -> str:
     """Make an HTML file that stands alone: a policy lets nothing but its one script run, and nothing be fetched.
 
-    Args:
-        title: Of the browser's window.
-        sections: HTML, in which all text is escaped.
-        data: What page.js reads, as JSON.
+    All text in the HTML of `sections` is escaped; page.js reads `data` as JSON.
     """
     style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "tables.js", "page.js"))
     script = "".join(scripts)
@@ -163,9 +146,6 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str 
         f"<div class='scroll'><table class='data{kind and f' {kind}'}'><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )
-
-
-# ------------------------------------------------------------------------------------------------------- the headline
 
 
 def _headline(title: str, summary: Values, display: Display, rows: Rows) -> str:
@@ -239,9 +219,6 @@ def _value(name: str, value: float | None, display: Display) -> str:
         return f"{value:.{display.digits_of(name)}f}"
     value = round(value, 2) + 0.0  # no "-0.00"
     return (f"{value:.2f}" if abs(value) < 100 else number(value)).replace("-", "−")
-
-
-# ------------------------------------------------------------------------------------------------ pictures and episodes
 
 
 def _gallery(gallery: Sequence[GalleryEntry], display: Display) -> str:
@@ -324,9 +301,6 @@ def _turn(place: int, turn: ShownTurn, display: Display) -> str:
     return f"<div class='turn'><h3>turn {place}</h3>{written}{drawn}<p class='note'>{scores}</p></div>{answer}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- rest
-
-
 def _completions(logged: LoggedCompletions | None) -> str:
     if logged is None:
         return ""
@@ -370,24 +344,13 @@ def _fact(value: float | str | None) -> str:
     return number(value) if value is None or isinstance(value, float) else html.escape(str(value))
 
 
-# --------------------------------------------------------------------------------------------- files of a run's end
-
-
 def write_end(run: RunDirectory, end: RunEnd) -> None:
-    """Write report.json.
-
-    Raises:
-        UserError: The disk is full.
-    """
+    """Write report.json."""
     write_atomically(run.end, json.dumps(finite(end._asdict()), indent=1) + "\n")
 
 
 def read_end(run: RunDirectory) -> RunEnd:
-    """Read report.json of a finished run.
-
-    Raises:
-        UserError: It is damaged, or of an earlier version.
-    """
+    """Read report.json of a finished run; UserError if it is damaged, or of an earlier version."""
     if not run.end.exists():
         return RunEnd(config=read_config(run))
     stored = load_json(run.end)
@@ -409,15 +372,7 @@ def read_config(run: RunDirectory) -> str:
 
 
 def read_summary(run: RunDirectory, rows: Rows = ()) -> dict[str, Any]:
-    """Read summary.json; empty for a run that has not finished, or goes on after it had.
-
-    Args:
-        run: Whose.
-        rows: Of its metrics.jsonl.
-
-    Raises:
-        UserError: It is damaged.
-    """
+    """Read summary.json; empty for a run that has not finished, or goes on after it had."""
     summary = load_json(run.summary) if run.summary.exists() else {}
     try:
         for name in _SUMMARY.keys() & summary.keys():

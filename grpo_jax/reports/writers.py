@@ -35,36 +35,32 @@ class MetricWriter:
     """Takes the numbers of each step; what it has no place for it leaves out."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one row."""
+        """Write one row."""
         raise NotImplementedError
 
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Takes the completions of an iteration, columns of one entry each."""
+        """Take the completions of an iteration, columns of one entry each."""
 
     def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
-        """Takes what summary.json holds, tables and pictures of a finished run."""
+        """Take summary, tables and pictures of a finished run."""
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close."""
 
 
 class JsonLines(MetricWriter):
     """metrics.jsonl: one object per row, on disk when `write` returns."""
 
     def __init__(self, path: str | Path):
-        """Opens the file to append."""
+        """Open the file to append."""
         self._file = AppendedFile(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one row; what is not finite becomes null.
-
-        Raises:
-            UserError: The disk is full.
-        """
+        """Append one row; a number that is not finite becomes null."""
         self._file.write(json.dumps(finite({"step": step, **metrics})) + "\n")
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -72,7 +68,7 @@ class TensorBoard(MetricWriter):
     """Event files, through the tensorboard package alone."""
 
     def __init__(self, folder: str | Path, *, resume_step: int | None = None):
-        """Opens a new event file; `resume_step` makes TensorBoard forget what came after that step."""
+        """Open a new event file; `resume_step` makes TensorBoard forget all events after that step."""
         import tensorboard.compat.proto.event_pb2 as event_pb2
         import tensorboard.compat.proto.summary_pb2 as summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -89,13 +85,13 @@ class TensorBoard(MetricWriter):
                 self._writer.add_event(event)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the numbers as scalars."""
+        """Write the numbers as scalars."""
         value = self._summaries.Summary.Value
         self._add(step, [value(tag=name, simple_value=number) for name, number in numbers(metrics).items()])
         self._last = step
 
     def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
-        """Writes the gallery's pictures, at the last step."""
+        """Write the gallery's pictures, at the last step."""
         message = self._summaries.Summary
         values = []
         for index, entry in enumerate(gallery):
@@ -115,7 +111,7 @@ class TensorBoard(MetricWriter):
             self._writer.flush()
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close."""
         with disk_errors(self._folder):
             self._writer.close()
 
@@ -124,11 +120,7 @@ class WeightsAndBiases(MetricWriter):
     """A run on Weights & Biases, the same one again on resume: the run directory keeps its id."""
 
     def __init__(self, run: RunDirectory, config: Values):
-        """Starts or continues the run.
-
-        Raises:
-            UserError: wandb refuses to start.
-        """
+        """Start or continue the run; UserError if wandb refuses."""
         import wandb
 
         self._wandb = wandb
@@ -145,18 +137,18 @@ class WeightsAndBiases(MetricWriter):
         write_atomically(id_file, identity)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs one row."""
+        """Log one row."""
         self._run.log(numbers(metrics), step=step)
 
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
-        """Logs the first of them as a table, with the iteration's numbers."""
+        """Log the first of them as a table, with the iteration's numbers."""
         first = {name: [_plain(value) for value in column[:_COMPLETIONS]] for name, column in columns.items()}
         cells = {name: column for name, column in first.items() if all(isinstance(cell, _CELLS) for cell in column)}
         rows = [list(row) for row in zip(*cells.values(), strict=True)]
         self._run.log({"completions": self._wandb.Table(columns=list(cells), data=rows)}, step=step)
 
     def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
-        """Updates the run's summary, logs each table under its title, and the gallery as one with pictures."""
+        """Update the run's summary, log each table under its title, and the gallery as one with pictures."""
         self._run.summary.update(finite(summary))
         for table in tables:
             name = re.sub(r"\W+", "_", table.title)  # part of a file's name
@@ -173,16 +165,12 @@ class WeightsAndBiases(MetricWriter):
         return None if picture is None else self._wandb.Image(picture)
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         self._run.finish()
 
 
 def require_writers(report_to: Sequence[str]) -> None:
-    """Refuses writers that this process does not have; TensorBoard alone may be missing.
-
-    Raises:
-        UserError: A service is unknown, or its package is not installed.
-    """
+    """Refuse writers that are unknown or not installed; TensorBoard alone may be missing."""
     for name in report_to:
         if name in _BY_CALLBACK:
             raise UserError(f"report_to: {name} gets a run's numbers by a callback (docs/ending.md); take it out")
@@ -204,19 +192,10 @@ def open_writers(
     resume_step: int | None = None,
     config: Values | None = None,
 ) -> tuple[list[MetricWriter], list[str]]:
-    """Opens metrics.jsonl and the writers asked for.
+    """Open metrics.jsonl and the writers of `report_to`; return them, and notes about those left out.
 
-    Args:
-        run: Where they write; on resume, rewound to `resume_step`.
-        report_to: Any of "tensorboard", "wandb".
-        resume_step: The step that the run continues after; None for a new run.
-        config: Shown by Weights & Biases; its `project` is where.
-
-    Returns:
-        The writers, and notes for the user about those left out.
-
-    Raises:
-        UserError: A writer is unknown, missing, or cannot write.
+    A run that goes on after `resume_step` is rewound to it. Weights & Biases shows `config`, and takes `project` from
+    it.
     """
     require_writers(report_to)
     if resume_step is not None:
@@ -239,7 +218,7 @@ def open_writers(
 
 
 def numbers(metrics: Values) -> dict[str, float]:
-    """The finite numbers of a row, without its step."""
+    """Return the finite numbers of a row, without its step."""
     return {
         name: float(value)
         for name, value in metrics.items()
@@ -248,5 +227,4 @@ def numbers(metrics: Values) -> dict[str, float]:
 
 
 def _plain(value: Any) -> object:
-    """A cell of a table: a plain number or text."""
     return value.item() if hasattr(value, "item") else value

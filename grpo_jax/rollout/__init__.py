@@ -1,1 +1,1 @@
-"""What is between a prompt and its reward."""
+"""Rollouts: from prompts to rewards."""

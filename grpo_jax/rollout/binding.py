@@ -26,7 +26,7 @@ LOG = "log_metric"
 
 
 class TrainerState(NamedTuple):
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         global_step: Iterations that are done. Held-out prompts are judged alike at any time: there it is `max_steps`.
@@ -40,7 +40,7 @@ class TrainerState(NamedTuple):
 
 
 class JudgedBatch(NamedTuple):
-    """State of the run while one batch is judged, and what its rewards logged, by column of metrics.jsonl."""
+    """Progress while one batch is judged, and the numbers that its rewards logged, by column of metrics.jsonl."""
 
     state: TrainerState
     values: dict[str, list[float]]
@@ -61,10 +61,10 @@ _judged_batch: ContextVar[JudgedBatch | None] = ContextVar("judged batch", defau
 
 
 class Trainer:
-    """The run as its rewards see it: in evaluation, but for `at`."""
+    """A run's progress, as its rewards ask it: evaluation, except inside `at`."""
 
     def __init__(self, max_steps: int = 0):
-        """A run of so many iterations."""
+        """A run of `max_steps` iterations."""
         self._ended = JudgedBatch(TrainerState(max_steps, max_steps, True), {})
 
     @property
@@ -83,7 +83,7 @@ class Trainer:
             _judged_batch.reset(before)
 
     def providers(self, arguments: Collection[str]) -> dict[str, Callable[[], object]]:
-        """Return what gives a reward those of its arguments that are the run's, asked at each call."""
+        """Return functions that give the run's arguments among these, asked at each call."""
         providers: dict[str, Callable[[], object]] = {
             STATE: lambda: self.now.state,
             LOG: lambda: self.now.log_metric,  # a reward may log from threads of its own
@@ -99,7 +99,7 @@ class TaskRewards:
         functions: By the name that `rewards` and `watch` of the config use: a reward function, which gets a reward's
             options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a reward
             that has an argument of its name, as columns are.
-        defaults: Where the config names none.
+        defaults: Rewards where the config names none.
         watched: Names that are watched where the config names none.
         always_watched: Names among `functions` that are watched in every run, last.
         measures: name → a reward that is only watched, for names that follow a pattern (NAME@K); None for others.
@@ -119,15 +119,13 @@ class TaskRewards:
 
 
 class ResolvedReward(NamedTuple):
-    """A reward that was found, and what `bind` makes it of.
+    """A reward that was found, and what `bind` needs.
 
     Attributes:
-        name: As measures are called by it.
         function: As anyone wrote it, or `JUDGE_AS_REWARD`.
-        judge: The judge that it is to ask in place of its own; "" for its own.
-        options: Its arguments that the config sets.
+        judge: The judge to ask in place of its own; "" for its own.
         messages: Whether it gets chat messages as its prompts and completions.
-        adapt: What the task makes of it; None for one of its own.
+        adapt: The task's wrapper; None for one of its own.
         providers: Functions that give arguments that are the run's.
     """
 
@@ -141,7 +139,7 @@ class ResolvedReward(NamedTuple):
 
 
 def JUDGE_AS_REWARD(**columns: object) -> object:
-    """Stands for a judge that is a reward: a reward model, or whatever else `load` gives that can be called as one."""
+    """Stands for a judge that is itself a reward, such as a reward model."""
     raise NotImplementedError("it is bound to a judge first")
 
 
@@ -152,7 +150,7 @@ class ResolvedRewards(NamedTuple):
         sections: N rewards as configured, their conditions resolved.
         maximised: A function for each.
         watched: W measures.
-        watch: Their names as configured: of an import path all of it.
+        watch: Their names as configured: an import path in full.
     """
 
     sections: tuple[RewardSection, ...]
@@ -196,20 +194,14 @@ def resolve_rewards(
     trainer: Trainer | None = None,
     drawn: bool = False,
 ) -> ResolvedRewards:
-    """Find the rewards of a config and bind their options.
+    """Find the rewards of a config and bind their options; UserError if one does not exist or cannot be isolated.
 
     Args:
-        sections: As configured.
-        watch: Names that are watched.
-        source: The task's own rewards.
         judges: Names of the judges there are.
         functions: By label, in place of what sections name.
         timeout: Seconds that one call of an isolated reward may take.
-        trainer: What those ask that name `trainer_state` or `log_metric`.
+        trainer: Asked by rewards with an argument `trainer_state` or `log_metric`.
         drawn: Whether pictures are made of completions, which an isolated reward cannot get.
-
-    Raises:
-        UserError: A reward, judge or option that does not exist, or one that cannot be isolated.
     """
     sections = source.conditions(sections or source.defaults)
     if not sections:
@@ -240,11 +232,7 @@ def resolve_rewards(
 
 
 def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
-    """Return the reward with the judges that it names as arguments, or the judge that is one.
-
-    Raises:
-        UserError: The judge is no reward, or the reward asks none in whose place another could be.
-    """
+    """Return the reward with the judges that it names as arguments, or the judge that is one; raises UserError."""
     name, function = resolved.name, resolved.function
     if function is JUDGE_AS_REWARD:
         judge = judges[resolved.judge]
@@ -266,7 +254,7 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
 
 @contextmanager
 def judge_named(name: str) -> Iterator[None]:
-    """Raise a UserError that names the judge in place of whatever it raises inside, as it is checked or loaded."""
+    """Raise a UserError that names the judge in place of any error inside."""
     try:
         yield
     except (UserError, ModuleNotFoundError):
@@ -278,7 +266,7 @@ def judge_named(name: str) -> Iterator[None]:
 
 
 def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None, *, drawn: bool) -> Reward:
-    """A user's reward in a process of its own, where nothing of the run is but texts and columns."""
+    """Return a user's reward in a process of its own, which gets only texts and columns."""
     where = f"rewards.{section.called}.isolated"
     place, _, label = section.name.rpartition(":")
     if not place:
@@ -307,7 +295,6 @@ class _Resolver(NamedTuple):
     trainer: Trainer
 
     def of_user(self, name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
-        """Return a user's reward, adapted to the task."""
         check_options(name, function, options, RESERVED_COLUMNS)
         providers = self.trainer.providers(arguments_of(function))
         return ResolvedReward(name, function, options=options, adapt=self.source.adapt, providers=providers)
@@ -357,7 +344,7 @@ def _refuse(name: str, source: TaskRewards, where: str) -> None:
 
 
 def _made(reward: Reward | Maker, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:
-    """Return one of the task's rewards and its options, or what its maker makes of them and none."""
+    """Return one of the task's rewards and its options; its options are used up where a maker makes it."""
     make = reward.make if isinstance(reward, Maker) else reward
     if not (isinstance(reward, Maker) or inspect.isclass(reward)):
         check_options(label, reward, options, RESERVED_COLUMNS)

@@ -1,7 +1,7 @@
 """Rows of a data set: how they are split, and the order in which training visits them.
 
-The order of an epoch, the rows of a batch and the noise of a picture follow from (seed, number) alone: resuming a run
-means remembering one number.
+The order of an epoch, the rows of a batch and the noise of a picture are functions of (seed, number) alone, so that a
+checkpoint stores one number.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Row:
     """One prompt of a data set.
 
     Attributes:
-        id: Names the row for good: its line in the file (from 1), or its place in the built-in list.
-        prompt: What the user asks for.
+        id: Never changes: its line in the file (from 1), or its place in the built-in list.
+        prompt: The user's text.
         columns: The row's other fields, passed to the rewards.
-        pictures: What the prompt shows, in its order: sources as `rollout.pictures` reads them.
+        pictures: Those of the prompt, in its order: sources as `rollout.pictures` reads them.
         messages: The conversation that is to be answered, its pictures those of the row; () for the prompt alone.
     """
 
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Text that tells the prompt from others; with pictures or a conversation, of these too."""
+        """Text that is equal for equal prompts, pictures and conversations alone."""
         if not (self.pictures or self.messages):
             return self.prompt
         messages = [(message.role, message.parts) for message in self.messages]
@@ -64,8 +64,7 @@ class Row:
 
 
 ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages", "has_system")])
-"""Of a row: the bytes of its text, messages and all; its pictures; its messages, 0 for a prompt alone; whether a system
-message begins them."""
+"""Sizes of a row: bytes of all its text, pictures, messages (0 for a prompt alone), whether a system one begins."""
 
 
 def size_of_row(row: Row) -> tuple[int, int, int, int]:
@@ -99,7 +98,7 @@ class Rows(Sequence[Row]):
         return self.make(int(self.places[index]))
 
     def __eq__(self, other: object) -> bool:
-        """Whether they are the rows of another sequence."""
+        """Whether all rows are equal."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(map(Row.__eq__, self, other))
@@ -111,7 +110,7 @@ class Rows(Sequence[Row]):
         return Rows(self.make, self.places[which], self.sizes[which])
 
     def numbered_from(self, first: int) -> Rows:
-        """Return them all, with ids that begin so much later."""
+        """Return all rows, with `first` added to their ids."""
         make = self.make
 
         def renumbered(place: int) -> Row:
@@ -122,7 +121,7 @@ class Rows(Sequence[Row]):
 
 
 def row_sizes(rows: Sequence[Row]) -> np.ndarray:
-    """Return the `ROW_SIZES` [n] of rows, which those that lie elsewhere have at hand."""
+    """Return the `ROW_SIZES` [n] of rows."""
     return rows.sizes if isinstance(rows, Rows) else np.array([size_of_row(row) for row in rows], ROW_SIZES)
 
 
@@ -145,9 +144,6 @@ def all_rows(prompts: PromptSet) -> Rows:
     return Rows(make, np.arange(ends[-1]), np.concatenate([row_sizes(part) for part in prompts]))
 
 
-# ------------------------------------------------------------------------------------------------- splitting
-
-
 def check_held_out(held_out: int | float) -> None:
     """Raise ValueError unless `held_out` is a share in [0, 0.5) or a count."""
     share = isinstance(held_out, float) and 0.0 <= held_out < 0.5
@@ -161,28 +157,20 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
 
     Prompts are ranked by a hash of their text (and pictures); the first are for testing, as many next for validation.
     The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a file moves few
-    others.
-
-    Args:
-        rows: All rows.
-        held_out: How many different prompts (int) or which share of them (float, rounded; at least one if above 0)
-            the test part gets. Validation gets as many.
-
-    Raises:
-        UserError: If nothing would be left to train on.
-        ValueError: If ``held_out`` is neither a count nor a share.
+    others. `held_out` is the number of different prompts (int) or the share of them (float, rounded; at least one if
+    above 0) that each of the two parts gets.
     """
     parts = split_places(row_digests(rows), held_out=held_out)
     return PromptSet(*(tuple(rows[place] for place in places) for places in parts))
 
 
 def row_digest(row: Row) -> bytes:
-    """Return 32 bytes that tell a prompt from others."""
+    """Return the 32 bytes of a prompt's hash."""
     return hashlib.sha256(row.key.encode()).digest()
 
 
 def row_digests(rows: Iterable[Row]) -> np.ndarray:
-    """Return the digests of rows, u64 [n, 4], which compare as the bytes do."""
+    """Return the digests of rows, u64 [n, 4], which sort as the bytes do."""
     return as_digests(b"".join(map(row_digest, rows)))
 
 
@@ -216,9 +204,6 @@ def split_places(keys: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray
     return np.flatnonzero(~(test | validation)), np.flatnonzero(validation), np.flatnonzero(test)
 
 
-# ---------------------------------------------------------------------------------------------------- order
-
-
 def _seed_sequence(*numbers: int) -> np.random.SeedSequence:
     """Make a seed of integers below 2**64, two words each, so that different tuples are different entropy."""
     words = []
@@ -240,11 +225,7 @@ def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def batches_per_epoch(n: int, batch_size: int) -> int:
-    """Count the batches in one pass over ``n`` rows; what is left over waits for another epoch's order.
-
-    Raises:
-        UserError: If there are fewer rows than a batch takes.
-    """
+    """Count the batches in one pass over ``n`` rows, the rest left over; UserError if there is none."""
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if n < batch_size:
@@ -256,26 +237,17 @@ def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarra
     """Return the rows of a batch, i64 [P]; iterations count from 0 over the whole run.
 
     A batch never crosses an epoch, so its rows are all different: random numbers belong to a prompt's id, and a
-    prompt that stood twice in a batch would get the same completions twice.
-
-    Raises:
-        UserError: If there are fewer rows than a batch takes.
+    prompt that stood twice in a batch would get the same completions twice. Raises as `batches_per_epoch`.
     """
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
     return epoch_order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
 
 
 def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.ndarray, window: int = 32) -> np.ndarray:
-    """Return the rows of a batch whose lengths are alike, i64 [P]; raises as `batch_at`.
+    """Return the rows of a batch of similar lengths, i64 [P]; raises as `batches_per_epoch`.
 
-    The rows of `window` batches are sorted by length, and these batches visited in a random order.
-
-    Args:
-        seed: The run's seed.
-        iteration: Counted from 0 over the whole run.
-        batch_size: P.
-        lengths: Of the n rows.
-        window: Batches whose rows are shared out anew; at the end of an epoch fewer, so that each row comes once.
+    The rows of `window` batches (at the end of an epoch fewer, so that each row comes once) are sorted by their
+    `lengths` [n], and these batches visited in a random order.
     """
     n = len(lengths)
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
@@ -292,10 +264,10 @@ def iterations_in_all(section: TrainingSection, n: int) -> int:
 
 
 def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:
-    """Return the rows of a further draw of an iteration, i64 [P], where its batch batch (draw 0) did not teach enough.
+    """Return the rows of a further draw of an iteration, i64 [P], where its own batch (draw 0) had too little signal.
 
-    The iteration's rows in one order, its batch first and then all others shuffled; a draw takes the next stretch,
-    from the start again at the end. Within a draw all rows are different.
+    The order is the iteration's batch, then all other rows shuffled; a draw takes the next stretch, from the start
+    again at the end. Within a draw all rows are different.
     """
     batch = batch_at(seed, iteration, batch_size=batch_size, n=n)
     if draw == 0:
@@ -310,21 +282,15 @@ def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = 
     """Return the seed of the noise that pictures of one prompt start from, an integer in [0, 2**63).
 
     All rewrites of a prompt, and the prompt itself, are rendered from it (common random numbers): pictures of a group
-    differ by their words alone. In evaluation the noise is fixed, and the iteration without influence.
+    differ by their words alone. In evaluation it does not depend on the iteration.
     """
     purpose, visit = (_EVALUATION_NOISE, 0) if evaluation else (_NOISE, iteration)
     state = _seed_sequence(purpose, seed, visit, prompt_id, 0).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 
-# -------------------------------------------------------------------------------------------------- columns
-
-
 def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[str, list[object]]]:
-    """Repeat each row ``group_size`` times: prompts, P·G texts, and the rows' columns as lists of P·G values.
-
-    A row that lacks a column has None there.
-    """
+    """Repeat each row ``group_size`` times: P·G prompts, and columns of P·G values, None where a row lacks one."""
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]
     return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TokensOf = Callable[[Row, Sequence[int]], list[int]]
-"""(row, tokens of each of its pictures) → the tokens that its completions start from."""
+"""(row, tokens of each of its pictures) → the prompt's tokens."""
 _LONGEST = 4096
 _TEMPLATE_MARGIN = 8
 _COMPARED = 256
@@ -50,12 +50,9 @@ _NO_VISION = "the prompts hold pictures, and the policy has no vision tower: cho
 
 
 class Encoded(NamedTuple):
-    """Prompts as a policy reads them, on the host.
+    """Prompts as token ids, on the host: i32 [P, L], left-padded, and their mask bool [P, L].
 
-    Attributes:
-        tokens: i32 [P, L], left-padded; a picture stands in them as its placeholders.
-        mask: bool [P, L].
-        pictures: [P, I, ..]; None where the data set has none.
+    A picture stands among the tokens as its placeholders; `pictures` [P, I, ..] is None where the data set has none.
     """
 
     tokens: np.ndarray
@@ -72,11 +69,7 @@ class ImageProcessor(NamedTuple):
 
 
 def load_image_processor(folder: Path, vision: VisionConfig, size: int | None) -> ImageProcessor:
-    """Load the image processor of a policy's folder; `size` is data.picture_size.
-
-    Raises:
-        UserError: As `read_settings` and `make_prepare`.
-    """
+    """Load the image processor of a policy's folder; `size` is data.picture_size."""
     settings = read_settings(folder, vision, size)
     return ImageProcessor(vision, settings, make_prepare(folder, settings))
 
@@ -94,24 +87,20 @@ def make_encode(
 ) -> Callable[[Sequence[Row]], Encoded]:
     """Make encode(rows) → `Encoded`.
 
-    What the user wrote is text, whatever it says: marks of the tokenizer, and places of pictures, come from template
-    and instruction alone.
+    The user's text stays text: marks of the tokenizer, and places of pictures, come from template and instruction
+    alone. UserError for a prompt that is too long, prompts without tokens or all the same, or a picture that cannot
+    be used.
 
     Args:
-        tokenizer: The policy's.
         section: Form, instruction, and the most tokens of a prompt, its pictures' included.
         pad_id: Fills up on the left.
         vocab_size: V, the model's; a token beyond it is refused.
-        rows: Rows whose longest sets L, and whose pictures set the sizes, so that all batches have few shapes. Of more
-            than 4096 without pictures those are looked at that have the most text, and all that could be too long; a
-            batch with a longer one than they are is wider.
-        image_processor: Loads that of a policy with a vision tower, where a row has pictures.
-        context_length: The most tokens of a prompt with its completion (max_position_embeddings); None for any number.
+        rows: Rows whose longest sets L, and whose pictures set the sizes, so that all batches have few shapes. Of
+            more than 4096 without pictures only those with the most text, and all that could be too long, are encoded
+            beforehand; a batch with a longer one is wider.
+        image_processor: Called where a row has pictures.
+        context_length: The most tokens of a prompt with its completion (max_position_embeddings).
         completion_tokens: The most tokens behind a prompt.
-
-    Raises:
-        UserError: A prompt is longer than data.max_prompt_tokens, or than the context leaves room for; the prompts
-            leave no tokens, or all the same; a picture cannot be used, or as `conversation_encoder`.
     """
     sizes = row_sizes(rows)
     processor = None
@@ -183,9 +172,9 @@ def _require_prompts_in_tokens(
 ) -> None:
     """Refuse a tokenizer or a chat template that loses the prompts: a policy would learn from nothing.
 
-    Prompts are lost where different ones all become the same tokens (a template that ignores them, a tokenizer without
-    words), or one the same tokens as no prompt at all (a normaliser that deletes its characters). Prompts that differ
-    in case, spaces or Unicode's forms alone may become the same.
+    Prompts are lost where different ones all become the same tokens (a template that ignores them, a tokenizer
+    without words), or one the same tokens as an empty prompt (a normaliser that deletes its characters). Prompts that
+    differ in case, spaces or Unicode's forms alone may become the same.
     """
     where = f"the tokenizer in {getattr(tokenizer, 'name_or_path', '') or 'the policy folder'}, or its chat template,"
     mend = "copy the model's tokenizer files (tokenizer.json, chat_template.jinja) again"
@@ -210,7 +199,6 @@ def _require_prompts_in_tokens(
 
 
 def _normalised(row: Row) -> str:
-    """Return a row's text without case, spaces and Unicode's forms."""
     texts = [row.prompt, *(message.text for message in row.messages)]
     return " ".join(unicodedata.normalize("NFKC", " ".join(texts)).casefold().split())
 
@@ -232,7 +220,7 @@ def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> S
 
 
 def prepare_rows(rows: Sequence[Row], processor: ImageProcessor) -> list[list[Picture]]:
-    """Return the patches of each row's pictures; one that stands in several rows is prepared once."""
+    """Return the patches of each row's pictures; a picture of several rows is prepared once."""
     opened: dict[int, Image] = {}
 
     def open_once(source: Source) -> None:
@@ -246,11 +234,7 @@ def prepare_rows(rows: Sequence[Row], processor: ImageProcessor) -> list[list[Pi
 
 
 def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token lists of different lengths as one array i32 [P, width], and its mask bool [P, width].
-
-    Raises:
-        ValueError: If a list is longer than `width`.
-    """
+    """Return token lists as one array i32 [P, width] and its mask bool [P, width]; ValueError if one is longer."""
     longest = max(map(len, encoded), default=0)
     if longest > width:
         raise ValueError(f"width must be at least the longest prompt's {longest} tokens, got {width}")
@@ -260,16 +244,13 @@ def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple
     return array, mask
 
 
-# ------------------------------------------------------------------------------------------------- the chat template
-
-
 def _make_tokens_of(
     tokenizer: PreTrainedTokenizerBase, section: DataSection, vision: VisionConfig | None, vocab_size: int | None
 ) -> TokensOf:
     """Make tokens_of(row, tokens of each of its pictures).
 
-    In the form "append" the prompt itself is continued. Otherwise it goes through the tokenizer's chat template, with
-    the answer left open; a tokenizer without one gets the instruction as plain text.
+    The form "append" continues the prompt itself. Otherwise it goes through the tokenizer's chat template, with the
+    answer left open; a tokenizer without one gets the instruction as plain text.
     """
     instruction = "" if section.form == "append" else section.instruction
     if instruction and "{prompt}" not in instruction:
@@ -326,7 +307,7 @@ def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
 def tell_system_prompt(
     tokenizer: PreTrainedTokenizerBase, section: DataSection, rows: Sequence[Row], say: Callable[[str, str], None]
 ) -> None:
-    """Report a system prompt that the chat template adds by itself, and that it has no switch for thinking."""
+    """Report a system prompt that the chat template adds, and a template without a switch for thinking."""
     if not _uses_template(tokenizer, section):
         return
     if section.enable_thinking and not knows_option(tokenizer, "enable_thinking"):
@@ -339,15 +320,10 @@ def tell_system_prompt(
 
 
 def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
-    """Return what a row asks as messages: its own, or the user's one with pictures, instruction and prompt.
+    """Return a row's messages, or its pictures, instruction and prompt as one of the user, behind a system message.
 
-    Args:
-        row: Of the data.
-        instruction: Says {prompt} where the prompt goes; "" for the prompt alone.
-        system: The system message, unless the row's own messages begin with one; "" for none.
-
-    Raises:
-        UserError: The instruction and the row's own form exclude each other.
+    The instruction says {prompt} where the prompt goes; a row with a form of its own excludes it (UserError). The
+    system message is added unless the row begins with one.
     """
     before = (Message("system", (Fixed(system),)),) if system else ()
     if row.messages:
@@ -376,7 +352,7 @@ def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Mess
 
 
 def _tools_of(row: Row, column: str) -> str:
-    """Return the tools that a row's policy may call, a column of JSON schemas, as JSON text; "" where it has none."""
+    """Return a row's tools, a column of JSON schemas, as JSON text; "" where it has none."""
     tools = row.columns.get(column)
     if isinstance(tools, str) and tools:
         try:
@@ -393,14 +369,14 @@ def _tools_of(row: Row, column: str) -> str:
 
 
 def _without_none(value: object) -> object:
-    """Drop what a table fills in where other rows' objects have a key."""
+    """Drop the keys that a table fills in because other rows' objects have them."""
     if isinstance(value, Mapping):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def as_chat_messages(row: Row) -> list[dict[str, object]]:
-    """Return a row's messages as chat messages, a picture being {"type": "image"}."""
+    """Return a row's messages as chat messages; a picture is {"type": "image"}."""
     chat = []
     for message in messages_of(row):
         parts = [{"type": "image"} if part is PICTURE else {"type": "text", "text": part} for part in message.parts]

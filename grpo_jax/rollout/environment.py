@@ -28,12 +28,9 @@ EncodeAnswer = Callable[[Answer, bool, Sequence[Sequence[int]]], list[int]]
 
 
 class ReplyTokens(NamedTuple):
-    """Answers as the policy reads them, on the host.
+    """Answers as token ids i32 [P, G, A], padded on the right, and their mask bool [P, G, A], on the host.
 
-    Attributes:
-        tokens: i32 [P, G, A], padded on the right.
-        mask: bool [P, G, A]; nothing where a completion does not go on.
-        pictures: `Pictures` [P, G, I, ..] among it, or None.
+    The mask is false where a completion does not go on. `pictures` are `Pictures` [P, G, I, ..] or None.
     """
 
     tokens: np.ndarray
@@ -47,9 +44,7 @@ class Answering(NamedTuple):
     Attributes:
         turns: How often the policy writes, at most.
         respond: The environment.
-        encode_answer: Of `make_encode_answer`.
         stream_tokens: Most tokens of an episode.
-        pad_id: Fills up.
         lenient: Whether a completion that cannot be answered goes without rewards; otherwise it ends the run.
         eos_ids: Tokens that end a text as the chat template does; a text that ended otherwise is ended for it.
     """
@@ -71,16 +66,14 @@ class Environment(NamedTuple):
         decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
         score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
-            tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what the
-            policy wrote, where it did.
-        reward_names: N names.
-        watch_names: W names.
+            tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
+            the policy wrote, where it did.
         encode_images: (variables, `Pictures`) → their `PictureStates`, and what the update takes: these or, to be
             encoded again, those. None for a policy that is shown no pictures.
         gallery: How many of the first held-out rows keep the pictures of their episodes.
         prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
             [N, 1, ..], as the policy's processor makes them; None for a policy that sees none.
-        answering: What answers in tasks of several turns; None where the policy writes once.
+        answering: None where the policy writes once.
     """
 
     encode: Callable[[Sequence[Row]], Encoded]
@@ -105,9 +98,9 @@ def make_score(
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
 
-    Episodes `[P][G]` reach the rewards as the column "episodes", tokens `[P][G]`, or what makes them, as
-    "completion_ids", and prompts and completions as chat messages, where a reward asks for them. Where the policy
-    writes once, "place_in_group" counts a group's completions from 0: a reward of theirs sees where a group begins.
+    Where a reward asks for them, episodes `[P][G]` reach it as "episodes", token ids `[P][G]` as "completion_ids",
+    and prompts and completions as chat messages. Where the policy writes once, "place_in_group" counts a group's
+    completions from 0, so that a reward sees where a group begins.
 
     Args:
         rewards: N functions by name.
@@ -164,7 +157,7 @@ def make_score(
 
 
 def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:
-    """Return what rewards get of pictures and conversations in prompts, repeated for each completion.
+    """Return the columns of pictures and conversations in prompts, repeated for each completion.
 
     "pictures" are lists, of Pillow; where nothing is drawn these are "images" too, and "image" is the first of each.
     "messages" are conversations as they were given, unless the rows have a column of that name.
@@ -181,17 +174,10 @@ def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str
     return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
 
 
-# ---------------------------------------------------------------------------------------------- replies between turns
-
-
 class Replies(NamedTuple):
-    """Replies to some completions of a chunk.
+    """Replies to some completions of a chunk; an answer is None where the environment failed.
 
-    Attributes:
-        answers: One each; None where the environment failed.
-        going: Whether the policy writes again.
-        failed: Whether the environment failed.
-        tokens: To all of the chunk, [P, G, A].
+    `going` says which completions the policy continues; `tokens` [P, G, A] has all of the chunk.
     """
 
     answers: list[Answer | None]
@@ -211,17 +197,9 @@ def make_encode_answer(
 ) -> EncodeAnswer:
     """Make the function from an answer to the tokens between the policy's text and its next one.
 
-    Args:
-        tokenizer: The policy's.
-        eos_ids: What ends the policy's texts.
-        vocab_size: V, the model's.
-        limit: Tokens that an answer may take (`sampling.max_answer_tokens`).
-        vision: The tower's config, or None for a policy that reads text alone.
-        **template_options: What the chat template is told beside the messages, as for its prompts.
-
-    Raises:
-        UserError: The chat template does not go on after an answer. The function raises `AnswerError` for an answer
-            that is too long, or has no tokens.
+    An answer may take `limit` tokens (`sampling.max_answer_tokens`); the function raises `AnswerError` for a longer
+    one, or one without tokens. `template_options` are passed to the chat template, as for prompts. UserError if the
+    template does not go on after an answer.
     """
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
     encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, **template_options)
@@ -248,11 +226,7 @@ def collect_answers(
     """Ask the environment for its answer to each episode; None where it failed to give one.
 
     An environment fails if it raises (SystemExit too), gives another number of answers, or something that is none:
-    "raise" raises then; "missing" gives None, for all in the first two cases.
-
-    Raises:
-        AnswerError: As `on_error` says.
-        StopRun: The environment raised it, whatever `on_error` says.
+    "raise" raises AnswerError then; "missing" gives None, for all in the first two cases. `StopRun` always passes.
     """
     at_work("the environment")
     try:
@@ -286,20 +260,10 @@ def ask_environment(
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
 ) -> Replies:
-    """Ask for replies to some completions of a chunk, and encode them.
+    """Ask for replies to some completions of a chunk of `shape` (P, G), and encode them.
 
-    Args:
-        answering: The task's.
-        prepare: `Environment.prepare`.
-        rows: Of each completion.
-        episodes: Likewise.
-        ended: Whether each one's last text came to its end.
-        places: (p, g) of each.
-        shape: (P, G).
-
-    Raises:
-        AnswerError: The environment failed, and is not to be passed over.
-        StopRun: The environment raised it.
+    `rows`, `episodes`, `ended` (whether the last text came to its end) and `places` (p, g) have one entry for each of
+    these completions. Raises AnswerError if the environment fails and `answering` is not lenient.
     """
     answers = collect_answers(answering.respond, rows, episodes, on_error="missing" if answering.lenient else "raise")
     failed = [answer is None for answer in answers]
@@ -343,7 +307,7 @@ def prepared(
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
 ) -> Pictures | None:
-    """Prepare the pictures that some completions are shown, as `Pictures` [P, G, I, ..]; None where there are none."""
+    """Prepare the pictures that some completions are shown, as `Pictures` [P, G, I, ..]; None without any."""
     owners = [place for place, pictures in zip(places, shown, strict=True) for _ in pictures]
     sources = [*itertools.chain.from_iterable(shown)]
     if not sources:

@@ -1,11 +1,11 @@
-"""What an episode is to the code of a task: plain objects, texts and numbers, without arrays of a policy.
+"""Episodes as a task's code sees them: plain objects, texts and numbers, without arrays of a policy.
 
 The policy writes, the environment answers, the policy writes again. An environment is a function
 
     def respond(rows, episodes):
         return [Answer("try again") for row, episode in zip(rows, episodes)]
 
-of the rows of the data and of what has happened so far; it keeps nothing between its calls.
+of the rows of the data and of the episodes so far; it keeps nothing between its calls.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from grpo_jax.rollout.rewards import BadReturn
 
 @dataclass(frozen=True)
 class Answer:
-    """What the environment says to a text of the policy.
+    """The environment's answer to a text of the policy.
 
     Attributes:
         text: The next user's turn; all of it is text, whatever marks it spells.
-        pictures: What the policy sees before the text: torch or NumPy arrays, or PIL images.
+        pictures: Shown to the policy before the text: torch or NumPy arrays, or PIL images.
         done: The episode ends here: nothing of the answer reaches the policy.
     """
 
@@ -40,16 +40,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Turn:
-    """A text of the policy and what came of it.
+    """A text of the policy, with its rewards and the answer to it.
 
     Attributes:
-        text: What is judged.
-        written: What the policy wrote.
+        text: The judged text.
+        written: The policy's text.
         usable: Whether `text` is made of it; false where another text stands in.
         truncated: Whether it was cut off at max_new_tokens.
         rewards: Rewards and watched measures by name, NaN where missing; empty until they are there.
-        image: What was drawn of the text, in torch: float [3, H, W] in [0, 1]; None where nothing was.
-        answer: What the environment said to it; None of the last turn.
+        image: Picture drawn of the text, in torch: float [3, H, W] in [0, 1]; None where nothing was.
+        answer: The environment's; None of the last turn.
     """
 
     text: str
@@ -96,7 +96,7 @@ Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | N
 
 
 def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[object]:
-    """Return what an environment returns; raises BadReturn unless it is a list with one entry for each episode."""
+    """Return an environment's answers; raises BadReturn unless they are a list with one entry for each episode."""
     answers = respond(list(rows), list(episodes))
     expected = f"it must return a list of {len(episodes)} answers, one for each completion"
     if isinstance(answers, str | bytes | Answer) or not isinstance(answers, Sequence):
@@ -107,7 +107,7 @@ def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode
 
 
 def checked(answer: object) -> Answer:
-    """Return an answer whatever form it came in; raises ValueError, which says what it is, for what is none."""
+    """Return an answer whatever form it came in; raises ValueError, which describes it, for anything else."""
     if answer is None:
         return Answer(done=True)
     if isinstance(answer, Refused):
@@ -125,7 +125,7 @@ def checked(answer: object) -> Answer:
 
 
 def remembered(episode: Episode, *, pictures: bool) -> Episode:
-    """Return an episode as it is remembered: its pictures uint8 [H, W, 3] on the host, or left out."""
+    """Return an episode with its pictures as uint8 [H, W, 3] on the host, or without them."""
 
     def of_turn(turn: Turn) -> Turn:
         image = _drawn(turn.image) if pictures and turn.image is not None else None
@@ -145,5 +145,5 @@ def _drawn(image: Source) -> np.ndarray:
 
 
 def as_uint8(picture: Source) -> np.ndarray:
-    """Return a picture in memory as uint8 [H, W, 3], in any form that a row of the data may hold it."""
+    """Return a picture in memory, in any form of a data set's, as uint8 [H, W, 3]."""
     return np.asarray(read_rgb(source_of(picture, None)))

@@ -1,8 +1,8 @@
-"""A reward, or an environment, in a process of its own, which may crash, hang or be killed without harm to the run.
+"""Run a reward or an environment in a process of its own, which may crash, hang or be killed without harm to the run.
 
-The run sends texts and columns, pickled; what comes back is JSON: a number, an answer's text, null or a description for
-each completion. Pictures stay with the run.
-The child knows NumPy and the user's module, never JAX. It ends with the run, however that ends.
+The run sends texts and columns, pickled; the answer is JSON: a number, a text, null or a description for each
+completion. Pictures stay with the run. The child knows NumPy and the user's module, never JAX. It ends with the run,
+however that ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from grpo_jax.rollout.rewards import (
 
 ENVIRONMENT = "environment"
 START_SECONDS = 600.0
-"""How long the user's module may take to be imported."""
+"""Limit of the import of the user's module."""
 _POLL_SECONDS, _GRACE_SECONDS = 0.05, 5.0
 _LONGEST = 2**28  # bytes of an answer; more is nobody's numbers
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_jax.rollout.isolated import serve; serve()"
@@ -59,13 +59,10 @@ class _GoneError(Exception):
 
 
 def isolate(name: str, timeout: float | None) -> Reward:
-    """Return a reward that is called in a process of its own, imported there and nowhere else.
+    """Return a reward that is imported and called in a process of its own; UserError if importing fails.
 
     It raises RewardError where the process died, and has a fresh one for the next call. One call may take `timeout`
     seconds; its process is killed after them.
-
-    Raises:
-        UserError: There is no such function, or importing it fails.
     """
     label = name.rpartition(":")[2]
     worker = _Worker(name, timeout, "reward", partial(RewardError, label))
@@ -83,11 +80,7 @@ def isolate(name: str, timeout: float | None) -> Reward:
 
 
 def isolate_environment(name: str, timeout: float | None) -> Respond:
-    """Return an environment as `isolate` has rewards: it gets no pictures, and its answers can have none.
-
-    Raises:
-        UserError: As `isolate`.
-    """
+    """Return an environment in a process of its own, as `isolate` does; it neither gets nor answers pictures."""
     worker = _Worker(name, timeout, ENVIRONMENT, AnswerError)
 
     def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Any]:
@@ -119,7 +112,7 @@ class _Worker:
             raise UserError(f"{kind} {name!r}: importing {module}: {error}") from error
 
     def call(self, arguments: Mapping[str, object]) -> list[Any]:
-        """Return the function's values. Raises its failure, or the StopRun that it raised."""
+        """Return the function's values; raises its failure, or the StopRun that it raised."""
         try:
             request = pickle.dumps(arguments)
         except Exception as error:
@@ -138,12 +131,7 @@ class _Worker:
         return answer["values"]
 
     def _start(self) -> list[inspect.Parameter]:
-        """Start a process, in place of the one before; return the function's parameters.
-
-        Raises:
-            UserError: What the child has against the name.
-            _GoneError: It died on the import.
-        """
+        """Start a process, in place of the one before; return the function's parameters."""
         self._end()
         self.channel, theirs = Pipe()
         file, run = str(theirs.fileno()), str(os.getpid())
@@ -297,13 +285,13 @@ def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str
 
 
 def _plain(value: object) -> float | str | None:
-    """Return a number, None, or of anything else what it looks like."""
+    """Return a number or None; of anything else its text."""
     number = None if value is None else as_number(value)
     return number if value is None or number is not None else one_line(value, 60)
 
 
 def _plain_answer(value: object) -> dict[str, object]:
-    """Return an answer without pictures, or what is wrong with it."""
+    """Return an answer without pictures, or the reason of its refusal."""
     try:
         answer = checked(value)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Pictures of a data set: found, opened with Pillow when they are needed, and stored."""
+"""Pictures of a data set: find them, open them with Pillow when they are needed, and store them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; some of Pillow's others start programs."""
 
 MARGIN = 0.25
-"""How far the floats of a picture may lie outside [0, 1], where filters overshoot; what lies outside is cut off."""
+"""Tolerance of floats outside [0, 1], where filters overshoot; they are clipped."""
 
 _NAME_CHARACTERS = 80  # of a file's name in an error
 _STORED_PIXELS = 128  # along the longer side of a picture that is kept beside a run's completions
@@ -53,7 +53,7 @@ Result = TypeVar("Result")
 
 
 def source_of(value: object, base: Path | None) -> Source:
-    """Read what a data set holds in the place of a picture; raises ValueError.
+    """Read a data set's value of a picture; raises ValueError.
 
     Args:
         value: A path; base64 text or a data URL; bytes; {"bytes": …, "path": …} as Hugging Face datasets have it;
@@ -127,11 +127,8 @@ def _check_array(value: Source) -> None:
         raise ValueError(f"a picture in memory is {_VALUES}, got {value.dtype}")
 
 
-# ---------------------------------------------------------------------------------------------------------- opening
-
-
 def open_picture(source: Source) -> Image:
-    """Open a picture with Pillow, upright; raises ValueError for a broken, moving or too large one, or none."""
+    """Open a picture with Pillow, upright; raises ValueError if it is broken, moving, too large or none."""
     from PIL import ImageOps
 
     if hasattr(source, "shape"):
@@ -174,7 +171,7 @@ def _open(stream: BinaryIO) -> Image:
 
 @contextmanager
 def _pillow_errors() -> Iterator[None]:
-    """Turn what Pillow raises, and warns of, into a ValueError that says what is wrong with a picture."""
+    """Turn the errors and warnings of Pillow into a ValueError."""
     from PIL import Image, UnidentifiedImageError
 
     logger = logging.getLogger("PIL")  # it also tells of them, line by line
@@ -214,7 +211,7 @@ def _check_opened(picture: Image) -> None:
 
 
 def _orientation(picture: Image) -> int:
-    """Return a camera's note on how a picture lies, 1 upright."""
+    """Return the EXIF orientation, 1 upright."""
     from PIL import ExifTags
 
     if picture.format == "PNG" and "exif" not in picture.info:  # asking would read all of it
@@ -238,7 +235,7 @@ _VALUES = "uint8, uint16 (to 65535) or floats in [0, 1]"
 
 
 def eight_bits(values: np.ndarray) -> np.ndarray:
-    """Return a picture's values as uint8, by the range of their type: of uint16 all, of floats [0, 1]."""
+    """Return a picture's values as uint8, scaled from the range of their type: all of uint16, [0, 1] of floats."""
     if values.dtype == np.uint8:
         return values
     if values.dtype.kind == "u" and values.dtype.itemsize == 2:
@@ -270,7 +267,7 @@ def _in_eight_bits(picture: Image, kind: str | None = None) -> Image:
 
 
 def read_rgb(source: Source) -> Image:
-    """Return a picture in RGB, what is transparent on white, as the processor has it; raises as `open_picture`."""
+    """Return a picture in RGB on white, as the processor has it; raises as `open_picture`."""
     from PIL import Image
 
     picture = open_picture(source)
@@ -283,11 +280,7 @@ def read_rgb(source: Source) -> Image:
 
 
 def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]:
-    """Return function(source) of each picture of a row.
-
-    Raises:
-        UserError: In place of a ValueError; names the row, and a file by the end of its name.
-    """
+    """Return function(source) of each picture of a row; a ValueError becomes a UserError with row and file."""
     results = []
     for place, source in enumerate(row.pictures, 1):
         try:
@@ -302,11 +295,8 @@ def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]
     return results
 
 
-# ----------------------------------------------------------------------------------------------------- in other forms
-
-
 def digest(source: Source) -> str:
-    """Return a text that tells a picture from others on any machine: a file's name, else a hash of its content."""
+    """Return a key of a picture, the same on any machine: a file's name, else a hash of its content."""
     if isinstance(source, File):
         return source.name
     if hasattr(source, "convert"):
@@ -332,16 +322,16 @@ def png(picture: Image) -> bytes:
 
 
 def thumbnail(source: Source, size: int) -> np.ndarray:
-    """Return a picture as reports show it: uint8 [H, W, 3], no side above `size` pixels."""
+    """Return a picture for reports: uint8 [H, W, 3], no side above `size` pixels."""
     picture = read_rgb(source)
     picture.thumbnail((size, size))
     return np.asarray(picture)
 
 
 def pictures_column(rows: Sequence[Row]) -> dict[str, pyarrow.Array]:
-    """Return the pictures of rows as {"pictures": a column of an Arrow table}; nothing where there are none.
+    """Return the pictures of rows as {"pictures": a column of an Arrow table}; {} where there are none.
 
-    As Hugging Face's data sets have them, {bytes, path}: a file by its path, any other picture as a small PNG.
+    As in Hugging Face's data sets, {bytes, path}: a file by its path, any other picture as a small PNG.
     """
     import pyarrow
 

@@ -32,10 +32,9 @@ class Stage:
     """A named step of the pipeline.
 
     Attributes:
-        name: Names the stage in errors and timings.
-        function: The previous stage's result for a chunk (of the first stage: the chunk) → its own. It is called from a
-            thread of its own, one chunk at a time: what torch and JAX keep per thread (`torch.inference_mode`) it must
-            set itself, and it should wait for its results (`jax.block_until_ready`).
+        function: The previous stage's result for a chunk (of the first stage: the chunk) → its own. It is called from
+            a thread of its own, one chunk at a time: what torch and JAX keep per thread (`torch.inference_mode`) it
+            must set itself, and it should wait for its results (`jax.block_until_ready`).
         timed: Whether the pipeline's timeout holds for it.
         unbounded: Whether any number of its results may wait for the next stage, where several batches run at once.
     """
@@ -78,10 +77,7 @@ class Slot:
 
 @dataclass
 class _Call:
-    """A running call of a stage.
-
-    `start` is when its clock began, None while it stands still; `who` is at work in it.
-    """
+    """A running call of a stage, by `who`; `start` is when its clock began, None while it stands still."""
 
     stage: str
     chunk: int
@@ -94,7 +90,6 @@ class _Call:
         return f"{self.who}: {reason}" if self.who else reason
 
     def overdue(self) -> StageTimeout | None:
-        """Return what to raise where it has taken longer than its limit."""
         start = self.start  # its own thread may stop the clock meanwhile
         if self.limit is None or start is None or time.perf_counter() - start <= self.limit:
             return None
@@ -104,7 +99,7 @@ class _Call:
         return StageTimeout(self.stage, self.chunk, self.named(f"no result after {self.limit:g} s"))
 
     def watch(self) -> None:
-        """Arm the watchdog, where the clock runs: while the interpreter lock is held nobody else can end it."""
+        """Arm the watchdog if the clock runs: while the interpreter lock is held nobody else can end the call."""
         if self.limit is not None and self.start is not None:
             seconds = self.start + self.limit + _WATCHDOG_SECONDS - time.perf_counter()
             self.watchdog.arm(seconds, f"error: {self._timeout()}, and it holds Python's interpreter lock")
@@ -114,7 +109,7 @@ _here = threading.local()  # .call: the stage's call that runs in this thread
 
 
 def at_work(who: str) -> None:
-    """Name who is at work in the calling stage, for its failures. Outside a stage nothing happens."""
+    """Name who is at work in the calling stage, for its failures; outside a stage nothing happens."""
     call = getattr(_here, "call", None)
     if call is not None:
         call.who = who
@@ -123,7 +118,7 @@ def at_work(who: str) -> None:
 
 @contextmanager
 def untimed() -> Iterator[None]:
-    """Stop the clock of the calling stage: what is done inside has a time limit of its own."""
+    """Stop the clock of the calling stage: work inside has a time limit of its own."""
     call = getattr(_here, "call", None)
     if call is None:
         yield
@@ -158,21 +153,19 @@ class _State:
         self.error: StageError | None = None
 
     def wait_in_line(self, stage: str) -> bool:
-        """Wait until a stage may begin; return whether it may."""
         slot = self.slot
         with self.changed:
             self.changed.wait_for(lambda: slot is None or slot.is_up(stage) or self.stopped)
             return not self.stopped
 
     def leave(self, stage: str) -> None:
-        """Let a stage begin with the next batch: it is done with all chunks."""
         if self.slot is not None:
             with self.changed:
                 self.slot.pipeline.done[stage] = self.slot.number + 1
                 self.changed.notify_all()
 
     def take(self, queue: deque, limit: int) -> object:
-        """Take the next in a queue, once fewer chunks than `limit` have been begun and are not done."""
+        """Take the next in a queue; in the first, once fewer than `limit` chunks are on their way."""
         first, done = queue is self.queues[0], self.queues[-1]
         with self.changed:
             self.changed.wait_for(lambda: (queue and not (first and self.begun - len(done) >= limit)) or self.stopped)
@@ -193,13 +186,12 @@ class _State:
 
     def stop(self, error: StageError | None = None) -> None:
         with self.changed:
-            self.error = self.error or error  # the first failure is the one that is told
+            self.error = self.error or error  # the first failure is reported
             self.stopped = True
             self.changed.notify_all()
 
 
 def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int, limit: int) -> None:
-    """Run one stage's thread: `chunks` times take, call, give."""
     last = index == len(state.running) - 1
     size = chunks if last or (state.slot is not None and stage.unbounded) else queue_size
     if not state.wait_in_line(stage.name):
@@ -233,7 +225,7 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
 
 
 def _reason(error: BaseException, call: _Call | None) -> str:
-    """Return the reason of a failure; a user's mistake says itself whose it is."""
+    """Return the reason of a failure; a user's mistake already names its cause."""
     if isinstance(error, UserError):
         return str(error)
     reason = f"{type(error).__name__}: {one_line(error, 200)}"
@@ -241,7 +233,6 @@ def _reason(error: BaseException, call: _Call | None) -> str:
 
 
 def _wait(state: _State, chunks: int, stopping: Callable[[], bool]) -> None:
-    """Wait in the calling thread until all results are there, a stage failed, or one is overdue; or for a stop."""
     patience = _POLL_SECONDS if state.timeout is None else min(_POLL_SECONDS, state.timeout / 4)
     while True:
         with state.changed:
@@ -256,7 +247,7 @@ def _wait(state: _State, chunks: int, stopping: Callable[[], bool]) -> None:
 
 
 def _join(state: _State, threads: Sequence[threading.Thread], seconds: float) -> None:
-    """Wait for the threads to end; one that is stuck in its call is left behind (it is a daemon), and named so."""
+    """Wait for the threads to end; one that is stuck in its call is left behind (it is a daemon), and renamed so."""
     stuck = state.error.stage if isinstance(state.error, StageTimeout) else None
     deadline = time.perf_counter() + seconds
     for thread in threads:
@@ -278,29 +269,25 @@ def run_pipeline(
 ) -> tuple[list[Any], dict[str, float]]:
     """Send every chunk through all stages, the stages working at the same time on different chunks.
 
-    The calling thread only waits, so signals reach it: an exception a handler raises there
-    (KeyboardInterrupt) stops the pipeline and goes on to the caller. After any failure no further call is
-    begun; calls that are running are waited for, at most ten seconds, since a thread cannot be interrupted. A call that
-    holds Python's interpreter lock for ever lets no signal and no time limit through: `watchdog` then ends the process.
-    The stages' threads have the caller's context variables.
+    The calling thread only waits, so signals reach it: an exception that a handler raises there (KeyboardInterrupt)
+    stops the pipeline. After any failure running calls are waited for, at most ten seconds, since a thread cannot be
+    interrupted. A call that holds Python's interpreter lock for ever lets no signal and no time limit through:
+    `watchdog` then ends the process. The stages' threads have the caller's context variables.
 
     Args:
-        chunks: What the first stage takes, in order.
-        stages: At least one, with distinct names.
         timeout: Seconds one call of a stage may take (compilation in a first call counts); None for no limit.
         queue_size: Results that may wait between two stages.
         in_flight: Chunks that may be on their way at once, whatever the queues hold; None for no limit.
-        stopping: Whether a stop was asked for; looked at twice a second.
-        slot: Among batches that are on their way at once, each in a call of its own; None for a batch alone.
+        stopping: Asked twice a second.
+        slot: Place among batches that are on their way at once, each in a call of its own; None for a batch alone.
 
     Returns:
-        The last stage's results in the order of the chunks, and the seconds each stage spent in its function.
+        The last stage's results in the order of the chunks, and the seconds of each stage by name.
 
     Raises:
         StageError: A stage raised; carries the stage, the chunk's index and the exception as its cause.
         StageTimeout: A call took longer than `timeout`. Its thread is abandoned: end the process soon.
-        Stopped: A stop was asked for; a call that takes longer than two seconds more is abandoned too.
-        ValueError: No stages, names not distinct, or a limit that is not positive.
+        Stopped: A call that takes longer than two seconds more is abandoned too.
     """
     names = [stage.name for stage in stages]
     if not names or len(set(names)) != len(names):

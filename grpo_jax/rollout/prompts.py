@@ -1,4 +1,4 @@
-"""Prompts from files, from the package and from records in memory: parsed, mistakes named together, and split."""
+"""Read prompts from files, from the package or from memory: parse them, report all mistakes together, and split."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _SHOWN_CHARACTERS = 140
 _SHOWN_PROBLEMS = 32  # problems that are put into words; the others are counted
 _NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
-"""What data sets often call their prompts."""
+"""Column names that data sets often have for prompts."""
 ROLES = ("system", "user", "assistant")
 _MOST_PICTURES = 256
 _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
 
 
 def prompts_of(section: DataSection) -> PromptSet:
-    """Return the data set that a config names; as `load_prompts`."""
+    """Read the data set that a config names (`load_prompts`)."""
     return load_prompts(
         section.prompts,
         held_out=section.held_out,
@@ -68,28 +68,22 @@ def load_prompts(
     """Read a data set.
 
     A ``.jsonl`` file has one object per line: ``prompt`` (text, or chat messages), optionally ``image`` or ``images``
-    (docs/pictures.md), ``split`` (train, validation or test, on every line or on none), and any further columns, which
-    travel to the rewards. A ``.parquet`` file has the same as columns, and so have the folder that a Hugging Face data
-    set was saved to and ``hub:OWNER/NAME``, a data set of the hub. A ``.csv`` or ``.tsv`` file names them in its first
-    line, and all that it holds is text. A ``.txt`` file has one prompt per line. ``builtin``, ``builtin:plain``,
-    ``builtin:attributes`` and ``builtin:crowded`` are the prompts that come with the package. Blank lines are skipped.
-    A prompt that occurs twice is kept twice (it is drawn twice as often), both times in the same part; it may not
-    stand in two parts.
+    (docs/pictures.md), ``split`` (train, validation or test, on every line or on none), and any further columns,
+    which travel to the rewards. A ``.parquet`` file has the same as columns, and so have the folder that a Hugging
+    Face data set was saved to and ``hub:OWNER/NAME``, a data set of the hub. A ``.csv`` or ``.tsv`` file names them
+    in its first line, and all that it holds is text. A ``.txt`` file has one prompt per line. ``builtin``,
+    ``builtin:plain``, ``builtin:attributes`` and ``builtin:crowded`` are the prompts that come with the package.
+    Blank lines are skipped. A prompt that occurs twice is drawn twice as often; it may not stand in two parts.
 
     Args:
-        path: The file, or the name of a built-in list.
         held_out: Without a ``split`` column: how many different prompts (int), or which share of them (float), are
-            kept for testing, and as many again for validation. See ``split_rows``.
-        columns: What columns of the data are called otherwise: {name: the data's name for it}.
+            kept for testing, and as many again for validation (`split_rows`).
+        columns: {name: the data's name for it}.
         validation: A data set of its own for validation; with it, or with
         test: one for testing, all of `path` is trained on.
 
-    Returns:
-        The three parts. ``train`` is never empty; the others are where nothing is held out.
-
     Raises:
-        UserError: If the file is missing, unreadable or empty, or has bad lines: the first are named, all are counted.
-        ValueError: If ``held_out`` is neither a count nor a share.
+        UserError: The file is missing, unreadable or empty, or has bad lines: the first are named, all are counted.
     """
     check_held_out(held_out)
     train = _scan_place(str(path), columns)
@@ -105,12 +99,9 @@ def split_records(
     held_out: int | float = 0.2,
     columns: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptSet:
-    """Make a data set from records in memory, each what a line of a ``.jsonl`` file holds; ids are places, from 0.
+    """Make a data set from records in memory, each like a line of a ``.jsonl`` file; ids are places, from 0.
 
-    Args:
-        records: ``{"prompt": text, column: value, …}``, on all or on none "split"; or `Records` that were opened.
-        held_out: As for `load_prompts`, and raises as it does.
-        columns: Likewise.
+    `held_out` and `columns` are as in `load_prompts`, and so are the errors.
     """
     check_held_out(held_out)
     opened = records if isinstance(records, Records) else in_memory([*records])
@@ -151,9 +142,9 @@ def make_prompt_set(
 
 
 def builtin_rows(name: str) -> tuple[Row, ...]:
-    """Return the prompts that come with the package, with their tier as a column.
+    """Return the prompts that come with the package: "builtin" all of them, "builtin:TIER" one tier.
 
-    "builtin" is all of them, "builtin:TIER" one tier; a prompt has the same id in both.
+    The tier is a column; a prompt has the same id in both.
     """
     tier = name.partition(":")[2]
     if tier and tier not in TIERS:
@@ -167,9 +158,6 @@ def builtin_rows(name: str) -> tuple[Row, ...]:
         elif line:
             rows.append(Row(len(rows), line, {"tier": heading}))
     return tuple(row for row in rows if not tier or row.columns["tier"] == tier)
-
-
-# ------------------------------------------------------------------------------------------------------------- a row
 
 
 def rename_columns(record: Fields, columns: Mapping[str, str]) -> Fields:
@@ -196,9 +184,6 @@ def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | N
     if clashes:
         raise ValueError(f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it")
     return Row(number, prompt.text, record, prompt.pictures, prompt.messages), split
-
-
-# ------------------------------------------------------------------------------------------------- a row's prompt
 
 
 class Prompt(NamedTuple):
@@ -236,13 +221,10 @@ def take_pictures(record: Fields, base: Path | None) -> list[Source]:
 
 
 def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) -> Prompt:
-    """Read a row's `prompt`, with the pictures of its column; raises ValueError.
+    """Read a row's `prompt`, text or messages {"role": …, "content": text or parts}; raises ValueError.
 
-    Args:
-        value: Text, or a list of messages {"role": …, "content": text or parts}.
-        pictures: They take the places that parts {"type": "image"} without one of their own keep, or stand before the
-            first text of the user.
-        base: The folder that paths are relative to.
+    The `pictures` of its column take the places of parts {"type": "image"} without a source, or stand before the
+    user's first text.
     """
     if isinstance(value, str):
         if not value.strip():
@@ -302,7 +284,6 @@ def _read_part(part: object, base: Path | None) -> str | _Picture:
 
 
 def _place_pictures(messages: Sequence[tuple[str, list[str | _Picture]]], column: Sequence[Source]) -> None:
-    """Put the pictures of the row's column into the places that are kept for them."""
     places = [
         (parts, at)
         for _, parts in messages
@@ -317,9 +298,6 @@ def _place_pictures(messages: Sequence[tuple[str, list[str | _Picture]]], column
         raise ValueError(f'"prompt" keeps {len(places)} places for pictures, and there are {len(column)}')
     for (parts, at), source in zip(places, column, strict=True):
         parts[at] = _Picture(source)
-
-
-# --------------------------------------------------------------------------------------------------- all of the rows
 
 
 class _Scanned(NamedTuple):
@@ -357,7 +335,7 @@ class _Problems:
 
 
 def _scan_place(place: str, columns: Mapping[str, str]) -> _Scanned:
-    """Scan a data set, or a built-in list; it has at least one row."""
+    """Scan a data set or a built-in list; it has at least one row."""
     if place == "builtin" or place.startswith("builtin:"):
         listed = builtin_rows(place)
         rows = Rows(listed.__getitem__, np.arange(len(listed)), row_sizes(listed))
@@ -413,7 +391,7 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
 
 
 def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: str) -> None:
-    """Raise UserError where no record at all has a prompt, or a column that the config names."""
+    """Raise UserError where no record has a prompt, or a column that the config names."""
     has = f"{said(subject)} has {shown(', '.join(names), 120)}"
     for new, old in columns.items():
         if old not in names:
@@ -424,7 +402,7 @@ def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: st
 
 
 def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: _Problems) -> None:
-    """Add rows without a split among rows that have one, and prompts that stand in two parts."""
+    """Report rows without a split among rows that have one, and prompts that stand in two parts."""
     splits = scanned.splits
     named = np.flatnonzero(splits != _NO_SPLIT)
     if not named.size:
@@ -442,7 +420,7 @@ def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems
 
 
 def _split(scanned: _Scanned, subject: str, held_out: int | float) -> PromptSet:
-    """Return the parts that the rows name, or, where they name none, that are held out."""
+    """Return the parts that the rows name, or hold some out."""
     if scanned.splits[0] == _NO_SPLIT:
         places = split_places(scanned.digests, held_out=held_out)
     else:
@@ -454,7 +432,7 @@ def _split(scanned: _Scanned, subject: str, held_out: int | float) -> PromptSet:
 
 
 def _separate_files(scanned: Mapping[str, _Scanned]) -> PromptSet:
-    """Return parts that are files of their own; ids count through."""
+    """Return the parts from files of their own; ids count through."""
     parts: dict[str, Rows] = {}
     first, before = 0, np.empty((0, 4), np.uint64)
     for part, (rows, digests, splits) in scanned.items():

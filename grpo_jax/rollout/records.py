@@ -45,11 +45,11 @@ class Records(NamedTuple):
     """Records of a data set, read from the source each time.
 
     Attributes:
-        unit: What errors call one of them: "line" or "row".
-        base: The folder that paths in it are relative to; None for none.
-        count: How many there are, blank lines among them.
+        unit: "line" or "row", for errors.
+        base: The folder that paths in it are relative to.
+        count: Blank lines included.
         read: read(start, stop) → those records with their numbers.
-        batch: How many are read at once where all are looked at.
+        batch: How many are read at once by `all`.
     """
 
     unit: str
@@ -65,14 +65,9 @@ class Records(NamedTuple):
 
 
 def read_records(place: str) -> Records:
-    """Open a data set.
+    """Open a data set: a .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set.
 
-    Args:
-        place: A .jsonl, .csv, .tsv, .txt or .parquet file, the folder of a saved Hugging Face data set, or
-            "hub:OWNER/NAME", "hub:OWNER/NAME:CONFIG", "hub:OWNER/NAME:CONFIG:SPLIT".
-
-    Raises:
-        UserError: It is something else, cannot be read, or has a line that is too long.
+    Also "hub:OWNER/NAME", "hub:OWNER/NAME:CONFIG" and "hub:OWNER/NAME:CONFIG:SPLIT".
     """
     if place.startswith(HUB):
         return _hub(place)
@@ -91,7 +86,7 @@ def read_records(place: str) -> Records:
 
 
 def in_memory(records: Sequence[Mapping[str, object]]) -> Records:
-    """Return records that are in memory already; they are left as they are."""
+    """Return records that are in memory already."""
 
     def read(start: int, stop: int) -> list[tuple[int, Record]]:
         return [(place, dict(records[place])) for place in range(start, stop)]
@@ -99,11 +94,8 @@ def in_memory(records: Sequence[Mapping[str, object]]) -> Records:
     return Records("row", None, len(records), read)
 
 
-# -------------------------------------------------------------------------------------------------------- text files
-
-
 def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
-    """Open a file of lines; parse(text of a line that is not blank) → its record, or what is wrong with it.
+    """Open a file of lines; parse(text of a line that is not blank) → its record, or the text of an error.
 
     Up to 64 MB are copied, so that the file may change afterwards; a larger file is mapped, and its lines are read
     again when they are drawn.
@@ -201,9 +193,6 @@ def _object(text: str) -> Record:
     return record
 
 
-# ------------------------------------------------------------------------------------------------------------ tables
-
-
 def _table(path: Path) -> Records:
     """Open a parquet file (converted once to Arrow in the cache of `datasets`), or a folder of `save_to_disk`."""
     import datasets
@@ -217,7 +206,6 @@ def _table(path: Path) -> Records:
 
 
 def _hub(place: str) -> Records:
-    """Open a data set of the hub."""
     name, config, split, *more = [*place.removeprefix(HUB).split(":"), "", ""]
     if not name or any(more):
         raise UserError(f"{said(place)}: expected {HUB}OWNER/NAME, with :CONFIG or :CONFIG:SPLIT behind it")
@@ -243,12 +231,9 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
 
 
 def dataset_records(value: object, subject: str, base: Path | None = None) -> Records | None:
-    """Return the rows of a `Dataset`, or of a `DatasetDict` one split after another, each with its "split".
+    """Return the rows of a `Dataset`, or of a `DatasetDict` one split after another with a "split"; else None.
 
-    Args:
-        value: The data set; None is returned where it is something else.
-        subject: What errors call it.
-        base: The folder that paths in it are relative to.
+    `subject` is its name in errors, `base` the folder that paths in it are relative to.
     """
     if isinstance(value, Mapping):
         parts, splits = list(value.values()), [str(split) for split in value]

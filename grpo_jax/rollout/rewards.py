@@ -1,8 +1,8 @@
-"""Calling rewards: by name or import path, flat as TRL calls them, stacked and never silently 0.
+"""Call rewards: flat as TRL calls them, stacked, and never silently 0.
 
 A reward is a function ``reward(prompts, completions, **columns) -> list[float | None]`` (or an array). It is called
-flat, with each prompt repeated for its G completions; None is a reward that does not apply. It may be `async def`:
-those wait at the same time.
+flat, with each prompt repeated for its G completions; None is a reward that does not apply. Rewards that are
+`async def` wait at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Columns = Mapping[str, Any]
 """Arguments of rewards by name, P·G values each: lists, or what was drawn as one tensor."""
 
 IN_PYTHON = "<given>"
-"""Stands in a run's config for what `run` was given in Python: as data.prompts, and as the place of a function."""
+"""Stands in a config for data given to `run` in Python: as data.prompts, and as the place of a function."""
 
 
 PICTURES = ("images", "baseline_images")
@@ -79,16 +79,12 @@ def collect_rewards(
         completions: P·G texts.
         columns: P·G values for each of the rewards' other arguments (pictures too).
         group_size: G.
-        on_error: What a reward that raises (SystemExit too), returns the wrong number of values, or a value that is no
-            finite number does: "raise" raises; "missing" makes the values missing, all of them in the first two cases.
+        on_error: For a reward that raises (SystemExit too), returns the wrong number of values, or a value that is no
+            finite number: "raise" raises RewardError; "missing" makes that value missing, or all of them. `StopRun`
+            always passes.
 
     Returns:
         f32[P, G, N]; NaN where a reward is missing.
-
-    Raises:
-        RewardError: As `on_error` says.
-        StopRun: A reward raised it, whatever `on_error` says.
-        ValueError: If the arguments do not fit each other.
     """
     count = len(completions)
     if len(prompts) != count or group_size < 1 or count % group_size:
@@ -125,7 +121,6 @@ def collect_rewards(
 
 
 def _call(function: Reward, name: str, arguments: Columns) -> object:
-    """Return what one reward returns, or its coroutine."""
     at_work(f"reward {name}")
     with _blamed(function, name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
@@ -134,7 +129,7 @@ def _call(function: Reward, name: str, arguments: Columns) -> object:
 
 
 def _read(returned: object, function: Reward, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
-    """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for what is no finite number."""
+    """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for no finite number."""
     at_work(f"reward {name}")
     with _blamed(function, name):
         values = as_values(returned.result() if isinstance(returned, Future) else returned)
@@ -151,7 +146,7 @@ def _read(returned: object, function: Reward, name: str, completions: list[str],
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which all `async def` rewards of this process run: what they keep in it stays theirs."""
+    """Return the loop in which all `async def` rewards of this process run, and may keep connections."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
@@ -164,17 +159,16 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _begin(returned: Coroutine[object, object, object]) -> Future:
-    """Run what an `async def` returned in the loop."""
     return asyncio.run_coroutine_threadsafe(returned, event_loop())
 
 
 def finished(returned: object) -> object:
-    """Return what a reward returned; of one that is `async def` what it gives in the end."""
+    """Return what a reward returned, awaited if the reward is `async def`."""
     return _begin(returned).result() if inspect.iscoroutine(returned) else returned
 
 
 def _numbers(values: list[object] | np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Return values as f64, NaN for None, masked ones and what is no finite number; and where the last are."""
+    """Return values as f64, NaN for None, masked and not finite ones, and the indices of the latter."""
     if isinstance(values, np.ndarray):
         missing = np.ma.getmaskarray(values)
         numbers = np.ma.getdata(values).astype(np.float64)
@@ -187,7 +181,7 @@ def _numbers(values: list[object] | np.ndarray) -> tuple[np.ndarray, list[int]]:
 
 @contextmanager
 def _blamed(function: Reward, name: str) -> Iterator[None]:
-    """Raise whatever a reward raises inside as its failure; `StopRun` passes."""
+    """Raise whatever a reward raises inside as RewardError; `StopRun` passes."""
     try:
         yield
     except RewardError as error:  # of a process of its own
@@ -202,7 +196,7 @@ def _blamed(function: Reward, name: str) -> Iterator[None]:
 
 
 def _messages_hint(function: Reward, name: str, reason: str) -> str:
-    """Return a hint for a reward that took its texts for chat messages, as TRL gives them; "" of another failure."""
+    """Return a hint for a reward that took its texts for chat messages, as TRL gives them; else ""."""
     taken_for_messages = any(words in reason for words in ("string ind", "'str' object"))  # CPython's
     if not taken_for_messages or any(asks(function, argument) for argument in MESSAGES):
         return ""
@@ -213,14 +207,14 @@ def _messages_hint(function: Reward, name: str, reason: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Say in one line what a reward did that raised this."""
+    """Describe in one line the error that a reward raised."""
     if isinstance(error, BadReturn):
         return str(error)
     return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error, 80)}"
 
 
 def _copied(value: object) -> object:
-    """Copy lists and dictionaries, within one another too; leave everything else as it is."""
+    """Copy nested lists and dictionaries; leave everything else as it is."""
     if type(value) is list:
         return [_copied(entry) for entry in value]
     if type(value) is dict:
@@ -234,7 +228,7 @@ def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
 
 
 def asks(function: Reward, name: str) -> bool:
-    """Whether a reward is given an argument of this name where there is one; without a signature it is given all."""
+    """Return whether a reward takes this argument; without a signature it takes all but `MESSAGES`."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a builtin
@@ -252,13 +246,8 @@ def with_arguments(
 ) -> Reward:
     """Fix some arguments of a reward; a column of the data of the same name does not reach it.
 
-    The one wrapper around a reward, beside what a task makes of it (`TaskRewards.adapt`).
-
-    Args:
-        reward: Anyone's.
-        constants: Values by argument: options and judges.
-        providers: Functions that give a value, asked at each call: what changes as the run goes.
-        messages: Whether it gets chat messages as its prompts and completions, as TRL has them of conversational data.
+    `constants` are options and judges; `providers` are asked at each call, for what changes as the run goes. With
+    `messages` the reward gets chat messages as its prompts and completions, as TRL has them.
     """
     if not (constants or providers or messages):
         return reward
@@ -289,12 +278,9 @@ def as_list(returned: object) -> list[object]:
 
 
 def as_values(returned: Any) -> list[object] | np.ndarray:
-    """Return the same with numbers of an array as an array: on the host it is their own memory, not copied.
+    """Return a list, or numbers of an array as an array: on the host its own memory, not copied; raises BadReturn.
 
-    What NumPy masks is None in a list, and stays masked in an array.
-
-    Raises:
-        BadReturn: It is something else.
+    Values that NumPy masks are None in a list, and stay masked in an array.
     """
     expected = "it must return a list or an array with one axis"
     if isinstance(returned, (str, bytes, bytearray, memoryview, Mapping)):
@@ -314,7 +300,7 @@ def as_values(returned: Any) -> list[object] | np.ndarray:
 
 
 def on_host(returned: Any) -> np.ndarray | None:
-    """Return real numbers of an array of any library as NumPy's; None for whatever else.
+    """Return real numbers of an array of any library as NumPy's; None for anything else.
 
     On the host it is the same memory, handed over by dlpack: do not write to it.
     """
@@ -338,11 +324,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 """Numbers are compared as they are stored: what overflows float32 is not finite there."""
 _TIMES = ("m", "M")  # NumPy's kinds of a duration and a date: `tolist` makes integers of nanoseconds
 _NO_NUMBERS = (str, bytes, bytearray, memoryview, complex, np.complexfloating, np.datetime64, np.timedelta64)
-"""What `float` would take, or NumPy turn into a number with a warning."""
+"""Types that `float` takes, or NumPy turns into a number with a warning."""
 
 
 def as_number(value: Any) -> float | None:
-    """Return a finite float, or None for whatever else, and where the value's own methods raise."""
+    """Return a finite float, or None for anything else, and where the value's own methods raise."""
     if isinstance(value, _NO_NUMBERS):
         return None
     try:
@@ -357,7 +343,7 @@ def as_number(value: Any) -> float | None:
 def check_options(label: str, function: Reward, options: Mapping[str, object], other: Collection[str] = ()) -> None:
     """Refuse options that a function does not name among its arguments, but for `other`.
 
-    What it would only swallow in ``**columns`` is refused too: nearly every reward has them, and a mistyped option
+    An option that ``**columns`` would swallow is refused too: nearly every reward has them, and a mistyped option
     would vanish there.
     """
     if not options:
@@ -374,10 +360,9 @@ def check_options(label: str, function: Reward, options: Mapping[str, object], o
 
 
 def import_path(function: Reward, label: str) -> str:
-    """Return what finds a function again, as a config names it: "module:function", else "<given>:label".
+    """Return the path that imports a function again, "module:function", else "<given>:label".
 
-    Found are functions at the top level of a module: not those of a script that was run or typed in, nor lambdas,
-    methods and objects.
+    A function of a script that was run, a lambda, a method or an object has no such path.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     home = sys.modules.get(module or "")
@@ -390,19 +375,12 @@ def import_path(function: Reward, label: str) -> str:
     return f"{module}:{name}"
 
 
-# --------------------------------------------------------------------------------------------------- missing rewards
-
 MISSING_ITERATIONS = 3
 """Iterations in a row without any reward, after which a run stops."""
 
 
 def missing_rewards(values: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> list[str]:
-    """Return the maximised rewards that no completion has.
-
-    Args:
-        values: Of each reward, any shape, NaN where missing.
-        weights: Of each reward; one of weight 0 is not maximised, unless all are.
-    """
+    """Return the maximised rewards whose values are all NaN; one of weight 0 is not maximised, unless all are."""
     return [name for name in _maximised(weights) if np.isnan(values[name]).all()]
 
 
@@ -415,10 +393,10 @@ def missing_streaks(
 
 
 def no_reward_lately(streaks: Mapping[str, int], iterations: int) -> str:
-    """Say that all rewards have been missing for long, in a run of so many iterations; "" if it may go on.
+    """Return an error where there is nothing to learn from, "" if the run may go on.
 
-    A reward may well apply to few prompts, and another be there for the rest. Where all of them are missing, for
-    `MISSING_ITERATIONS` in a row or in all iterations of a shorter run, there is nothing to learn from.
+    A reward may well apply to few prompts. All of them missing for `MISSING_ITERATIONS` in a row, or in all
+    iterations of a shorter run, is an error.
     """
     shortest = min(streaks.values(), default=0)
     if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
@@ -427,7 +405,7 @@ def no_reward_lately(streaks: Mapping[str, int], iterations: int) -> str:
 
 
 def no_reward_yet(streaks: Mapping[str, int], iteration: int, iterations: int) -> str:
-    """Name single rewards that nobody got in the first iterations; "" but for once, after `MISSING_ITERATIONS`."""
+    """Name single rewards that nobody got, once, after `MISSING_ITERATIONS`; else ""."""
     names = [name for name, count in streaks.items() if count == iteration]
     if not names or len(names) == len(streaks) or iteration != min(MISSING_ITERATIONS, iterations):
         return ""

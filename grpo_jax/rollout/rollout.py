@@ -1,10 +1,9 @@
-"""A batch of prompts through sampler, renderer, rewards and environment: one path, however often the policy writes.
+"""Run a batch of prompts through sampler, renderer, rewards and environment.
 
     chunk i:  sample ─► render ─► score ─► respond ─► sample 2 ─► render 2 ─► score 2 ─► …
 
-Every rollout is a batch of episodes; where the policy writes once, each has one turn and nothing responds. Axes: P
-prompts, G completions of each, U turns, T tokens, N rewards, W watched measures. Nothing here knows a model, a task or
-torch: the parts come as functions in an `Environment`.
+Every rollout is a batch of episodes; where the policy writes once, each has one turn. Axes: P prompts, G completions
+of each, U turns, T tokens, N rewards, W watched measures. The parts come as functions in an `Environment`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import Objectives
 
 EVALUATION_STREAM = 2**31 - 1
-"""Takes the place of the iteration in the keys of evaluation, so that no training iteration shares them."""
+"""Replaces the iteration in the keys of evaluation, so that no training iteration shares them."""
 IN_FLIGHT = 2
 """Chunks between their first turn and their last reward where there are several turns: caches stay on the device."""
 _TURN_STREAM = 2**31 - 7  # folded into a prompt's key for the turns after the first
@@ -42,18 +41,17 @@ Sample = EpisodeSampler | Callable[..., Samples]
 
 
 class Episodes(NamedTuple):
-    """What the policy read and wrote.
+    """Prompts and completions of a batch, on the host.
 
     Attributes:
-        rows: P prompts.
         prompt_tokens: i32 [P, L], left-padded; a picture stands in them as its placeholders.
         prompt_mask: bool [P, L].
-        samples: Arrays [P, G, T] and [P, G] on the host, all turns of a completion in one stream (`join_turns`).
-        episodes: `[P][G]`, the same as texts, with what was answered and drawn.
+        samples: Arrays [P, G, T] and [P, G], all turns of a completion in one stream (`join_turns`).
+        episodes: `[P][G]`.
         lengths: i32 [P, G, U], tokens that the policy wrote in each turn.
         seconds: Seconds of work by stage.
-        pictures: "pictures" [P, I, ..] of the prompts and "answers" [P, G, I, ..] of the answers, as the update takes
-            them, where there are any; nothing in evaluation.
+        pictures: "pictures" [P, I, ..] of the prompts and "answers" [P, G, I, ..], as the update takes them; empty in
+            evaluation.
     """
 
     rows: Sequence[Row]
@@ -87,10 +85,10 @@ class Judgement(NamedTuple):
     Attributes:
         rewards: f32 [P, G, U, N]; NaN where one is missing, and of turns that do not exist.
         watched: f32 [P, G, U, W], likewise.
-        last: i32 [P, G], the turn that each episode ended with, from 0.
+        last: i32 [P, G], the last turn of each episode, from 0.
         columns: Columns of a task's ranking (`tasks.task.Choices`), P values by name.
-        objectives: What is maximised, of a batch that is learned from.
-        informative: bool [P], the groups that the estimator learns something from, likewise.
+        objectives: What is maximised; None in evaluation.
+        informative: bool [P], the groups that the estimator learns something from; None in evaluation.
     """
 
     rewards: np.ndarray
@@ -126,12 +124,12 @@ class EpisodeChunk(NamedTuple):
         failed: bool [p, G], those that the environment failed to answer.
         rewards: f32 [p, G, U, N]; NaN where a turn does not exist.
         watched: f32 [p, G, U, W].
-        prompt: As the policy reads it, with its pictures as the update takes them; None where texts are judged alone.
+        prompt: None where given texts are judged.
         samples: Of each turn, on the host.
-        replies: What stands between them, as tokens.
+        replies: Tokens between the turns.
         answer_pictures: [p, G, I, ..] in each of `replies`, as the update takes them, or None.
-        carried: What the sampler goes on from.
-        drawn: What the renderer made of this turn's texts, or None.
+        carried: State that the sampler goes on from.
+        drawn: Pictures of this turn's texts, or None.
     """
 
     start: int
@@ -154,13 +152,13 @@ class EpisodeChunk(NamedTuple):
         return [(int(p), int(g)) for p, g in np.argwhere(self.active)]
 
     def judged(self) -> tuple[Sequence[Row], list[list[Episode]]]:
-        """Rows and groups of what is active: whole groups where all are, else each completion by itself."""
+        """Return rows and groups of active completions: whole groups if all are active, else groups of one."""
         if self.active.all():
             return self.rows, self.episodes
         return [self.rows[p] for p, _ in self.places], [[self.episodes[p][g]] for p, g in self.places]
 
     def with_episodes(self, change: Callable[[int, Episode], Episode], **fields: object) -> EpisodeChunk:
-        """Change the active completions' episodes by change(its number among them, episode), and other fields."""
+        """Change the active completions' episodes by change(number among them, episode), and other fields."""
         episodes = [list(group) for group in self.episodes]
         for number, (p, g) in enumerate(self.places):
             episodes[p][g] = change(number, episodes[p][g])
@@ -182,12 +180,11 @@ def turn_keys(keys: jax.Array, turn: int) -> jax.Array:
 
 
 class Scheduling(NamedTuple):
-    """How a batch goes through the pipeline; nothing that is computed depends on it.
+    """How a batch goes through the pipeline; no result depends on it.
 
     Attributes:
         chunk_prompts: Prompts of a chunk; 0 for one chunk.
         timeout: Seconds a judge may spend on one chunk; the sampler, which compiles in its first call, has no limit.
-        stopping: Whether a stop was asked for.
         slot: Among batches that are on their way at once; not where the environment answers.
     """
 
@@ -219,21 +216,16 @@ def collect(
     """Sample and judge one batch; the stages work at once on different chunks.
 
     Args:
-        environment: Tokenizer, renderer, rewards, and what answers.
         sample: sample(variables, prompt_tokens, prompt_mask, keys [P]) → Samples; with pictures=`PictureStates` where
             the prompts have some. An `EpisodeSampler` where the environment answers.
-        variables: The policy's.
-        rows: P prompts.
         key: The run's key.
-        iteration: Chooses the random numbers in training; None in evaluation, whose numbers are fixed and whose render
-            settings are its own.
-        keep_prompt: How often the unchanged prompt stands among a group's completions, behind those that are sampled;
-            not where the environment answers.
-        scheduling: Chunks, time limit, stop and slot.
+        iteration: Chooses the random numbers in training; None in evaluation, whose numbers are fixed.
+        keep_prompt: How often the unchanged prompt is added to each group's completions; not where the environment
+            answers.
 
     Raises:
         Stopped: A stop was asked for.
-        StageError: A stage failed; names it and carries the cause.
+        StageError: A stage failed.
     """
     keys = prompt_keys(key, EVALUATION_STREAM if iteration is None else iteration, rows)
     stages = _Stages(environment, iteration, rows, sample, variables, keys, keep_prompt)
@@ -266,11 +258,7 @@ def judge(
     texts: Sequence[Sequence[str]],
     scheduling: Scheduling = Scheduling(),
 ) -> tuple[list[list[Episode]], Judgement]:
-    """Judge given texts `[P][G]` as evaluation does, such as the unchanged prompt and the oracle.
-
-    Returns:
-        Episodes `[P][G]` of one turn, and their judgement. Raises as `collect`.
-    """
+    """Judge given texts `[P][G]`, as episodes of one turn, the way evaluation does; raises as `collect`."""
     chunks, _ = scheduling.run(len(rows), _Stages(environment, None, rows).judging(texts))
     return [group for chunk in chunks for group in chunk.episodes], _judgement(chunks)
 
@@ -296,7 +284,7 @@ class _Stages:
 
     @property
     def gallery(self) -> int:
-        """How many of the first rows keep the pictures that the report shows."""
+        """The number of first rows whose pictures are kept for the report."""
         return 0 if self.iteration is not None else self.environment.gallery
 
     def sampled(self) -> list[Stage]:
@@ -313,7 +301,6 @@ class _Stages:
         return stages
 
     def judging(self, texts: Sequence[Sequence[str]]) -> list[Stage]:
-        """The same for texts that exist already."""
 
         def begin(part: tuple[int, int]) -> EpisodeChunk:
             episodes = [[Episode((Turn(text),)) for text in group] for group in texts[slice(*part)]]
@@ -335,11 +322,9 @@ class _Stages:
         return EpisodeChunk(start, rows, episodes, np.ones(shape, bool), np.zeros(shape, bool), rewards, watched)
 
     def read(self, part: tuple[int, int]) -> tuple[tuple[int, int], Encoded]:
-        """Encode the prompts of a chunk."""
         return part, self.environment.encode(self.rows[slice(*part)])
 
     def begin(self, read: tuple[tuple[int, int], Encoded]) -> EpisodeChunk:
-        """Write the first turn."""
         (start, stop), prompt = read
         assert self.keys is not None and self.sample is not None
         shown: dict[str, PictureStates] = {}
@@ -356,7 +341,6 @@ class _Stages:
         return self._with_prompts(chunk) if self.keep_prompt else chunk
 
     def go_on(self, turn: int, chunk: EpisodeChunk) -> EpisodeChunk:
-        """Write a further turn of what is active."""
         if not chunk.active.any():
             return chunk._replace(carried=None)
         assert self.keys is not None and isinstance(self.sample, EpisodeSampler)
@@ -375,7 +359,7 @@ class _Stages:
         )
 
     def _encode_images(self, pictures: Pictures) -> tuple[PictureStates, PictureInput | None]:
-        """Return the states of pictures, and what the update takes of them; nothing of evaluation."""
+        """Return the states of pictures and, but in evaluation, what the update takes of them."""
         if self.environment.encode_images is None:  # it must not answer with what nobody looks at
             raise AnswerError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
         states, trained_on = self.environment.encode_images(self.variables, pictures)
@@ -384,7 +368,6 @@ class _Stages:
     def _run(
         self, write: Callable[..., Any], *arguments: object, **pictures: PictureStates
     ) -> tuple[Samples, Carried | None]:
-        """Return samples on the host, and what the next turn goes on from."""
         started = time.perf_counter()
         with self.device:
             self.waited.append(time.perf_counter() - started)
@@ -393,7 +376,6 @@ class _Stages:
             return jax.device_get(samples), carried
 
     def _read_turn(self, chunk: EpisodeChunk) -> EpisodeChunk:
-        """Decode the turn's tokens."""
         samples, places = chunk.samples[-1], chunk.places
 
         def with_turn(number: int, episode: Episode) -> Episode:
@@ -418,7 +400,6 @@ class _Stages:
         return wider._replace(prompt=chunk.prompt, samples=(jax.tree.map(padded, chunk.samples[0]),))
 
     def render(self, chunk: EpisodeChunk) -> EpisodeChunk:
-        """Draw the turn's texts."""
         render = self.environment.render
         if render is None or not chunk.active.any():
             return chunk
@@ -436,7 +417,6 @@ class _Stages:
         return chunk.with_episodes(with_image, drawn=drawn)
 
     def score(self, turn: int, last: bool, chunk: EpisodeChunk) -> EpisodeChunk:
-        """Judge the turn's texts."""
         environment = self.environment
         if chunk.active.any():
             rows, episodes = chunk.judged()
@@ -466,7 +446,7 @@ class _Stages:
         return chunk._replace(episodes=episodes)
 
     def respond(self, chunk: EpisodeChunk) -> EpisodeChunk:
-        """Ask the environment for its answer to each active completion; those that go on are active then."""
+        """Ask the environment for its answer to each active completion; those that go on stay active."""
         answering = self.environment.answering
         if answering is None or not chunk.active.any():
             return chunk
@@ -500,7 +480,7 @@ def _texts(episodes: list[list[Episode]]) -> list[list[str]]:
 
 
 def _active_tokens(chunk: EpisodeChunk) -> list[list[list[int]]]:
-    """Return the tokens of the last turn, groups as of `EpisodeChunk.judged`."""
+    """Return the tokens of the last turn, grouped as in `EpisodeChunk.judged`."""
     samples = chunk.samples[-1]
 
     def written(place: tuple[int, int]) -> list[int]:
@@ -517,9 +497,6 @@ def _judgement(chunks: Sequence[EpisodeChunk]) -> Judgement:
     rewards = [np.where(chunk.failed[..., None, None], np.float32(np.nan), chunk.rewards) for chunk in chunks]
     last = [[len(episode.turns) - 1 for episode in group] for chunk in chunks for group in chunk.episodes]
     return Judgement(np.concatenate(rewards), np.concatenate([chunk.watched for chunk in chunks]), np.array(last))
-
-
-# ------------------------------------------------------------------------------------------------------------- arrays
 
 
 def right_aligned(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -551,17 +528,11 @@ def _lengths(samples: Samples, turns: int) -> np.ndarray:
 
 
 def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], length: int, pad_id: int) -> Samples:
-    """Join all turns of each completion and the replies between them to one stream without holes.
+    """Join all turns of each completion and the replies between them to one stream without holes, [P, G, length].
 
-    Args:
-        samples: Of each turn, [P, G, T] on the host; fewer than there may be where all episodes ended.
-        replies: What stands behind each turn; behind the last of them nothing is read.
-        length: Tokens that a stream may have.
-        pad_id: Fills up.
-
-    Returns:
-        Arrays [P, G, length] on the host: `mask` is what the policy wrote, `present` the first places of each row,
-        `turn` a token's turn from 0, or the turn that it answers. Truncated is a completion any turn of which was.
+    `mask` is true for the policy's tokens, `present` for the first places of each row; `turn` is a token's turn from
+    0, or the turn that it answers. A completion is truncated if any of its turns was. `samples` has each turn, [P, G,
+    T] on the host, fewer than there may be where all episodes ended.
     """
     parts = []
     for turn, one in enumerate(samples):
@@ -588,7 +559,7 @@ def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], lengt
 
 
 def informative_first(batches: Sequence[tuple[Episodes, Judgement]]) -> tuple[Episodes, Judgement]:
-    """Choose, from several batches, as many groups as the first has: those that are informative before others."""
+    """Choose, from several batches, as many groups as the first has, informative ones first."""
     episodes, judgements = zip(*batches, strict=True)
     informative = np.concatenate([judgement.informative for judgement in judgements])
     places = np.argsort(~informative, kind="stable")[: len(episodes[0].rows)]

@@ -1,4 +1,4 @@
-"""Completions as texts: which tokens may be written, how they are decoded, and statistics of the texts."""
+"""Completions as texts: allowed tokens, decoding, and statistics of the texts."""
 
 from __future__ import annotations
 
@@ -37,14 +37,11 @@ def as_written(written: str, prompt: str) -> Reading:
 
 
 def continued(written: str, prompt: str) -> Reading:
-    """Judge the prompt with the first line of its continuation; the prompt alone, not usable, where that is empty."""
+    """Judge the prompt with the first line of its continuation; the prompt alone, not usable, if that is empty."""
     line = written.partition("\n")[0]
     if not any(character.isalnum() for character in line):
         return Reading(prompt, False)
     return Reading(" ".join(f"{prompt}{line}".split()), True)
-
-
-# ------------------------------------------------------------------------------------------------------- completions
 
 
 def allowed_tokens(
@@ -52,16 +49,8 @@ def allowed_tokens(
 ) -> np.ndarray | None:
     """Return the mask bool [V] of the tokens that a policy may write; None for "all".
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        rule: "all"; "ascii": tokens whose text is printable ASCII; "english": ASCII letters, digits, spaces and the
-            marks of plain sentences.
-        vocab_size: V, the model's, which may exceed the tokenizer's; the excess is never allowed.
-        eos_ids: Tokens that end a completion: always allowed. Other special tokens never are.
-
-    Raises:
-        UserError: If the rule leaves nothing to write.
-        ValueError: If the rule is unknown.
+    "ascii" allows tokens of printable ASCII text, "english" ASCII letters, digits, spaces and the marks of plain
+    sentences. `eos_ids` are always allowed, other special tokens and those beyond the tokenizer's vocabulary never.
     """
     if rule == "all":
         return None
@@ -88,11 +77,7 @@ def without_forbidden(
     vocab_size: int,
     eos_ids: Sequence[int],
 ) -> np.ndarray | None:
-    """Take data.forbidden_tokens, ids and texts of one token each, out of the mask of allowed tokens (None: all).
-
-    Raises:
-        UserError: A text is not one token, an id is none of the policy's or ends completions, or nothing is left.
-    """
+    """Take data.forbidden_tokens, ids and texts of one token each, out of the mask of allowed tokens (None: all)."""
     if not forbidden:
         return allowed
     left = np.ones(vocab_size, bool) if allowed is None else allowed.copy()
@@ -114,7 +99,7 @@ def without_forbidden(
 def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     """Return the mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
 
-    A policy with a vision tower never writes what stands for a picture: there would be none in its place.
+    A policy with a vision tower never writes a picture's placeholder: there would be no picture in its place.
     """
     size = folder.config.vocab_size
     ends = folder.eos_ids
@@ -129,11 +114,7 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
 
 
 def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
-    """Return the trie of the texts that a task lists; None where it lists none and any may be written.
-
-    Raises:
-        UserError: A field of the config does not go with it, or a text cannot be written.
-    """
+    """Return the trie of the texts that a task lists; None where any text may be written."""
     if texts is None:
         require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
         return None
@@ -150,14 +131,14 @@ def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFo
 
 
 def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether completions stand behind plain text, and not behind a chat template's mark."""
+    """Return whether completions follow plain text, not a chat template's mark."""
     return not getattr(tokenizer, "chat_template", None) or config.data.form != "rewrite"
 
 
 def make_decode(
     tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], Reading]
 ) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, str, bool]]:
-    """Return decode(token ids, user's prompt) → (as written, text to judge, usable); special tokens say nothing.
+    """Return decode(token ids, user's prompt) → (as written, text to judge, usable), without special tokens.
 
     In the form "append" a completion goes on with its prompt.
     """
@@ -182,22 +163,15 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-# ---------------------------------------------------------------------------------------------------------- watching
-
-
 def completion_statistics(
     prompts: Sequence[str], texts: Sequence[Sequence[str]], usable: Sequence[Sequence[bool]]
 ) -> dict[str, float]:
-    """Measure the texts of one batch, beside what they score: a watch on reward hacking.
-
-    Args:
-        prompts: P texts.
-        texts: `[P][G]`, what was judged.
-        usable: `[P][G]`, false where another text stands in for a completion.
+    """Measure the texts `[P][G]` of one batch, beside what they score: a watch on reward hacking.
 
     Returns:
-        "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier text
-        of the same prompt; "unchanged": share that equal their prompt; "unusable".
+        "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier
+        text of the same prompt; "unchanged": share that equal their prompt; "unusable": share that another text
+        stands in for.
     """
     pairs = [(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group]
     if not pairs:

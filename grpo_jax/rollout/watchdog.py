@@ -1,9 +1,9 @@
-"""Ends a process whose interpreter lock is held for ever, by calls of the C library that need no Python.
+"""End a process whose interpreter lock is held for ever, by calls of the C library that need no Python.
 
-A judge that never gives the lock back (a catastrophic regular expression) stops all threads of Python: nobody sees its
-time limit pass, or a Ctrl-C come. A POSIX timer needs nobody: its own thread calls `fflush` on a line that was written
-ahead, then `_exit`. A SIGINT that Python has not looked at when the next one comes is left to the system, which ends
-the process. On Linux alone; elsewhere nothing here does anything.
+A judge that never gives the lock back (a catastrophic regular expression) stops all threads of Python: nobody sees
+its time limit pass, or a Ctrl-C come. A POSIX timer needs nobody: its own thread calls `fflush` on a line that was
+written ahead, then `_exit`. A SIGINT that Python has not looked at when the next one comes is left to the system,
+which ends the process. Linux only; elsewhere nothing here does anything.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ class Watchdog:
     def arm(self, seconds: float, line: str) -> None:
         """Arm it anew; not after `close`.
 
-        Args:
-            seconds: From now, until the process ends with `EXIT_CODE`.
-            line: Written then to standard error and the log (`last_words`).
+        After `seconds` the process ends with `EXIT_CODE`, and writes the line to standard error and the log
+        (`last_words`).
         """
         library = _library()
         with self._lock:
@@ -166,7 +165,6 @@ def last_words(text: str, log: Path) -> Iterator[None]:
 
 
 def _descriptors() -> list[int]:
-    """Return descriptors of standard error and the log, where they exist."""
     descriptors = []
     with suppress(OSError):
         descriptors.append(os.dup(2))

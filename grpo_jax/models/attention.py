@@ -76,7 +76,7 @@ class LayerInput(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """Window, scale and cap of the scores; as of `attend`."""
+    """Arguments of `attend` on scores."""
 
     window: jax.Array | None
     scale: jax.Array | float
@@ -119,11 +119,11 @@ def attend(
     shared by a group are read where they are and never copied.
 
     Many queries take turns, a block at a time: scores and masks are then [.., block, S] and never [.., S, S], in the
-    backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682); and of keys of their own,
-    those of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
+    backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682). Of keys of their own, those
+    of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
 
     Args:
-        query: [P, K, G, R, S, E]; R query heads share a key head.
+        query: [P, K, G, R, S, E].
         queries: Order of the queries, [P or 1, S] or [P, G, S].
         sources: Keys, values and their order.
         window: i32 scalar, from how far back on keys are not read; None for no end.
@@ -142,8 +142,6 @@ def attend(
 
 
 def _attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
-    """One completion of one prompt after the other."""
-
     def per_prompt(tokens: Tokens) -> Tokens:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), tokens)
 
@@ -191,7 +189,6 @@ def _first_keys(source: KeyValues, stop: int) -> KeyValues:
 
 
 def _attend_blocks(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
-    """All queries, a block at a time."""
     steps = query.shape[-2]
     blocks = -(-steps // _BLOCK)
 
@@ -231,10 +228,7 @@ def _attend(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], sco
 
 
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | None) -> jax.Array:
-    """Which key each query may read: bool [P, S of queries, S of keys]; causal, windowed, not padding.
-
-    Queries [P, G, S] give [P, G, S of queries, S of keys].
-    """
+    """Mask of the keys that each query reads, [P, (G,) S of queries, S of keys]: causal, windowed, not padding."""
     if queries.positions.ndim > keys.positions.ndim:
         keys = Tokens(keys.positions[:, None], keys.mask[:, None])
     distance = queries.positions[..., :, None] - keys.positions[..., None, :]
@@ -260,13 +254,13 @@ def attend_streams(
     values are cached, the completions when there are none.
 
     Args:
-        query: [P, S, K, R, E] of the tokens that run; R query heads share a key head.
+        query: [P, S, K, R, E] of the tokens that run.
         key: [P, S, K, E].
         value: [P, S, K, E].
         layer_input: The layer's window, scale, and cached keys and values.
         context: Positions and masks.
-        softcap: Of the scores, as in ``attend``; so is `by_row`.
-        by_row: Whether rows may take turns.
+        softcap: As in ``attend``.
+        by_row: As in ``attend``.
 
     Returns:
         The mixed values [P, S, H·E]; and keys and values to cache: the prompts' when they run alone, the cache with

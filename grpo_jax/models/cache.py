@@ -15,14 +15,14 @@ class Prefix(NamedTuple):
     """Prompts after their forward pass; shared by all completions of a prompt.
 
     Attributes:
-        hidden: last state of each prompt, [P, D]; it predicts the first completion token.
+        hidden: [P, D], last state of each prompt; it predicts the first completion token.
         keys: of each layer [P, K, E, L], rotated.
         values: of each layer [P, K, L, E].
         mask: bool [P, L], False on padding.
         positions: i32 [P, L], counted from each prompt's first real token.
         lengths: i32 [P], real tokens of each prompt.
-        advance: i32 [P], the position of its completions' first token: as many, or less where pictures are among
-            them, whose tokens share positions.
+        advance: i32 [P], the position of its completions' first token: as many, or less where pictures share
+            positions.
     """
 
     hidden: jax.Array
@@ -35,7 +35,7 @@ class Prefix(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a cache holds of completions that go on at different lengths, after an environment has answered.
+    """State of completions that go on at different lengths, after an environment has answered.
 
     Attributes:
         mask: bool [P, G, T], slots that hold a token; what is between them is not read.

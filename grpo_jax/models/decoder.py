@@ -61,13 +61,10 @@ class Decoder(nn.Module):
         context: Context,
         cached_inputs: Sequence[LayerInput] = (),
     ) -> tuple[jax.Array, PyTree]:
-        """Run tokens through all layers.
+        """Run tokens i32 [P, S], the prompts' unless their keys are cached, then the completions'.
 
-        Args:
-            tokens: i32 [P, S], the prompts' unless their keys are cached, then the completions'.
-            context: Their positions and masks.
-            cached_inputs: For each layer the keys and values it reads when the prompts do not run; layers that are
-                not stacked take them.
+        Layers that are not stacked take the keys and values they read from `cached_inputs` when the prompts do not
+        run.
 
         Returns:
             Final states [P, S, D], and the new keys and values of the layers (see ``attend_streams``): stacked along
@@ -102,9 +99,9 @@ def init_variables(
     param_dtype: str = "float32",
     lora: LoraConfig | None = None,
 ) -> dict[str, PyTree]:
-    """Freshly drawn variables: normal weights (``Family.initial_stddev``), unit norms, zero biases; float32 adapters.
+    """Draw variables: normal weights (``Family.initial_stddev``), unit norms, zero biases, float32 adapters.
 
-    The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
+    Nothing is allocated under ``jax.eval_shape``.
     """
     decoder = Decoder(config, param_dtype=as_dtype(param_dtype, "param_dtype"), remat="none")
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
@@ -119,7 +116,7 @@ def init_variables(
 
 
 def as_dtype(name: str, argument: str) -> jnp.dtype:
-    """The floating type of this name; raises ValueError for another one, naming the argument."""
+    """The floating type of this name; a ValueError names the argument."""
     if str(name) not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"{argument} must be 'float32', 'bfloat16' or 'float16', got {name!r}")
     return jnp.dtype(name)

@@ -19,7 +19,7 @@ class Kind(NamedTuple):
 
 
 def whole(least: int, most: int) -> Kind:
-    """Whole numbers of a range; the upper ends are beyond any model there is."""
+    """Whole numbers of a range; the upper ends used are beyond any model there is."""
     return Kind(
         f"a whole number from {least} to {most}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
@@ -100,5 +100,5 @@ def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model
 
 
 def not_null(fields: Fields) -> dict[str, Any]:
-    """The fields that say something: null is as absent."""
+    """The fields that are not null, which counts as absent."""
     return {name: value for name, value in fields.items() if value is not None}

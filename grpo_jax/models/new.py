@@ -15,14 +15,14 @@ from safetensors.numpy import save_file
 
 PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
 NOT_A_WORD = r"[^\w|]+"
-"""What parts words where they are plain: all but letters, digits and the mark | that may stand between titles."""
+"""Separator of plain words: all but letters, digits and the mark | that may stand between titles."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|next|>{% endif %}"
 )
-"""What the user says, a mark, and the answer."""
+"""The user's text, a mark, and the answer."""
 
 
 def write_policy(
@@ -40,12 +40,12 @@ def write_policy(
 ) -> Path:
     """Write a Hugging Face folder with random weights and a tokenizer of whole words; returns the folder.
 
-    Text is split at white space; a word or mark of `words` is one token, any other is "<|unknown|>". Tokens are joined
-    with a space when read back.
+    Text is split at white space; a word or mark of `words` is one token, any other is "<|unknown|>". Tokens are
+    joined with a space when read back.
 
     Args:
-        folder: Where to write; made if it is not there.
-        words: What the policy can say; repeated ones count once.
+        folder: Where to write.
+        words: The vocabulary; repeated words count once.
         architecture: "llama" (rotary positions) or "gpt2" (learned ones, as many as `window`).
         width: Of the hidden states.
         layers: Decoder layers.

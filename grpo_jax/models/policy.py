@@ -90,7 +90,7 @@ class Policy:
     mesh: jax.sharding.Mesh | None = None
 
     def replace(self, **fields: Any) -> Policy:
-        """The policy with other values of these fields."""
+        """Return the policy with other values of these fields."""
         return dataclasses.replace(self, **fields)
 
     @property
@@ -187,8 +187,8 @@ class Policy:
         """Write a folder that `AutoModelForCausalLM.from_pretrained` loads (Qwen-VL: `AutoModelForImageTextToText`).
 
         It appears at once, when complete. Adapters are merged into the weights, in float32 and a layer at a time. In
-        float32 nothing that was trained is rounded away; bfloat16 keeps little of what small adapters changed. Tensors
-        that are not the policy's (a frozen vision tower) are copied as they are. UserError where the folder cannot be
+        float32 nothing that was trained is rounded away; bfloat16 keeps little of what small adapters changed.
+        Tensors that are not the policy's (a frozen vision tower) are copied. UserError where the folder cannot be
         written.
         """
         hf.save_folder(folder, self._folder.path, self.config, merge(variables, self.lora), dtype=dtype)
@@ -213,10 +213,10 @@ def _precision(name: str | None) -> AbstractContextManager[object]:
 
 
 def precision_of(compute_dtype: str, precision: str | None) -> str | None:
-    """The precision of products of matrices: the configured one, or what the type of the activations needs.
+    """The configured precision of products of matrices, or the one that the activations' type needs.
 
-    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's own
-    setting, None, for other types. ValueError for none of `PRECISIONS`.
+    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise; None, JAX's own,
+    for other types.
     """
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"matmul_precision must be one of {PRECISIONS} or None, got {precision!r}")
@@ -249,16 +249,15 @@ def make_policy(
     Args:
         config: Shape and choices.
         compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
-        remat: What the backward pass of ``forward_group`` computes again: ``none``; ``products``, all but the products
-            with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only the input
-            is kept.
+        remat: What the backward pass of ``forward_group`` computes again: ``none``; ``products``, all but the
+            products with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only
+            the input is kept.
         lora: Configuration of the adapters, if variables will hold any.
         spread: See `Decoder`; ``sharding.over_prompts`` makes it.
         matmul_precision: See `precision_of`.
 
     Raises:
-        ValueError: The dtype, remat or precision is another one, or an adapter's target is no projection of this
-            architecture.
+        ValueError: A choice is unknown, or an adapter's target is no projection of this architecture.
     """
     dtype = as_dtype(compute_dtype, "compute_dtype")
     if remat not in REMAT:
@@ -489,10 +488,7 @@ def configured_functions(section: PolicySection, config: ModelConfig, mesh: jax.
 
 
 def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
-    """The adapters' configuration for a model, or None where all weights are trained.
-
-    UserError where a target is no projection of this architecture, or the folder of adapters does not fit it.
-    """
+    """The adapters' configuration, None where all weights are trained; UserError where they do not fit the model."""
     if section.path is not None:
         return load_adapters(section.path, model)[0]
     if section.rank == 0:

@@ -74,16 +74,7 @@ def make_episode_sampler(
 ) -> EpisodeSampler:
     """Make the functions that write episodes.
 
-    Args:
-        policy: As of `make_sampler`, with `extend` too.
-        params: Group size, length of a turn, and distribution.
-        eos_ids: Tokens that end a turn; may be empty. It and what follows is as of `make_sampler`.
-        pad_id: Token that fills up.
-        allowed_tokens: bool [V], or None.
-        stops: Stop strings, which end a turn, or None.
-
-    Raises:
-        ValueError: `allowed_tokens` is not bool [V] or allows nothing.
+    Arguments are as of `make_sampler`; `max_new_tokens` is the length of a turn, which `eos_ids` and `stops` end.
     """
     alike = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
     table = None if stops is None else jnp.asarray(stops)
@@ -139,7 +130,7 @@ def make_episode_sampler(
 
 
 def _carried(loop: Loop, rows: Rows) -> Carried:
-    """What a turn leaves; `rows` is what was read before its first token."""
+    """State after a turn; `rows` is the one before its first token."""
     written = loop.mask.sum(-1, dtype=jnp.int32)
     read = jnp.maximum(written - 1, 0)
     read_mask = jnp.arange(loop.mask.shape[-1]) < read[..., None]
@@ -150,7 +141,7 @@ def _carried(loop: Loop, rows: Rows) -> Carried:
 
 
 def _grown(cache: Cache, larger: Cache) -> Cache:
-    """What a cache holds at the beginning of a larger one."""
+    """Copy a cache to the beginning of a larger one."""
 
     rows = cache.rows
     keys, values = move((cache.keys, cache.values), (larger.keys, larger.values))

@@ -76,8 +76,6 @@ class LayerInput(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """Arguments of `attend` on scores."""
-
     window: jax.Array | None
     scale: jax.Array | float
     softcap: float | None
@@ -120,7 +118,8 @@ def attend(
 
     Many queries take turns, a block at a time: scores and masks are then [.., block, S] and never [.., S, S], in the
     backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682). Of keys of their own, those
-    of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
+    of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache;
+    `by_row` is False where they are laid over several devices, which then all work.
 
     Args:
         query: [P, K, G, R, S, E].
@@ -129,7 +128,6 @@ def attend(
         window: i32 scalar, from how far back on keys are not read; None for no end.
         scale: float32 scalar that multiplies the scores; None for E^-0.5.
         softcap: The cap that scores are drawn towards (``core.logprobs.capped``); None for none.
-        by_row: Whether rows may take turns; False where they are laid over several devices, which then all work.
 
     Returns:
         [P, K, G, R, S, E] in the query's dtype; scores and softmax are float32.
@@ -247,28 +245,18 @@ def attend_streams(
     softcap: float | None = None,
     by_row: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Attention of one layer over prompts and completions at once.
+    """Attention of one layer over prompts and completions at once; `softcap` and `by_row` are as of `attend`.
 
     The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so a layer applies
     every weight in one product; only attention knows them apart. The prompts are absent (L = 0) when their keys and
     values are cached, the completions when there are none.
 
-    Args:
-        query: [P, S, K, R, E] of the tokens that run.
-        key: [P, S, K, E].
-        value: [P, S, K, E].
-        layer_input: The layer's window, scale, and cached keys and values.
-        context: Positions and masks.
-        softcap: As in ``attend``.
-        by_row: As in ``attend``.
-
-    Returns:
-        The mixed values [P, S, H·E]; and keys and values to cache: the prompts' when they run alone, the cache with
-        the new tokens when decoding, None when prompts and completions both run.
+    Queries are [P, S, K, R, E], keys and values [P, S, K, E]. Returns the mixed values [P, S, H·E]; and keys and
+    values to cache: the prompts' when they run alone, the cache with the new tokens when decoding, None when prompts
+    and completions both run.
     """
 
     def attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues]) -> jax.Array:
-        """Queries [P, G·S, K, R, E] to mixed values [P, G·S, H·E]."""
         split = _split_group(query, queries.positions.shape[-1]).transpose(0, 3, 1, 4, 2, 5)
         mixed = attend(split, queries, sources, layer_input.window, layer_input.scale, softcap, by_row)
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)

@@ -76,8 +76,7 @@ def group_context(
     mask: jax.Array,
     answers: PictureStates | None = None,
 ) -> Context:
-    """Context of prompts and the tokens [P, G, T] of their groups; pictures `answers` [P, G, I, ..] stand among them.
-    """
+    """Context of prompts and their groups' tokens [P, G, T]; pictures `answers` [P, G, I, ..] stand among these."""
     count, group, steps = tokens.shape
     if steps == 0:
         return prompts.context

@@ -28,19 +28,12 @@ TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column does
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685).
-
-    Attributes:
-        rank: Inner size of the adapters.
-        alpha: Their strength before division by the rank.
-        targets: Projections that get one, of those that the model's family has (``Family.projections``).
-        vision: The same of the vision tower beside it (``TowerFamily.projections``).
-    """
+    """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685)."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]
-    vision: tuple[str, ...] = ()
+    targets: tuple[str, ...]  # projections that get one, of the model's family (``Family.projections``)
+    vision: tuple[str, ...] = ()  # the same of the vision tower beside it (``TowerFamily.projections``)
 
     def __post_init__(self):
         """Refuse an empty choice."""

@@ -44,19 +44,12 @@ def write_policy(
     joined with a space when read back.
 
     Args:
-        folder: Where to write.
         words: The vocabulary; repeated words count once.
         architecture: "llama" (rotary positions) or "gpt2" (learned ones, as many as `window`).
-        width: Of the hidden states.
-        layers: Decoder layers.
         heads: Attention heads; they divide the width into even parts.
         window: Longest text in tokens.
-        seed: Of the weights.
         plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
         vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones.
-
-    Raises:
-        ValueError: There are no words, a word holds white space, or the heads do not divide the width evenly.
     """
     words = list(dict.fromkeys(words))
     if not words or any(word.split() != [word] for word in words):

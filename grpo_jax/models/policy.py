@@ -52,23 +52,23 @@ class Policy:
         decode_step: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
             token of each completion; the state predicts the next.
         extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
-            pictures=None) -> (hidden [P, G, D], cache): several more tokens of each completion, the first ones of each
-            row; the last one's state predicts the next. Pictures are [P, G, I, ..].
+            pictures=None) -> (hidden [P, G, D], cache): several more tokens of each completion, the first ones of
+            each row; the last one's state predicts the next. Pictures are [P, G, I, ..].
         init_cache: (P, G, T, dtype=None) -> empty Cache for T tokens per completion.
-        forward_group: (variables, prompt_tokens i32 [P, L], prompt_mask bool [P, L], tokens i32 [P, G, T],
-            mask bool [P, G, T], steps=None, pictures=None, answers=None) -> hidden [P, G, T, D], the states that
-            predict each completion token (the first is the prompt's last state). The prompt is computed once for its
-            group. Where rows hold several completions one after the other, steps i32 [P, G, T] count the tokens of
-            each from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
+        forward_group: (variables, prompt_tokens i32 [P, L], prompt_mask bool [P, L], tokens i32 [P, G, T], mask bool
+            [P, G, T], steps=None, pictures=None, answers=None) -> hidden [P, G, T, D], the states that predict each
+            completion token (the first is the prompt's last state). The prompt is computed once for its group. Where
+            rows hold several completions one after the other, steps i32 [P, G, T] count the tokens of each from 0.
+            Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
         head: (variables) -> unembedding [V, D] in its stored type, so that its gradient has that type too.
         max_positions: The most tokens of prompt and completion together, where positions end (learned ones, and
             LongRoPE's); None where they go on (other rotations).
-        encode_images: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..]; None without a vision tower.
+        encode_images: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..]; None without a vision
+            tower.
         softcap: The cap of the logits, which ``logits`` and ``token_logprobs`` apply; None for none.
         matmul_precision: Of products of matrices, in all of these functions and their gradients; None for JAX's own.
         lora: Configuration of the adapters; None without.
-        folder: The Hugging Face folder as read, without weights: config, tokenizer, special ids. None for functions
-            alone.
+        folder: The Hugging Face folder as read, without weights; None for functions alone.
         variables: The weights as loaded, on their devices.
         mesh: The devices where they are several, else None.
     """
@@ -247,9 +247,8 @@ def make_policy(
     """Make the functions of a decoder.
 
     Args:
-        config: Shape and choices.
         compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
-        remat: What the backward pass of ``forward_group`` computes again: ``none``; ``products``, all but the
+        remat: Rematerialisation in the backward pass of ``forward_group``: ``none``; ``products``, all but the
             products with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only
             the input is kept.
         lora: Configuration of the adapters, if variables will hold any.
@@ -421,7 +420,7 @@ def load_policy(
     """Load a folder of one of the architectures in docs/policies.md.
 
     Args:
-        folder: A local folder, a hub id, or what `hf.read_folder` read of one.
+        folder: A local folder, a hub id, or the result of `hf.read_folder`.
         section: How the policy is trained: types, adapters, quantisation, mesh; by default all weights, in float32.
         devices: As many as the mesh takes; the first ones by default.
         vision: Whether the vision tower is loaded; None loads it where there is one. A trained one, or one with

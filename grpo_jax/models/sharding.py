@@ -33,7 +33,6 @@ BOTH = (TENSOR, FSDP)
 
 
 def _projections(cut: str, families: Iterable[Family | TowerFamily]) -> str:
-    """A pattern of the families' projections that are cut this way."""
     kinds = {name: kind for family in families for name, kind in family.projections.items()}
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
 
@@ -127,7 +126,6 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of the mesh that an axis of a leaf is cut along."""
     return (names,) if isinstance(names, str) else names or ()
 
 

@@ -50,21 +50,13 @@ def make_beam_sampler(
 ) -> Callable[..., Samples]:
     """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
 
-    Args:
-        policy: As of `make_sampler`.
-        params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
-            divides the logits (0 counts as 1).
-        pad_id: Token that fills up.
-        trie: The texts.
-        without_replacement: Draw instead: the first is a sample of the policy, each further one a sample of it among
-            the texts not drawn yet, in this order.
+    Of `params` only group size, length (at least the longest text's tokens) and temperature count, which divides the
+    logits (0 counts as 1). With `without_replacement` the first text is a sample of the policy, each further one a
+    sample of it among the texts not drawn yet, in this order.
 
     Returns:
         `sample` as of `make_sampler`; both log-probabilities are the policy's over the tree, and `weights` those of
         `inclusion_weights`.
-
-    Raises:
-        ValueError: The tree has fewer texts than G, or longer ones than T.
     """
     check_group(trie, params.group_size)
     length = params.max_new_tokens
@@ -155,8 +147,7 @@ def make_search(policy: Policy, params: SamplingParams, *, pad_id: int, trie: Tr
 
 
 class Candidates(NamedTuple):
-    """Tokens int32 that may follow each beam, their logits float32, and the mask of those that exist, each [P, B, C].
-    """
+    """Tokens int32 that may follow each beam, logits float32, and the mask of those that exist, each [P, B, C]."""
 
     tokens: jax.Array
     logits: jax.Array

@@ -130,7 +130,6 @@ def make_episode_sampler(
 
 
 def _carried(loop: Loop, rows: Rows) -> Carried:
-    """State after a turn; `rows` is the one before its first token."""
     written = loop.mask.sum(-1, dtype=jnp.int32)
     read = jnp.maximum(written - 1, 0)
     read_mask = jnp.arange(loop.mask.shape[-1]) < read[..., None]

@@ -26,34 +26,24 @@ from grpo_jax.sampling.beams import check_group, make_search
 from grpo_jax.sampling.sampler import Array, checked_prompts, move, over_buckets
 from grpo_jax.sampling.token_choice import SamplingParams
 
-# What a ranking holds at once: so many numbers of all its prompts, and at most so many prompts.
+# Most numbers, and most prompts, that a ranking holds at once.
 _MOST_NUMBERS = 2**25
 _MOST_PROMPTS = 256
 
 
 class Ranking(NamedTuple):
-    """The best texts of each prompt, best first.
+    """The best texts of each prompt, best first."""
 
-    Attributes:
-        texts: int32 [P, K], which texts of the tree.
-        scores: float32 [P, K], their log-probabilities.
-    """
-
-    texts: Array
-    scores: Array
+    texts: Array  # int32 [P, K], numbers of texts of the tree
+    scores: Array  # float32 [P, K], their log-probabilities
 
 
 def make_ranker(
     policy: Policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0
 ) -> Callable[..., Ranking]:
-    """Make the function that lists the best texts of a tree for each prompt.
+    """Make the function that lists the K = `listed` best texts of a tree for each prompt, by as many beams.
 
-    Args:
-        policy: As of `make_sampler`.
-        listed: K, by as many beams; 0 for all texts, scored exactly (`make_scores`).
-        pad_id: Token that fills up.
-        trie: The texts, at least K.
-        temperature: Divides the logits; 0 counts as 1.
+    With `listed` 0 all texts are scored exactly (`make_scores`). The temperature divides the logits; 0 counts as 1.
 
     Returns:
         `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`, in parts that fit a bounded memory.
@@ -165,7 +155,7 @@ def stages_of(levels: list[Level], numbers: int) -> list[Stage]:
 
 
 def _width(level: Level) -> int:
-    """Round a level's width to powers of four; 0 for all narrow ones."""
+    """Group levels that lie within a factor of four; 0 for all narrow ones."""
     return max(len(level.token).bit_length() // 2 - 3, 0)
 
 
@@ -190,8 +180,7 @@ def _stage(levels: list[Level], start: int, end: int, numbers: int) -> Stage:
 
 
 def numbers_of(policy: Policy, levels: list[Level]) -> int:
-    """Size of the arrays that `make_scores` holds for a prompt: first logits, or keys and values of its widest stage.
-    """
+    """Numbers that `make_scores` holds for a prompt: first logits, or keys and values of its widest stage."""
 
     def of_paths(stage: Stage) -> int:
         cache = jax.eval_shape(lambda: policy.init_cache(1, stage.nodes, stage.depth))
@@ -259,7 +248,6 @@ def _fitted(values: jax.Array, size: int, *, axis: int) -> jax.Array:
 
 
 def _moved(policy: Policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
-    """Copy a cache into one with room for the stage's nodes and their paths."""
     keys, values = (
         tuple(_fitted(part, stage.nodes, axis=part.ndim - 3) for part in parts) for parts in (cache.keys, cache.values)
     )

@@ -270,9 +270,7 @@ def pad_rows(tree: PyTree, rows: int) -> PyTree:
 
 
 def checked_tokens(allowed_tokens: ArrayLike | None) -> np.ndarray | None:
-    """The tokens that may be written, bool [V] on the host, or None; ValueError if it is something else or allows
-    none.
-    """
+    """The tokens that may be written, bool [V] on the host, or None; ValueError as of `make_sampler`."""
     if allowed_tokens is None:
         return None
     allowed_tokens = np.asarray(allowed_tokens)
@@ -356,7 +354,6 @@ def tokens_in(tokens: jax.Array, mask: jax.Array, vocabulary: int) -> jax.Array:
 
 
 def _unfinished(loop: Loop) -> jax.Array:
-    """Number of prompts with a completion that goes on, i32 scalar."""
     return jnp.sum(~jnp.all(loop.done, axis=1))
 
 

@@ -72,13 +72,8 @@ def make_samplers(
 ) -> Samplers:
     """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
 
-    Args:
-        section: Of completions in training.
-        evaluation: Of those that are measured.
-        policy: Of `load_policy`.
-        allowed: bool [V], the tokens that may be written; None for every token.
-        trie: The texts of which each completion is one, where the task lists them.
-        listed: How many of them a ranking has; 0 for all, scored exactly.
+    `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
+    lists them, of which a ranking has the `listed` best (0: all, scored exactly).
     """
     ends = named_ends(section, policy.folder, allowed)
     rank = None

@@ -97,10 +97,10 @@ def choose_tokens(
     """Draw one token per row.
 
     Args:
-        logits: [V, R], any floating dtype. The vocabulary comes first as in the head's weights [V, D]: a product
-            of few rows then reads them as they lie, in two thirds of the time on a CPU.
+        logits: [V, R], any floating dtype. The vocabulary comes first as in the head's weights [V, D]: a product of
+            few rows then reads them as they lie, in two thirds of the time on a CPU.
         keys: Typed PRNG keys [R], one per row: a row's token depends on its own logits and key alone.
-        params: Temperature and restrictions; top-k comes first, then top-p on what is left, then min-p.
+        params: Temperature and restrictions; top-k comes first, then top-p on the rest, then min-p.
         allowed_tokens: bool [V] or, row by row, bool [V, R]: tokens that exist at all; None for every token.
         seen: bool [R, V], tokens that are penalised as repetitions; None for none.
         barred: bool [V], tokens that are not drawn now although the policy has them; None for none.
@@ -141,7 +141,6 @@ def _steered(logits: jax.Array, params: SamplingParams, seen: jax.Array | None, 
 
 
 def _take(values: jax.Array, index: jax.Array) -> jax.Array:
-    """values[index[r], r] of every row: [n, R], [R] → [R]."""
     return jnp.take_along_axis(values, index[None], axis=0)[0]
 
 
@@ -168,8 +167,7 @@ def _apply_min_p(logits: jax.Array, min_p: float) -> jax.Array:
 
 
 def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
-    """Find the largest threshold [R] at or above which the entries of probs [V, R], at most 1, hold top_p of the
-    mass.
+    """Largest threshold [R] at or above which the entries of probs [V, R], at most 1, hold top_p of the mass.
 
     Bisection over the bit patterns of float32, which are ordered as the non-negative numbers they stand for: 30
     passes reach the exact threshold, at a fiftieth of the cost of sorting a vocabulary. The mass left out is

@@ -54,7 +54,7 @@ class Mixture:
     normalised: bool = False  # whether the weights of the chosen ones add up to 1
 
     def __post_init__(self):
-        """Refuse a choice that cannot be."""
+        """Refuse impossible choices."""
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"num_experts_per_tok must be from 1 to num_experts={self.experts}, got {self.chosen}")
 
@@ -96,7 +96,7 @@ class DecoderConfig:
     vision: VisionConfig | None = None  # the tower beside it, or None for a model of text
 
     def __post_init__(self):
-        """Fill in ``windows`` and refuse shapes that cannot be."""
+        """Fill in ``windows`` and refuse impossible shapes."""
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -127,12 +127,9 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: kinds.Fields) -> "DecoderConfig":
-        """Read the contents of a ``config.json``, flat or with ``text_config`` / ``rope_parameters``.
+        """Read a ``config.json``, flat or with ``text_config`` / ``rope_parameters``; ValueErrors name the field.
 
-        Every field that changes what the decoder computes is honoured or refused by name.
-
-        Raises:
-            ValueError: Naming the field that is missing or unsupported, with its value.
+        Every field that changes what the decoder computes is honoured or refused.
         """
         model_type = config.get("model_type")
         if model_type not in TEXT_TYPES + VISION_TYPES:
@@ -167,15 +164,9 @@ def read_shared(
 ) -> dict[str, Any]:
     """Check the fields that all families of `DecoderConfig` share, and return its arguments that they read alike.
 
-    Args:
-        fields: Of the language model, with the family's own defaults filled in.
-        model_type: Hugging Face's name of the architecture.
-        extra_kinds: Of fields that this family alone has.
-        honoured: Of ``NEUTRAL``, the fields whose other values this family computes.
-        head_dim: Where the fields name none; None for the width over the heads.
-
-    Raises:
-        ValueError: Naming the field that is missing or unsupported, with its value.
+    `fields` are the language model's, with the family's own defaults filled in; `extra_kinds` those of fields that
+    this family alone has; `honoured` the fields of ``NEUTRAL`` whose other values it computes. ValueErrors name the
+    field.
     """
     kinds.check_kinds(fields, {**_KINDS, **extra_kinds})
     fields = kinds.not_null(fields)
@@ -275,7 +266,7 @@ def typed_windows(fields: kinds.Fields, types: Sequence[str], window: int | None
 
 
 def _rope(fields: kinds.Fields, model_type: str, half: int) -> RopeConfig:
-    """With the shares of time, row and column among the frequencies, in models that see pictures."""
+    """Rotation, in models that see pictures with the shares of time, row and column among the frequencies."""
     if model_type not in VISION_TYPES:
         return read_rope(fields)
     # On text all three position axes agree, so "mrope" scales nothing.
@@ -391,7 +382,6 @@ class Block(nn.Module):
 
 
 def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:
-    """The layer's own, [P, S, E/2], of the kinds that there are."""
     assert context.rotation is not None  # the decoder gives it
     if layer_input.rotation is None:
         return context.rotation
@@ -414,10 +404,10 @@ def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """What each layer is told, [layers] each or None.
+    """Inputs of each layer, [layers] each or None.
 
-    The windows; the layers' numbers where pictures are added to some; the kinds of rotation where they differ; what
-    multiplies attention's scores where that is not E^-0.5.
+    The windows; the layers' numbers where pictures are added to some; the kinds of rotation where they differ; the
+    scale of attention's scores where that is not E^-0.5.
     """
     inputs = LayerInput()
     if config.attention_scale is not None:

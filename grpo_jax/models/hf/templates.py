@@ -42,14 +42,13 @@ _CODE = (
 
 
 class TemplateFailed(Exception):
-    """A template wrote nothing that can be used; says why in a line."""
+    """A template wrote nothing that can be used; the message says why in a line."""
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Json]], **switches: Json) -> str:
-    """What the chat template of a tokenizer writes for a conversation, with the answer left open.
+    """Render a conversation by a tokenizer's chat template, with the answer left open; `switches` are its variables.
 
-    `switches` are what the template is told beside the messages. TemplateFailed where it raised, took more time or
-    memory than is allowed, or there is none.
+    TemplateFailed where it raised, took more time or memory than is allowed, or there is none.
     """
     try:
         template = tokenizer.get_chat_template(tools=switches.get("tools"))
@@ -60,7 +59,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, J
 
 
 def prepare() -> None:
-    """Starts the process, which is ready a second later; otherwise the first conversation does, or says why not."""
+    """Start the process, which is ready a second later; otherwise the first conversation does, or says why not."""
     with suppress(TemplateFailed):
         _RENDERER.start()
 
@@ -75,7 +74,6 @@ class _Renderer:
         self.lock = threading.RLock()
 
     def start(self) -> None:
-        """Start the process, unless it lives."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self.end()
@@ -100,7 +98,6 @@ class _Renderer:
             theirs.close()
 
     def render(self, template: str, request: dict[str, Json]) -> str:
-        """A conversation's text."""
         with self.lock:
             answer = self._ask(template, request)
             if answer == -signal.SIGKILL:  # from outside, where memory ran out perhaps: not the template's doing
@@ -134,7 +131,6 @@ class _Renderer:
         return answer
 
     def end(self) -> None:
-        """End the process."""
         with self.lock:
             process = self.process
             self.process = None
@@ -146,7 +142,7 @@ class _Renderer:
                 process.wait()
 
     def forget(self) -> None:
-        """Leaves the process to another one, which this one was forked from."""
+        """Leave the process to another one, which this one was forked from."""
         self.process = None
         self.template = None
         self.lock = threading.RLock()
@@ -166,7 +162,7 @@ os.register_at_fork(after_in_child=_RENDERER.forget)
 
 
 class _Tokenizer:
-    """What `apply_chat_template` asks of a tokenizer."""
+    """The tokenizer as `apply_chat_template` needs it."""
 
     def __init__(self, template: str):
         self.template = template
@@ -177,7 +173,7 @@ class _Tokenizer:
 
 
 def serve() -> None:
-    """Renders one conversation after the other."""
+    """Render one conversation after the other."""
     channel = Connection(int(sys.argv[1]))
     from transformers import PreTrainedTokenizerBase
 

@@ -43,7 +43,7 @@ class VisionConfig:
     initializer_range: float = 0.02  # standard deviation of freshly drawn weights
 
     def __post_init__(self):
-        """Refuse shapes that cannot be, by the names of the fields in a ``config.json``."""
+        """Refuse impossible shapes, by the names of the fields in a ``config.json``."""
         if self.width % self.heads or self.head_dim % 4:
             raise ValueError(
                 "vision_config: the width must be a multiple of num_heads and a head's size a multiple of 4, "
@@ -70,17 +70,17 @@ class VisionConfig:
 
     @property
     def pixels(self) -> int:
-        """C, numbers of one patch."""
+        """C, numbers in a patch."""
         return self.channels * self.frames * self.patch**2
 
     @property
     def merged(self) -> int:
-        """Patches of one merged token."""
+        """Patches in a merged token."""
         return self.merge**2
 
     @property
     def side(self) -> int:
-        """Positions along a side of the square that the table holds."""
+        """Side of the square of learned positions."""
         return math.isqrt(self.positions)
 
 
@@ -140,9 +140,9 @@ _TOKENS = {
 
 
 def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
-    """The tower of a Qwen-VL folder's ``config.json``, every field honoured or refused; None where it describes none.
+    """Read the tower of a Qwen-VL folder's ``config.json``; None where it describes none.
 
-    V and D are its language model's. ValueErrors name the field that is not supported or does not fit, with its value.
+    Every field is honoured or refused with a ValueError; sizes of the vocabulary and D are its language model's.
     """
     raw, family = config.get("vision_config"), config["model_type"]
     kinds.check_kinds(config, {"vision_config": kinds.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
@@ -191,7 +191,6 @@ def _read_shape(raw: kinds.Fields, family: str) -> dict[str, Any]:
 
 
 def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
-    """The fields that this family has, by one name each."""
     present = {_ALIASES.get(name, name): value for name, value in kinds.not_null(raw).items()}
     kinds.check_kinds(present, _KINDS)
     kinds.refuse_changed(present, _NEUTRAL, family)

@@ -63,12 +63,8 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, PyTree]:
         """Run tokens i32 [P, S], the prompts' unless their keys are cached, then the completions'.
 
-        Layers that are not stacked take the keys and values they read from `cached_inputs` when the prompts do not
-        run.
-
-        Returns:
-            Final states [P, S, D], and the new keys and values of the layers (see ``attend_streams``): stacked along
-            a leading axis, or a list.
+        Returns the final states [P, S, D], and new keys and values of the layers (see ``attend_streams``): stacked
+        along a leading axis, or a list. Unstacked layers take those they read from `cached_inputs`.
         """
         family = family_of(self.config)
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
@@ -99,10 +95,7 @@ def init_variables(
     param_dtype: str = "float32",
     lora: LoraConfig | None = None,
 ) -> dict[str, PyTree]:
-    """Draw variables: normal weights (``Family.initial_stddev``), unit norms, zero biases, float32 adapters.
-
-    Nothing is allocated under ``jax.eval_shape``.
-    """
+    """Draw variables: normal weights (``Family.initial_stddev``), unit norms, zero biases, float32 adapters."""
     decoder = Decoder(config, param_dtype=as_dtype(param_dtype, "param_dtype"), remat="none")
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
     shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]

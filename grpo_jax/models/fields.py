@@ -78,9 +78,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
 }
-"""Fields by which other models change what is computed, and the values at which they change nothing.
-
-A folder that sets one of them to something else would be computed wrongly, so it is refused."""
+"""Neutral values of fields by which other models change the result; a folder with another value is refused."""
 
 
 def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> None:

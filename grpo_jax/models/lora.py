@@ -62,9 +62,7 @@ def init_adapters(
 ) -> dict[str, PyTree]:
     """Draw float32 adapters for a decoder's parameters (or their shapes): A uniform, B zero, so nothing changes yet.
 
-    Returns:
-        The ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; the vision
-        tower's, where it gets adapters too, under ``visual``.
+    Each target gets ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; the vision tower's lie under ``visual``.
     """
     adapters = {"layers": _fresh(params["layers"], key, lora.targets, lora.rank)}
     if lora.vision and visual is not None:

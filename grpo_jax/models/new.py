@@ -22,7 +22,6 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|next|>{% endif %}"
 )
-"""The user's text, a mark, and the answer."""
 
 
 def write_policy(
@@ -172,6 +171,5 @@ def _gpt2_tensors(
 
 
 _ARCHITECTURES = {"llama": (_llama_config, _llama_tensors), "gpt2": (_gpt2_config, _gpt2_tensors)}
-"""What stands in config.json, and the tensors, for each that can be written."""
 
 _EMBEDDINGS = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}

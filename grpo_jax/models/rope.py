@@ -38,7 +38,7 @@ class RopeConfig:
 
 
 UNTURNED = RopeConfig(scaling="none")
-"""Of a layer without positions, among others that have them (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
+"""Rotation of a layer without positions among others with them (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

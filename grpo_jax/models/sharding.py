@@ -88,10 +88,7 @@ TABLE = (
 
 
 def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
-    """Make a mesh of the first fsdp · tensor devices; neighbours share a tensor axis, which communicates most.
-
-    ValueError for a size below 1, or too few devices.
-    """
+    """Make a mesh of the first fsdp · tensor devices; neighbours share a tensor axis, which communicates most."""
     if min(fsdp, tensor) < 1:
         raise ValueError(f"fsdp and tensor must be at least 1, got {fsdp} and {tensor}")
     if len(devices) < fsdp * tensor:
@@ -100,11 +97,7 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """A NamedSharding for each leaf (an array or its shape) of a train state or a part of it, by its path (`TABLE`).
-
-    ValueError names the leaf, its shape and the axis that the mesh does not divide, or a leaf without a row in the
-    table.
-    """
+    """A NamedSharding for each leaf (an array or its shape) of a train state or its part, by its path (`TABLE`)."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     specs = [_spec(name, np.shape(leaf), mesh) for name, (_, leaf) in zip(names, leaves, strict=True)]

@@ -52,11 +52,8 @@ def make_beam_sampler(
 
     Of `params` only group size, length (at least the longest text's tokens) and temperature count, which divides the
     logits (0 counts as 1). With `without_replacement` the first text is a sample of the policy, each further one a
-    sample of it among the texts not drawn yet, in this order.
-
-    Returns:
-        `sample` as of `make_sampler`; both log-probabilities are the policy's over the tree, and `weights` those of
-        `inclusion_weights`.
+    sample of it among the texts not drawn yet, in this order. Log-probabilities are the policy's over the tree,
+    `weights` those of `inclusion_weights`.
     """
     check_group(trie, params.group_size)
     length = params.max_new_tokens

@@ -76,11 +76,7 @@ class Ends(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """State of the decoding loop; every array begins with the axis of prompts.
-
-    `place` int32 [P, G] is where a text stands among the stop strings, `node` int32 [P, G] where in the tree of what
-    may be written, `seen` bool [P, G, V] the tokens of prompt and completion; None where that is not asked for.
-    """
+    """State of the decoding loop; every array begins with the axis of prompts."""
 
     step: jax.Array
     prefix: Prefix
@@ -92,9 +88,9 @@ class Loop(NamedTuple):
     mask: jax.Array
     logprobs: jax.Array
     sampler_logprobs: jax.Array
-    place: jax.Array | None = None
-    seen: jax.Array | None = None
-    node: jax.Array | None = None
+    place: jax.Array | None = None  # int32 [P, G], state among the stop strings; None without any
+    seen: jax.Array | None = None  # bool [P, G, V], tokens of prompt and completion; None without a penalty
+    node: jax.Array | None = None  # int32 [P, G], node in the tree of texts; None without a tree
 
     @property
     def samples(self) -> Samples:
@@ -131,9 +127,9 @@ def make_sampler(
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples` with int [P, L], bool [P, L]
-        (left-padded; on the host, or they are fetched), typed PRNG keys [P], one per prompt, and `PictureStates` [P,
-        I, ..] of the prompts' pictures. It raises ValueError for prompts that are empty, not left-padded or too long
-        for the policy's positions, for keys of another kind, and for token ids outside the vocabulary.
+        (left-padded; on the host, or they are fetched), typed PRNG keys [P], one per prompt, and `PictureStates`
+        [P, I, ..] of the prompts' pictures. It raises ValueError for prompts that are empty, not left-padded or too
+        long for the policy's positions, for keys of another kind, and for token ids outside the vocabulary.
 
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.

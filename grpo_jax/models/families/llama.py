@@ -127,10 +127,7 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: kinds.Fields) -> "DecoderConfig":
-        """Read a ``config.json``, flat or with ``text_config`` / ``rope_parameters``; ValueErrors name the field.
-
-        Every field that changes what the decoder computes is honoured or refused.
-        """
+        """Read a ``config.json``, flat or nested; fields that change the result are honoured or refused by name."""
         model_type = config.get("model_type")
         if model_type not in TEXT_TYPES + VISION_TYPES:
             raise ValueError(f"model_type must be one of {TEXT_TYPES + VISION_TYPES}, got {model_type!r}")
@@ -164,9 +161,8 @@ def read_shared(
 ) -> dict[str, Any]:
     """Check the fields that all families of `DecoderConfig` share, and return its arguments that they read alike.
 
-    `fields` are the language model's, with the family's own defaults filled in; `extra_kinds` those of fields that
-    this family alone has; `honoured` the fields of ``NEUTRAL`` whose other values it computes. ValueErrors name the
-    field.
+    `fields` have the family's own defaults filled in; `extra_kinds` are those of fields that this family alone has,
+    `honoured` the fields of ``NEUTRAL`` whose other values it computes.
     """
     kinds.check_kinds(fields, {**_KINDS, **extra_kinds})
     fields = kinds.not_null(fields)
@@ -404,11 +400,7 @@ def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """Inputs of each layer, [layers] each or None.
-
-    The windows; the layers' numbers where pictures are added to some; the kinds of rotation where they differ; the
-    scale of attention's scores where that is not E^-0.5.
-    """
+    """Inputs of each layer, [layers] each; None where no layer differs from the default."""
     inputs = LayerInput()
     if config.attention_scale is not None:
         inputs = inputs._replace(scale=jnp.full((config.num_layers,), config.attention_scale, jnp.float32))

@@ -13,11 +13,9 @@ from grpo_jax.models.hf.templates import Json
 from grpo_jax.models.hf.tokens import Tokenizer, failures_named, messages_renderer, text_marks, texts_encoder
 from grpo_jax.models.vision.config import VisionConfig
 
-PICTURE = None
-"""A picture among the parts of a message."""
+PICTURE = None  # among the parts of a message
 
-
-# Stand for what is said when a template's frame is looked for: digits, which templates leave alone.
+# Placeholders of texts in the search for a template's frame: digits, which templates leave alone.
 _PROBE = "7316940582"
 _SYSTEM_PROBE = "5093718264"
 _WRITTEN = "2850491637"
@@ -25,13 +23,12 @@ _ANSWERED = "6081527394"
 
 
 class Fixed(NamedTuple):
-    """Text of an instruction: unlike what a user writes, what looks like a mark in it is one."""
+    """Text of an instruction: unlike in a user's text, what looks like a mark in it is one."""
 
     text: str
 
 
-Part = str | Fixed | None
-"""A part of a message: text, an instruction's text, or a picture."""
+Part = str | Fixed | None  # of a message: text, an instruction's text, or a picture
 
 
 class Message(NamedTuple):

@@ -68,8 +68,7 @@ def load_folder(
     """Load a local folder, or a hub id, of one of the model families (`models.families`).
 
     `put` takes the parameters from host memory to their devices; None copies them to the first. A `param_dtype` of
-    None keeps the folder's. UserError where something is missing, truncated, or of an unsupported kind says how to
-    mend it.
+    None keeps the folder's.
     """
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
@@ -191,10 +190,7 @@ def save_folder(
 
 
 def resolve_folder(folder: str | Path) -> Path:
-    """Find a folder by its path or hub id; its files are downloaded unless the local cache has them.
-
-    Only safetensors weights, configurations and tokenizer files are fetched.
-    """
+    """Find a folder by its path or hub id; safetensors, configurations and tokenizer are downloaded if not cached."""
     name = str(folder)
     path = os.path.expanduser(name)
     if os.path.isdir(path):  # of any text: NUL and what is too long for a path are no folders
@@ -325,11 +321,7 @@ def require_hub(repo: str) -> None:
 
 
 def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder's files as one commit to a repository "owner/name"; returns its address.
-
-    It is made (`private`?) if there is none. UserError where the hub refuses or cannot be reached has the command
-    that tries again.
-    """
+    """Upload a folder as one commit to a repository "owner/name", made where there is none; returns its address."""
     require_hub(repo)
     from huggingface_hub import HfApi
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor
 
 FILES = ("processor_config.json", "preprocessor_config.json")
-"""Where settings stand: under "image_processor" of the first, as transformers 5 writes them, or alone in the second."""
+"""Files of settings: under "image_processor" of the first (transformers 5), or alone in the second."""
 
 
 TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
@@ -32,7 +32,7 @@ EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
 
 
 LONGEST_SHAPE = 200
-"""The processor takes no picture whose longer side is more than so many times the other."""
+"""The largest ratio of sides that the processor takes."""
 
 
 _PIXELS = kinds.whole(1, 2**31 - 1)

@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Json = Any
-"""What JSON holds."""
 
 SECONDS = 2.0
-"""Of computing, for one conversation; an ordinary template takes less than a thousandth."""
+"""Computing time for one conversation; an ordinary template takes less than a thousandth."""
 MEMORY = 2**29
 """Bytes that rendering may take beside what this process holds when it begins."""
 LONGEST = 2**22
-"""Characters of a rendered conversation, beside 64 for each byte of what it was told."""
+"""Characters of a rendered conversation, beside 64 for each byte of the request."""
 
 _CODE = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "

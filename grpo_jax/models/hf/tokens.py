@@ -24,7 +24,7 @@ else:
     Tokenizer = object
 
 _PLACEHOLDER = "7316940582"
-"""Stands for a prompt when its frame is looked for: templates that trim, capitalise or escape leave digits alone."""
+"""Placeholder of a prompt; templates that trim, capitalise or escape leave digits alone."""
 
 
 _UNKNOWN = "\ue000 \U00012000 qzxwvkj"
@@ -40,8 +40,7 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 def messages_renderer(tokenizer: Tokenizer, **switches: Json) -> Callable[..., str]:
     """render(messages, **more) → the chat template's text for a conversation, with the answer left open.
 
-    `switches` and `more` are variables of the template beside the messages (`templates.render`). UserError where the
-    template fails, does what the sandbox forbids, takes too long, or writes nothing.
+    `switches` and `more` are variables of the template beside the messages (`templates.render`).
     """
 
     def render(messages: Sequence[dict[str, Json]], **more: Json) -> str:
@@ -68,16 +67,15 @@ def texts_encoder(
 ) -> Callable[[Sequence[str]], list[int]]:
     """encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts and no others.
 
+    UserError where the tokenizer fails, a text has no tokens or one that the model lacks, or text like a mark stands
+    inside a template that does not keep it apart.
+
     Args:
         render: Puts `count` texts into their frame: a chat template, an instruction.
         add_special_tokens: Whether the tokenizer adds its own, such as a begin token.
         vocab_size: V, the model's; a token beyond it is refused.
         further_marks: Tokens that no text may become, beside the special ones.
         harmless: As `render`, where the frame itself holds others' text: without all in it that could be a mark.
-
-    Raises:
-        UserError: The tokenizer fails; or (``encode``) a text has no tokens, one that the model lacks, or text like a
-            mark inside a template that does not keep it apart.
     """
     marks = text_marks(tokenizer) | frozenset(further_marks)
 

@@ -250,10 +250,7 @@ class TensorFiles:
 
 
 def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
-    """Read the decoder's parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
-
-    UserError names tensors that are missing, unexpected, misshapen, of another kind, or not finite.
-    """
+    """Read the decoder's parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's."""
     table = name_table(config, files.names)
     naming = family_of(config).naming
     foreign = [name for name in files.names if name not in table and not name.startswith(naming.beside)]

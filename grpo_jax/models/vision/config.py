@@ -140,10 +140,7 @@ _TOKENS = {
 
 
 def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
-    """Read the tower of a Qwen-VL folder's ``config.json``; None where it describes none.
-
-    Every field is honoured or refused with a ValueError; sizes of the vocabulary and D are its language model's.
-    """
+    """Read a Qwen-VL folder's tower, every field of it honoured or refused; None where ``config.json`` has none."""
     raw, family = config.get("vision_config"), config["model_type"]
     kinds.check_kinds(config, {"vision_config": kinds.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
     if raw is None:

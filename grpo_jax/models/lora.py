@@ -141,15 +141,11 @@ def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
 
 
 def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> dict[str, PyTree]:
-    """Store the layers' kernels in few bits; embeddings, norms and biases stay as they are.
+    """Store kernels [layers, (experts,) in, out] in few bits; embeddings, norms and biases stay as they are.
 
     Kernels reach the device (None: the first) one stack at a time, so the whole model is never there in full. They
-    become ``qwix.QArray``, which the decoder reads like arrays (``as_array``).
-
-    Args:
-        params: A decoder's; kernels [layers, in, out] or [layers, experts, in, out].
-        kind: ``int8``, a scale for each output; or ``int4``, a scale for each output and ``TILE`` inputs (for each
-            output where that does not divide their number).
+    become ``qwix.QArray``, which the decoder reads like arrays (``as_array``). ``int8`` has a scale for each output;
+    ``int4`` one for each output and ``TILE`` inputs (for each output where that does not divide their number).
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")

@@ -1,7 +1,4 @@
-"""A small untrained policy for worlds of few words: a Llama or GPT-2 folder in which every word is one token.
-
-Nothing is downloaded and nothing but NumPy and transformers' tokenizer is needed to write it.
-"""
+"""A small untrained policy for worlds of few words: a Llama or GPT-2 folder in which every word is one token."""
 
 from __future__ import annotations
 

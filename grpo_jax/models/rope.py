@@ -20,7 +20,7 @@ class RopeConfig:
 
     theta: float = 10_000.0  # base of the wavelengths
     scaling: str = "default"  # one of `SCALINGS`; or `longrope`, and `none`, which does not turn at all
-    factor: float = 1.0  # how far the context is stretched (all scalings but `default`)
+    factor: float = 1.0  # factor of the context length (all scalings but `default`)
     original_length: int = 0  # context length before stretching (`llama3`, `yarn`, `longrope`)
     low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / low_freq_factor are stretched in full
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / high_freq_factor are left alone

@@ -81,10 +81,8 @@ def inclusion_weights(logprobs: jax.Array, rank: jax.Array, keys: jax.Array | No
     noisy log-probability κ, each by 1 - exp(-exp(log π - κ)); the last, of weight 0, is spent on κ, and the sum is
     unbiased (Kool, van Hoof & Welling 2019, section 4.1; after Vieira 2017, and Duffield, Lund & Thorup 2007).
 
-    Args:
-        logprobs: log π of each text, float32 [P, G].
-        rank: Falling values by which they were found, in a search whose root has rank 0.
-        keys: Typed keys [P] that the search has not used.
+    `logprobs` are log π, `rank` the falling values by which texts were found in a search whose root has rank 0, both
+    float32 [P, G]; `keys` typed keys [P] that the search has not used.
     """
     probabilities = jnp.exp(logprobs)
     if keys is None:

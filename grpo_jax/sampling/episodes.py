@@ -1,7 +1,7 @@
-"""Completions in turns: what an environment answers is read into each completion's own cache, and the policy writes on.
+"""Completions in turns: an environment's answer is read into each completion's own cache, and the policy writes on.
 
 The prompt's keys and values stay shared by its group from the first turn to the last. A turn's first token follows
-from one pass over all that was said to a completion, of whatever length (`Policy.extend`).
+from one pass over the whole answer, of whatever length (`Policy.extend`).
 """
 
 from collections.abc import Callable
@@ -37,10 +37,10 @@ from grpo_jax.sampling.token_choice import SamplingParams
 
 
 class Carried(NamedTuple):
-    """What a turn leaves to the next, on the device; P may be more than the prompts, by rows of padding."""
+    """State that a turn leaves to the next, on the device; P may include rows of padding."""
 
     prefix: Prefix  # the prompts
-    cache: Cache  # what has been read of each completion, its last token left out
+    cache: Cache  # of each completion without its last token
     last: jax.Array  # i32 [P, G], that token
     spoke: jax.Array  # bool [P, G], false where a completion wrote nothing in this turn
     # bool [P, G, V], the tokens in prompt and completion so far, or None where no repetition is penalised

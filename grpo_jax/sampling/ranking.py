@@ -41,12 +41,10 @@ class Ranking(NamedTuple):
 def make_ranker(
     policy: Policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0
 ) -> Callable[..., Ranking]:
-    """Make the function that lists the K = `listed` best texts of a tree for each prompt, by as many beams.
+    """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts that fit a bounded memory.
 
-    With `listed` 0 all texts are scored exactly (`make_scores`). The temperature divides the logits; 0 counts as 1.
-
-    Returns:
-        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`, in parts that fit a bounded memory.
+    It lists the K = `listed` best texts of a tree for each prompt, by as many beams; with 0 all texts, scored exactly
+    (`make_scores`). The temperature divides the logits; 0 counts as 1.
     """
     check_group(trie, listed)
     if listed:
@@ -190,14 +188,12 @@ def numbers_of(policy: Policy, levels: list[Level]) -> int:
 
 
 def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0) -> Callable[..., jax.Array]:
-    """Make the function that scores every text after every prompt, to be called inside of a compiled one.
+    """Make score(variables, prompts, mask, pictures) -> float32 [P, I], to be called inside of a compiled function.
 
         score(text) = Σ_t log p(token_t | prompt, tokens before it), p over the tokens that may follow in the tree
 
-    The scores' exponentials sum to 1 for each prompt. The temperature divides the logits (0 counts as 1).
-
-    Returns:
-        `score(variables, prompts, mask, pictures) -> float32 [P, I]`; -inf for a number that is no text of the tree.
+    The scores' exponentials sum to 1 for each prompt; a number that is no text of the tree has -inf. The temperature
+    divides the logits (0 counts as 1).
     """
     numbers = 1 + max(int(level.texts.max()) for level in levels)
     scale = temperature or 1.0

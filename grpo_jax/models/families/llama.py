@@ -84,11 +84,11 @@ class DecoderConfig:
     qk_norm: bool = False  # RMS norm on each head's queries and keys before the rotation (Qwen3)
     mixture: Mixture | None = None  # of experts in each layer; None for one MLP
     unit_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma)
-    post_norms: bool = False  # what attention and MLP give is normed too, before it is added (Gemma)
-    attention_scale: float | None = None  # what multiplies attention's scores; None for E^-0.5
+    post_norms: bool = False  # outputs of attention and MLP are normed too, before they are added (Gemma)
+    attention_scale: float | None = None  # factor of attention's scores; None for E^-0.5
     attention_softcap: float | None = None  # the cap of these scores, None for none
     logit_softcap: float | None = None  # the cap of the logits, None for none
-    embedding_scale: float = 1.0  # what multiplies embedded tokens
+    embedding_scale: float = 1.0  # factor of embedded tokens
     tie_word_embeddings: bool = False  # the head is the embedding
     max_positions: int | None = None  # max_position_embeddings, as the folder has it; None where it does not say
     initializer_range: float = 0.02  # standard deviation of freshly drawn weights

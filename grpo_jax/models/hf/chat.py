@@ -110,14 +110,10 @@ def conversation_encoder(
     Placed as transformers' processor places them: where the template puts a picture, which then stands for as many
     placeholders as the picture has merged tokens. A template that knows no pictures gets them as text before it.
     UserError as of `texts_encoder`, where the template drops a picture, or where pictures come and the model sees
-    none.
+    none (`tokens` None).
 
-    Args:
-        chat: Whether the tokenizer's chat template is used; otherwise there is one message, and its text is
-            continued.
-        tokens: Of pictures; None for a model that sees none.
-        vocab_size: V, the model's; a token beyond it is refused.
-        **switches: Variables of the template beside the messages. In `tools` text that looks like a mark is text.
+    Without `chat` there is one message, and its text is continued. `switches` are variables of the template beside
+    the messages; in `tools` text that looks like a mark is text.
     """
     listed_tools = switches.pop("tools", None)
     render = messages_renderer(tokenizer, **switches) if chat else _continued
@@ -215,7 +211,7 @@ def _content_parts(parts: Sequence[Part]) -> list[dict[str, Json]]:
 
 
 def _shows_pictures(render: Callable[..., str], picture: str) -> bool:
-    """Whether a template writes a placeholder for a picture, and the text beside it as text."""
+    """Whether a template writes a placeholder for a picture and keeps the text beside it."""
     try:
         text = render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _PROBE}]}])
     except UserError:
@@ -247,12 +243,8 @@ def answer_encoder(
     cut off before one (not `ended`) they begin with it. A tokenizer without a chat template gets the answer as plain
     text. UserError where the template fails or shows no second turn of a user, or as of `texts_encoder`.
 
-    Args:
-        eos_ids: Tokens that end a text of the policy's.
-        vocab_size: V, the model's; a token beyond it is refused.
-        picture: The tokens before, of and behind a picture; its own stands as often as `pictures` says of each, and
-            they all come before the text. () for a model that sees none.
-        **switches: Variables of the template beside the messages.
+    `picture` are the tokens before, of and behind a picture, () for a model that sees none; the second stands as
+    often as `pictures` says of each, and they all come before the text. `switches` are variables of the template.
     """
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id in eos_ids else list(eos_ids)[:1]
     names = tokenizer.convert_ids_to_tokens(list(picture))

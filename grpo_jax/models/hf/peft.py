@@ -130,7 +130,7 @@ class _Part(NamedTuple):
     """A stack of layers with adapters: the decoder's, or a vision tower's."""
 
     path: tuple[str, ...]  # where it is in parameters and adapters
-    prefixes: tuple[str, ...]  # what its modules' names may begin with; the first is transformers' own model's
+    prefixes: tuple[str, ...]  # possible prefixes of its modules; the first is that of transformers' own model
     modules: Mapping[str, str]  # projection → the rest of the module's name, with {} for the layer
     layers: int  # how many
 

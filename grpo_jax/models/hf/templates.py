@@ -64,7 +64,7 @@ def prepare() -> None:
 
 
 class _Renderer:
-    """The process, and the next one where that is gone."""
+    """The rendering process, replaced where it is gone."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None

@@ -67,15 +67,10 @@ def texts_encoder(
 ) -> Callable[[Sequence[str]], list[int]]:
     """encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts and no others.
 
-    UserError where the tokenizer fails, a text has no tokens or one that the model lacks, or text like a mark stands
-    inside a template that does not keep it apart.
-
-    Args:
-        render: Puts `count` texts into their frame: a chat template, an instruction.
-        add_special_tokens: Whether the tokenizer adds its own, such as a begin token.
-        vocab_size: V, the model's; a token beyond it is refused.
-        further_marks: Tokens that no text may become, beside the special ones.
-        harmless: As `render`, where the frame itself holds others' text: without all in it that could be a mark.
+    `render` puts `count` texts into their frame: a chat template, an instruction. `harmless` does so where the frame
+    itself holds others' text, without all in it that could be a mark. No text may become one of `further_marks`, as
+    of the special tokens. UserError where the tokenizer fails, a text has no tokens or one beyond `vocab_size`, or
+    text like a mark stands inside a template that does not keep it apart.
     """
     marks = text_marks(tokenizer) | frozenset(further_marks)
 

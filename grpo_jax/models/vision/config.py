@@ -107,7 +107,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     | {"depth": 27, "hidden_size": 1152, "out_hidden_size": 3584, "intermediate_size": 4304, "patch_size": 16}
     | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)},
 }
-_SIDE = kinds.whole(1, 2**12)  # of patches, windows and what a patch is made of
+_SIDE = kinds.whole(1, 2**12)  # of patches, windows and a patch's parts
 _INDEX = kinds.whole(0, 2**24)
 _KINDS = {
     **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "window_size"), kinds.WIDTH),

@@ -20,8 +20,8 @@ class Pictures(NamedTuple):
     S is the largest of the bucket, and the places behind a picture's own patches are 0.
     """
 
-    # f32 [.., I, S, C], normalised pixel values in the processor's order (merged block after merged block, its patches
-    # row by row), C = channels · frames · p · p
+    # f32 [.., I, S, C], normalised pixel values in the processor's order (merged block after merged block, its
+    # patches row by row), C = channels · frames · p · p
     patches: jax.Array
     grid: jax.Array  # i32 [.., I, 2], rows and columns of patches; (0, 0) where there is no picture
     # i32 [.., I, W, B], merged tokens of each attention window (-1: none); None for a tower without windows

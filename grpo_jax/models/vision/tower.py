@@ -226,7 +226,7 @@ class TowerFamily(NamedTuple):
     patch_bias: bool  # whether the map from pixels to states has a bias
     # names of the layers' kernels, on which adapters can be put → how devices share them
     projections: Mapping[str, str]
-    names: Mapping[str, str]  # of its modules: the tower's → Hugging Face's, with {} for the number of what is stacked
+    names: Mapping[str, str]  # of its modules: the tower's → Hugging Face's, with {} for the number in a stack
 
 
 def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str, str]:

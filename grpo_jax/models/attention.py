@@ -121,9 +121,9 @@ def attend(
     of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache;
     `by_row` is False where they are laid over several devices, which then all work.
 
-    Queries and result are [P, K, G, R, S, E], their order [P or 1, S] or [P, G, S]; scores and softmax are float32.
-    The scalars: i32 `window`, how far back keys are read (None: all); float32 `scale` of the scores (None: E^-0.5);
-    and `softcap`, the cap that they are drawn towards (``core.logprobs.capped``; None: none).
+    Queries and result are [P, K, G, R, S, E], their order [P or 1, S] or [P, G, S]. The result has the queries'
+    dtype; scores and softmax are float32. The scalars: i32 `window`, how far back keys are read (None: all); float32
+    `scale` of the scores (None: E^-0.5); `softcap`, the cap that they are drawn towards (``core.logprobs.capped``).
     """
     scoring = _Scoring(window, query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     by_row = by_row and jax.default_backend() == "cpu"

@@ -58,8 +58,8 @@ class Policy:
         forward_group: (variables, prompt_tokens i32 [P, L], prompt_mask bool [P, L], tokens i32 [P, G, T],
             mask bool [P, G, T], steps=None, pictures=None, answers=None) -> hidden [P, G, T, D], the states that
             predict each token (the first is the prompt's last state). The prompt is computed once for its group.
-            Where rows hold several completions one after the other, steps i32 [P, G, T] count each one's tokens from 0.
-            Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
+            Where a row holds several completions one after the other, steps i32 [P, G, T] count the tokens of each
+            from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
         head: (variables) -> unembedding [V, D] in its stored type, so that its gradient has that type too.
         max_positions: The most tokens of prompt and completion together, where positions end (learned ones, and
             LongRoPE's); None where they go on (other rotations).

@@ -176,7 +176,7 @@ def _layer_inputs(config: GPT2Config) -> LayerInput:
 
 
 def _initial_stddev(config: GPT2Config, name: str) -> float:
-    """Draw the kernels that add to the residual stream smaller, as in the paper."""
+    """Smaller for kernels that add to the residual stream, as in the paper."""
     if name in ("attn_c_proj", "mlp_c_proj"):
         return config.initializer_range / math.sqrt(2 * config.num_layers)
     return config.initializer_range

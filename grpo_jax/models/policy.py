@@ -143,7 +143,6 @@ class Policy:
         """Log-probability of each token and entropy of the distribution it was drawn from, both [P, G, T] and wide.
 
         Args:
-            variables: They hold the head.
             hidden: [P, G, T, D] of ``forward_group``.
             tokens: i32 [P, G, T].
             trie: The texts of which each completion is one; it must not be traced.

@@ -140,8 +140,6 @@ def _carried(loop: Loop, rows: Rows) -> Carried:
 
 
 def _grown(cache: Cache, larger: Cache) -> Cache:
-    """Copy a cache to the beginning of a larger one."""
-
     rows = cache.rows
     keys, values = move((cache.keys, cache.values), (larger.keys, larger.values))
     room = jnp.zeros((*rows.mask.shape[:2], keys[0].shape[-1]), bool)

@@ -159,7 +159,6 @@ def generate(
     A second call with the same settings and numbers of prompts and tokens compiles nothing.
 
     Args:
-        policy: Of `load_policy`.
         prompts: P texts.
         completions: G of each.
         max_new_tokens: Tokens after which a completion is cut.
@@ -354,10 +353,7 @@ def _unfinished(loop: Loop) -> jax.Array:
 
 
 def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Loop:
-    """Step until so many tokens are written or all completions have ended.
-
-    With `halve`, decoding goes on with half of the prompts once the other half's groups have ended, at half the cost.
-    """
+    """Step until so many tokens are written or all have ended; `halve` leaves out half of the prompts once it has."""
     if not halve:
         return _run(step, loop, until, 0)
     half = loop.done.shape[0] // 2

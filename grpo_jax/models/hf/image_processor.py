@@ -143,7 +143,6 @@ def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) ->
 
 
 def _fields(folder: Path) -> tuple[Path, kinds.Fields]:
-    """The settings' file, and its fields."""
     for name in FILES:
         path = folder / name
         content = read_json(path) if path.is_file() else {}
@@ -191,7 +190,6 @@ def _default_edge(settings: PictureSettings, usual: int) -> int:
 
 
 def _check_edge(settings: PictureSettings, edge: int) -> None:
-    """Refuse a size that the processor would change."""
     step, pixels = settings.step, edge * edge
     if edge % step:
         near = max(1, round(edge / step)) * step

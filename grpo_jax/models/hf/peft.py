@@ -127,8 +127,6 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> Fields:
 
 
 class _Part(NamedTuple):
-    """A stack of layers with adapters: the decoder's, or a vision tower's."""
-
     path: tuple[str, ...]  # where it is in parameters and adapters
     prefixes: tuple[str, ...]  # possible prefixes of its modules; the first is that of transformers' own model
     modules: Mapping[str, str]  # projection → the rest of the module's name, with {} for the layer
@@ -138,7 +136,6 @@ class _Part(NamedTuple):
         return f"{prefix}{self.modules[name].format(layer)}"
 
     def pattern(self, names: Iterable[str]) -> str:
-        """A pattern of the modules of these projections in transformers' own model."""
         escaped = (re.escape(self.modules[name]).replace(re.escape("{}"), r"\d+") for name in names)
         return f"{re.escape(self.prefixes[0])}({'|'.join(escaped)})"
 

@@ -64,8 +64,6 @@ def prepare() -> None:
 
 
 class _Renderer:
-    """The rendering process, replaced where it is gone."""
-
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
         self.channel: Connection | None = None
@@ -161,8 +159,6 @@ os.register_at_fork(after_in_child=_RENDERER.forget)
 
 
 class _Tokenizer:
-    """The tokenizer as `apply_chat_template` needs it."""
-
     def __init__(self, template: str):
         self.template = template
         self.special_tokens_map: dict[str, Json] = {}

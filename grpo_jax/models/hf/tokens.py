@@ -38,10 +38,7 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def messages_renderer(tokenizer: Tokenizer, **switches: Json) -> Callable[..., str]:
-    """render(messages, **more) → the chat template's text for a conversation, with the answer left open.
-
-    `switches` and `more` are variables of the template beside the messages (`templates.render`).
-    """
+    """render(messages, **more) → the chat template's text, with the answer left open; `more` are its variables."""
 
     def render(messages: Sequence[dict[str, Json]], **more: Json) -> str:
         try:
@@ -205,7 +202,6 @@ def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
-    """Tokens that a tokenizer puts before and behind a text."""
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
@@ -263,7 +259,6 @@ def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
 
 
 def _read_pieces(tokenizer: Tokenizer, ordinary: Sequence[int], names: Sequence[str], pieces: Pieces) -> None:
-    """Fill in the text that decoding gives of each token, alone and behind another one."""
     anchor = next((token for token in ordinary if names[token].isascii() and names[token].isalpha()), ordinary[0])
     start = _decoded(tokenizer, [anchor])
     for token in ordinary:

@@ -208,7 +208,6 @@ def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
 
 
 def _window(size: int, fields: kinds.Fields) -> int:
-    """Merged tokens along the side of a window of `size` pixels."""
     tokens = size // fields["spatial_merge_size"] // fields["patch_size"]
     if tokens < 1:
         raise ValueError(f"window_size={size} is smaller than a merged token")

@@ -38,10 +38,7 @@ class PictureStates(NamedTuple):
 
 
 def windows_of(grid: tuple[int, int], config: VisionConfig) -> np.ndarray:
-    """The windows of one picture of rows and columns of patches, i32 [windows, B]: merged tokens row by row, then -1.
-
-    Windows begin at the upper left; those at the lower and right edge may be cut.
-    """
+    """Windows of a picture's grid from the upper left, i32 [windows, B]: merged tokens row by row, then -1."""
     assert config.window is not None
     height, width, side = grid[0] // config.merge, grid[1] // config.merge, config.window
     tokens = np.full((-(-height // side) * side, -(-width // side) * side), -1, np.int32)
@@ -162,10 +159,7 @@ Shown = TypeVar("Shown", Pictures, PictureStates)
 
 
 def joined(parts: Sequence[Shown | None]) -> Shown | None:
-    """Join `Pictures` or `PictureStates` of several chunks of rows; None where none has any.
-
-    Chunks of smaller sizes are padded as by `pack_pictures`. ValueError where only some have pictures.
-    """
+    """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None where none has any."""
     some = [part for part in parts if part is not None]
     if some and len(some) < len(parts):
         raise ValueError("parts: expected pictures in all or in none")

@@ -76,8 +76,6 @@ class LayerInput(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """Window, scale and cap of the scores; as of `attend`."""
-
     window: jax.Array | None
     scale: jax.Array | float
     softcap: float | None
@@ -119,20 +117,13 @@ def attend(
     shared by a group are read where they are and never copied.
 
     Many queries take turns, a block at a time: scores and masks are then [.., block, S] and never [.., S, S], in the
-    backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682); and of keys of their own,
-    those of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache.
+    backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682). Of keys of their own, those
+    of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache;
+    `by_row` is False where they are laid over several devices, which then all work.
 
-    Args:
-        query: [P, K, G, R, S, E]; R query heads share a key head.
-        queries: Order of the queries, [P or 1, S] or [P, G, S].
-        sources: Keys, values and their order.
-        window: i32 scalar, from how far back on keys are not read; None for no end.
-        scale: float32 scalar that multiplies the scores; None for E^-0.5.
-        softcap: The cap that scores are drawn towards (``core.logprobs.capped``); None for none.
-        by_row: Whether rows may take turns; False where they are laid over several devices, which then all work.
-
-    Returns:
-        [P, K, G, R, S, E] in the query's dtype; scores and softmax are float32.
+    Queries and result are [P, K, G, R, S, E], their order [P or 1, S] or [P, G, S]. The result has the queries'
+    dtype; scores and softmax are float32. The scalars: i32 `window`, how far back keys are read (None: all); float32
+    `scale` of the scores (None: E^-0.5); `softcap`, the cap that they are drawn towards (``core.logprobs.capped``).
     """
     scoring = _Scoring(window, query.shape[-1] ** -0.5 if scale is None else scale, softcap)
     by_row = by_row and jax.default_backend() == "cpu"
@@ -142,8 +133,6 @@ def attend(
 
 
 def _attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
-    """One completion of one prompt after the other."""
-
     def per_prompt(tokens: Tokens) -> Tokens:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), tokens)
 
@@ -191,7 +180,6 @@ def _first_keys(source: KeyValues, stop: int) -> KeyValues:
 
 
 def _attend_blocks(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
-    """All queries, a block at a time."""
     steps = query.shape[-2]
     blocks = -(-steps // _BLOCK)
 
@@ -231,10 +219,7 @@ def _attend(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], sco
 
 
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | None) -> jax.Array:
-    """Which key each query may read: bool [P, S of queries, S of keys]; causal, windowed, not padding.
-
-    Queries [P, G, S] give [P, G, S of queries, S of keys].
-    """
+    """Mask of the keys that each query reads, [P, (G,) S of queries, S of keys]: causal, windowed, not padding."""
     if queries.positions.ndim > keys.positions.ndim:
         keys = Tokens(keys.positions[:, None], keys.mask[:, None])
     distance = queries.positions[..., :, None] - keys.positions[..., None, :]
@@ -253,28 +238,18 @@ def attend_streams(
     softcap: float | None = None,
     by_row: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Attention of one layer over prompts and completions at once.
+    """Attention of one layer over prompts and completions at once; `softcap` and `by_row` are as of `attend`.
 
     The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so a layer applies
     every weight in one product; only attention knows them apart. The prompts are absent (L = 0) when their keys and
     values are cached, the completions when there are none.
 
-    Args:
-        query: [P, S, K, R, E] of the tokens that run; R query heads share a key head.
-        key: [P, S, K, E].
-        value: [P, S, K, E].
-        layer_input: The layer's window, scale, and cached keys and values.
-        context: Positions and masks.
-        softcap: Of the scores, as in ``attend``; so is `by_row`.
-        by_row: Whether rows may take turns.
-
-    Returns:
-        The mixed values [P, S, H·E]; and keys and values to cache: the prompts' when they run alone, the cache with
-        the new tokens when decoding, None when prompts and completions both run.
+    Queries are [P, S, K, R, E], keys and values [P, S, K, E]. Returns the mixed values [P, S, H·E]; and keys and
+    values to cache: the prompts' when they run alone, the cache with the new tokens when decoding, None when prompts
+    and completions both run.
     """
 
     def attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues]) -> jax.Array:
-        """Queries [P, G·S, K, R, E] to mixed values [P, G·S, H·E]."""
         split = _split_group(query, queries.positions.shape[-1]).transpose(0, 3, 1, 4, 2, 5)
         mixed = attend(split, queries, sources, layer_input.window, layer_input.scale, softcap, by_row)
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)

@@ -12,57 +12,36 @@ import jax.numpy as jnp
 
 
 class Prefix(NamedTuple):
-    """Prompts after their forward pass; shared by all completions of a prompt.
+    """Prompts after their forward pass; shared by all completions of a prompt."""
 
-    Attributes:
-        hidden: last state of each prompt, [P, D]; it predicts the first completion token.
-        keys: of each layer [P, K, E, L], rotated.
-        values: of each layer [P, K, L, E].
-        mask: bool [P, L], False on padding.
-        positions: i32 [P, L], counted from each prompt's first real token.
-        lengths: i32 [P], real tokens of each prompt.
-        advance: i32 [P], the position of its completions' first token: as many, or less where pictures are among
-            them, whose tokens share positions.
-    """
-
-    hidden: jax.Array
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    mask: jax.Array
-    positions: jax.Array
-    lengths: jax.Array
+    hidden: jax.Array  # [P, D], last state of each prompt; it predicts the first completion token
+    keys: tuple[jax.Array, ...]  # of each layer [P, K, E, L], rotated
+    values: tuple[jax.Array, ...]  # of each layer [P, K, L, E]
+    mask: jax.Array  # bool [P, L], False on padding
+    positions: jax.Array  # i32 [P, L], counted from each prompt's first real token
+    lengths: jax.Array  # i32 [P], real tokens of each prompt
+    # i32 [P], the position of its completions' first token: as many, or less where pictures' tokens share positions
     advance: jax.Array
 
 
 class Rows(NamedTuple):
-    """What a cache holds of completions that go on at different lengths, after an environment has answered.
+    """State of completions that go on at different lengths, after an environment has answered."""
 
-    Attributes:
-        mask: bool [P, G, T], slots that hold a token; what is between them is not read.
-        advance: i32 [P, G], the position of each completion's next token.
-    """
-
-    mask: jax.Array
-    advance: jax.Array
+    mask: jax.Array  # bool [P, G, T], slots that hold a token; slots between them are not read
+    advance: jax.Array  # i32 [P, G], the position of each completion's next token
 
 
 class Cache(NamedTuple):
     """Keys and values of completions as far as they are written.
 
-    A single head has no axis K: XLA drops axes of one from its products, and would write and copy the whole cache once
-    more for every token, in the shape with the axis and in the one without.
-
-    Attributes:
-        keys: of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read.
-        values: of each layer [P, K, G, T, E].
-        length: i32 scalar, slots written, the same for all completions.
-        rows: what differs between completions; None while all of them fill slot after slot.
+    A single head has no axis K: XLA drops axes of one from its products, and would write and copy the whole cache
+    once more for every token, in the shape with the axis and in the one without.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    length: jax.Array
-    rows: Rows | None = None
+    keys: tuple[jax.Array, ...]  # of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read
+    values: tuple[jax.Array, ...]  # of each layer [P, K, G, T, E]
+    length: jax.Array  # i32 scalar, slots written, the same for all completions
+    rows: Rows | None = None  # differences between completions; None while all of them fill slot after slot
 
 
 def init_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:

@@ -22,8 +22,8 @@ class Places(NamedTuple):
 def find_places(tokens: jax.Array, mask: jax.Array, grid: jax.Array, *, image_token: int, capacity: int) -> Places:
     """Find the pictures of each row of tokens i32 [.., S] by their placeholder tokens, in order.
 
-    `grid` i32 [.., I, 2] holds rows and columns of merged tokens of each picture, (0, 0) where there is none: a row has
-    as many placeholders as its pictures have merged tokens. `capacity` is M, the states that are kept for each picture.
+    `grid` i32 [.., I, 2] holds rows and columns of merged tokens of each picture, (0, 0) where there is none: a row
+    has as many placeholders as its pictures have merged tokens. `capacity` is M, the states kept for each picture.
     """
     pictured = (tokens == image_token) & mask
     number = jnp.cumsum(pictured, axis=-1, dtype=jnp.int32) - 1
@@ -58,7 +58,7 @@ class Prompts(NamedTuple):
 def prompt_context(
     config: ModelConfig, mask: jax.Array, tokens: jax.Array | None = None, pictures: PictureStates | None = None
 ) -> Prompts:
-    """Prompts [P, L]; order is counted from each one's first real token. The tokens are looked at for pictures only."""
+    """Context of prompts [P, L], in order from each one's first real token; the tokens are read for pictures only."""
     count = jnp.cumsum(mask.astype(jnp.int32), axis=1)
     prompt, lengths = Tokens(jnp.maximum(count - 1, 0), mask), count[:, -1]
     if pictures is None:
@@ -76,10 +76,7 @@ def group_context(
     mask: jax.Array,
     answers: PictureStates | None = None,
 ) -> Context:
-    """Prompts followed by the tokens [P, G, T] of their groups, each row from its first place on.
-
-    `answers` are pictures [P, G, I, ..] that stand among the tokens, which are looked at for these only.
-    """
+    """Context of prompts and their groups' tokens [P, G, T]; pictures `answers` [P, G, I, ..] stand among these."""
     count, group, steps = tokens.shape
     if steps == 0:
         return prompts.context
@@ -97,9 +94,9 @@ def group_context(
 
 
 def packed_context(prompts: Prompts, steps: jax.Array, mask: jax.Array) -> Context:
-    """Prompts followed by rows of several completions: the places that predict tokens number ``steps`` [P, G, T].
+    """Context of prompts and rows of several completions: the places that predict tokens number ``steps`` [P, G, T].
 
-    A place holds the token before the one it predicts. Where a completion begins that token is another's: nobody
+    A place holds the token before the one it predicts. Where a completion begins, that token is another's: nobody
     reads it, and its state is not used.
     """
     if steps.shape[2] == 0:
@@ -112,7 +109,7 @@ def packed_context(prompts: Prompts, steps: jax.Array, mask: jax.Array) -> Conte
 
 
 def decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int) -> Context:
-    """The token being decoded, the prompts it reads, and the slots of the cache that are written."""
+    """Context of the token being decoded: the prompts it reads, and the slots of the cache that are written."""
     order = prefix.lengths[:, None] + cache.length
     completion = Tokens(order, jnp.ones(order.shape, bool))
     positions = jnp.broadcast_to(prefix.advance[:, None] + cache.length, (len(prefix.lengths), group))
@@ -135,7 +132,7 @@ def extend_context(
     mask: jax.Array,
     pictures: PictureStates | None = None,
 ) -> tuple[Context, Rows]:
-    """Further tokens [P, G, A] of completions of different lengths, and what the cache holds with them.
+    """Context of further tokens [P, G, A] of completions of different lengths, and what the cache holds with them.
 
     `mask` bool [P, G, A] is True for the first tokens of each row. They are written from the cache's slot ``length``
     on; `pictures` [P, G, I, ..] stand among them.
@@ -169,7 +166,7 @@ def _places(config: ModelConfig, tokens: jax.Array, mask: jax.Array, pictures: P
 
 
 def _across_group(index: jax.Array, pictures: PictureStates) -> jax.Array:
-    """Indices [P, G, S] into each completion's own states as indices [P, G·S] into those of its whole group."""
+    """Turn indices [P, G, S] into each completion's own states into indices [P, G·S] into those of its group."""
     count, group, _ = index.shape
     states = pictures.states.shape[-3] * pictures.states.shape[-2]
     first = jnp.arange(group, dtype=jnp.int32)[:, None] * states
@@ -207,5 +204,5 @@ def _followed(
 
 
 def _with_axes(positions: jax.Array, rank: int) -> jax.Array:
-    """Positions of this rank with the three axes of a text token, which agree; others as they are."""
+    """Repeat positions of this rank for the three axes, which agree for a text token; others stay."""
     return jnp.stack([positions] * 3, axis=-1) if positions.ndim == rank else positions

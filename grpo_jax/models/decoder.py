@@ -22,7 +22,7 @@ class Decoder(nn.Module):
     config: ModelConfig  # shape and choices
     dtype: jax.typing.DTypeLike = jnp.float32  # of the computation
     param_dtype: jax.typing.DTypeLike = jnp.float32  # of freshly drawn parameters
-    remat: str = "products"  # what the backward pass computes again (see `make_policy`)
+    remat: str = "products"  # see `make_policy`
     lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
     stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
     # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device
@@ -61,17 +61,10 @@ class Decoder(nn.Module):
         context: Context,
         cached_inputs: Sequence[LayerInput] = (),
     ) -> tuple[jax.Array, PyTree]:
-        """Run tokens through all layers.
+        """Run tokens i32 [P, S], the prompts' unless their keys are cached, then the completions'.
 
-        Args:
-            tokens: i32 [P, S], the prompts' unless their keys are cached, then the completions'.
-            context: Their positions and masks.
-            cached_inputs: For each layer the keys and values it reads when the prompts do not run; layers that are
-                not stacked take them.
-
-        Returns:
-            Final states [P, S, D], and the new keys and values of the layers (see ``attend_streams``): stacked along
-            a leading axis, or a list.
+        Returns the final states [P, S, D], and new keys and values of the layers (see ``attend_streams``): stacked
+        along a leading axis, or a list. Unstacked layers take those they read from `cached_inputs`.
         """
         family = family_of(self.config)
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
@@ -102,10 +95,7 @@ def init_variables(
     param_dtype: str = "float32",
     lora: LoraConfig | None = None,
 ) -> dict[str, PyTree]:
-    """Freshly drawn variables: normal weights (``Family.initial_stddev``), unit norms, zero biases; float32 adapters.
-
-    The forward pass is traced for its shapes only. Under ``jax.eval_shape`` nothing is allocated.
-    """
+    """Draw variables: normal weights (``Family.initial_stddev``), unit norms, zero biases, float32 adapters."""
     decoder = Decoder(config, param_dtype=as_dtype(param_dtype, "param_dtype"), remat="none")
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
     shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]
@@ -119,7 +109,7 @@ def init_variables(
 
 
 def as_dtype(name: str, argument: str) -> jnp.dtype:
-    """The floating type of this name; raises ValueError for another one, naming the argument."""
+    """The floating type of this name; a ValueError names the argument."""
     if str(name) not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"{argument} must be 'float32', 'bfloat16' or 'float16', got {name!r}")
     return jnp.dtype(name)

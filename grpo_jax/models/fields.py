@@ -19,7 +19,7 @@ class Kind(NamedTuple):
 
 
 def whole(least: int, most: int) -> Kind:
-    """Whole numbers of a range; the upper ends are beyond any model there is."""
+    """Whole numbers of a range; the upper ends used are beyond any model there is."""
     return Kind(
         f"a whole number from {least} to {most}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
@@ -78,9 +78,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
 }
-"""Fields by which other models change what is computed, and the values at which they change nothing.
-
-A folder that sets one of them to something else would be computed wrongly, so it is refused."""
+"""Neutral values of fields by which other models change the result; a folder with another value is refused."""
 
 
 def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> None:
@@ -100,5 +98,5 @@ def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model
 
 
 def not_null(fields: Fields) -> dict[str, Any]:
-    """The fields that say something: null is as absent."""
+    """The fields that are not null, which counts as absent."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 
 def remat_block(block: type[nn.Module], remat: str) -> type[nn.Module]:
-    """The layer with what its backward pass computes again (see ``policy.make_policy``)."""
+    """The layer, rematerialised as ``policy.make_policy`` says."""
     if remat == "none":
         return block
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
@@ -31,7 +31,7 @@ def remat_block(block: type[nn.Module], remat: str) -> type[nn.Module]:
 
 
 def draw_params(shapes: PyTree, key: jax.Array, stddev_of: Callable[[tuple[str, ...]], float]) -> PyTree:
-    """Freshly drawn parameters: normal weights of the deviation of each path, unit norms, zero biases."""
+    """Draw parameters: normal weights with the standard deviation of their path, unit norms, zero biases."""
 
     def draw(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         names = tuple(entry.key for entry in path)
@@ -76,7 +76,7 @@ class Projection(nn.Module):
 class RMSNorm(nn.Module):
     """Division by the root mean square, in float32 (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    With `unit_offset` it multiplies by 1 + weight before the rounding to x's dtype, rather than by the weight after it.
+    With `unit_offset` it multiplies by 1 + weight before rounding to x's dtype, else by the weight after it.
     """
 
     epsilon: float
@@ -143,21 +143,21 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Rows [M, in], sorted by expert, of which each has sizes i32 [X], to [M, features]."""
+        """Rows [M, in] sorted by expert, sizes i32 [X] of each expert's, to [M, features]."""
         shape = (self.experts, rows.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.zeros, shape, self.param_dtype)
         return jax.lax.ragged_dot(rows, as_array(kernel, self.dtype), sizes)
 
 
 def sorted_by_expert(x: jax.Array, experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """States [N, D] as rows of experts i32 [N, k]: rows [N·k, D], their old places i32 [N·k], sizes i32 [count]."""
+    """Sort states [N, D] by experts i32 [N, k]: rows [N·k, D], their old places i32 [N·k], sizes i32 [count]."""
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     return jnp.take(x, order // experts.shape[-1], axis=0), order, jnp.bincount(flat, length=count)
 
 
 def mixed(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
-    """The experts' rows [N·k, D], back at their tokens and added up by the weights [N, k], to [N, D]."""
+    """Put the experts' rows [N·k, D] back at their tokens and add them up by the weights [N, k], to [N, D]."""
     places = jnp.argsort(order)
     back = jnp.take(rows, places, axis=0).reshape(*weights.shape, -1)
     return jnp.einsum("nkd,nk->nd", back, weights)
@@ -188,19 +188,11 @@ class MLP(nn.Module):
 def make_mlp(
     features: int, *, hidden: Sequence[int] = (64,), activation: str = "tanh", output_scale: float = 0.01
 ) -> Network:
-    """Make a perceptron with one output: the log-odds of one of two actions, or a value.
+    """Make a perceptron of F inputs with one output: the log-odds of one of two actions, or a value.
 
     Orthogonal start with gain √2 in the hidden layers and zero biases, as PPO's reference code has it
-    (https://arxiv.org/abs/2005.12729, table 1).
-
-    Args:
-        features: F, length of an observation, such as CartPole's four numbers.
-        hidden: Width of each hidden layer; none makes it linear.
-        activation: "tanh" or "relu".
-        output_scale: Gain of the last layer's start; small, so that a policy starts near uniform.
-
-    Raises:
-        ValueError: A width below 1 or an unknown activation.
+    (https://arxiv.org/abs/2005.12729, table 1). `output_scale` is the last layer's gain: small, so that a policy
+    starts near uniform. Without hidden layers it is linear.
     """
     if features < 1 or any(width < 1 for width in hidden):
         raise ValueError(f"features, hidden: expected widths of at least 1, got {features}, {tuple(hidden)}")

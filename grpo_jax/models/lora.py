@@ -28,19 +28,12 @@ TILE = 64  # inputs that share a scale in 4 bits; in 8 bits a whole column does
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685).
-
-    Attributes:
-        rank: Inner size of the adapters.
-        alpha: Their strength before division by the rank.
-        targets: Projections that get one, of those that the model's family has (``Family.projections``).
-        vision: The same of the vision tower beside it (``TowerFamily.projections``).
-    """
+    """Adapters x A B · alpha / rank beside chosen projections (Hu et al. 2021, arXiv:2106.09685)."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]
-    vision: tuple[str, ...] = ()
+    targets: tuple[str, ...]  # projections that get one, of the model's family (``Family.projections``)
+    vision: tuple[str, ...] = ()  # the same of the vision tower beside it (``TowerFamily.projections``)
 
     def __post_init__(self):
         """Refuse an empty choice."""
@@ -53,12 +46,12 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of the two factors is multiplied by."""
+        """Factor alpha / rank of the product."""
         return self.alpha / self.rank
 
 
 def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str) -> None:
-    """Refuse targets that an architecture with these projections lacks; the ValueError names them and what there is."""
+    """Raise ValueError for targets that an architecture with these projections lacks."""
     unknown = [name for name in lora.targets if name not in projections]
     if unknown:
         raise ValueError(f"targets must be some of {tuple(projections)} for model_type {model_type!r}, got {unknown}")
@@ -67,11 +60,9 @@ def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str)
 def init_adapters(
     params: Variables, key: jax.Array, lora: LoraConfig, visual: Variables | None = None
 ) -> dict[str, PyTree]:
-    """Fresh adapters for a decoder's parameters (or their shapes), float32: A uniform, B zero, so nothing changes yet.
+    """Draw float32 adapters for a decoder's parameters (or their shapes): A uniform, B zero, so nothing changes yet.
 
-    Returns:
-        The ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; those of the vision
-        tower's parameters `visual`, where it gets adapters too, under ``visual``.
+    Each target gets ``a`` [layers, in, rank] and ``b`` [layers, rank, out]; the vision tower's lie under ``visual``.
     """
     adapters = {"layers": _fresh(params["layers"], key, lora.targets, lora.rank)}
     if lora.vision and visual is not None:
@@ -101,7 +92,7 @@ class MergedKernel(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the stack."""
+        """Shape of the stack."""
         return self.kernel.shape
 
     def at(self, index: tuple[int, ...]) -> jax.Array:
@@ -123,17 +114,10 @@ def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
 
 
 def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
-    """The parameters with adapters folded into kernels, each of which waits as a `MergedKernel`.
+    """Fold adapters into kernels, each of which waits as a `MergedKernel`; returns the parameters.
 
-    Args:
-        variables: ``{"params": tree}``, with or without ``"lora"``, and ``"visual"`` where that has adapters.
-        lora: The adapters' configuration; may be None when there are none.
-
-    Returns:
-        With ``visual`` where the tower is trained or has adapters, and so differs from its folder's.
-
-    Raises:
-        ValueError: There are adapters but no configuration to scale them by.
+    They hold ``visual`` where the tower is trained or has adapters, and so differs from its folder's. ValueError
+    where there are adapters and `lora` is None.
     """
     params = dict(variables["params"])
     if "lora" not in variables:
@@ -157,22 +141,11 @@ def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
 
 
 def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> dict[str, PyTree]:
-    """The parameters with the kernels of the layers in few bits; embeddings, norms and biases as they are.
+    """Store kernels [layers, (experts,) in, out] in few bits; embeddings, norms and biases stay as they are.
 
-    Kernels reach the device one stack at a time, so the whole model is never there in full.
-
-    Args:
-        params: A decoder's; kernels [layers, in, out] or [layers, experts, in, out].
-        kind: ``int8``, a scale for each output; or ``int4``, a scale for each output and ``TILE`` inputs (where that
-            does not divide their number, for each output).
-        device: Where the result goes; None for the first.
-
-    Returns:
-        The same tree; the kernels are ``qwix.QArray``, which the decoder reads like arrays (``as_array``).
-
-    Raises:
-        ValueError: kind is another one.
-        UserError: qwix is not installed.
+    Kernels reach the device (None: the first) one stack at a time, so the whole model is never there in full. They
+    become ``qwix.QArray``, which the decoder reads like arrays (``as_array``). ``int8`` has a scale for each output;
+    ``int4`` one for each output and ``TILE`` inputs (for each output where that does not divide their number).
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
@@ -196,7 +169,7 @@ def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> 
 
 
 def count_weights(params: PyTree) -> int:
-    """How many weights there are, however they are stored; scales are none."""
+    """Number of weights, however they are stored, without scales."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "qvalue"))
     return sum(math.prod(leaf.shape) for leaf in leaves)
 

@@ -1,7 +1,4 @@
-"""A small untrained policy for worlds of few words: a Llama or GPT-2 folder in which every word is one token.
-
-Nothing is downloaded and nothing but NumPy and transformers' tokenizer is needed to write it.
-"""
+"""A small untrained policy for worlds of few words: a Llama or GPT-2 folder in which every word is one token."""
 
 from __future__ import annotations
 
@@ -17,14 +14,13 @@ from grpo_jax.config.policy import NewPolicySection
 
 PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
 NOT_A_WORD = r"[^\w|]+"
-"""What parts words where they are plain: all but letters, digits and the mark | that may stand between titles."""
+"""Separator of plain words: all but letters, digits and the mark | that may stand between titles."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|next|>{% endif %}"
 )
-"""What the user says, a mark, and the answer."""
 
 
 def write_policy(
@@ -38,14 +34,12 @@ def write_policy(
 ) -> Path:
     """Write a Hugging Face folder with random weights and a tokenizer of whole words; returns the folder.
 
-    Text is split at white space; a word or mark of `words` is one token, any other is "<|unknown|>". Tokens are joined
-    with a space when read back.
+    Text is split at white space; a word or mark of `words` is one token, any other is "<|unknown|>". Tokens are
+    joined with a space when read back.
 
     Args:
-        folder: Where to write; made if it is not there.
-        words: What the policy can say; repeated ones count once.
+        words: The vocabulary; repeated words count once.
         section: Architecture and sizes.
-        seed: Of the weights.
         plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
         vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones.
 
@@ -170,6 +164,5 @@ def _gpt2_tensors(
 
 
 _ARCHITECTURES = {"llama": (_llama_config, _llama_tensors), "gpt2": (_gpt2_config, _gpt2_tensors)}
-"""What stands in config.json, and the tensors, for each that can be written."""
 
 _EMBEDDINGS = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}

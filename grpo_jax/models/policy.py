@@ -52,23 +52,22 @@ class Policy:
         decode_step: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
             token of each completion; the state predicts the next.
         extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
-            pictures=None) -> (hidden [P, G, D], cache): several more tokens of each completion, the first ones of each
-            row; the last one's state predicts the next. Pictures are [P, G, I, ..].
+            pictures=None) -> (hidden [P, G, D], cache): several more tokens of each completion, the first ones of
+            each row; the last one's state predicts the next. Pictures are [P, G, I, ..].
         init_cache: (P, G, T, dtype=None) -> empty Cache for T tokens per completion.
         forward_group: (variables, prompt_tokens i32 [P, L], prompt_mask bool [P, L], tokens i32 [P, G, T],
             mask bool [P, G, T], steps=None, pictures=None, answers=None) -> hidden [P, G, T, D], the states that
-            predict each completion token (the first is the prompt's last state). The prompt is computed once for its
-            group. Where rows hold several completions one after the other, steps i32 [P, G, T] count the tokens of
-            each from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
+            predict each token (the first is the prompt's last state). The prompt is computed once for its group.
+            Where a row holds several completions one after the other, steps i32 [P, G, T] count the tokens of each
+            from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
         head: (variables) -> unembedding [V, D] in its stored type, so that its gradient has that type too.
         max_positions: The most tokens of prompt and completion together, where positions end (learned ones, and
             LongRoPE's); None where they go on (other rotations).
-        encode_images: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..]; None without a vision tower.
+        encode_images: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..]; None without a tower.
         softcap: The cap of the logits, which ``logits`` and ``token_logprobs`` apply; None for none.
         matmul_precision: Of products of matrices, in all of these functions and their gradients; None for JAX's own.
         lora: Configuration of the adapters; None without.
-        folder: The Hugging Face folder as read, without weights: config, tokenizer, special ids. None for functions
-            alone.
+        folder: The Hugging Face folder as read, without weights; None for functions alone.
         variables: The weights as loaded, on their devices.
         mesh: The devices where they are several, else None.
     """
@@ -90,7 +89,7 @@ class Policy:
     mesh: jax.sharding.Mesh | None = None
 
     def replace(self, **fields: Any) -> Policy:
-        """The policy with other values of these fields."""
+        """Return the policy with other values of these fields."""
         return dataclasses.replace(self, **fields)
 
     @property
@@ -144,7 +143,6 @@ class Policy:
         """Log-probability of each token and entropy of the distribution it was drawn from, both [P, G, T] and wide.
 
         Args:
-            variables: They hold the head.
             hidden: [P, G, T, D] of ``forward_group``.
             tokens: i32 [P, G, T].
             trie: The texts of which each completion is one; it must not be traced.
@@ -187,8 +185,8 @@ class Policy:
         """Write a folder that `AutoModelForCausalLM.from_pretrained` loads (Qwen-VL: `AutoModelForImageTextToText`).
 
         It appears at once, when complete. Adapters are merged into the weights, in float32 and a layer at a time. In
-        float32 nothing that was trained is rounded away; bfloat16 keeps little of what small adapters changed. Tensors
-        that are not the policy's (a frozen vision tower) are copied as they are. UserError where the folder cannot be
+        float32 nothing that was trained is rounded away; bfloat16 keeps little of what small adapters changed.
+        Tensors that are not the policy's (a frozen vision tower) are copied. UserError where the folder cannot be
         written.
         """
         hf.save_folder(folder, self._folder.path, self.config, merge(variables, self.lora), dtype=dtype)
@@ -213,10 +211,10 @@ def _precision(name: str | None) -> AbstractContextManager[object]:
 
 
 def precision_of(compute_dtype: str, precision: str | None) -> str | None:
-    """The precision of products of matrices: the configured one, or what the type of the activations needs.
+    """The configured precision of products of matrices, or the one that the activations' type needs.
 
-    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's own
-    setting, None, for other types. ValueError for none of `PRECISIONS`.
+    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise; None, JAX's own,
+    for other types.
     """
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"matmul_precision must be one of {PRECISIONS} or None, got {precision!r}")
@@ -247,18 +245,16 @@ def make_policy(
     """Make the functions of a decoder.
 
     Args:
-        config: Shape and choices.
         compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
-        remat: What the backward pass of ``forward_group`` computes again: ``none``; ``products``, all but the products
-            with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only the input
-            is kept.
+        remat: Rematerialisation in the backward pass of ``forward_group``: ``none``; ``products``, all but the
+            products with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only
+            the input is kept.
         lora: Configuration of the adapters, if variables will hold any.
         spread: See `Decoder`; ``sharding.over_prompts`` makes it.
         matmul_precision: See `precision_of`.
 
     Raises:
-        ValueError: The dtype, remat or precision is another one, or an adapter's target is no projection of this
-            architecture.
+        ValueError: A choice is unknown, or an adapter's target is no projection of this architecture.
     """
     dtype = as_dtype(compute_dtype, "compute_dtype")
     if remat not in REMAT:
@@ -422,7 +418,7 @@ def load_policy(
     """Load a folder of one of the architectures in docs/policies.md.
 
     Args:
-        folder: A local folder, a hub id, or what `hf.read_folder` read of one.
+        folder: A local folder, a hub id, or the result of `hf.read_folder`.
         section: How the policy is trained: types, adapters, quantisation, mesh; by default all weights, in float32.
         devices: As many as the mesh takes; the first ones by default.
         vision: Whether the vision tower is loaded; None loads it where there is one. A trained one, or one with
@@ -489,10 +485,7 @@ def configured_functions(section: PolicySection, config: ModelConfig, mesh: jax.
 
 
 def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
-    """The adapters' configuration for a model, or None where all weights are trained.
-
-    UserError where a target is no projection of this architecture, or the folder of adapters does not fit it.
-    """
+    """The adapters' configuration, None where all weights are trained; UserError where they do not fit the model."""
     if section.path is not None:
         return load_adapters(section.path, model)[0]
     if section.rank == 0:

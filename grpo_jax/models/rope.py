@@ -20,7 +20,7 @@ class RopeConfig:
 
     theta: float = 10_000.0  # base of the wavelengths
     scaling: str = "default"  # one of `SCALINGS`; or `longrope`, and `none`, which does not turn at all
-    factor: float = 1.0  # how far the context is stretched (all scalings but `default`)
+    factor: float = 1.0  # factor of the context length (all scalings but `default`)
     original_length: int = 0  # context length before stretching (`llama3`, `yarn`, `longrope`)
     low_freq_factor: float = 1.0  # llama3: wavelengths above original_length / low_freq_factor are stretched in full
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_length / high_freq_factor are left alone
@@ -38,19 +38,15 @@ class RopeConfig:
 
 
 UNTURNED = RopeConfig(scaling="none")
-"""Of a layer without positions, among others that have them (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
+"""Rotation of a layer without positions among others with them (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)."""
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Angle per position of each pair of dimensions that turn, float32 [head_dim · share / 2].
 
-    ``linear`` divides by the factor (position interpolation, Chen et al. 2023, arXiv:2306.15595);
-    ``yarn`` does so for slow dimensions only (Peng et al. 2023, arXiv:2309.00071); ``llama3`` is
-    Llama 3.1's variant of the latter (arXiv:2407.21783); ``longrope`` divides by numbers that were searched for
-    (Ding et al. 2024, arXiv:2402.13753).
-
-    Raises:
-        ValueError: The scaling is unknown.
+    ``linear`` divides by the factor (position interpolation, Chen et al. 2023, arXiv:2306.15595); ``yarn`` does so
+    for slow dimensions only (Peng et al. 2023, arXiv:2309.00071); ``llama3`` is Llama 3.1's variant of the latter
+    (arXiv:2407.21783); ``longrope`` divides by numbers that were searched for (Ding et al. 2024, arXiv:2402.13753).
     """
     head_dim = int(head_dim * rope.share)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -106,10 +102,7 @@ def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rotation(
     rope: RopeConfig, head_dim: int, positions: jax.Array, *, pictures: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each position, float32 [..., head_dim / 2], for integer positions [...].
-
-    With pictures the positions are [..., 3], of time, row and column.
-    """
+    """Cosine and sine, float32 [..., head_dim / 2], of integer positions [...], or [..., 3] (time, row, column)."""
     positions = jnp.take(positions, axes(rope, head_dim), axis=-1) if pictures else positions[..., None]
     table = jnp.asarray(frequencies(rope, head_dim))
     table = table.reshape((1,) * (positions.ndim - 1) + table.shape)
@@ -120,10 +113,7 @@ def rotation(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn the pairs (i, i + n) of the last axis [..., E] by angles [..., n]; what is behind 2 n passes.
-
-    Keeps x's dtype.
-    """
+    """Turn the pairs (i, i + n) of the last axis [..., E] by angles [..., n]; what is behind 2 n passes."""
     turning = 2 * cos.shape[-1]
     first, second = jnp.split(x[..., :turning].astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
@@ -146,7 +136,6 @@ def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str
     """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before), of a ``config.json``.
 
     `theta` is transformers' default where a folder does not say; `plain` are further rope types that scale nothing.
-    ValueErrors name the field that is missing or not supported, with its value.
     """
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")

@@ -33,7 +33,6 @@ BOTH = (TENSOR, FSDP)
 
 
 def _projections(cut: str, families: Iterable[Family | TowerFamily]) -> str:
-    """A pattern of the families' projections that are cut this way."""
     kinds = {name: kind for family in families for name, kind in family.projections.items()}
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
 
@@ -45,7 +44,7 @@ _TOWER = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUS
 
 
 class Partition(NamedTuple):
-    """A line of the table."""
+    """A row of the table."""
 
     pattern: str  # of the end of a leaf's path, names joined by "/"
     spec: P  # axes of the mesh for each axis of the leaf; axes left out are whole
@@ -85,15 +84,11 @@ TABLE = (
     # A few kilobytes each: whole on every device.
     Partition("scale|excess|bias|value/kernel", P()),
 )
-"""What lies where. State of an optimizer follows its parameter: its path ends alike. Numbers are on every device."""
+"""State of an optimizer follows its parameter, for its path ends alike. Scalars are on every device."""
 
 
 def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
-    """The first fsdp · tensor devices as a mesh; neighbours share a tensor axis, which communicates most.
-
-    Raises:
-        ValueError: A size below 1, or too few devices.
-    """
+    """Make a mesh of the first fsdp · tensor devices; neighbours share a tensor axis, which communicates most."""
     if min(fsdp, tensor) < 1:
         raise ValueError(f"fsdp and tensor must be at least 1, got {fsdp} and {tensor}")
     if len(devices) < fsdp * tensor:
@@ -102,12 +97,7 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """A NamedSharding for each leaf (an array or its shape) of a train state or a part of it, by its path (`TABLE`).
-
-    Raises:
-        ValueError: Naming the leaf, its shape and the axis of the mesh that does not divide it; or a leaf with axes
-            that the table does not know.
-    """
+    """A NamedSharding for each leaf (an array or its shape) of a train state or its part, by its path (`TABLE`)."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     specs = [_spec(name, np.shape(leaf), mesh) for name, (_, leaf) in zip(names, leaves, strict=True)]
@@ -129,7 +119,6 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of the mesh that an axis of a leaf is cut along."""
     return (names,) if isinstance(names, str) else names or ()
 
 
@@ -143,7 +132,7 @@ def _undivided(spec: P, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, int] |
 
 
 def _shortest(spec: P, mesh: Mesh) -> P:
-    """The spec in the form in which XLA gives it back: without axes of one device and what is whole at the end."""
+    """The spec as XLA gives it back: without axes of one device and without whole axes at the end."""
     axes = []
     for names in spec:
         cut = tuple(name for name in _names(names) if mesh.shape[name] > 1)
@@ -154,7 +143,7 @@ def _shortest(spec: P, mesh: Mesh) -> P:
 
 
 def shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """A tree of parameters or state on the mesh; leaves that lie right already are not copied. Raises as `shardings`.
+    """Lay a tree of parameters or state on the mesh; leaves that lie right already are not copied.
 
     Here and below, without a mesh (None) everything stays as it is, on one device. Each process of several needs the
     whole of a leaf that does not lie right, and puts its own devices' parts there.
@@ -163,20 +152,17 @@ def shard(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def shard_batch(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Arrays [P, ..] with the prompts shared out over `fsdp`, alike along `tensor`; P must be a multiple of `fsdp`."""
+    """Share arrays [P, ..] out by prompts over `fsdp`, alike along `tensor`; P must be a multiple of `fsdp`."""
     return tree if mesh is None else jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P(FSDP))), tree)
 
 
 def gather(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """The whole of each array on every device, and so in every process."""
+    """Bring the whole of each array to every device, and so into every process."""
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 def on_host(tree: PyTree) -> PyTree:
-    """Whole NumPy arrays in place of those on devices; what other processes hold of them is brought here first.
-
-    Several processes must make the call together.
-    """
+    """Whole NumPy arrays in place of those on devices. Several processes must make the call together."""
 
     def whole(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
@@ -196,14 +182,14 @@ def _put(leaf: PyTree, sharding: NamedSharding) -> jax.Array:
 def over_prompts(mesh: Mesh | None) -> Callable[[PyTree], PyTree] | None:
     """The function that keeps arrays [P, ..] of a compiled computation shared out by prompts; None without a mesh.
 
-    For the states between layers (`make_policy`): they then stay where they are, and weights come to them. Left to
-    itself XLA may bring all prompts to every device instead. It pads a number of prompts that `fsdp` does not divide.
+    The states between layers then stay where they are, and weights come to them; left to itself XLA may bring all
+    prompts to every device instead. It pads a number of prompts that `fsdp` does not divide.
     """
     return mesh and partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P(FSDP)))
 
 
 def shard_policy(policy: Policy, mesh: Mesh | None) -> Policy:
-    """The policy's functions with each prompt's work on the devices that hold its part of the batch.
+    """The policy with each prompt's work on the devices that hold its part of the batch.
 
     Decoding is left to XLA: for few tokens it is the states that travel, and each device reads its own weights alone.
     """
@@ -235,7 +221,7 @@ def shard_policy(policy: Policy, mesh: Mesh | None) -> Policy:
 
 
 def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh | None) -> optax.GradientTransformation:
-    """An optimizer whose state and steps lie as the parameters do, so that an update's donated memory fits its result.
+    """The optimizer with state and steps laid as the parameters, so that an update's donated memory fits its result.
 
     Gradients are brought into that layout first: each device then needs the sum of its own part alone.
     """

@@ -8,17 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PyTree = Any
-"""A tree of arrays."""
+PyTree = Any  # of arrays
 Variables = Mapping[str, PyTree]
 """The collections of a policy: "params", and where there are any "lora", "visual" and "value"."""
 
 VISUAL = "visual"
-"""A tower's weights: the collection of a frozen one, the part of "params" where it is trained, its part of "lora"."""
-
+"""Key of a tower's weights: a collection while frozen, a part of "params" where trained; and a part of "lora"."""
 
 VALUE = "value"
-"""The collection of variables that holds the head; the policy's own functions do not know it."""
+"""Collection of a value head; the policy's own functions do not know it."""
 
 
 def init_value_head(width: int) -> dict[str, jax.Array]:
@@ -29,17 +27,13 @@ def init_value_head(width: int) -> dict[str, jax.Array]:
 def token_values(head: dict[str, jax.Array], hidden: jax.Array) -> jax.Array:
     """Values hidden · kernel + bias, f32 [.., T], of the states [.., T, D] that predict each token.
 
-    The value of a token's state is thus what is expected before the token is drawn.
+    The value of a token's state is thus the one expected before the token is drawn.
     """
     return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"], precision="highest") + head["bias"]
 
 
 def tower_params(variables: Variables) -> PyTree:
-    """The tower's parameters, frozen or trained.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The tower's parameters, frozen or trained; ValueError where there are none."""
     for collection in (variables, variables.get("params", {})):
         if VISUAL in collection:
             return collection[VISUAL]
@@ -47,14 +41,14 @@ def tower_params(variables: Variables) -> PyTree:
 
 
 def with_tower(variables: Variables, visual: PyTree, *, trained: bool) -> dict[str, PyTree]:
-    """Variables with a tower's parameters where they belong: beside ``params`` while frozen, else among them."""
+    """Put a tower's parameters where they belong: beside ``params`` while frozen, else among them."""
     if trained:
         return {**variables, "params": {**variables["params"], VISUAL: visual}}
     return {**variables, VISUAL: visual}
 
 
 def unstack(variables: Variables) -> Variables:
-    """Stacked ``layers`` of every collection as ``layers_0``, ``layers_1``, ...; a tower as it is."""
+    """Split stacked ``layers`` of every collection into ``layers_0``, ``layers_1``, ...; a tower stays as it is."""
 
     def split(tree: Variables) -> dict[str, PyTree]:
         stacked = tree.get("layers", {})

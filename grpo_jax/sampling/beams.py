@@ -50,21 +50,10 @@ def make_beam_sampler(
 ) -> Callable[..., Samples]:
     """Make the function that writes the G best texts of a tree, in falling order, or draws G distinct ones.
 
-    Args:
-        policy: As of `make_sampler`.
-        params: G is the group size, T at least the longest text's tokens. Of the rest only the temperature counts: it
-            divides the logits (0 counts as 1).
-        pad_id: Token that fills up.
-        trie: The texts.
-        without_replacement: Draw instead: the first is a sample of the policy, each further one a sample of it among
-            the texts not drawn yet, in this order.
-
-    Returns:
-        `sample` as of `make_sampler`; both log-probabilities are the policy's over the tree, and `weights` those of
-        `inclusion_weights`. It raises ValueError for a policy of another vocabulary.
-
-    Raises:
-        ValueError: The tree has fewer texts than G, or longer ones than T.
+    Of `params` only group size, length (at least the longest text's tokens) and temperature count, which divides the
+    logits (0 counts as 1). With `without_replacement` the first text is a sample of the policy, each further one a
+    sample of it among the texts not drawn yet, in this order. Log-probabilities are the policy's over the tree,
+    `weights` those of `inclusion_weights`.
     """
     check_group(trie, params.group_size)
     length = params.max_new_tokens
@@ -87,15 +76,13 @@ def make_beam_sampler(
 def inclusion_weights(logprobs: jax.Array, rank: jax.Array, keys: jax.Array | None) -> jax.Array:
     """Probability of each text over that of being found, float32 [P, G]: with it sums over a group estimate means.
 
-    Beams are found for certain: a sum over them lacks the probability of all other texts, and is exact where there are
-    none. Of texts that are drawn without replacement, all but the last are those above the last one's noisy
-    log-probability κ, each by 1 - exp(-exp(log π - κ)); the last, of weight 0, is spent on κ, and the sum is unbiased
-    (Kool, van Hoof & Welling 2019, section 4.1; after Vieira 2017, and Duffield, Lund & Thorup 2007).
+    Beams (`keys` None) are found for certain: a sum over them lacks the probability of all other texts, and is exact
+    where there are none. Of texts that are drawn without replacement, all but the last are those above the last one's
+    noisy log-probability κ, each by 1 - exp(-exp(log π - κ)); the last, of weight 0, is spent on κ, and the sum is
+    unbiased (Kool, van Hoof & Welling 2019, section 4.1; after Vieira 2017, and Duffield, Lund & Thorup 2007).
 
-    Args:
-        logprobs: log π of each text, float32 [P, G].
-        rank: What they were found by, falling, of a search whose root has rank 0.
-        keys: Typed keys [P] that the search has not used, of a draw without replacement; None for beams.
+    `logprobs` are log π, `rank` the falling values by which texts were found in a search whose root has rank 0, both
+    float32 [P, G]; `keys` typed keys [P] that the search has not used.
     """
     probabilities = jnp.exp(logprobs)
     if keys is None:
@@ -109,7 +96,7 @@ def inclusion_weights(logprobs: jax.Array, rank: jax.Array, keys: jax.Array | No
 
 
 def check_group(trie: Trie, group: int) -> None:
-    """Refuses a group that is larger than the tree with a ValueError."""
+    """Raise ValueError for a group that is larger than the tree."""
     if text_count(trie) < group:
         raise ValueError(f"group_size must be at most {text_count(trie)}, the texts of the tree, got {group}")
 
@@ -155,7 +142,7 @@ def make_search(policy: Policy, params: SamplingParams, *, pad_id: int, trie: Tr
 
 
 class Candidates(NamedTuple):
-    """What may follow each beam: tokens int32, logits float32 and whether there is one, each [P, B, C]."""
+    """Tokens int32 that may follow each beam, logits float32, and the mask of those that exist, each [P, B, C]."""
 
     tokens: jax.Array
     logits: jax.Array
@@ -190,18 +177,11 @@ def extend_beams(
     group: int,
     pad_id: int,
 ) -> tuple[Beams, jax.Array]:
-    """One step: the best `group` paths among all extensions, and the beam that each came from, int32 [P, group].
+    """Extend by a token: the best `group` paths, and the beam that each came from, int32 [P, group].
 
-    Whole texts stay as they are and go on with `pad_id`; there are fewer paths where there are fewer extensions.
-
-    Args:
-        trie: The texts.
-        beams: The paths so far.
-        candidates: What may follow each of the B beams.
-        index: Place of the next token.
-        keys: Typed keys [P] to draw without replacement; None for the most likely paths.
-        group: G, how many are kept.
-        pad_id: Token that fills up.
+    Whole texts stay as they are and go on with `pad_id`; there are fewer paths where there are fewer extensions. With
+    typed `keys` [P] paths are drawn without replacement; with None they are the most likely ones. `index` is the
+    place of the next token.
     """
     whole = trie.text[beams.node] >= 0
     exists, size = candidates.exists, candidates.exists.shape[-1]
@@ -240,14 +220,13 @@ def extend_beams(
 
 
 def _root(prompts: int, pad_id: int, length: int) -> Beams:
-    """One path for each prompt, of no token."""
     one, slab = jnp.zeros((prompts, 1), jnp.float32), (prompts, 1, length)
     node = jnp.full((prompts, 1), ROOT, jnp.int32)
     return Beams(node, one, one, jnp.full(slab, pad_id, jnp.int32), jnp.zeros(slab, bool), jnp.zeros(slab, jnp.float32))
 
 
 def _widened(beams: Beams, group: int) -> Beams:
-    """With beams that are not used yet, after the first step, where the root has fewer children than G."""
+    """Fill up to `group` with unused beams after the first step, where the root has fewer children."""
     more = group - beams.total.shape[1]
     grown = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)), mode="edge"), beams)
     unused = jnp.arange(group) >= group - more
@@ -267,7 +246,7 @@ def _with_noise(total: jax.Array, rank: jax.Array, keys: jax.Array) -> jax.Array
 
 
 def _reordered(cache: Cache, parents: jax.Array) -> Cache:
-    """The keys and values of the beams that were kept: [P, .., G, E, T] by parents [P, G]."""
+    """Keys and values of the beams that were kept: [P, .., G, E, T] by parents [P, G]."""
 
     def of_parents(part: jax.Array) -> jax.Array:
         return jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3))(part, parents)

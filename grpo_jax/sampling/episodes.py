@@ -1,7 +1,7 @@
-"""Completions in turns: what an environment answers is read into each completion's own cache, and the policy writes on.
+"""Completions in turns: an environment's answer is read into each completion's own cache, and the policy writes on.
 
 The prompt's keys and values stay shared by its group from the first turn to the last. A turn's first token follows
-from one pass over all that was said to a completion, of whatever length (`Policy.extend`).
+from one pass over the whole answer, of whatever length (`Policy.extend`).
 """
 
 from collections.abc import Callable
@@ -38,10 +38,10 @@ from grpo_jax.sampling.token_choice import SamplingParams
 
 
 class Carried(NamedTuple):
-    """What a turn leaves to the next, on the device; P may be more than the prompts, by rows of padding."""
+    """State that a turn leaves to the next, on the device; P may include rows of padding."""
 
     prefix: Prefix  # the prompts
-    cache: Cache  # what has been read of each completion, its last token left out
+    cache: Cache  # of each completion without its last token
     last: jax.Array  # i32 [P, G], that token
     spoke: jax.Array  # bool [P, G], false where a completion wrote nothing in this turn
     # bool [P, G, V], the tokens in prompt and completion so far, or None where no repetition is penalised
@@ -75,16 +75,7 @@ def make_episode_sampler(
 ) -> EpisodeSampler:
     """Make the functions that write episodes.
 
-    Args:
-        policy: As of `make_sampler`, with `extend` too.
-        params: Group size, length of a turn, and distribution.
-        eos_ids: Tokens that end a turn; may be empty. It and what follows is as of `make_sampler`.
-        pad_id: Token that fills up.
-        allowed_tokens: bool [V], or None.
-        stops: Stop strings, which end a turn, or None.
-
-    Raises:
-        ValueError: `allowed_tokens` is not bool [V] or allows nothing.
+    Arguments are as of `make_sampler`; `max_new_tokens` is the length of a turn, which `eos_ids` and `stops` end.
     """
     alike = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
     table = None if stops is None else jnp.asarray(stops)
@@ -140,7 +131,6 @@ def make_episode_sampler(
 
 
 def _carried(loop: Loop, rows: Rows) -> Carried:
-    """What a turn leaves; `rows` is what was read before its first token."""
     written = loop.mask.sum(-1, dtype=jnp.int32)
     read = jnp.maximum(written - 1, 0)
     read_mask = jnp.arange(loop.mask.shape[-1]) < read[..., None]
@@ -151,8 +141,6 @@ def _carried(loop: Loop, rows: Rows) -> Carried:
 
 
 def _grown(cache: Cache, larger: Cache) -> Cache:
-    """What a cache holds at the beginning of a larger one."""
-
     rows = cache.rows
     keys, values = move((cache.keys, cache.values), (larger.keys, larger.values))
     room = jnp.zeros((*rows.mask.shape[:2], keys[0].shape[-1]), bool)

@@ -26,41 +26,25 @@ from grpo_jax.sampling.beams import check_group, make_search
 from grpo_jax.sampling.sampler import Array, checked_prompts, move, over_buckets
 from grpo_jax.sampling.token_choice import SamplingParams
 
-# What a ranking holds at once: so many numbers of all its prompts, and at most so many prompts.
+# Most numbers, and most prompts, that a ranking holds at once.
 _MOST_NUMBERS = 2**25
 _MOST_PROMPTS = 256
 
 
 class Ranking(NamedTuple):
-    """The best texts of each prompt, best first.
+    """The best texts of each prompt, best first."""
 
-    Attributes:
-        texts: int32 [P, K], which texts of the tree.
-        scores: float32 [P, K], their log-probabilities.
-    """
-
-    texts: Array
-    scores: Array
+    texts: Array  # int32 [P, K], numbers of texts of the tree
+    scores: Array  # float32 [P, K], their log-probabilities
 
 
 def make_ranker(
     policy: Policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0
 ) -> Callable[..., Ranking]:
-    """Make the function that lists the best texts of a tree for each prompt.
+    """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts that fit a bounded memory.
 
-    Args:
-        policy: As of `make_sampler`.
-        listed: K, by as many beams; 0 for all texts, scored exactly (`make_scores`).
-        pad_id: Token that fills up.
-        trie: The texts.
-        temperature: Divides the logits; 0 counts as 1.
-
-    Returns:
-        `rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking`, in parts that fit into a bounded
-        memory.
-
-    Raises:
-        ValueError: The tree has fewer texts than K.
+    It lists the K = `listed` best texts of a tree for each prompt, by as many beams; with 0 all texts, scored exactly
+    (`make_scores`). The temperature divides the logits; 0 counts as 1.
     """
     check_group(trie, listed)
     if listed:
@@ -108,7 +92,7 @@ def _by_scores(score: Callable[..., jax.Array], count: int) -> Callable[..., Ran
 
 
 class Level(NamedTuple):
-    """What lies between two levels of a tree, on the host."""
+    """The edges between two levels of a tree, on the host."""
 
     parent: np.ndarray  # int [e], which of the level's n nodes an edge starts from
     token: np.ndarray  # int [e]
@@ -159,7 +143,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(levels: list[Level], numbers: int) -> list[Stage]:
-    """The levels behind the first in few stages: a program for each level would take minutes to compile."""
+    """Group the levels behind the first into few stages: a program for each level would take minutes to compile."""
     stages, start = [], 1
     while start < len(levels):
         end = next((d for d in range(start, len(levels)) if _width(levels[d]) != _width(levels[start])), len(levels))
@@ -169,7 +153,7 @@ def stages_of(levels: list[Level], numbers: int) -> list[Stage]:
 
 
 def _width(level: Level) -> int:
-    """The same for levels that lie within a factor of four; 0 for all narrow ones."""
+    """Group levels that lie within a factor of four; 0 for all narrow ones."""
     return max(len(level.token).bit_length() // 2 - 3, 0)
 
 
@@ -194,7 +178,7 @@ def _stage(levels: list[Level], start: int, end: int, numbers: int) -> Stage:
 
 
 def numbers_of(policy: Policy, levels: list[Level]) -> int:
-    """How many numbers `make_scores` holds for one prompt: its first logits, or keys and values of its widest stage."""
+    """Numbers that `make_scores` holds for a prompt: first logits, or keys and values of its widest stage."""
 
     def of_paths(stage: Stage) -> int:
         cache = jax.eval_shape(lambda: policy.init_cache(1, stage.nodes, stage.depth))
@@ -204,15 +188,12 @@ def numbers_of(policy: Policy, levels: list[Level]) -> int:
 
 
 def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0) -> Callable[..., jax.Array]:
-    """Make the function that scores every text after every prompt, to be called inside of a compiled one.
+    """Make score(variables, prompts, mask, pictures) -> float32 [P, I], to be called inside of a compiled function.
 
         score(text) = Σ_t log p(token_t | prompt, tokens before it), p over the tokens that may follow in the tree
 
-    The scores' exponentials sum to 1 for each prompt. `levels` are those of the tree; the temperature divides the
-    logits (0 counts as 1).
-
-    Returns:
-        `score(variables, prompts, mask, pictures) -> float32 [P, I]`; -inf for a number that is no text of the tree.
+    The scores' exponentials sum to 1 for each prompt; a number that is no text of the tree has -inf. The temperature
+    divides the logits (0 counts as 1).
     """
     numbers = 1 + max(int(level.texts.max()) for level in levels)
     scale = temperature or 1.0
@@ -257,14 +238,12 @@ def _of_node(logits: jax.Array, parent: Array, nodes: int) -> jax.Array:
 
 
 def _fitted(values: jax.Array, size: int, *, axis: int) -> jax.Array:
-    """An axis cut or filled up to a size."""
     part = lax.slice_in_dim(values, 0, min(size, values.shape[axis]), axis=axis)
     pads = [(0, size - part.shape[i]) if i == axis else (0, 0) for i in range(values.ndim)]
     return jnp.pad(part, pads)
 
 
 def _moved(policy: Policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
-    """A cache with room for the stage's nodes and their paths, and what another holds."""
     keys, values = (
         tuple(_fitted(part, stage.nodes, axis=part.ndim - 3) for part in parts) for parts in (cache.keys, cache.values)
     )
@@ -272,6 +251,6 @@ def _moved(policy: Policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
 
 
 def _of_parents(cache: Cache, parents: Array) -> Cache:
-    """A place for each node of the next level, with what its parent's path holds: [P, .., N, E, T] by int [N]."""
+    """Give each node of the next level its parent's path: [P, .., N, E, T] by int [N]."""
     keys, values = (tuple(jnp.take(part, parents, axis=-3) for part in parts) for parts in (cache.keys, cache.values))
     return cache._replace(keys=keys, values=values)

@@ -66,7 +66,7 @@ class Samples(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What a completion may hold and what ends it: the arguments of `make_sampler`."""
+    """Allowed tokens and ends of a completion, as `make_sampler` takes them."""
 
     eos_ids: tuple[int, ...]
     pad_id: int
@@ -76,11 +76,7 @@ class Ends(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """State of the decoding loop; every array begins with the axis of prompts.
-
-    `place` int32 [P, G] is where a text stands among the stop strings, `node` int32 [P, G] where in the tree of what
-    may be written, `seen` bool [P, G, V] what prompt and completion hold; None where that is not asked for.
-    """
+    """State of the decoding loop; every array begins with the axis of prompts."""
 
     step: jax.Array
     prefix: Prefix
@@ -92,13 +88,13 @@ class Loop(NamedTuple):
     mask: jax.Array
     logprobs: jax.Array
     sampler_logprobs: jax.Array
-    place: jax.Array | None = None
-    seen: jax.Array | None = None
-    node: jax.Array | None = None
+    place: jax.Array | None = None  # int32 [P, G], state among the stop strings; None without any
+    seen: jax.Array | None = None  # bool [P, G, V], tokens of prompt and completion; None without a penalty
+    node: jax.Array | None = None  # int32 [P, G], node in the tree of texts; None without a tree
 
     @property
     def samples(self) -> Samples:
-        """What has been written."""
+        """The completions so far."""
         return Samples(self.tokens, self.mask, self.logprobs, self.sampler_logprobs, truncated=~self.done)
 
 
@@ -132,9 +128,9 @@ def make_sampler(
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.
 
-    It is compiled once per bucket of shapes (P and L are rounded up by `bucket_size`, T is fixed) and stops
-    as soon as every completion has ended. Random numbers of completion g at step t come from
-    fold_in(fold_in(keys[p], g), t): they do not depend on the other prompts of the batch.
+    It is compiled once per bucket of shapes (P and L are rounded up by `bucket_size`, T is fixed) and stops as soon
+    as every completion has ended. Random numbers of completion g at step t come from fold_in(fold_in(keys[p], g), t):
+    they do not depend on the other prompts of the batch.
 
     Args:
         policy: Of `load_policy` or `make_policy`, or anything with its functions.
@@ -149,10 +145,9 @@ def make_sampler(
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples` with int [P, L], bool [P, L]
-        (left-padded; on the host, or they are fetched), typed PRNG keys [P], one per prompt, and what a tower made of
-        the prompts' pictures (`models.vision.pictures.PictureStates`, [P, I, ..]). It raises
-        ValueError for prompts that are empty, not left-padded or too long for the policy's positions, for keys
-        of another kind, and for token ids outside the vocabulary.
+        (left-padded; on the host, or they are fetched), typed PRNG keys [P], one per prompt, and `PictureStates`
+        [P, I, ..] of the prompts' pictures. It raises ValueError for prompts that are empty, not left-padded or too
+        long for the policy's positions, for keys of another kind, and for token ids outside the vocabulary.
 
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
@@ -183,12 +178,11 @@ def generate(
     A second call with the same settings and numbers of prompts and tokens compiles nothing.
 
     Args:
-        policy: Of `load_policy`.
         prompts: P texts.
         completions: G of each.
         max_new_tokens: Tokens after which a completion is cut.
         temperature: Divides the logits; 0 takes the most likely token.
-        seed: Of the random numbers; a completion's hang on it and on its prompt's place alone.
+        seed: Of the random numbers; those of a completion depend on it and on its prompt's place alone.
         **params: Other fields of `SamplingParams`, such as top_p.
 
     Returns:
@@ -216,17 +210,10 @@ def _cached_sampler(
     return make_sampler(policy, settings, eos_ids=eos_ids, pad_id=pad_id)
 
 
-# ---------------------------------------------------------------------------------------------------------- prompts
-
-
 def bucket_size(n: int, smallest: int = 1) -> int:
-    """Round n up to one of few sizes: multiples of `smallest`, and never more than four sizes per doubling.
+    """Round n up to a multiple of `smallest`, a power of two, with never more than four sizes per doubling.
 
     A size depends on n alone, never on earlier calls, so that a resumed run computes in the same shapes.
-
-    Args:
-        n: At least 1.
-        smallest: A power of two.
 
     >>> [bucket_size(n) for n in (3, 8, 9, 17)], bucket_size(70, smallest=8)
     ([3, 8, 10, 20], 80)
@@ -250,12 +237,7 @@ def over_buckets(write: Callable[..., Samples], policy: Policy, pad_id: int, len
 def checked_prompts(
     policy: Policy, prompt_tokens: ArrayLike, prompt_mask: ArrayLike, keys: jax.Array, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts and their mask on the host, int32 and bool [P, L].
-
-    Raises:
-        ValueError: They are empty or not padded on the left, the keys are of another kind, or a prompt leaves no room
-            for `length` tokens before the policy's positions end.
-    """
+    """Prompts and their mask on the host, int32 and bool [P, L]; ValueError as of `make_sampler`."""
     tokens = np.asarray(prompt_tokens, np.int32)
     mask = np.asarray(prompt_mask, bool)
     if tokens.ndim != 2 or 0 in tokens.shape:
@@ -284,7 +266,7 @@ def checked_prompts(
 def pad_to_bucket(
     tokens: np.ndarray, mask: np.ndarray, keys: jax.Array, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray, jax.Array, np.ndarray]:
-    """Left-pad L and repeat the last prompt until both are bucket sizes; also tell which rows are real."""
+    """Left-pad L and repeat the last prompt until both are bucket sizes; also give the mask of real rows."""
     rows, length = tokens.shape
     more_rows = bucket_size(rows) - rows
     more_tokens = bucket_size(length, smallest=8) - length
@@ -297,16 +279,12 @@ def pad_to_bucket(
 
 
 def pad_rows(tree: PyTree, rows: int) -> PyTree:
-    """Arrays [P, ..] with the last row repeated until there are so many; None as it is."""
+    """Repeat the last row of arrays [P, ..] until there are so many; None stays None."""
     return jax.tree.map(lambda x: jnp.take(x, np.minimum(np.arange(rows), len(x) - 1), axis=0), tree)
 
 
 def checked_tokens(allowed_tokens: ArrayLike | None) -> np.ndarray | None:
-    """The tokens that may be written, bool [V] on the host, or None.
-
-    Raises:
-        ValueError: It is something else, or allows nothing.
-    """
+    """The tokens that may be written, bool [V] on the host, or None; ValueError as of `make_sampler`."""
     if allowed_tokens is None:
         return None
     allowed_tokens = np.asarray(allowed_tokens)
@@ -316,9 +294,6 @@ def checked_tokens(allowed_tokens: ArrayLike | None) -> np.ndarray | None:
             f"got {allowed_tokens.dtype} of shape {allowed_tokens.shape}"
         )
     return allowed_tokens
-
-
-# --------------------------------------------------------------------------------------------------------- decoding
 
 
 def write_completions(
@@ -358,7 +333,7 @@ def begin(
     cache: Cache,
     seen: jax.Array | None = None,
 ) -> Loop:
-    """The state before the first token, for keys [P, G]; what is done [P] or [P, G] already costs no step."""
+    """The state before the first token, for keys [P, G]; completions that are `done`, [P] or [P, G], cost no step."""
     slab = (*keys.shape, length)
     return Loop(
         step=jnp.int32(0),
@@ -383,22 +358,18 @@ def group_keys(keys: jax.Array, group: int) -> jax.Array:
 
 
 def tokens_in(tokens: jax.Array, mask: jax.Array, vocabulary: int) -> jax.Array:
-    """Which tokens stand in texts [.., L]: bool [.., V]."""
+    """Mark the tokens that stand in texts [.., L]: bool [.., V]."""
     rows = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
     present = jax.vmap(lambda row, there: jnp.zeros(vocabulary, bool).at[row].max(there))(*rows)
     return present.reshape(*tokens.shape[:-1], vocabulary)
 
 
 def _unfinished(loop: Loop) -> jax.Array:
-    """Prompts with a completion that goes on, i32 scalar."""
     return jnp.sum(~jnp.all(loop.done, axis=1))
 
 
 def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Loop:
-    """Step until so many tokens are written or all completions have ended.
-
-    With `halve`, decoding goes on with half of the prompts once the other half's groups have ended, at half the cost.
-    """
+    """Step until so many tokens are written or all have ended; `halve` leaves out half of the prompts once it has."""
     if not halve:
         return _run(step, loop, until, 0)
     half = loop.done.shape[0] // 2
@@ -410,7 +381,6 @@ def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Lo
 
 
 def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_than: int) -> Loop:
-    """Step until so many tokens are written or no more prompts than that are unfinished."""
     return lax.while_loop(lambda loop: (loop.step < until) & (_unfinished(loop) > more_than), step, loop)
 
 
@@ -432,7 +402,7 @@ def cache_sizes(length: int) -> list[int]:
 
 
 def move(cache: PyTree, larger: PyTree) -> PyTree:
-    """What a cache holds, at the beginning of a larger one."""
+    """Copy a cache to the beginning of a larger one."""
     return jax.tree.map(lambda part, room: lax.dynamic_update_slice(room, part, (0,) * part.ndim), cache, larger)
 
 

@@ -1,4 +1,4 @@
-"""The samplers that a config names, and what restricts them: listed texts and stop strings."""
+"""The samplers that a config names, and their restrictions: listed texts and stop strings."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Sampler = Callable[..., Samples] | EpisodeSampler
 
 
 class Samplers(NamedTuple):
-    """What draws completions: those of a group in training; in evaluation a greedy one, and k sampled.
+    """The samplers of a run: a group's in training; in evaluation a greedy one, and k sampled.
 
-    Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s. Where a task lists what may be
-    written, `rank` lists the best of it, as of `ranking.make_ranker`; None elsewhere.
+    Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s. Where a task lists its texts,
+    `rank` lists the best of them, as of `ranking.make_ranker`; None elsewhere.
     """
 
     training: Sampler
@@ -42,7 +42,7 @@ class Samplers(NamedTuple):
 
 
 def sampling_params(section: SamplingSection, group_size: int, temperature: float) -> SamplingParams:
-    """How completions are drawn as a config says; greedy ones (temperature 0) need no restriction."""
+    """Parameters of a config's section; greedy ones (temperature 0) need no restriction."""
     restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p} if temperature else {}
     return SamplingParams(
         group_size,
@@ -55,7 +55,7 @@ def sampling_params(section: SamplingSection, group_size: int, temperature: floa
 
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
-    """How the sampled completions of an evaluation are drawn: k of each prompt, one by one, else as in training."""
+    """The section of an evaluation's sampled completions: k of each prompt, one by one, else as in training."""
     fields = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
     changed = {name: value for name, value in fields.items() if value is not None}
     return dataclasses.replace(section, group="samples", group_size=evaluation.samples, keep_prompt=0, **changed)
@@ -70,18 +70,10 @@ def make_samplers(
     *,
     listed: int = 0,
 ) -> Samplers:
-    """The samplers of training and evaluation; what they give lies whole on the host's side of a mesh.
+    """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
 
-    Args:
-        section: How completions are drawn.
-        evaluation: How those are drawn that are measured.
-        policy: Of `load_policy`.
-        allowed: bool [V], the tokens that may be written; None for every token.
-        trie: The texts of which each completion is one, where the task lists them.
-        listed: How many of them a ranking has; 0 for all, scored exactly.
-
-    Raises:
-        UserError: A stop string cannot be told from the policy's tokens, or the texts are too few.
+    `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
+    lists them, of which a ranking has the `listed` best (0: all, scored exactly).
     """
     ends = named_ends(section, policy.folder, allowed)
     rank = None
@@ -112,7 +104,7 @@ def make_samplers(
 
 
 def _check_texts(section: SamplingSection, trie: Trie, listed: int) -> None:
-    """Raises UserError where a task lists fewer texts than are to be written, or texts are written in turns."""
+    """Raise UserError where a task lists fewer texts than are to be written, or texts are written in turns."""
     most = f"at most {text_count(trie)}, the texts that may be written"
     require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
     enough = section.group == "samples" or section.written_completions <= text_count(trie)
@@ -121,7 +113,7 @@ def _check_texts(section: SamplingSection, trie: Trie, listed: int) -> None:
 
 
 def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarray | None) -> dict[str, PyTree]:
-    """What completions may hold and what ends them: keyword arguments of `make_sampler`."""
+    """Keyword arguments of `make_sampler` on allowed tokens and ends."""
     return {
         "eos_ids": loaded.eos_ids,
         "pad_id": loaded.pad_id,
@@ -133,8 +125,8 @@ def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarr
 def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
     """The `stop_table` of sampling.stop for a vocabulary of V; None without any.
 
-    UserError where one holds a special token, which no text shows, or the tokenizer's texts are not those of its tokens
-    one after another.
+    UserError where a stop string holds a special token, which no text shows, or the tokenizer's texts are not those
+    of its tokens one after another.
     """
     if not stops:
         return None
@@ -160,7 +152,7 @@ def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None) -> Callable[...,
 
 
 def _gathered_turn(turn: Callable[..., PyTree], mesh: Mesh | None) -> Callable[..., PyTree]:
-    """One of an episode sampler's functions: what is carried stays where it is."""
+    """Gather the samples of an episode sampler's function; what is carried stays where it is."""
 
     def gathered(*arguments: PyTree, **named: PyTree) -> PyTree:
         samples, carried = turn(*arguments, **named)
@@ -170,12 +162,12 @@ def _gathered_turn(turn: Callable[..., PyTree], mesh: Mesh | None) -> Callable[.
 
 
 def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *, gap: bool) -> list[int]:
-    """A text as a completion, up to the token that ends it.
+    """Encode a text as a completion, up to the token that ends it.
 
-    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of `eos_ids`
-    where that is none of them. Marks in the text are text (`plain_tokens`); an end token that is no mark, such as a
-    line's end, ends it, for the sampler would stop there. With `gap` a space comes before it: behind plain text a word
-    starts with its space, behind a chat template's mark it does not.
+    It ends with the tokenizer's own end token, which closes a turn of its chat template, or with the first of
+    `eos_ids` where that is none of them. Marks in the text are text (`plain_tokens`); an end token that is no mark,
+    such as a line's end, ends it, for the sampler would stop there. With `gap` a space comes before it: behind plain
+    text a word starts with its space, behind a chat template's mark it does not.
     """
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[0]
     ids = [*plain_tokens(tokenizer, f" {text}" if gap else text), end]
@@ -184,10 +176,9 @@ def completion_tokens(tokenizer: Tokenizer, text: str, eos_ids: Sequence[int], *
 
 
 def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most: int) -> Trie:
-    """The tree of a task's texts (`tasks.task.Choices`); those that are the same tokens are the first of them.
+    """The tree of a task's texts (`tasks.task.Choices`); of texts with the same tokens the first counts.
 
-    UserError where a text is longer than `most`, sampling.max_new_tokens, or has no token of its own. `gap` is as of
-    `completion_tokens`.
+    UserError where a text is longer than `most` (sampling.max_new_tokens), or has no token of its own.
     """
     unknown = loaded.tokenizer.unk_token_id
     numbers: dict[tuple[int, ...], int] = {}
@@ -212,15 +203,12 @@ def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[byt
 
     Over bytes it is that of Aho and Corasick (1975): a state is the longest beginning of a stop string that the text
     ends with. A token is several steps of it at once. The state S, which has no row, is reached by the token that
-    completes a stop string.
+    completes a stop string. ValueError without stop strings or with an empty one.
 
     Args:
-        stops: At least one, none of them empty.
-        first: What each of V tokens adds to a text that is empty, in bytes; b"" for nothing.
-        later: What each adds to any other.
-
-    Raises:
-        ValueError: There is no stop string, or an empty one.
+        stops: The stop strings.
+        first: Bytes that each of V tokens adds to an empty text; b"" for nothing.
+        later: Bytes that each adds to any other text.
     """
     if not stops or not all(stops):
         raise ValueError(f"stops: expected texts that are not empty, got {list(stops)}")
@@ -259,7 +247,7 @@ def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _token_moves(moves: np.ndarray, states: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
-    """Where each token leads from each state: int [states, V]."""
+    """The state that each token leads to from each state: int [states, V]."""
     reached = np.repeat(states[:, None], len(pieces), axis=1)
     lengths = np.array([len(piece) for piece in pieces])
     for place in range(lengths.max(initial=0)):

@@ -25,16 +25,14 @@ class SamplingParams:
     Attributes:
         group_size: G, completions per prompt.
         max_new_tokens: T, tokens after which a completion is cut.
-        temperature: Divides the logits; 0 takes the most likely token (log-probabilities are then at
-            temperature 1).
+        temperature: Divides the logits; 0 takes the most likely token (log-probabilities are then at temperature 1).
         top_k: Draw among the k most likely tokens; 0 for all.
-        top_p: Draw among the fewest most likely tokens that hold this share of the mass top-k left (tokens as
-            likely as the last of them come along); 1 for all.
+        top_p: Draw among the fewest most likely tokens that hold this share of the mass top-k left (tokens as likely
+            as the last of them come along); 1 for all.
         min_p: Draw among tokens at least this fraction as likely as the most likely one; 0 for all.
         min_new_tokens: Tokens before which no end-of-sequence token is drawn.
-        repetition_penalty: What divides the logits, where they are positive, of tokens that prompt or completion
-            hold already, and multiplies them where they are negative (CTRL, https://arxiv.org/abs/1909.05858); 1 for
-            none.
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens that prompt or completion
+            hold already (CTRL, https://arxiv.org/abs/1909.05858); 1 for none.
     """
 
     group_size: int
@@ -47,7 +45,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        """Refuse values outside their range with a ValueError that names the field."""
+        """Raise a ValueError that names the field for values outside their range."""
         rules = {
             "group_size": (self.group_size >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
@@ -70,12 +68,12 @@ class SamplingParams:
 
     @property
     def restricted(self) -> bool:
-        """Whether tokens are drawn from fewer than the policy has a probability for."""
+        """Whether top-k, top-p or min-p is in use."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalises(self) -> bool:
-        """Whether it matters which tokens a completion holds already."""
+        """Whether repetitions are penalised."""
         return self.repetition_penalty != 1
 
 
@@ -99,10 +97,10 @@ def choose_tokens(
     """Draw one token per row.
 
     Args:
-        logits: [V, R], any floating dtype. The vocabulary comes first as in the head's weights [V, D]: a product
-            of few rows then reads them as they lie, in two thirds of the time on a CPU.
+        logits: [V, R], any floating dtype. The vocabulary comes first as in the head's weights [V, D]: a product of
+            few rows then reads them as they lie, in two thirds of the time on a CPU.
         keys: Typed PRNG keys [R], one per row: a row's token depends on its own logits and key alone.
-        params: Temperature and restrictions; top-k comes first, then top-p on what is left, then min-p.
+        params: Temperature and restrictions; top-k comes first, then top-p on the rest, then min-p.
         allowed_tokens: bool [V] or, row by row, bool [V, R]: tokens that exist at all; None for every token.
         seen: bool [R, V], tokens that are penalised as repetitions; None for none.
         barred: bool [V], tokens that are not drawn now although the policy has them; None for none.
@@ -143,7 +141,6 @@ def _steered(logits: jax.Array, params: SamplingParams, seen: jax.Array | None, 
 
 
 def _take(values: jax.Array, index: jax.Array) -> jax.Array:
-    """Pick values[index[r], r] of every row: [n, R], [R] → [R]."""
     return jnp.take_along_axis(values, index[None], axis=0)[0]
 
 
@@ -170,12 +167,11 @@ def _apply_min_p(logits: jax.Array, min_p: float) -> jax.Array:
 
 
 def _nucleus_threshold(probs: jax.Array, top_p: float) -> jax.Array:
-    """Find the largest threshold [R] at or above which the entries of probs [V, R] hold top_p of the mass.
+    """Largest threshold [R] at or above which the entries of probs [V, R], at most 1, hold top_p of the mass.
 
-    Bisection over the bit patterns of float32, which are ordered as the non-negative numbers they stand
-    for: 30 passes reach the exact threshold, at a fiftieth of the cost of sorting a vocabulary. `probs` is
-    at most 1. What is compared is the mass left out: near top_p = 1 it is the smaller sum, and so the more
-    exact one.
+    Bisection over the bit patterns of float32, which are ordered as the non-negative numbers they stand for: 30
+    passes reach the exact threshold, at a fiftieth of the cost of sorting a vocabulary. The mass left out is
+    compared: near top_p = 1 it is the smaller sum, and so the more exact one.
     """
     spare = (1 - top_p) * jnp.sum(probs, axis=0)
 

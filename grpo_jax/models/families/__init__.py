@@ -25,11 +25,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    """The config in the contents of a ``config.json``.
-
-    Raises:
-        ValueError: the model_type is none of ``FAMILIES``, or a field is missing or not supported; it is named.
-    """
+    """Read the contents of a ``config.json``; ValueError names a field that is missing or not supported."""
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {shown(model_type)}")

@@ -21,13 +21,12 @@ class Naming(NamedTuple):
     # transformers' model has it
     prefixes: tuple[str, ...]
     heads: tuple[str, ...]  # names of a head of its own
-    tensors: Mapping[str, str]  # what is not in a layer: the decoder's name → Hugging Face's behind the prefix
+    tensors: Mapping[str, str]  # tensors outside of layers: the decoder's name → Hugging Face's behind the prefix
     layers: str  # name of the list of layers
-    # what is in a layer: the decoder's name → Hugging Face's, with {} for the number of an expert
-    modules: Mapping[str, str]
+    modules: Mapping[str, str]  # of a layer: the decoder's name → Hugging Face's, with {} for the number of an expert
     transposed: bool  # kernels are stored [out, in] (Linear), not [in, out] (Conv1D)
     constants: str  # pattern of tensors that old folders store although nothing is learned in them
-    beside: tuple[str, ...] = ()  # how the names begin of what is no part of the language model (a vision tower)
+    beside: tuple[str, ...] = ()  # prefixes of other parts than the language model (a vision tower)
     # of a layer, a tensor in which some folders keep what others keep apart: Hugging Face's name → the decoder's, whose
     # outputs lie one after the other in it, [experts, out, in]
     together: Mapping[str, tuple[str, ...]] = {}

@@ -57,7 +57,7 @@ def read_gemma3(config: kinds.Fields) -> DecoderConfig:
 
 
 def _read(fields: kinds.Fields, model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
-    """The fields of both; every ``pattern``-th layer has no window where layer_types does not say."""
+    """Read the fields of both; every ``pattern``-th layer has no window where layer_types does not say."""
     fields = {**_DEFAULTS, **kinds.not_null(fields)}
     honoured = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
     honoured = honoured if model_type == GEMMA2 else honoured[:2]

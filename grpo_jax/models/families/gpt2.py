@@ -65,7 +65,7 @@ class GPT2Config:
     vision: ClassVar[None] = None
 
     def __post_init__(self):
-        """Refuse shapes that cannot be."""
+        """Refuse impossible shapes."""
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -92,15 +92,12 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, config: kinds.Fields) -> "GPT2Config":
-        """Read the contents of a ``config.json``.
+        """Read the contents of a ``config.json``; ValueErrors name the field that is missing or unsupported.
 
-        Every field that changes what the decoder computes is honoured or refused by name. Dropouts
-        (``resid_pdrop``, ``embd_pdrop``, ``attn_pdrop``) are not applied, in training neither: sampler and
-        update must see one distribution. ``reorder_and_upcast_attn`` asks for scores in float32, which they
-        always are here. The ``summary_*`` fields belong to a head that a causal language model lacks.
-
-        Raises:
-            ValueError: naming the field that is missing or unsupported, with its value.
+        Every field that changes what the decoder computes is honoured or refused. Dropouts (``resid_pdrop``,
+        ``embd_pdrop``, ``attn_pdrop``) are not applied, in training neither: sampler and update must see one
+        distribution. ``reorder_and_upcast_attn`` asks for scores in float32, which they always are here. The
+        ``summary_*`` fields belong to a head that a causal language model lacks.
         """
         if config.get("model_type") != MODEL_TYPE:
             raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {config.get('model_type')!r}")
@@ -169,7 +166,7 @@ def _final_norm(config: GPT2Config, param_dtype: jax.typing.DTypeLike) -> LayerN
 
 
 def _layer_inputs(config: GPT2Config) -> LayerInput:
-    """What multiplies attention's scores, float32 [layers]; None for E^-0.5 in all."""
+    """Scale of attention's scores, float32 [layers]; None for E^-0.5 in all."""
     if config.scale_attn_weights and not config.scale_attn_by_inverse_layer_idx:
         return LayerInput()
     scales = np.full(config.num_layers, config.head_dim**-0.5 if config.scale_attn_weights else 1.0)
@@ -179,7 +176,7 @@ def _layer_inputs(config: GPT2Config) -> LayerInput:
 
 
 def _initial_stddev(config: GPT2Config, name: str) -> float:
-    """What adds to the residual stream is drawn smaller, as the paper says."""
+    """Smaller for kernels that add to the residual stream, as in the paper."""
     if name in ("attn_c_proj", "mlp_c_proj"):
         return config.initializer_range / math.sqrt(2 * config.num_layers)
     return config.initializer_range

@@ -54,7 +54,7 @@ class Mixture:
     normalised: bool = False  # whether the weights of the chosen ones add up to 1
 
     def __post_init__(self):
-        """Refuse a choice that cannot be."""
+        """Refuse impossible choices."""
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"num_experts_per_tok must be from 1 to num_experts={self.experts}, got {self.chosen}")
 
@@ -84,11 +84,11 @@ class DecoderConfig:
     qk_norm: bool = False  # RMS norm on each head's queries and keys before the rotation (Qwen3)
     mixture: Mixture | None = None  # of experts in each layer; None for one MLP
     unit_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma)
-    post_norms: bool = False  # what attention and MLP give is normed too, before it is added (Gemma)
-    attention_scale: float | None = None  # what multiplies attention's scores; None for E^-0.5
+    post_norms: bool = False  # outputs of attention and MLP are normed too, before they are added (Gemma)
+    attention_scale: float | None = None  # factor of attention's scores; None for E^-0.5
     attention_softcap: float | None = None  # the cap of these scores, None for none
     logit_softcap: float | None = None  # the cap of the logits, None for none
-    embedding_scale: float = 1.0  # what multiplies embedded tokens
+    embedding_scale: float = 1.0  # factor of embedded tokens
     tie_word_embeddings: bool = False  # the head is the embedding
     max_positions: int | None = None  # max_position_embeddings, as the folder has it; None where it does not say
     initializer_range: float = 0.02  # standard deviation of freshly drawn weights
@@ -96,7 +96,7 @@ class DecoderConfig:
     vision: VisionConfig | None = None  # the tower beside it, or None for a model of text
 
     def __post_init__(self):
-        """Fill in ``windows`` and refuse shapes that cannot be."""
+        """Fill in ``windows`` and refuse impossible shapes."""
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -127,13 +127,7 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: kinds.Fields) -> "DecoderConfig":
-        """Read the contents of a ``config.json``, flat or with ``text_config`` / ``rope_parameters``.
-
-        Every field that changes what the decoder computes is honoured or refused by name.
-
-        Raises:
-            ValueError: Naming the field that is missing or unsupported, with its value.
-        """
+        """Read a ``config.json``, flat or nested; fields that change the result are honoured or refused by name."""
         model_type = config.get("model_type")
         if model_type not in TEXT_TYPES + VISION_TYPES:
             raise ValueError(f"model_type must be one of {TEXT_TYPES + VISION_TYPES}, got {model_type!r}")
@@ -167,15 +161,8 @@ def read_shared(
 ) -> dict[str, Any]:
     """Check the fields that all families of `DecoderConfig` share, and return its arguments that they read alike.
 
-    Args:
-        fields: Of the language model, with the family's own defaults filled in.
-        model_type: Hugging Face's name of the architecture.
-        extra_kinds: Of fields that this family alone has.
-        honoured: Of ``NEUTRAL``, the fields whose other values this family computes.
-        head_dim: Where the fields name none; None for the width over the heads.
-
-    Raises:
-        ValueError: Naming the field that is missing or unsupported, with its value.
+    `fields` have the family's own defaults filled in; `extra_kinds` are those of fields that this family alone has,
+    `honoured` the fields of ``NEUTRAL`` whose other values it computes.
     """
     kinds.check_kinds(fields, {**_KINDS, **extra_kinds})
     fields = kinds.not_null(fields)
@@ -275,7 +262,7 @@ def typed_windows(fields: kinds.Fields, types: Sequence[str], window: int | None
 
 
 def _rope(fields: kinds.Fields, model_type: str, half: int) -> RopeConfig:
-    """With the shares of time, row and column among the frequencies, in models that see pictures."""
+    """Rotation, in models that see pictures with the shares of time, row and column among the frequencies."""
     if model_type not in VISION_TYPES:
         return read_rope(fields)
     # On text all three position axes agree, so "mrope" scales nothing.
@@ -391,7 +378,6 @@ class Block(nn.Module):
 
 
 def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:
-    """The layer's own, [P, S, E/2], of the kinds that there are."""
     assert context.rotation is not None  # the decoder gives it
     if layer_input.rotation is None:
         return context.rotation
@@ -414,11 +400,7 @@ def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:
 
 
 def _layer_inputs(config: DecoderConfig) -> LayerInput:
-    """What each layer is told, [layers] each or None.
-
-    The windows; the layers' numbers where pictures are added to some; the kinds of rotation where they differ; what
-    multiplies attention's scores where that is not E^-0.5.
-    """
+    """Inputs of each layer, [layers] each; None where no layer differs from the default."""
     inputs = LayerInput()
     if config.attention_scale is not None:
         inputs = inputs._replace(scale=jnp.full((config.num_layers,), config.attention_scale, jnp.float32))

@@ -72,9 +72,9 @@ def _rope(fields: kinds.Fields, head_dim: int) -> RopeConfig:
 
 
 def _longest(config: DecoderConfig) -> int | None:
-    """LongRoPE turns by one table in short texts and by another, from the first token on, in longer ones.
+    """Length of short texts, beyond which LongRoPE turns by another table from the first token on.
 
-    A completion would change what its prompt's keys are as it grows past that length, so it may not.
+    A completion would change its prompt's keys as it grows past that length, so it may not.
     """
     return config.rope.original_length or None
 

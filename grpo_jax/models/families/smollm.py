@@ -43,7 +43,7 @@ def _turns(fields: kinds.Fields) -> tuple[bool, ...]:
 
 
 def _windows(fields: kinds.Fields, turns: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Those of layer_types; without them the layers that do not rotate have it."""
+    """Windows by layer_types; without them for the layers that do not rotate."""
     window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
     if fields.get("layer_types") is not None:
         return typed_windows(fields, fields["layer_types"], window)

@@ -13,11 +13,9 @@ from grpo_jax.models.hf.templates import Json
 from grpo_jax.models.hf.tokens import Tokenizer, failures_named, messages_renderer, text_marks, texts_encoder
 from grpo_jax.models.vision.config import VisionConfig
 
-PICTURE = None
-"""A picture among the parts of a message."""
+PICTURE = None  # among the parts of a message
 
-
-# Stand for what is said when a template's frame is looked for: digits, which templates leave alone.
+# Placeholders of texts in the search for a template's frame: digits, which templates leave alone.
 _PROBE = "7316940582"
 _SYSTEM_PROBE = "5093718264"
 _WRITTEN = "2850491637"
@@ -25,34 +23,32 @@ _ANSWERED = "6081527394"
 
 
 class Fixed(NamedTuple):
-    """Text of an instruction: unlike what a user writes, what looks like a mark in it is one."""
+    """Text of an instruction: unlike in a user's text, what looks like a mark in it is one."""
 
     text: str
 
 
-Part = str | Fixed | None
-"""What a message is made of: text, an instruction's text, or a picture."""
+Part = str | Fixed | None  # of a message: text, an instruction's text, or a picture
 
 
 class Message(NamedTuple):
-    """One turn of a conversation: who speaks (system, user, assistant), and its parts in order."""
+    """One turn of a conversation: the role (system, user, assistant), and its parts in order."""
 
     role: str
     parts: tuple[Part, ...]
 
     @property
     def text(self) -> str:
-        """Its texts, pictures left out."""
+        """The texts of all parts, without pictures."""
         return "".join(map(_text_of, self.parts))
 
 
 def _text_of(part: Part) -> str:
-    """The text of a part; a picture has none."""
     return part.text if isinstance(part, Fixed) else part or ""
 
 
 class PictureTokens(NamedTuple):
-    """The tokens of a model that sees: around a picture, and in the place of each of its merged tokens."""
+    """The tokens around a picture, and those in the place of each of its merged tokens."""
 
     start: int
     picture: int
@@ -61,7 +57,7 @@ class PictureTokens(NamedTuple):
 
 
 class _Tools:
-    """Tools that a template is told of, and the texts in them that look like marks."""
+    """Tools for a template, and the texts in them that look like marks."""
 
     def __init__(self, tools: Sequence[Mapping[str, Json]], marks: Sequence[str]):
         signs = {sign for mark in marks for sign in mark if not (sign.isalnum() or sign in "_ ")}
@@ -78,7 +74,6 @@ class _Tools:
         """Without any sign of which marks are made: not even texts that a template puts together become one."""
 
     def showing(self, texts: Iterator[str]) -> Json:
-        """The tools with other texts in the places of their marks."""
         return self._replaced(self._mark, lambda _: next(texts))
 
     def _replaced(self, pattern: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Json:
@@ -93,12 +88,12 @@ class _Tools:
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Of texts that begin alike the longest; of none nothing."""
+    """A pattern of any of these texts, the longest first; of none it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 def picture_tokens(vision: VisionConfig) -> PictureTokens:
-    """Those that a tower's config names."""
+    """The tokens that a tower's config names."""
     return PictureTokens(vision.vision_start_token, vision.image_token, vision.vision_end_token, vision.video_token)
 
 
@@ -114,16 +109,11 @@ def conversation_encoder(
 
     Placed as transformers' processor places them: where the template puts a picture, which then stands for as many
     placeholders as the picture has merged tokens. A template that knows no pictures gets them as text before it.
+    UserError as of `texts_encoder`, where the template drops a picture, or where pictures come and the model sees
+    none (`tokens` None).
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        chat: Whether its chat template is used; otherwise there is one message, and its text is continued.
-        tokens: Of pictures; None for a model that sees none.
-        vocab_size: V, the model's; a token beyond it is refused.
-        **switches: What the template is told beside the messages. In `tools` what looks like a mark is text.
-
-    Raises:
-        UserError: As `texts_encoder`; the template drops a picture; or there are pictures and the model sees none.
+    Without `chat` there is one message, and its text is continued. `switches` are variables of the template beside
+    the messages; in `tools` text that looks like a mark is text.
     """
     listed_tools = switches.pop("tools", None)
     render = messages_renderer(tokenizer, **switches) if chat else _continued
@@ -181,13 +171,13 @@ def conversation_encoder(
 
 
 def knows_option(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether a chat template says the name of an option at all."""
+    """Whether a chat template names an option at all."""
     template = tokenizer.get_chat_template(tools=[{}] if name == "tools" else None)
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def default_system_prompt(tokenizer: Tokenizer, **switches: Json) -> str:
-    """What a chat template says as the system where a conversation has no system message; "" for nothing."""
+    """The chat template's system prompt where a conversation has no system message; "" for none."""
     render = messages_renderer(tokenizer, **switches)
     user = {"role": "user", "content": _PROBE}
     try:
@@ -202,14 +192,13 @@ def default_system_prompt(tokenizer: Tokenizer, **switches: Json) -> str:
 
 
 def _continued(messages: Sequence[dict[str, Json]]) -> str:
-    """The frame of a prompt that is continued: none."""
     if len(messages) > 1:
         raise UserError("a prompt of several messages needs a chat template, and the policy's tokenizer has none")
     return messages[0]["content"]
 
 
 def _content_parts(parts: Sequence[Part]) -> list[dict[str, Json]]:
-    """A message as templates take pictures in it; texts that touch are one."""
+    """A message's content as templates take pictures in it; texts that touch are one."""
     content: list[dict[str, Json]] = []
     for part in parts:
         if part is PICTURE:
@@ -222,7 +211,7 @@ def _content_parts(parts: Sequence[Part]) -> list[dict[str, Json]]:
 
 
 def _shows_pictures(render: Callable[..., str], picture: str) -> bool:
-    """Whether a template writes a placeholder for a picture, and the text beside it as text."""
+    """Whether a template writes a placeholder for a picture and keeps the text beside it."""
     try:
         text = render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _PROBE}]}])
     except UserError:
@@ -231,7 +220,7 @@ def _shows_pictures(render: Callable[..., str], picture: str) -> bool:
 
 
 def _expanded(ids: Sequence[int], picture: int, lengths: Sequence[int], texts: Sequence[str]) -> list[int]:
-    """The tokens with each picture's placeholder as often as the picture has tokens."""
+    """Repeat each picture's placeholder as often as the picture has tokens; refuse other numbers of pictures."""
     if ids.count(picture) != len(lengths):
         raise UserError(
             f"prompt {shown(max(texts, key=len, default=''))} has {len(lengths)} pictures, and the policy's chat "
@@ -250,25 +239,18 @@ def answer_encoder(
 ) -> Callable[[str, bool, Sequence[int]], list[int]]:
     """encode(answer, ended, pictures) → the tokens between a text of the policy's and its next one.
 
-    All of an answer is text, whatever it says. The tokens follow the end token that the policy wrote; where it was cut
-    off before one (not `ended`) they begin with it. A tokenizer without a chat template gets the answer as plain text.
+    All of an answer is text, whatever it says. The tokens follow the end token that the policy wrote; where it was
+    cut off before one (not `ended`) they begin with it. A tokenizer without a chat template gets the answer as plain
+    text. UserError where the template fails or shows no second turn of a user, or as of `texts_encoder`.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        eos_ids: What ends a text of the policy's.
-        vocab_size: V, the model's; a token beyond it is refused.
-        picture: The tokens before, of and behind a picture; its own stands as often as `pictures` says of each, and
-            they all come before the text. () for a model that sees none.
-        **switches: What the template is told beside the messages.
-
-    Raises:
-        UserError: The template fails, or shows no second turn of a user; or (``encode``) as `texts_encoder`.
+    `picture` are the tokens before, of and behind a picture, () for a model that sees none; the second stands as
+    often as `pictures` says of each, and they all come before the text. `switches` are variables of the template.
     """
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id in eos_ids else list(eos_ids)[:1]
     names = tokenizer.convert_ids_to_tokens(list(picture))
 
     def tail_of(content: Json) -> str:
-        """What the template writes behind the policy's text where the user then says this."""
+        """The template's text behind the policy's where the user then says this."""
         turns = (("user", _PROBE), ("assistant", _WRITTEN), ("user", content))
         try:
             text = templates.render(
@@ -289,7 +271,7 @@ def answer_encoder(
 
     @functools.cache
     def framed(count: int) -> tuple[Callable[[Sequence[str]], list[int]], bool]:
-        """The encoder of answers with so many pictures, and whether what it gives closes the policy's text first."""
+        """The encoder of answers with so many pictures, and whether it closes the policy's text first."""
         marks = "".join(names) * count
         encoder = functools.partial(texts_encoder, tokenizer, count=1, add_special_tokens=False, vocab_size=vocab_size)
         if not getattr(tokenizer, "chat_template", None):
@@ -321,6 +303,5 @@ def answer_encoder(
 
 
 def _repeated(ids: Sequence[int], picture: int | None, lengths: Sequence[int]) -> list[int]:
-    """The tokens with each picture's placeholder as often as the picture has tokens."""
     rest = iter(lengths)
     return [token for one in ids for token in ([one] * next(rest) if one == picture else [one])]

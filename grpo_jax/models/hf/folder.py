@@ -45,27 +45,16 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class PolicyFolder(NamedTuple):
-    """A policy as its folder holds it.
-
-    Attributes:
-        config: Shape and choices of the decoder.
-        params: Its parameters; empty while only `read_folder` has run.
-        tokenizer: The folder's, or None if it was not asked for.
-        eos_ids: Every token id that ends a completion.
-        pad_id: Id used to fill up; the first of ``eos_ids`` where the folder names none.
-        path: Where it was loaded from.
-        name: What others can load it by: the hub id, or the folder's absolute path.
-        visual: Its vision tower's parameters; None if it was not asked for.
-    """
+    """A policy as its folder holds it."""
 
     config: ModelConfig
-    params: dict[str, PyTree]
-    tokenizer: Tokenizer | None
-    eos_ids: tuple[int, ...]
-    pad_id: int
+    params: dict[str, PyTree]  # the decoder's; empty while only `read_folder` has run
+    tokenizer: Tokenizer | None  # None if it was not asked for
+    eos_ids: tuple[int, ...]  # every token id that ends a completion
+    pad_id: int  # the first of `eos_ids` where the folder names none
     path: Path
-    name: str
-    visual: dict[str, PyTree] | None = None
+    name: str  # the hub id, or the folder's absolute path
+    visual: dict[str, PyTree] | None = None  # the vision tower's; None if it was not asked for
 
 
 def load_folder(
@@ -76,17 +65,10 @@ def load_folder(
     put: Callable[[PyTree], PyTree] | None = None,
     vision: bool = False,
 ) -> PolicyFolder:
-    """Load the folder of one of the model families (`models.families`).
+    """Load a local folder, or a hub id, of one of the model families (`models.families`).
 
-    Args:
-        folder: A local folder, or a hub id.
-        param_dtype: ``float32``, ``bfloat16`` or ``float16``; None keeps the folder's.
-        tokenizer: Whether to load the tokenizer too.
-        put: Takes the parameters from host memory to their devices; None copies them to the first.
-        vision: Whether to load the vision tower too, where there is one.
-
-    Raises:
-        UserError: Something is missing, truncated, or of an unsupported kind; says how to mend it.
+    `put` takes the parameters from host memory to their devices; None copies them to the first. A `param_dtype` of
+    None keeps the folder's.
     """
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
@@ -97,7 +79,7 @@ def load_folder(
 
 
 def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
-    """All of a folder but its weights, which take long; errors as of `load_folder`."""
+    """Read all of a folder but its weights, which take long; arguments and errors as of `load_folder`."""
     name, folder = str(folder), resolve_folder(folder)
     name = str(folder.resolve()) if Path(name).expanduser().is_dir() else name
     if not (folder / "config.json").is_file():
@@ -112,7 +94,7 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
 def load_weights(
     read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> PolicyFolder:
-    """A policy that `read_folder` gave with its parameters; arguments and errors as of `load_folder`."""
+    """Load the parameters of a policy that `read_folder` gave; arguments and errors as of `load_folder`."""
     params = _read_weights(read_params, read.path, read.config, param_dtype)
     return read._replace(params=(put or _copied)(params))
 
@@ -120,10 +102,7 @@ def load_weights(
 def load_tower(
     loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> dict[str, PyTree]:
-    """The parameters of the vision tower in a policy's folder; arguments and errors as of `load_folder`.
-
-    `put` takes ``{"visual": parameters}``.
-    """
+    """Load the parameters of a folder's vision tower; `put` takes ``{"visual": parameters}``."""
     host = _read_weights(read_tower, loaded.path, loaded.config, param_dtype)
     return (put or _copied)({VISUAL: host})[VISUAL]
 
@@ -143,7 +122,7 @@ def _copied(tree: PyTree) -> PyTree:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a folder with its chat template; UserError if there is none, or a broken one."""
+    """Load a folder's tokenizer with its chat template; UserError if there is none, or a broken one."""
     folder = resolve_folder(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer; copy the model's tokenizer files into it")
@@ -184,20 +163,10 @@ def save_folder(
 ) -> None:
     """Write a folder that transformers loads: the source's with the policy's weights replaced.
 
-    Configuration and tokenizer are the source's, and so is the vision tower unless the parameters hold one. The folder
-    appears at once when it is complete, replacing an earlier export. Weights loaded and saved without a change are
-    bit-equal.
-
-    Args:
-        folder: Where to write.
-        source_folder: The folder that the policy came from.
-        config: The decoder's.
-        params: Its parameters, adapters merged (``lora.merge``); with ``visual`` the tower's too.
-        dtype: Of the weights in params; None keeps each tensor's dtype in the source.
-
-    Raises:
-        UserError: The folder cannot be written or is in use for something else.
-        ValueError: params are not this decoder's.
+    Configuration and tokenizer are the source's, and so is the vision tower unless `params` hold one (``visual``);
+    adapters are merged into them (``lora.merge``). Without `dtype` each tensor keeps the source's. The folder appears
+    at once when it is complete, replacing an earlier export; UserError where it is in use for something else. Weights
+    loaded and saved without a change are bit-equal.
     """
     if dtype not in (*_DTYPES, None):
         raise ValueError(f"dtype must be one of {_DTYPES} or None, got {dtype!r}")
@@ -221,11 +190,7 @@ def save_folder(
 
 
 def resolve_folder(folder: str | Path) -> Path:
-    """A local folder from its path or from a hub id, whose files are downloaded unless the local cache has them.
-
-    Only safetensors weights, configurations and tokenizer files are fetched. UserError if it is neither, or the hub
-    refuses.
-    """
+    """Find a folder by its path or hub id; safetensors, configurations and tokenizer are downloaded if not cached."""
     name = str(folder)
     path = os.path.expanduser(name)
     if os.path.isdir(path):  # of any text: NUL and what is too long for a path are no folders
@@ -265,7 +230,7 @@ def _from_hub(name: str) -> Path:
 
 
 def model_config(folder: Path, raw: Fields) -> ModelConfig:
-    """The decoder's config from the contents of a config.json; UserError names a field that is not supported."""
+    """The decoder's config from a ``config.json``; UserError names a field that is not supported."""
     try:
         return read_config(raw)
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
@@ -317,7 +282,7 @@ def _checked_leaves(config: ModelConfig, params: Variables) -> Leaves:
 
 
 def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
-    """Configurations and tokenizer; neither weights in other formats nor code."""
+    """Copy configurations and tokenizer; neither weights in other formats nor code."""
     for path in source.iterdir():
         wanted = path.suffix in _COPIED or path.name.upper().startswith("LICENSE")
         if path.is_file() and wanted and not path.name.endswith(".bin.index.json"):
@@ -340,7 +305,7 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
 
 
 def require_hub(repo: str) -> None:
-    """Refuse a name that is none, no login, and being offline with a UserError; asks nobody over the network."""
+    """Refuse an invalid name, no login, and being offline with a UserError, without asking over the network."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -356,14 +321,7 @@ def require_hub(repo: str) -> None:
 
 
 def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder's files as one commit to a repository "owner/name", which is made (`private`?) if there is none.
-
-    Returns:
-        The repository's address.
-
-    Raises:
-        UserError: The hub refuses or cannot be reached; the message has the command that tries again.
-    """
+    """Upload a folder as one commit to a repository "owner/name", made where there is none; returns its address."""
     require_hub(repo)
     from huggingface_hub import HfApi
 

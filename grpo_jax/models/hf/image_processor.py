@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor
 
 FILES = ("processor_config.json", "preprocessor_config.json")
-"""Where settings stand: under "image_processor" of the first, as transformers 5 writes them, or alone in the second."""
+"""Files of settings: under "image_processor" of the first (transformers 5), or alone in the second."""
 
 
 TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
@@ -32,7 +32,7 @@ EDGES = {"qwen2_vl": 448, "qwen2_5_vl": 448, "qwen3_vl": 512}
 
 
 LONGEST_SHAPE = 200
-"""The processor takes no picture whose longer side is more than so many times the other."""
+"""The largest ratio of sides that the processor takes."""
 
 
 _PIXELS = kinds.whole(1, 2**31 - 1)
@@ -76,11 +76,11 @@ class PictureSettings:
 
     @property
     def step(self) -> int:
-        """Pixels along the side of a merged token, which the sides of a prepared picture are multiples of."""
+        """Pixels along the side of a merged token; the sides of a prepared picture are multiples of it."""
         return self.patch * self.merge
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of a prepared picture, in pixels: `edge`, or as the processor (`smart_resize`) chooses them.
+        """Height and width of a prepared picture, in pixels: `edge`, or as the processor's `smart_resize` has it.
 
         ValueError where the picture is longer than the processor takes.
         """
@@ -106,15 +106,10 @@ class PictureSettings:
 
 
 def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -> PictureSettings:
-    """The settings of a folder.
+    """Read the settings of a local folder; patches must be cut as the tower of `vision` takes them.
 
-    Args:
-        folder: Local, of a model that sees.
-        vision: Its tower's config: patches must be cut as the tower takes them.
-        size: `edge`: 0 keeps each picture's shape; None takes the family's, as far as the folder's limits allow.
-
-    Raises:
-        UserError: There are no settings, they are of another processor, or the size does not fit them.
+    `size` is the `edge`: 0 keeps each picture's shape; None takes the family's, as far as the folder's limits allow.
+    UserError where there are no settings, they are of another processor, or the size does not fit them.
     """
     path, fields = _fields(folder)
     try:
@@ -148,7 +143,6 @@ def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) ->
 
 
 def _fields(folder: Path) -> tuple[Path, kinds.Fields]:
-    """The file that settings stand in, and what it says."""
     for name in FILES:
         path = folder / name
         content = read_json(path) if path.is_file() else {}
@@ -162,7 +156,6 @@ def _fields(folder: Path) -> tuple[Path, kinds.Fields]:
 
 
 def _settings(fields: kinds.Fields) -> PictureSettings:
-    """Raises ValueError naming the field."""
     kinds.check_kinds(fields, _KINDS)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if fields.get(name) is False:
@@ -197,7 +190,6 @@ def _default_edge(settings: PictureSettings, usual: int) -> int:
 
 
 def _check_edge(settings: PictureSettings, edge: int) -> None:
-    """Raises UserError for a size that the processor would change."""
     step, pixels = settings.step, edge * edge
     if edge % step:
         near = max(1, round(edge / step)) * step
@@ -215,7 +207,6 @@ def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[
     """prepare(pictures of Pillow, RGB) → patches and grid of each, by the folder's own image processor.
 
     It is the one of torchvision where that is installed, else the one of Pillow; they differ in the last bits.
-    UserError where the processor cannot be loaded.
     """
     processor = _load_processor(folder)
     torch_based = "Fast" in type(processor).__name__ or getattr(processor, "backend", "") == "torchvision"
@@ -252,7 +243,7 @@ def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[
 
 
 def _load_processor(folder: Path) -> BaseImageProcessor:
-    """transformers' own class for what the folder names; never one of the folder's."""
+    """Load transformers' own class for the processor that the folder names; never one of the folder's."""
     from transformers import AutoImageProcessor
 
     try:

@@ -31,7 +31,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
 _FACTORS = {"a": "lora_A", "b": "lora_B"}
 _READ = ("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "init_lora_weights")
-# Says where an adapter came from or how it was trained (dropout), or is of another engine; changes no result.
+# Fields on an adapter's origin, training (dropout) or another engine, which change no result.
 _SILENT = (
     *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode"),
     *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version"),
@@ -44,17 +44,12 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, config: ModelConfig, *, base: str) -> None:
     """Write adapters that ``peft.PeftModel.from_pretrained`` loads onto the base model.
 
-    The folder appears at once when it is complete, replacing an earlier one.
+    The folder appears at once when it is complete, replacing an earlier one. UserError where it cannot be written or
+    is in use for something else.
 
     Args:
-        folder: Where to write.
         adapters: The ``lora`` collection (``lora.init_adapters``); written as float32.
-        lora: Its configuration.
-        config: The decoder's.
         base: Name of the base model, a folder or a hub id; PEFT's auto classes load it.
-
-    Raises:
-        UserError: The folder cannot be written or is in use for something else.
     """
     folder = Path(folder)
     refuse_foreign(folder, CONFIG, "a folder of adapters")
@@ -75,19 +70,15 @@ def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, con
 
 
 def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, dict[str, PyTree]]:
-    """Read adapters that PEFT, or ``save_adapters``, wrote for this decoder.
-
-    Args:
-        folder: holds ``adapter_config.json`` and ``adapter_model.safetensors``.
-        config: the decoder's.
+    """Read adapters that PEFT, or ``save_adapters``, wrote for the decoder of `config`.
 
     Returns:
-        Rank, alpha and targets, and the ``lora`` collection: per target ``a`` [layers, in, rank] and
-        ``b`` [layers, rank, out], float32; those of a vision tower in ``visual``.
+        Rank, alpha and targets, and the ``lora`` collection: per target ``a`` [layers, in, rank] and ``b`` [layers,
+        rank, out], float32; those of a vision tower in ``visual``.
 
     Raises:
-        UserError: naming what is missing or unsupported: DoRA, rank-stabilised scales, biases, ranks that differ
-            between modules, adapters on other modules or in a part of the layers.
+        UserError: A file is missing, or something is unsupported: DoRA, rank-stabilised scales, biases, ranks that
+            differ between modules, adapters on other modules or in a part of the layers.
     """
     folder = Path(folder).expanduser()
     if not (folder / CONFIG).is_file():
@@ -109,7 +100,6 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
 
 
 def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> Fields:
-    """The contents of adapter_config.json."""
     naming = family_of(config).naming
     if naming.beside:  # a list would also reach modules of the same names in the vision tower
         parts = ((part, _targets_of(lora, part)) for part in _parts(config))
@@ -137,25 +127,20 @@ def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> Fields:
 
 
 class _Part(NamedTuple):
-    """A stack of layers that adapters can be on: the decoder's, or a vision tower's."""
-
     path: tuple[str, ...]  # where it is in parameters and adapters
-    prefixes: tuple[str, ...]  # what its modules' names may begin with; the first is transformers' own model's
+    prefixes: tuple[str, ...]  # possible prefixes of its modules; the first is that of transformers' own model
     modules: Mapping[str, str]  # projection → the rest of the module's name, with {} for the layer
     layers: int  # how many
 
     def module(self, prefix: str, layer: int, name: str) -> str:
-        """Name of a module."""
         return f"{prefix}{self.modules[name].format(layer)}"
 
     def pattern(self, names: Iterable[str]) -> str:
-        """A pattern of the modules of these projections in transformers' own model."""
         escaped = (re.escape(self.modules[name]).replace(re.escape("{}"), r"\d+") for name in names)
         return f"{re.escape(self.prefixes[0])}({'|'.join(escaped)})"
 
 
 def _parts(config: ModelConfig) -> tuple[_Part, ...]:
-    """The decoder, and the vision tower where there is one."""
     family, vision = family_of(config), config.vision
     naming = family.naming
     modules = {name: f"{naming.layers}.{{}}.{naming.modules[name]}" for name in family.projections}
@@ -191,7 +176,7 @@ def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str
 
 
 def _refuse_unsupported(raw: Fields) -> None:
-    """Every field that changes what the adapters compute is honoured or refused by name."""
+    """Honour or refuse by name every field that changes what the adapters compute."""
     if raw.get("peft_type") != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {raw.get('peft_type')!r}")
     if raw.get("init_lora_weights") not in _PLAIN_STARTS:
@@ -205,7 +190,7 @@ def _refuse_unsupported(raw: Fields) -> None:
 
 
 def _targets(raw: Fields, part: _Part, prefix: str) -> tuple[str, ...]:
-    """The projections that target_modules (list of endings, pattern, or "all-linear") reaches, by PEFT's own rules."""
+    """The projections that target_modules (endings, pattern, or "all-linear") reaches, by PEFT's own rules."""
 
     def reached(wanted: str | Sequence[str] | None, module: str) -> bool:
         if isinstance(wanted, str):
@@ -226,7 +211,7 @@ def _targets(raw: Fields, part: _Part, prefix: str) -> tuple[str, ...]:
 
 
 def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: Sequence[str]) -> dict[str, PyTree]:
-    """The ``lora`` collection; what does not fit is named before anything is read."""
+    """Read the ``lora`` collection; tensors that do not fit are named before anything is read."""
     parts, kernels = _parts(config), shapes(config)
     if config_vision := config.vision:
         kernels = {**kernels, VISUAL: tower_shapes(config_vision)}

@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Json = Any
-"""What JSON holds."""
 
 SECONDS = 2.0
-"""Of computing, for one conversation; an ordinary template takes less than a thousandth."""
+"""Computing time for one conversation; an ordinary template takes less than a thousandth."""
 MEMORY = 2**29
 """Bytes that rendering may take beside what this process holds when it begins."""
 LONGEST = 2**22
-"""Characters of a rendered conversation, beside 64 for each byte of what it was told."""
+"""Characters of a rendered conversation, beside 64 for each byte of the request."""
 
 _CODE = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -42,14 +41,13 @@ _CODE = (
 
 
 class TemplateFailed(Exception):
-    """A template wrote nothing that can be used; says why in a line."""
+    """A template wrote nothing that can be used; the message says why in a line."""
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Json]], **switches: Json) -> str:
-    """What the chat template of a tokenizer writes for a conversation, with the answer left open.
+    """Render a conversation by a tokenizer's chat template, with the answer left open; `switches` are its variables.
 
-    `switches` are what the template is told beside the messages. TemplateFailed where it raised, took more time or
-    memory than is allowed, or there is none.
+    TemplateFailed where it raised, took more time or memory than is allowed, or there is none.
     """
     try:
         template = tokenizer.get_chat_template(tools=switches.get("tools"))
@@ -60,14 +58,12 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, J
 
 
 def prepare() -> None:
-    """Starts the process, which is ready a second later; otherwise the first conversation does, or says why not."""
+    """Start the process, which is ready a second later; otherwise the first conversation does, or says why not."""
     with suppress(TemplateFailed):
         _RENDERER.start()
 
 
 class _Renderer:
-    """The process, and the next one where that is gone."""
-
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
         self.channel: Connection | None = None
@@ -75,7 +71,6 @@ class _Renderer:
         self.lock = threading.RLock()
 
     def start(self) -> None:
-        """Start the process, unless it lives."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self.end()
@@ -100,7 +95,6 @@ class _Renderer:
             theirs.close()
 
     def render(self, template: str, request: dict[str, Json]) -> str:
-        """A conversation's text."""
         with self.lock:
             answer = self._ask(template, request)
             if answer == -signal.SIGKILL:  # from outside, where memory ran out perhaps: not the template's doing
@@ -134,7 +128,6 @@ class _Renderer:
         return answer
 
     def end(self) -> None:
-        """End the process."""
         with self.lock:
             process = self.process
             self.process = None
@@ -146,7 +139,7 @@ class _Renderer:
                 process.wait()
 
     def forget(self) -> None:
-        """Leaves the process to another one, which this one was forked from."""
+        """Leave the process to another one, which this one was forked from."""
         self.process = None
         self.template = None
         self.lock = threading.RLock()
@@ -166,8 +159,6 @@ os.register_at_fork(after_in_child=_RENDERER.forget)
 
 
 class _Tokenizer:
-    """What `apply_chat_template` asks of a tokenizer."""
-
     def __init__(self, template: str):
         self.template = template
         self.special_tokens_map: dict[str, Json] = {}
@@ -177,7 +168,7 @@ class _Tokenizer:
 
 
 def serve() -> None:
-    """Renders one conversation after the other."""
+    """Render one conversation after the other."""
     channel = Connection(int(sys.argv[1]))
     from transformers import PreTrainedTokenizerBase
 

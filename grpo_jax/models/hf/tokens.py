@@ -24,7 +24,7 @@ else:
     Tokenizer = object
 
 _PLACEHOLDER = "7316940582"
-"""Stands for a prompt when its frame is looked for: templates that trim, capitalise or escape leave digits alone."""
+"""Placeholder of a prompt; templates that trim, capitalise or escape leave digits alone."""
 
 
 _UNKNOWN = "\ue000 \U00012000 qzxwvkj"
@@ -38,15 +38,7 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def messages_renderer(tokenizer: Tokenizer, **switches: Json) -> Callable[..., str]:
-    """render(messages, **more) → the chat template's text for a conversation, with the answer left open.
-
-    Args:
-        tokenizer: With a chat template; it is rendered as `templates.render` says.
-        **switches: What the template is told beside the messages, as is `more`.
-
-    Raises:
-        UserError: (``render``) the template fails, does what the sandbox forbids, takes too long, or writes nothing.
-    """
+    """render(messages, **more) → the chat template's text, with the answer left open; `more` are its variables."""
 
     def render(messages: Sequence[dict[str, Json]], **more: Json) -> str:
         try:
@@ -72,18 +64,10 @@ def texts_encoder(
 ) -> Callable[[Sequence[str]], list[int]]:
     """encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts and no others.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer, fast or slow.
-        render: Puts so many texts into their frame: a chat template, an instruction.
-        count: How many.
-        add_special_tokens: Whether the tokenizer adds its own, such as a begin token.
-        vocab_size: V, the model's; a token beyond it is refused.
-        further_marks: Tokens that no text may become, beside the special ones.
-        harmless: As `render`, where the frame itself holds what others wrote: without that which could be a mark.
-
-    Raises:
-        UserError: The tokenizer fails; or (``encode``) a text has no tokens, one that the model lacks, or text like a
-            mark inside a template that does not keep it apart.
+    `render` puts `count` texts into their frame: a chat template, an instruction. `harmless` does so where the frame
+    itself holds others' text, without all in it that could be a mark. No text may become one of `further_marks`, as
+    of the special tokens. UserError where the tokenizer fails, a text has no tokens or one beyond `vocab_size`, or
+    text like a mark stands inside a template that does not keep it apart.
     """
     marks = text_marks(tokenizer) | frozenset(further_marks)
 
@@ -102,7 +86,7 @@ def texts_encoder(
     expected = marks_in(whole((harmless or render)(fillers)))
 
     def apart(text: str, texts: Sequence[str]) -> list[int] | None:
-        """The texts' parts of a rendered text encoded by themselves; None where the template does not show them."""
+        """Encode the texts' parts of a rendered text by themselves; None where the template does not show them."""
         cut = _around_one(frame, text) if count == 1 else _around_several(frame, fillers, text, texts)
         if cut is None:
             return None
@@ -144,7 +128,6 @@ def _longest(texts: Sequence[str]) -> str:
 
 
 def _around_one(frame: str, text: str) -> tuple[str, str, str] | None:
-    """A rendered text as what stands before its one text, that text as the template shows it, and what is behind."""
     head, found, rest = frame.partition(_PLACEHOLDER)
     tail = rest.rpartition(_PLACEHOLDER)[2]
     if not (found and len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail)):
@@ -153,7 +136,7 @@ def _around_one(frame: str, text: str) -> tuple[str, str, str] | None:
 
 
 def _around_several(frame: str, fillers: Sequence[str], text: str, texts: Sequence[str]) -> list[str] | None:
-    """A rendered text as frame, text, frame, …; None unless each text stands there once, as it is or stripped."""
+    """Split a rendered text into frame, text, frame, …; None unless each text stands there once, perhaps stripped."""
     places = sorted((frame.find(one), number) for number, one in enumerate(fillers))
     if any(place < 0 for place, _ in places) or any(frame.count(one) != 1 for one in fillers):
         return None
@@ -176,7 +159,7 @@ def _around_several(frame: str, fillers: Sequence[str], text: str, texts: Sequen
 
 
 def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text by itself, without marks: what looks like one is text."""
+    """Encode a text by itself; what looks like a mark in it is text."""
     marks = text_marks(tokenizer)
     with failures_named(tokenizer):
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -201,7 +184,7 @@ def failures_named(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether it tells of something broken, a panic among them, rather than of an end that is asked for."""
+    """Whether an exception is a failure, a panic among them, rather than an end that is asked for."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -219,7 +202,6 @@ def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text."""
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
@@ -250,10 +232,11 @@ class Pieces(NamedTuple):
 
 
 def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
-    """What tokens add to the text that decoding them gives (special tokens skipped, no spaces cleaned up).
+    """Bytes that tokens add to the text that decoding them gives (special tokens skipped, no spaces cleaned up).
 
     A byte-level tokenizer's tokens, and SentencePiece's bytes, may hold parts of a character: hence bytes. V is the
-    model's, which may exceed the tokenizer's. None for a tokenizer whose texts are not their tokens' one after another.
+    model's, which may exceed the tokenizer's. None for a tokenizer whose texts are not their tokens' one after
+    another.
     """
     special = special_ids(tokenizer)
     size = min(len(tokenizer), vocab_size)
@@ -276,7 +259,6 @@ def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
 
 
 def _read_pieces(tokenizer: Tokenizer, ordinary: Sequence[int], names: Sequence[str], pieces: Pieces) -> None:
-    """Fills in what decoding says of each token alone and behind another one."""
     anchor = next((token for token in ordinary if names[token].isascii() and names[token].isalpha()), ordinary[0])
     start = _decoded(tokenizer, [anchor])
     for token in ordinary:
@@ -288,7 +270,7 @@ def _read_pieces(tokenizer: Tokenizer, ordinary: Sequence[int], names: Sequence[
 
 
 def _holds(tokenizer: Tokenizer, ordinary: Sequence[int], pieces: Pieces) -> bool:
-    """Whether random texts are what their tokens add, one after another."""
+    """Whether random texts are the pieces of their tokens, one after another."""
     random = np.random.default_rng(0)
     for _ in range(_CHECKS):
         tokens = random.choice(np.asarray(ordinary), _CHECKED).tolist()

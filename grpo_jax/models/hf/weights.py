@@ -29,7 +29,7 @@ Leaves = Mapping[tuple[str, ...], PyTree]
 
 
 class Place(NamedTuple):
-    """Where one tensor belongs."""
+    """Place of a tensor in the parameters."""
 
     path: tuple[str, ...]  # keys from the parameters' root to a leaf
     layer: int | None  # index along the leaf's first axis, or None for a leaf that is not stacked
@@ -42,18 +42,18 @@ class Place(NamedTuple):
 
     @property
     def index(self) -> tuple[int, ...]:
-        """Where the tensor is in its leaf."""
+        """Index of the tensor in its leaf."""
         return tuple(index for index in (self.layer, self.expert) if index is not None)
 
     def parts(self, tensor: np.ndarray) -> dict[tuple[str, ...], np.ndarray]:
-        """What a tensor of the folder is in the leaves, by path."""
+        """Split a tensor of the folder into parts of the leaves, by path."""
         if self.together:
             split = np.split(tensor.swapaxes(1, 2), len(self.together), axis=2)
             return dict(zip(self.together, split, strict=True))
         return {self.path: tensor.reshape(len(tensor), -1).T if self.transpose else tensor}
 
     def tensor(self, part: Callable[[tuple[str, ...]], np.ndarray]) -> np.ndarray:
-        """The tensor of the folder from what is in the leaves, by path."""
+        """Make the tensor of the folder from the parts in the leaves, by path."""
         if self.together:
             return np.concatenate([part(path) for path in self.together], axis=2).swapaxes(1, 2)
         return part(self.path).T.reshape(self.shape) if self.transpose else part(self.path)
@@ -87,7 +87,7 @@ def unflatten(leaves: Leaves) -> dict[str, PyTree]:
 
 
 def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
-    """Tensor name → place, in the naming that a folder with these names uses.
+    """Table of tensor name → place, in the naming that a folder with these names uses.
 
     Where the folder of a tied model repeats the embedding as a head, both names lead to the embedding.
     """
@@ -121,7 +121,6 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
 
 
 def _together(naming: Naming, layers: str, names: set[str]) -> set[str]:
-    """The modules that this folder keeps together with others."""
     if not any(f"{layers}.0.{name}" in names for name in naming.together):
         return set()
     return {part for parts in naming.together.values() for part in parts}
@@ -130,7 +129,6 @@ def _together(naming: Naming, layers: str, names: set[str]) -> set[str]:
 def _in_layer(
     path: tuple[str, ...], module: str, transpose: bool, leaf: jax.ShapeDtypeStruct
 ) -> list[tuple[str, Place]]:
-    """The tensors that a stacked leaf is of a layer: one, or one for each expert."""
     if "{}" not in module:
         return [(module, Place(path, 0, transpose, leaf.shape[:0:-1] if transpose else leaf.shape[1:]))]
     place = Place(path, 0, transpose, leaf.shape[:1:-1])
@@ -138,7 +136,7 @@ def _in_layer(
 
 
 def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
-    """The same for the vision tower, whose places are below ``visual``; empty where the model has none."""
+    """As `name_table` for the vision tower, whose places are below ``visual``; empty where the model has none."""
     vision = config.vision
     if vision is None:
         return {}
@@ -167,11 +165,7 @@ _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gg
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the shards its index names, or the single one.
-
-    Raises:
-        UserError: There are none, or one is missing, or only formats that can run code exist.
-    """
+    """The safetensors files of a folder, its index's shards or the single one; UserError if one is missing."""
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -195,7 +189,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; UserError if the file cannot be read or is something else."""
+    """Read a JSON object; UserError if the file cannot be read or is something else."""
     text = read_text(path)
     try:
         content = read_json_text(text, whole=None)
@@ -229,19 +223,15 @@ class TensorFiles:
         return tuple(self._open[self.names[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Safetensors' name of a tensor's dtype, from the header."""
+        """Safetensors' name of a tensor's dtype."""
         return self._open[self.names[name]].get_slice(name).get_dtype()
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor."""
+        """Read a tensor."""
         return self._open[self.names[name]].get_tensor(name)
 
     def read_finite(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
-        """The tensor in a dtype (None: its own), for computing with.
-
-        Raises:
-            UserError: It holds NaN or infinity, or values that the dtype cannot hold.
-        """
+        """Read a tensor in a dtype (None: its own); UserError for NaN, infinity, or values beyond the dtype."""
         value = self.read(name)
         with np.errstate(over="ignore", invalid="ignore"):
             cast = value.astype(dtype or value.dtype)
@@ -260,11 +250,7 @@ class TensorFiles:
 
 
 def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
-    """The decoder's parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's.
-
-    Raises:
-        UserError: Naming tensors that are missing, unexpected, misshapen or of another kind, or one that is not finite.
-    """
+    """Read the decoder's parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's."""
     table = name_table(config, files.names)
     naming = family_of(config).naming
     foreign = [name for name in files.names if name not in table and not name.startswith(naming.beside)]
@@ -273,7 +259,7 @@ def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None)
 
 
 def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
-    """The vision tower's parameters, as `read_params`."""
+    """Read the vision tower's parameters, as `read_params`."""
     table = tower_table(config, files.names)
     prefixes = family_of(config).naming.beside
     unknown = [name for name in files.names if name not in table and name.startswith(prefixes)]
@@ -315,7 +301,7 @@ def _problems(table: dict[str, Place], files: TensorFiles) -> list[str]:
 
 
 def listed(problems: list[str]) -> str:
-    """The first problems in one line, and how many more there are."""
+    """The first problems in one line, and the number of further ones."""
     more = f"; and {len(problems) - 2} more" if len(problems) > 2 else ""
     return f"{'; '.join(problem[:100] for problem in problems[:2])}{more}"
 
@@ -352,18 +338,14 @@ def _exported(name: str, leaves: Leaves, place: Place, dtype: np.dtype) -> np.nd
 
 
 def refuse_foreign(folder: Path, marker: str, kind: str) -> None:
-    """Refuse to write into a place that is in use for something else.
-
-    Raises:
-        UserError: It is a file, or a folder that holds something and lacks the `marker` file of this `kind`.
-    """
+    """Raise UserError for a file, or for a folder that holds something and lacks the `marker` file of this `kind`."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / marker).exists()):
         raise UserError(f"{folder} exists and is not {kind}: choose another place or remove it")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which takes its name when the block ends; an earlier one stays until then."""
+    """Make an empty folder that takes its name when the block ends; an earlier one stays until then."""
     work = folder.parent / f".{folder.name}.writing-{os.getpid()}"
     old = folder.parent / f".{folder.name}.old-{os.getpid()}"
     try:

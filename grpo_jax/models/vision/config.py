@@ -43,7 +43,7 @@ class VisionConfig:
     initializer_range: float = 0.02  # standard deviation of freshly drawn weights
 
     def __post_init__(self):
-        """Refuse shapes that cannot be, by the names of the fields in a ``config.json``."""
+        """Refuse impossible shapes, by the names of the fields in a ``config.json``."""
         if self.width % self.heads or self.head_dim % 4:
             raise ValueError(
                 "vision_config: the width must be a multiple of num_heads and a head's size a multiple of 4, "
@@ -70,17 +70,17 @@ class VisionConfig:
 
     @property
     def pixels(self) -> int:
-        """C, numbers of one patch."""
+        """C, numbers in a patch."""
         return self.channels * self.frames * self.patch**2
 
     @property
     def merged(self) -> int:
-        """Patches of one merged token."""
+        """Patches in a merged token."""
         return self.merge**2
 
     @property
     def side(self) -> int:
-        """Positions along a side of the square that the table holds."""
+        """Side of the square of learned positions."""
         return math.isqrt(self.positions)
 
 
@@ -107,7 +107,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     | {"depth": 27, "hidden_size": 1152, "out_hidden_size": 3584, "intermediate_size": 4304, "patch_size": 16}
     | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)},
 }
-_SIDE = kinds.whole(1, 2**12)  # of patches, windows and what a patch is made of
+_SIDE = kinds.whole(1, 2**12)  # of patches, windows and a patch's parts
 _INDEX = kinds.whole(0, 2**24)
 _KINDS = {
     **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "window_size"), kinds.WIDTH),
@@ -140,10 +140,7 @@ _TOKENS = {
 
 
 def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
-    """The tower of a Qwen-VL folder's ``config.json``, every field honoured or refused; None where it describes none.
-
-    V and D are its language model's. ValueErrors name the field that is not supported or does not fit, with its value.
-    """
+    """Read a Qwen-VL folder's tower, every field of it honoured or refused; None where ``config.json`` has none."""
     raw, family = config.get("vision_config"), config["model_type"]
     kinds.check_kinds(config, {"vision_config": kinds.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
     if raw is None:
@@ -191,7 +188,6 @@ def _read_shape(raw: kinds.Fields, family: str) -> dict[str, Any]:
 
 
 def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
-    """The fields that this family has, by one name each."""
     present = {_ALIASES.get(name, name): value for name, value in kinds.not_null(raw).items()}
     kinds.check_kinds(present, _KINDS)
     kinds.refuse_changed(present, _NEUTRAL, family)
@@ -212,7 +208,6 @@ def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
 
 
 def _window(size: int, fields: kinds.Fields) -> int:
-    """Merged tokens along the side of a window of `size` pixels."""
     tokens = size // fields["spatial_merge_size"] // fields["patch_size"]
     if tokens < 1:
         raise ValueError(f"window_size={size} is smaller than a merged token")

@@ -16,41 +16,29 @@ from grpo_jax.models.vision.config import VisionConfig
 class Pictures(NamedTuple):
     """Pictures as a tower takes them: [..] rows with up to I pictures each, in the order of their prompts.
 
-    The leading axes are [P] for prompts, [P, G] for what an environment answered to completions. Pictures differ in
-    size: S is the largest of the bucket, and what lies behind a picture's own patches is 0.
-
-    Attributes:
-        patches: f32 [.., I, S, C], normalised pixel values in the processor's order (merged block after merged block,
-            its patches row by row), C = channels · frames · p · p.
-        grid: i32 [.., I, 2], rows and columns of patches; (0, 0) where there is no picture.
-        windows: i32 [.., I, W, B], the merged tokens of each attention window (-1: none), or None where a tower's
-            attention has no windows.
+    The leading axes are [P] for prompts, [P, G] for an environment's answers to completions. Pictures differ in size:
+    S is the largest of the bucket, and the places behind a picture's own patches are 0.
     """
 
+    # f32 [.., I, S, C], normalised pixel values in the processor's order (merged block after merged block, its
+    # patches row by row), C = channels · frames · p · p
     patches: jax.Array
-    grid: jax.Array
+    grid: jax.Array  # i32 [.., I, 2], rows and columns of patches; (0, 0) where there is no picture
+    # i32 [.., I, W, B], merged tokens of each attention window (-1: none); None for a tower without windows
     windows: jax.Array | None = None
 
 
 class PictureStates(NamedTuple):
-    """A tower's states of `Pictures`: one for each placeholder token of a text.
+    """A tower's states of `Pictures`: one for each placeholder token of a text."""
 
-    Attributes:
-        states: [.., I, M, D], M = S / merge²; row by row of merged tokens.
-        grid: i32 [.., I, 2], rows and columns of merged tokens; (0, 0) where there is no picture.
-        deepstack: states [.., I, M, D] that are added after the first decoder layers, one array per layer (Qwen3-VL).
-    """
-
-    states: jax.Array
-    grid: jax.Array
+    states: jax.Array  # [.., I, M, D], M = S / merge²; row by row of merged tokens
+    grid: jax.Array  # i32 [.., I, 2], rows and columns of merged tokens; (0, 0) where there is no picture
+    # [.., I, M, D] each, added after the first decoder layers, one array per layer (Qwen3-VL)
     deepstack: tuple[jax.Array, ...] = ()
 
 
 def windows_of(grid: tuple[int, int], config: VisionConfig) -> np.ndarray:
-    """The windows of one picture of rows and columns of patches, i32 [windows, B]: merged tokens row by row, then -1.
-
-    Windows begin at the upper left; those at the lower and right edge may be cut.
-    """
+    """Windows of a picture's grid from the upper left, i32 [windows, B]: merged tokens row by row, then -1."""
     assert config.window is not None
     height, width, side = grid[0] // config.merge, grid[1] // config.merge, config.window
     tokens = np.full((-(-height // side) * side, -(-width // side) * side), -1, np.int32)
@@ -78,7 +66,7 @@ def bucket_patches(patches: int, config: VisionConfig) -> int:
 
 
 def placeholders(grid: tuple[int, int], config: VisionConfig) -> int:
-    """The number of placeholder tokens that stand for a picture of this grid."""
+    """Number of placeholder tokens of a picture of this grid."""
     return grid[0] // config.merge * (grid[1] // config.merge)
 
 
@@ -91,17 +79,8 @@ def pack_pictures(
 ) -> Pictures | None:
     """Pack pictures of several rows, up to I in each, into host arrays [rows, I, ..] of a bucket's shape.
 
-    Args:
-        rows: Each row's pictures, in the order of its text.
-        config: Of the tower.
-        slots: I; None for a bucket of the largest number in a row.
-        patches: S; None for a bucket of the largest picture.
-
-    Returns:
-        None where no row has a picture.
-
-    Raises:
-        ValueError: A picture's patches do not fit its grid or the tower, or there are more than the shape holds.
+    `slots` is I, `patches` is S; None makes a bucket of the largest. Returns None where no row has a picture.
+    ValueError where a picture's patches do not fit its grid or the tower, or there are more than the shape holds.
     """
     pictures = [picture for row in rows for picture in row]
     if not pictures:
@@ -117,10 +96,10 @@ def pack_pictures(
 
 
 def pack_rows(rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots: int, patches: int) -> Pictures:
-    """Pack some of a data set's rows as `pack_pictures`: few shapes, none larger than the data set's largest.
+    """Pack some rows of a data set as `pack_pictures`, in few shapes, none larger than the data set's largest.
 
-    Rows without any get slots without a picture, so that each part of a data set is of one kind. `slots` and `patches`
-    are the most pictures of a row, and patches of a picture, in the data set.
+    Rows without pictures get empty slots, so that each part of a data set is of one kind. `slots` and `patches` are
+    the most pictures of a row, and patches of a picture, in the data set.
     """
     most_slots = max(1, *(len(row) for row in rows))
     most_patches = max([config.merged, *(len(picture.patches) for row in rows for picture in row)])
@@ -141,7 +120,7 @@ def _packed(rows: Sequence[Sequence[Picture]], config: VisionConfig, slots: int,
 
 
 def same_size(patches: jax.Array, grid: tuple[int, int], config: VisionConfig) -> Pictures:
-    """Pictures [.., I, h·w, C] of one grid, on their device, padded to their bucket; raises as `pack_pictures`."""
+    """Pad pictures [.., I, h·w, C] of one grid, on their device, to their bucket; raises as `pack_pictures`."""
     lead, count = patches.shape[:-2], patches.shape[-2]
     _check(patches.shape[-2:], grid, config)
     size = bucket_patches(count, config)
@@ -152,7 +131,7 @@ def same_size(patches: jax.Array, grid: tuple[int, int], config: VisionConfig) -
 
 
 def pack_windows(grids: np.ndarray, patches: int, config: VisionConfig) -> np.ndarray | None:
-    """The attention windows of pictures with grids [.., I, 2] in a bucket of S patches: i32 [.., I, W, B], or None."""
+    """Attention windows of pictures with grids [.., I, 2] in a bucket of S patches: i32 [.., I, W, B], or None."""
     if config.window is None:
         return None
     flat = [tuple(map(int, grid)) for grid in np.asarray(grids).reshape(-1, 2)]
@@ -176,17 +155,11 @@ def _check(shape: tuple[int, ...], grid: tuple[int, int], config: VisionConfig) 
         )
 
 
-# ------------------------------------------------------------------------------------------- rows that come and go
-
 Shown = TypeVar("Shown", Pictures, PictureStates)
 
 
 def joined(parts: Sequence[Shown | None]) -> Shown | None:
-    """`Pictures` or `PictureStates` of several chunks of rows as those of all; None where none has any.
-
-    The chunks may differ in their sizes: the smaller ones are padded as `pack_pictures` does. ValueError where some
-    have pictures and some have none.
-    """
+    """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None where none has any."""
     some = [part for part in parts if part is not None]
     if some and len(some) < len(parts):
         raise ValueError("parts: expected pictures in all or in none")
@@ -194,7 +167,7 @@ def joined(parts: Sequence[Shown | None]) -> Shown | None:
 
 
 def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown | None:
-    """As `joined`, where some chunks may have none: their rows, `counts` of each, get slots without a picture."""
+    """Join as `joined`; chunks may have no pictures: their rows, `counts` of each, get empty slots."""
     some = next((part for part in parts if part is not None), None)
     if some is None:
         return None
@@ -208,18 +181,18 @@ def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown |
 
 
 def chained(parts: Sequence[Shown | None]) -> Shown | None:
-    """Pictures [P, G, I, ..] of the same completions one behind the other; None where there are none."""
+    """Join pictures [P, G, I, ..] of the same completions, one behind the other; None where there are none."""
     some = [part for part in parts if part is not None]
     return _concatenate(some, 2) if some else None
 
 
 def taken(pictures: Shown | None, places: slice | np.ndarray) -> Shown | None:
-    """Some rows of `Pictures` or `PictureStates`, by a slice or by indices; None stays None."""
+    """Select rows of `Pictures` or `PictureStates`, by a slice or by indices; None stays None."""
     return None if pictures is None else jax.tree.map(lambda array: array[places], pictures)
 
 
 def placed(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Pictures:
-    """Pictures [N, 1, ..] as those of completions of `shape` (P, G): [P, G, I, ..], filled up with no picture.
+    """Place pictures [N, 1, ..] as those of completions of `shape` (P, G): [P, G, I, ..], filled up with no picture.
 
     `owners` are (p, g) of each, in the order in which a completion sees its own.
     """
@@ -238,14 +211,11 @@ def placed(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[i
 
 
 def _fills(pictures: Shown) -> Shown:
-    """What stands in each array where there is no picture: -1 in windows, else 0."""
     fills = jax.tree.map(lambda _: 0, pictures)
     return fills if getattr(fills, "windows", None) is None else fills._replace(windows=-1)
 
 
 def _concatenate(parts: Sequence[Shown], axis: int) -> Shown:
-    """Arrays as one along an axis, the smaller ones padded along the others."""
-
     def concatenate(fill: int, *arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         library = np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
         shape = np.max([array.shape for array in arrays], axis=0)

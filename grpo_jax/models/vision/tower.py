@@ -29,7 +29,7 @@ class PatchPlaces(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What every layer knows of the pictures."""
+    """Layout of the pictures, the same for every layer."""
 
     present: jax.Array  # bool [N, S], which patches there are
     rotation: tuple[jax.Array, jax.Array]  # cosine and sine of their places, each float32 [N, S, E/2]
@@ -62,7 +62,7 @@ def rotation(config: VisionConfig, where: PatchPlaces) -> tuple[jax.Array, jax.A
 
 
 def window_slots(windows: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The windows with M for -1, and for each of M merged tokens its place in the windows laid end to end (0: none)."""
+    """The windows with M for -1, and the place of each of M merged tokens in all windows end to end (0: none)."""
     windows = jnp.where(windows < 0, tokens, windows)
     flat = windows.reshape(len(windows), -1)
     pictures = jnp.arange(len(windows))[:, None]
@@ -72,9 +72,9 @@ def window_slots(windows: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Array) -> jax.Array:
-    """Softmax attention of all S patches [.., S, H, E] over the readable ones, bool [.., S]; in the query's dtype.
+    """Softmax attention of patches [.., S, H, E] over the readable ones, bool [.., S]; scores are float32.
 
-    Scores and softmax are float32. Where there would be too many scores at once, heads take turns.
+    Where there would be too many scores at once, heads take turns.
     """
     heads = max(1, _MOST_SCORES * query.shape[-2] // math.prod((*query.shape[:-1], query.shape[-3])))
     if heads >= query.shape[-2]:
@@ -96,7 +96,7 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, readable: jax.Ar
 
 
 def attend_windows(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout) -> jax.Array:
-    """The same within each window: [N, S, H, E] gathered to [N, W, patches of a window, H, E] and put back."""
+    """`attend` within each window: [N, S, H, E] gathered to [N, W, patches of a window, H, E] and put back."""
     windows, slots = layout.windows, layout.slots
     pictures, tokens = slots.shape
     count, size = windows.shape[1:]
@@ -156,7 +156,7 @@ class Block(nn.Module):
         return self.fc2(activation(self.fc1(x)))
 
     def attention(self, x: jax.Array, whole: jax.Array | None, layout: Layout) -> jax.Array:
-        """What the patches read of each other, [N, S, D]."""
+        """Attention over a picture or a window, [N, S, D]."""
         c = self.config
         fused = self.qkv(x).reshape(*x.shape[:-1], 3, c.heads, c.head_dim)
         cos, sin = (part[:, :, None] for part in layout.rotation)
@@ -198,7 +198,7 @@ class Merger(nn.Module):
 
 
 def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Array) -> jax.Array:
-    """Learned positions float32 [N, S, D], bilinear between those of a square table whose corners are the picture's.
+    """Learned positions float32 [N, S, D], interpolated bilinearly in a square table whose corners are the picture's.
 
     `table` [positions, D] holds the square of this side row by row.
     """
@@ -226,7 +226,7 @@ class TowerFamily(NamedTuple):
     patch_bias: bool  # whether the map from pixels to states has a bias
     # names of the layers' kernels, on which adapters can be put → how devices share them
     projections: Mapping[str, str]
-    names: Mapping[str, str]  # of its modules: the tower's → Hugging Face's, with {} for the number of what is stacked
+    names: Mapping[str, str]  # of its modules: the tower's → Hugging Face's, with {} for the number in a stack
 
 
 def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str, str]:
@@ -353,14 +353,11 @@ def make_tower(
     lora: LoraConfig | None = None,
     spread: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Callable[[Variables, Pictures], PictureStates]:
-    """Make the function of a tower; arguments as of `policy.make_policy`.
+    """Make encode_images(variables, Pictures) -> PictureStates; arguments as of `policy.make_policy`.
 
-    Returns:
-        encode_images(variables, Pictures) -> PictureStates. The tower's parameters are ``variables["visual"]``, or
-        ``variables["params"]["visual"]`` where it is trained; adapters ``variables["lora"]["visual"]``, if any.
-
-    Raises:
-        ValueError: An adapter's target is no projection of this tower.
+    The tower's parameters are ``variables["visual"]``, or ``variables["params"]["visual"]`` where it is trained;
+    adapters ``variables["lora"]["visual"]``, if any. ValueError where an adapter's target is no projection of the
+    tower.
     """
     projections = tuple(TOWERS[config.family].projections)
     unknown = [name for name in (lora.vision if lora else ()) if name not in projections]
@@ -406,7 +403,7 @@ def tower_shapes(config: VisionConfig, dtype: jax.typing.DTypeLike = jnp.float32
 
 
 def init_tower(config: VisionConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, PyTree]:
-    """Freshly drawn parameters: normal weights, unit norms, zero biases."""
+    """Draw parameters: normal weights, unit norms, zero biases."""
     tower = Tower(config, param_dtype=dtype, remat="none")
     patches = jax.ShapeDtypeStruct((1, config.merged, config.pixels), jnp.float32)
     windows = None

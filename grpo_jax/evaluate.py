@@ -1,7 +1,5 @@
 """Held-out measurement from a checkpoint, also of a run that is training; nothing is written to its folder.
 
-On the command line:
-
     python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--catalogue FILE] [--out FILE]
 """
 

@@ -1,7 +1,5 @@
 """Writes the trained policy as a Hugging Face folder, or its adapters alone as a PEFT folder.
 
-On the command line:
-
     python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters] [--push_to_hub OWNER/NAME]
 """
 

@@ -1,4 +1,4 @@
-"""What a run needs, before anything is loaded: --plan and --device_memory_gib of the training command."""
+"""A run's memory before anything is loaded: --plan and --device_memory_gib of the training command."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ PLAN, MEMORY = "--plan", "--device_memory_gib"
 
 
 def take_request(arguments: Sequence[str]) -> tuple[tuple[float, ...] | None, list[str]]:
-    """Split --plan and --device_memory_gib off a command line.
+    """Split --plan and --device_memory_gib off a command line; return the memory and the other arguments.
 
-    Returns:
-        The GiB of each device to plan for, () for the devices of this machine, None where no plan is asked for; and the
-        other arguments.
-
-    Raises:
-        UserError: The memory is no list of positive numbers, or comes without --plan.
+    The memory is the GiB of each device to plan for, () for the devices of this machine, None where no plan is asked
+    for. UserError if it is no list of positive numbers, or comes without --plan.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLAN, action="store_true", dest="plan")

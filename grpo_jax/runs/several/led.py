@@ -1,4 +1,4 @@
-"""Sampling and seeing as all processes do it; what they give is whole, on the host."""
+"""Sampling and seeing pictures in all processes; results are whole, on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_jax.sampling.samplers import Samplers, make_samplers
 
 
 class Brief(NamedTuple):
-    """What of the data decides how is sampled: process 0 tells it the others.
+    """The data's choices that decide how to sample: process 0 sends them to the others.
 
     Attributes:
         allowed: bool [V], the tokens that may be written; None for all.
@@ -33,7 +33,7 @@ class Brief(NamedTuple):
 
 
 def led_samplers(config: Config, policy: Policy, brief: Brief, company: Company) -> Samplers:
-    """The samplers of training and evaluation."""
+    """Make the samplers of training and evaluation."""
     samplers = make_samplers(config.sampling, config.evaluation, policy, brief.allowed, brief.trie, listed=brief.listed)
     if company.processes == 1:
         return samplers
@@ -57,7 +57,7 @@ def _led_turn(name: str, write: Callable[..., Any], company: Company) -> Callabl
 
 
 def led_see(policy: Policy, brief: Brief, company: Company) -> Callable[..., Any] | None:
-    """What looks at the prompts' pictures (`rollout.See`); None where no prompt has any."""
+    """Make the function that encodes the prompts' pictures (`runs.policy.See`); None where no prompt has any."""
     if not brief.pictures:
         return None
     see = make_see(policy)

@@ -1,7 +1,7 @@
-"""Completion of the commands for a shell's TAB key: `grpo completion bash|zsh|fish` prints a script.
+"""Completion for a shell's TAB key: `grpo completion bash|zsh|fish` prints a script.
 
-It holds all commands, options, and the values of options that take one of few. No Python runs when TAB is pressed;
-after an update of the package the script is printed again.
+It holds all commands, options and values: no Python runs when TAB is pressed, and an update of the package needs a
+new script.
 """
 
 from __future__ import annotations
@@ -120,8 +120,6 @@ if [[ $funcstack[1] == _grpo ]]; then _grpo "$@"; else compdef _grpo grpo; fi"""
 
 
 def _filled(script: str, words: Words, assigned: str) -> str:
-    """Fill a script's two branches: which values, which options."""
-
     def branches(by_name: Mapping[str, Sequence[str]], indent: int) -> str:
         return "\n".join(f"{'':{indent}}{name}) {assigned.format(' '.join(of))};;" for name, of in by_name.items())
 

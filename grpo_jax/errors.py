@@ -46,10 +46,7 @@ class StopRun(UserError):
 
 
 class Stopped(BaseException):
-    """A stop was asked for (SIGTERM, Ctrl-C) while a run waits; unfinished work is made again on --resume.
-
-    `iteration` is the one that was saved; None where nothing was.
-    """
+    """A stop was asked for (SIGTERM, Ctrl-C) while a run waits; `iteration` is the one that was saved, if any."""
 
     iteration: int | None = None
 
@@ -171,8 +168,8 @@ def _open_nowhere(descriptor: int) -> None:
 def guarded(function: Callable[[], object], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
     """Run a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
-    An int that `function` returns is the exit code. With `debug` tracebacks are let through. `silent` is asked before
-    a line is printed: whether another process prints it too.
+    An int that `function` returns is the exit code. `debug` lets tracebacks through. `silent` says that another
+    process prints the line.
     """
     mend_streams()
     try:
@@ -217,10 +214,7 @@ _LEAVING_SECONDS = 15.0
 
 
 def leave(code: int) -> NoReturn:
-    """End the process of a command, whatever still runs in it.
-
-    Python waits at its exit for every thread; one that hangs in a judge would hold the process for ever.
-    """
+    """End a command's process; Python's own exit would wait for every thread, even one that hangs in a judge."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

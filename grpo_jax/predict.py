@@ -6,10 +6,7 @@ On the command line:
 
 In Python:
 
-    from grpo_jax import load_rewriter
-
-    rewrite = load_rewriter("runs/my_run")
-    rewrite("a huge crimson disc")
+    rewrite = grpo_jax.load_rewriter("runs/my_run")
     rewrite("What is this?", pictures=["cat.png"])
 """
 
@@ -58,7 +55,7 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., str]:
     """Make the function of `load_rewriter` for a policy that is loaded.
 
-    The longest prompt of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
+    The longest of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
     """
     import jax
 

@@ -1,7 +1,4 @@
-"""Writes the page of a run again, or one that compares several.
-
-`python -m grpo_jax.report RUN [RUN …] [--out FILE]`
-"""
+"""`python -m grpo_jax.report RUN [RUN …] [--out FILE]`: writes a run's page again, or one that compares several."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _run(path: str) -> RunDirectory:
-    """Return the directory of a run that has metrics."""
     from grpo_jax.runs.directory import RunDirectory, read_metrics
 
     run = RunDirectory(path)

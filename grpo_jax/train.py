@@ -1,8 +1,8 @@
 """The training command, a thin shell over `run`.
 
-    python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
-    python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
-    python -m grpo_jax.train … --help [SECTION]
+- `python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]`
+- `python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`
+- `python -m grpo_jax.train … --help [SECTION]`
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake.
+    """Run the command; return its exit code: 0, also after a saved stop by a signal; 2 for a user's mistake.
 
     With --plan 0 says that the run fits, 1 that it does not.
     """

@@ -14,8 +14,7 @@ PLAN, MEMORY = "--plan", "--device_memory_gib"
 def take_request(arguments: Sequence[str]) -> tuple[tuple[float, ...] | None, list[str]]:
     """Split --plan and --device_memory_gib off a command line; return the memory and the other arguments.
 
-    The memory is the GiB of each device to plan for, () for the devices of this machine, None where no plan is asked
-    for. UserError if it is no list of positive numbers, or comes without --plan.
+    The memory is GiB of each device, () for the devices of this machine, None without --plan.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLAN, action="store_true", dest="plan")

@@ -114,10 +114,7 @@ class Planner:
 
 
 def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
-    """Devices of each part, by the rules that a run follows, on `count` cards or on this machine.
-
-    Judges elsewhere are left out, and their actors' share of this machine is not a card's.
-    """
+    """Devices of each part, by a run's rules, on `count` cards or on this machine; remote judges are left out."""
     size, placement = config.policy.mesh.size, own_package("bridges", "placement")
     requests = config.requests
     away = {name: requests.pop(name) for name in config.elsewhere}
@@ -189,13 +186,10 @@ def judge_lines(judge: object) -> list[Line]:
     return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]
 
 
-# ------------------------------------------------------------------------------------------ what to change in a config
-
-
 class Excess(NamedTuple):
-    """A config's excess memory: bytes over all devices (0 if it fits), and parts ("policy", judges) on full devices.
+    """Excess bytes over all devices, and the parts ("policy", judges) on full ones.
 
-    `weights` says that the policy's weights alone are too much, so that saving activations cannot help.
+    `weights`: the policy's weights alone are too much, so that saving activations cannot help.
     """
 
     bytes: int
@@ -204,11 +198,9 @@ class Excess(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """A way to save memory of a part ("policy", or a judge's name).
+    """A way to save memory of a part ("policy", or a judge's name): activations, or weights and optimizer state.
 
-    Attributes:
-        activations: Whether it saves activations, rather than weights and optimizer state.
-        fields: The config in force → the fields to change, {"section.field": value}; empty where nothing can be.
+    `fields` maps the config in force to {"section.field": value}; empty where nothing can be changed.
     """
 
     part: str
@@ -217,10 +209,7 @@ class Saving(NamedTuple):
 
 
 def list_savings(config: Config, cards: int) -> list[Saving]:
-    """Return the savings in the order in which they are tried: those that change nothing that is learned come first.
-
-    Judges list their own (`savings`). With three or more cards the policy may have all but the last.
-    """
+    """Return the savings in the order of trial: those that change nothing that is learned come first."""
 
     def a_prompt_at_a_time(config: Config) -> dict[str, object]:
         prompts = config.training.prompts_per_batch // config.training.minibatches
@@ -264,10 +253,7 @@ def list_savings(config: Config, cards: int) -> list[Saving]:
 
 
 def changes_that_fit(config: Config, cards: int, excess: Callable[[Config], Excess]) -> tuple[list[str], Excess]:
-    """Change one thing after the other until everything fits or nothing more helps; each is tried, not guessed.
-
-    Return the command-line words of the changes that help, and the excess that is left.
-    """
+    """Try one change after the other until everything fits; return the helpful ones' words, and the excess left."""
     words: list[str] = []
     left = excess(config)
     for _ in range(2):  # what could not help before the weights fitted may help now

@@ -1,7 +1,6 @@
-"""`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`: a run's memory on each device.
+"""`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`: a run's memory, from config.json alone.
 
-No weight is read: a folder with config.json is enough. The exit code is 0 if it fits, 1 if not, 2 for a user's
-mistake.
+The exit code is 0 if it fits, 1 if not, 2 for a user's mistake.
 """
 
 from __future__ import annotations

@@ -128,11 +128,10 @@ class PolicyMemory(NamedTuple):
 def policy_memory(
     config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None = None, shown: Shown | None = None
 ) -> PolicyMemory:
-    """Count and compile `config` with a policy of the shape `model` (`hf.model_config`).
+    """Count and compile `config` with a policy of the shape `model`; of a mesh, the bytes of one device.
 
-    Prompts are taken to be as long as data.max_prompt_tokens allows. With a mesh the bytes are those of one of its
-    devices. ValueError for adapters on projections that the architecture lacks, or weights that the mesh does not
-    divide.
+    Prompts have data.max_prompt_tokens. ValueError for adapters on projections that the architecture lacks, or
+    weights that the mesh does not divide.
     """
     narrow = {config.policy.compute_dtype, weight_dtype(config)} - {"float32"}
     widened = bool(narrow) and jax.default_backend() == "cpu"
@@ -164,8 +163,8 @@ def policy_memory(
 def cache_bytes(config: Config, model: ModelConfig) -> int:
     """Keys and values of a chunk of prompts and of their completions: 2 · layers · K · E · (P · L + P · G · T).
 
-    Of episodes T is that of all turns. The cache of the turns before the last stays until the last one's is filled
-    from it, and chunks on their way at once add another one's.
+    Of episodes T is that of all turns, and the cache of the turns before the last stays until the last one's is
+    filled from it. Chunks on their way at once add another one's.
     """
     section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
     if section.turns == 1:
@@ -222,7 +221,6 @@ def tree_bytes(tree: object) -> int:
 
 
 def _chunk(config: Config) -> int:
-    """Prompts that are sampled together."""
     return config.training.chunk_prompts or config.training.prompts_per_batch
 
 
@@ -231,7 +229,6 @@ def _params(config: Config) -> SamplingParams:
 
 
 def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> int:
-    """Temporary bytes of the last turn of a chunk's episodes."""
     sampler = make_episode_sampler(
         configured_functions(config.policy, model, mesh), _params(config), eos_ids=(0,), pad_id=0
     )
@@ -250,10 +247,7 @@ def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh |
 
 
 def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None) -> int:
-    """Temporary bytes of sampling one chunk of prompts: caches, logits, and the layers' intermediates.
-
-    With pictures those of their states too, or of the tower that makes them, which runs before.
-    """
+    """Temporary bytes of sampling a chunk of prompts; with pictures, also of their states or the tower before."""
     policy = configured_functions(config.policy, model, mesh)
     sample = make_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
@@ -270,9 +264,6 @@ def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Me
     states = jax.eval_shape(policy.encode_images, variables, pictures)
     seen = tree_bytes(pictures) + temporary_bytes(jax.jit(policy.encode_images), variables, pictures)
     return tree_bytes(states) + max(temporary_bytes(jax.jit(draw), variables, states), seen)
-
-
-# --------------------------------------------------------------------------------------------- the policy's shape
 
 
 def read_shape(path: str) -> ModelConfig:

@@ -58,7 +58,7 @@ class _Entry(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run.
 
-    A state is a mapping of parts, one of them `"variables"` (for evaluation); each part is a pytree of `jax.Array`s
+    A state is a mapping of parts, `"variables"` (for evaluation) among them; each part is a pytree of `jax.Array`s
     (typed keys included), NumPy arrays and Python numbers. `meta` is JSON.
     """
 
@@ -76,9 +76,8 @@ class Checkpoints:
 
         Args:
             keep: Number of `step_N` checkpoints that stay; older ones are deleted after a newer one is committed.
-            keep_bytes: Bound on all, `best` and `final` included, beyond which the oldest `step_N` but the newest are
-                deleted; 0 for none.
-            read_only: Nothing is made or removed (another process may be writing); an absent folder is a UserError.
+            keep_bytes: Bound on all, `best` and `final` included: the oldest `step_N` but the newest go; 0 for none.
+            read_only: Nothing is made or removed (another process may be writing).
             note: Called with the message of a failed write that is tried again.
         """
         if keep < 1:
@@ -100,9 +99,9 @@ class Checkpoints:
             raise self._unwritable(error) from error
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
-        """Save `step_<step>`, in the background unless `wait`. A saved step is not rewritten.
+        """Save `step_<step>`, in the background unless `wait`; a saved step is not rewritten.
 
-        A write that failed in the background is noted, and this one is waited for; UserError if it fails as well.
+        After a write that failed in the background, this one is waited for. UserError if it fails as well.
         """
         if step != self._steps.writing and step not in self._steps.numbers():
             self._write(_Entry(self._steps, step), state, meta | {"step": step}, wait=wait)
@@ -123,10 +122,7 @@ class Checkpoints:
         return None if entry is None else self._looking(lambda: self._meta(entry)["step"])
 
     def set_aside_damaged(self) -> list[str]:
-        """Set aside `best` if damaged, and damaged ones newer than `restore("latest")` reads; return a line for each.
-
-        UserError if no sound one of `step_N` and `final` would remain.
-        """
+        """Set aside damaged checkpoints that a resumed run would meet, and a damaged `best`; return a line for each."""
         damaged = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
         for entry, _ in damaged:
             entry.series.set_aside(entry.number)
@@ -376,10 +372,7 @@ class Checkpoints:
 
 
 def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, Meta]:
-    """Restore a run's variables, without its optimizer, and the checkpoint's meta.
-
-    `which` is a step, or "latest", "best", "final"; without a template every array goes on the first device.
-    """
+    """Restore a run's variables ("latest", "best", "final" or a step), and the checkpoint's meta."""
     with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.restore_variables(which, template)
 

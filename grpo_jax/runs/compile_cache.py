@@ -25,10 +25,9 @@ _SETTINGS = {  # name in jax.config, which is that of the variable: value
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Let JAX keep what it compiles for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
-    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence; XDG_CACHE_HOME replaces
-    `~/.cache`. Each kind of processor has a folder of its own, since machines share homes but not programs. A damaged
-    entry is compiled again and replaced; a folder that others may write is not used, since what lies there is run.
-    Return the folder; None where nothing was changed.
+    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has a
+    folder of its own, since machines share homes but not programs. A folder that others may write is not used, since
+    what lies there is run. Return the folder; None where nothing was changed.
     """
     if _FOLDER in environment or jax.config.jax_compilation_cache_dir or _ENABLED in environment:
         return None
@@ -105,7 +104,6 @@ _warn = functools.cache(complain)  # once for each text
 
 
 def _processor() -> str:
-    """The kind of processor, with all its features."""
     kind = platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -30,8 +30,8 @@ _BEAT_SECONDS, _STALE_SECONDS = 20.0, 90.0
 class RunLock:
     """The lock of a folder: a file that names its holder, locked by the system while that process lives.
 
-    A killed process's lock is free again at once. Not every network file system shows such locks to other machines;
-    for them the holder touches the file every 20 seconds, and 90 seconds without that make it free.
+    Not every network file system shows such locks to other machines; for them the holder touches the file every 20
+    seconds, and 90 seconds without that make it free.
     """
 
     def __init__(self, folder: Path):
@@ -104,7 +104,6 @@ def _is_same(handle: int, path: Path) -> bool:
 
 
 def _is_dead(holder: dict[str, object]) -> bool:
-    """Return whether a holder ran on this machine and no longer does."""
     process = holder.get("process")
     if holder.get("host") != socket.gethostname() or not isinstance(process, int):
         return False
@@ -177,10 +176,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
-    """Write a whole file or none of it: into a temporary one beside it, then a rename. UserError if that fails.
-
-    Large data is given as a function of its pieces, which is called again at each attempt.
-    """
+    """Write a whole file or nothing, through a temporary one beside it. Large data is a function of its pieces."""
     path = Path(path)
     content = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else data
 
@@ -343,10 +339,7 @@ class RunDirectory:
             self._write_pictures(index, drawn)
 
     def write_episodes(self, episodes: Sequence[EpisodeEntry]) -> None:
-        """Write images/000_turn_1.png, …, and texts, answers and scores in episodes.json.
-
-        Pictures the policy read are 000_episode_shown_0.png of the prompt, 000_turn_1_shown_0.png of a turn's answer.
-        """
+        """Write images/000_turn_1.png, 000_episode_shown_0.png, 000_turn_1_shown_0.png, …, and episodes.json."""
         texts = [
             {
                 "prompt": entry.prompt,
@@ -458,7 +451,6 @@ def finite(value: object) -> Any:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders, inner ones first, until one is not empty."""
     with suppress(OSError, ValueError):
         for folder in folders:
             folder.rmdir()

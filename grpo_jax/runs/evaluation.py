@@ -29,13 +29,10 @@ Statistics = dict[str, dict[str, list[float]]]
 
 
 class Evaluation(NamedTuple):
-    """Means over prompts by measure name (`TOTAL` among them), with the judged episodes.
+    """Means over prompts by measure name (`TOTAL` among them), with one judged episode per prompt.
 
-    Attributes:
-        judgement: Of one episode per prompt.
-        episodes: P. The first have their pictures.
-        samples: `sample_measures` of several completions per prompt, the other fields being of the first of them;
-            None where each prompt has one.
+    The first episodes have their pictures. `samples` are `sample_measures` of several completions per prompt, the
+    others being of the first; None where each prompt has one.
     """
 
     measures: dict[str, float]
@@ -176,8 +173,8 @@ def measure_all(parts: Parts, variables: Variables, *, references: bool = True) 
 def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
     """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
 
-    The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
-    mean of their own to take a missing value's place. It is NaN where an objective is missing in all rows.
+    The total is the weighted sum of the objectives' means, each over the rows that have it (a group of one has no
+    mean to take a missing value's place); NaN where an objective is missing in all rows.
     """
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
     objectives = objectives_of(parts, judgement.rewards, lengths)

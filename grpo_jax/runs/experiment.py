@@ -1,7 +1,7 @@
 """A run from its start to its summary: begin or resume, advance, validate, save, finish.
 
-Host code only. The program (`tasks.task.Program`) knows how to make an iteration; its state and a `Progress` are in
-every checkpoint, so that a run killed at any moment goes on as if nothing had happened.
+Host code only. The program (`tasks.task.Program`) makes the iterations; its state and a `Progress` are in every
+checkpoint, so that a run killed at any moment goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ Callback = Callable[[IterationEvent], bool | None]
 
 
 class Callbacks(NamedTuple):
-    """The user's functions that are called as a run goes on; None for none.
+    """The user's functions; None for none.
 
     Attributes:
-        on_iteration: Each iteration, when its row of metrics.jsonl is written.
-        on_validation: Each validation, after on_iteration.
-        on_checkpoint: Each checkpoint of the loop, when it is on disk.
+        on_iteration: After each iteration's row of metrics.jsonl is written.
+        on_validation: After on_iteration, where it was validated.
+        on_checkpoint: When a checkpoint of the loop is on disk.
     """
 
     on_iteration: Callback | None = None
@@ -92,11 +92,7 @@ class Callbacks(NamedTuple):
 
 @dataclass
 class Run:
-    """One process's part of a run.
-
-    `output` is a `reports.output.RunOutput`, `clock` is `time.monotonic()` at the start of this process; `progress`
-    is that of `state`, None before there is one to go on from.
-    """
+    """One process's part of a run: `output` is its `RunOutput`, `clock` `time.monotonic()` when it started."""
 
     program: Program
     checkpoints: Checkpoints
@@ -133,7 +129,6 @@ class Run:
         return self.progress
 
     def _early_end(self) -> str:
-        """Return the reason for early stopping; "" without."""
         return reason_to_end(Waited(**(self._now.waited or {})), self.config.training)
 
     def _is_over(self) -> bool:
@@ -204,11 +199,9 @@ class Run:
             self.output.directory.write_config(to_yaml(dataclasses.replace(self.config, resume=False)))
 
     def train(self) -> None:
-        """Advance to the end, an early one perhaps, or until a stop is asked for; the last good state is saved.
+        """Advance to the end, or until a stop or an error; the last good state is saved.
 
-        Raises:
-            Stopped: In the middle of an iteration.
-            UserError: A judge failed, or nothing could be learned for a few iterations in a row.
+        UserError if a judge failed, or nothing could be learned for a few iterations in a row.
         """
         training = self.config.training
         announced = self._now.iteration  # the last whose checkpoint callbacks were told of

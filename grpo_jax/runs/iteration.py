@@ -67,11 +67,8 @@ from grpo_jax.training.update import make_update
 class LearningBrief(NamedTuple):
     """Training choices that follow from the data; process 0 sends them to the others.
 
-    Attributes:
-        iterations: Iterations in all.
-        accumulation: Micro-batches of an update.
-        allowed: bool [V], the tokens that may be written; None for all.
-        trie: The texts of which each completion is one, or None.
+    `accumulation` is micro-batches of an update, `allowed` bool [V] (None for all), `trie` the texts of which each
+    completion is one, or None.
     """
 
     iterations: int
@@ -86,7 +83,6 @@ class Learner(NamedTuple):
     Attributes:
         update: update(state, batch, key) → (state, report).
         schedule: Learning rate by update.
-        iterations: Iterations in all.
         start: start(variables) → initial state. It takes the trained weights over: where they are not the reference,
             they can be read until the first update only.
         refresh: refresh(state) → the state with the current policy as its reference.
@@ -159,14 +155,10 @@ _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
 
 
 class Iteration(NamedTuple):
-    """Result of one iteration.
+    """Result of one iteration: state, metrics row, seconds of work by stage.
 
-    Attributes:
-        state: After the update.
-        row: Its metrics.
-        seconds: Seconds of work by stage.
-        completions: Columns of completions/, one entry per completion of the groups it learned from.
-        rewards: f32 [P, G, N] of these groups, of episodes at their end.
+    `completions` are columns of completions/ of the groups it learned from, `rewards` f32 [P, G, N] theirs, of
+    episodes at their end.
     """
 
     state: TrainState
@@ -312,10 +304,9 @@ def update_metrics(report: Record) -> Record:
 
 
 def rollout_metrics(parts: Parts, episodes: Episodes, judgement: Judgement) -> dict[str, float]:
-    """Return the batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts.
+    """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts.
 
-    They are of all the policy wrote; kept prompts (sampling.keep_prompt) are in the signal, and in a total of their
-    own.
+    Kept prompts (sampling.keep_prompt) are only in the signal, and in a total of their own.
     """
     objectives, usable = judgement.objectives, episodes.usable
     assert objectives is not None
@@ -400,7 +391,7 @@ class Prefetcher:
     """Batches on their way, a thread for each: the one that is learned from next, and the one behind it.
 
     Each stage takes the chunks of one batch after those of the other, so a slow judge holds up no sampling. A batch
-    of several passes (turns, further draws) begins when the one before has ended.
+    of several passes (turns, further draws) begins after the one before.
     """
 
     def __init__(self, parts: Parts):

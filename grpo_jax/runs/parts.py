@@ -46,14 +46,9 @@ _GIB = 2**30
 class Parts(NamedTuple):
     """Everything a config names, loaded.
 
-    Attributes:
-        config: With this machine's choices.
-        samplers: Of training and evaluation.
-        allowed_tokens: bool [V], or None for all.
-        trie: The texts of which each completion is one (`TaskData.choices`), or None.
-        devices: Name of the device of each part.
-        trainer: The run as rewards see it.
-        stopping: Whether a stop was asked for.
+    `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
+    (`TaskData.choices`), or is None; `devices` has the device name of each part; `trainer` is the run as rewards see
+    it.
     """
 
     config: Config
@@ -105,15 +100,10 @@ def load_parts(
     leaving: ExitStack | None = None,
     company: Company = ALONE,
 ) -> Parts:
-    """Load everything, one line per part.
+    """Load everything, one line (say(name, detail)) per part.
 
-    Args:
-        say: say(name, detail) prints a line.
-        prompts: In place of the task's own.
-        rewards: Functions by label, in place of the config's.
-        stopping: Whether a stop was asked for; checked while judges are waited for.
-        leaving: Closes judges that hold something outside this process when the run ends.
-        company: The processes of the run; the policy is loaded in all.
+    `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges that hold something
+    outside this process when the run ends. The policy is loaded in all processes of `company`.
     """
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
@@ -303,8 +293,7 @@ def ask_for_determinism(*, torch_too: bool) -> None:
 def within_budget(parts: Parts, say: Say) -> Parts:
     """Set training.accumulation so that an update fits training.memory_budget_gib; unchanged where it is 0.
 
-    The update is compiled for the longest possible prompts and completions, and XLA reports its temporary memory.
-    Weights and optimizer state are not part of it.
+    It counts XLA's temporary memory at maximum lengths, without weights and optimizer state.
     """
     config, training = parts.config, parts.config.training
     if training.memory_budget_gib == 0:

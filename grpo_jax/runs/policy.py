@@ -84,9 +84,8 @@ def load_run_policy(
 ) -> Policy:
     """Load the policy of a run, on as many devices as its mesh takes, and say a line (say(name, detail)) about it.
 
-    With `pictures` False its vision tower is not loaded unless it is trained; None: it may be shown pictures, if it
-    has one. `read` is its folder, where `hf.read_folder` has read it already. UserError if the folder is missing,
-    broken or unsupported, or does not fit mesh, adapters, lengths or pictures.
+    Without `pictures` its vision tower is not loaded unless it is trained; None loads it if there is one. `read` is
+    its folder, where `hf.read_folder` has read it already.
     """
     policy = load_policy(
         read or policy_folder(config),
@@ -121,7 +120,6 @@ def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) ->
 
 
 def _check_room(config: Config, limit: int | None) -> None:
-    """Refuse prompts and completions that do not fit into the policy's positions together."""
     prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
     if limit is not None and prompt + completion > limit:
         named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "what sampling.turns take"
@@ -129,9 +127,6 @@ def _check_room(config: Config, limit: int | None) -> None:
             f"data.max_prompt_tokens = {prompt} and {named} = {completion} make {prompt + completion} "
             f"tokens, but {config.policy.path} has positions for {limit} only: lower one of them"
         )
-
-
-# -------------------------------------------------------------------------------------------------------- restoring
 
 
 def run_config(run_dir: str | Path) -> Config:
@@ -149,10 +144,7 @@ def run_config(run_dir: str | Path) -> Config:
 def restore_policy(
     run_dir: str | Path, checkpoint: str, *, pictures: bool | None = False
 ) -> tuple[Config, Policy, Record]:
-    """Restore a run's config, its policy from a checkpoint (without judges, on one device), and the meta.
-
-    The vision tower comes if it was trained, or as `pictures` says (`load_run_policy`).
-    """
+    """Restore a run's config, its policy from a checkpoint (without judges, on one device), and the meta."""
     config = run_config(run_dir)
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
     policy = load_run_policy(config, jax.devices()[:1], lambda *_: None, pictures=pictures)
@@ -161,10 +153,7 @@ def restore_policy(
 
 
 def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str) -> tuple[Variables, Record]:
-    """Restore a checkpoint's trained variables ("final", "best", "latest" or a step), and its meta.
-
-    Frozen weights, and the devices, are those of `variables`.
-    """
+    """Restore a checkpoint's trained variables beside the frozen ones of `variables`, and its meta."""
     trained = {name: variables[name] for name in trained_collections(variables)}
     restored, meta = restore_params(run_dir, checkpoint, trained)
     return {**variables, **restored}, meta
@@ -182,9 +171,9 @@ See = Callable[[Variables, Pictures], tuple[PictureStates, PictureStates | Pictu
 
 
 def make_see(policy: Policy) -> See:
-    """Make see(variables, `Pictures`) → their states, and the update's input.
+    """Make see(variables, `Pictures`) → (their states, the update's input).
 
-    A frozen tower's states are the update's input; one that is trained, or has adapters, sees the pictures again.
+    The latter are the states of a frozen tower, or the pictures for one that is trained or has adapters.
     """
     compiled = jax.jit(policy.encode_images)
 
@@ -201,9 +190,9 @@ def make_prepare(
 ) -> Callable[[object], Pictures]:
     """Make prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
 
-    Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are prepared where they are and handed over by dlpack: the
-    same memory where the policy's `device` (None: where JAX sees the pictures) is theirs, one copy where it is
-    another. Pictures of a row of the data, as a list, go through the folder's processor on the host.
+    Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are handed over by dlpack: the same memory where the
+    policy's `device` (None: where JAX sees the pictures) is theirs, one copy where it is another. Lists, of anything
+    a row of the data may hold, go through the folder's processor on the host.
     """
 
     def prepare(pictures: Any) -> Pictures:

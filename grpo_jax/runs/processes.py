@@ -59,9 +59,9 @@ class StopRequests:
 def stop_requests() -> Iterator[StopRequests]:
     """SIGTERM (and SLURM's SIGUSR1) ask for a stop instead of ending the process; Ctrl-C does so the first time.
 
-    The loop checks while it waits for judges and after each iteration, saves and leaves. A second Ctrl-C interrupts
-    at once: the last checkpoint stays valid. SIGHUP, sent when a terminal closes, stops nothing. Outside the main
-    thread, where Python takes no handlers, no stop is ever asked for.
+    The loop checks, saves and leaves. A second Ctrl-C interrupts at once: the last checkpoint stays valid. SIGHUP,
+    sent when a terminal closes, stops nothing. Outside the main thread, where Python takes no handlers, no stop is
+    ever asked for.
     """
     requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
@@ -94,10 +94,7 @@ class Announcement(NamedTuple):
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> Announcement:
-    """Number of processes that were started together: by JAX_NUM_PROCESSES, else by SLURM's step, else one.
-
-    UserError for a variable that is no number or address, or of JAX's three one that is missing.
-    """
+    """Number of processes started together: by JAX_NUM_PROCESSES, else by SLURM's step, else one."""
     if COUNT not in environment and COORDINATOR not in environment:
         return Announcement(_number(environment, SLURM_COUNT, 1), slurm=True)
     missing = [name for name in (COORDINATOR, COUNT, NUMBER) if name not in environment]

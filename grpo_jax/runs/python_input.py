@@ -1,7 +1,7 @@
 """Prompts and rewards that `run` is given in Python: checked, named in the run's config, and kept beside it.
 
-So a run that began in Python is resumed and evaluated like any other: on the same rows, whose ids choose the random
-numbers, and by the same functions, where they can be imported.
+So the run is resumed and evaluated like any other: on the same rows, whose ids choose the random numbers, and by the
+same functions, where they can be imported.
 """
 
 from __future__ import annotations
@@ -217,7 +217,6 @@ def _what_json_would_change(prompts: PromptSet) -> str | None:
 
 
 def _size(source: object) -> int:
-    """Approximate bytes of a picture in memory where it is kept."""
     if isinstance(source, bytes):
         return len(source)
     height, width = size_of(source)

@@ -85,10 +85,7 @@ def find(parts: Parts, remembered: Record, name: str, evaluations: Mapping[str, 
 def summarise(
     parts: Parts, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
 ) -> Record:
-    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices.
-
-    Without held-out prompts there are no measures; reward and improvement are null.
-    """
+    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices."""
     before, measures = progress.notes["before"], after["greedy"].measures if after else {}
 
     def measured(kind: str, name: str) -> float | None:
@@ -181,10 +178,9 @@ def _interval(values: Sequence[float] | None) -> str:
 
 
 def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
-    """Gallery of the first held-out prompts, chosen by place and not by result; empty without any pictures.
+    """Gallery of the first held-out prompts, chosen by place and not by result.
 
-    Drawn texts are pairs before and after: the unchanged prompt's picture and the rewrite's, both from the same
-    noise; after alone where the unchanged prompt cannot be drawn.
+    Drawn texts are pairs before and after, both from the same noise.
     """
     rows = parts.test_rows[: parts.config.evaluation.gallery]
     drawn = parts.environment.render is not None

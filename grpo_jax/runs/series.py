@@ -45,9 +45,8 @@ class Series:
     ):
         """Open a folder of this series alone (and of folders of others), and remove what an interrupted write left.
 
-        With `read_only` nothing is made or removed: another process may be writing. `committed` is called when a
-        checkpoint has its place, by the thread that wrote it. Each process of `company` writes and reads its own
-        arrays.
+        With `read_only` nothing is made or removed. The writing thread calls `committed` when a checkpoint has its
+        place.
         """
         self.folder = folder
         self.writing: int | None = None  # the number of the write in the background

@@ -54,13 +54,8 @@ def warm_start(
     over: they cannot be read afterwards.
     Training follows sampling: the distribution over the allowed tokens, and texts that end as the sampler's do
     (`taught_tokens`). A pair whose text has a token that is not allowed is left out, and their number is said.
-
-    Args:
-        checkpoints: Of the warm start alone.
-        meta: Gives what is saved along with a checkpoint, to which the seconds so far are added as "warm_start".
-
-    Returns:
-        The policy's variables and the seconds it took, those before an interruption included; None if it was stopped.
+    `meta` gives what is saved along with a checkpoint. Returns the variables and the seconds it took, those before an
+    interruption included; None if it was stopped.
     """
     config, section = parts.config, parts.config.warm_start
     if parts.task_data.pairs is None:

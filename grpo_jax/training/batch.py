@@ -1,7 +1,7 @@
 """A judged batch as an update takes it: trimmed, packed and placed on the host, once.
 
-Short completions of a group share a row of W tokens. Attention keeps them apart (`forward_group`'s `steps`), so
-log-probabilities and gradients are those of completions in rows of their own.
+Short completions of a group share a row of W tokens, kept apart by attention (`forward_group`'s `steps`):
+log-probabilities and gradients are those of rows of their own.
 """
 
 from __future__ import annotations
@@ -189,19 +189,18 @@ def make_batch(
     mesh: jax.sharding.Mesh | None = None,
     kept: int = 0,
 ) -> Batch:
-    """Make the batch of an update, on the policy's devices.
+    """Make the batch of an update, on the policy's devices, from arrays on the host.
 
     Prompts and completions are cut to the longest of the batch. A prompt is read once for its group: it is left as it
     is where cutting saves less than 1/16 of what the group reads, since each new length compiles the update anew.
     Under dead_groups "drop" and "resample" groups of zero variance are masked, and out of every statistic.
 
     Args:
-        prompts: i32 [P, L] and bool [P, L], left-padded, on the host.
-        samples: On the host.
+        prompts: i32 [P, L] and bool [P, L], left-padded.
         informative: bool [P], the groups whose variance is not zero.
         mesh: The policy's devices where they are several.
-        kept: The last completions of each group that nobody wrote (sampling.keep_prompt): they have no token to learn
-            from, and their rewards count as the others' do.
+        kept: The last completions of each group that nobody wrote (sampling.keep_prompt): without tokens to learn
+            from, their rewards count as the others' do.
     """
     device = next(iter(objectives.rewards.devices()))
     written = samples.mask

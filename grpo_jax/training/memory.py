@@ -232,8 +232,7 @@ def temporary_bytes(compiled: jax.stages.Wrapped, *shapes: PyTree) -> int:
 def fewest_parts(measure: Callable[[int], int], rows: int, *, budget: int, least: int = 1) -> tuple[int, int]:
     """Return the smallest divisor of `rows` (≥ `least`) whose bytes fit the budget, else the largest, and its bytes.
 
-    Each measurement compiles the update. A part's memory falls at most in proportion, so divisors that cannot fit are
-    skipped.
+    A part's memory falls at most in proportion: divisors that cannot fit are skipped, since measuring compiles.
     """
     choices = [count for count in range(least, rows + 1) if rows % count == 0]
     while True:

@@ -1,9 +1,9 @@
 """Objectives of an update: the forward pass over a batch's completions, and the configured loss.
 
-PPO's flow of one batch, which `update.make_update` follows: a forward pass gives old log-probabilities and values;
-the estimates turn scores into rewards per token, advantages and returns; the updates then minimise policy loss and
-value loss together. A completion is an episode that ends with its last token, be that the end token or the last one
-there was room for: nothing is bootstrapped.
+PPO's flow of one batch (`update.make_update`): a forward pass gives old log-probabilities and values; the estimates
+turn scores into rewards per token, advantages and returns; the updates minimise policy loss and value loss together.
+A completion is an episode that ends with its last token, be that the end token or the last one there was room for:
+nothing is bootstrapped.
 """
 
 from __future__ import annotations

@@ -86,7 +86,6 @@ def init_state(
         base_reference: With LoRA, the base without adapters is the reference and nothing is kept. False keeps the
             adapters of the start: where they are not fresh, or the reference will be refreshed.
         kl_coef: Weight of the KL in PPO's rewards, or None.
-        loss_scale: Flax's `DynamicScale` under float16, or None.
         take_over: The start itself is trained where no reference needs it: no copy, and `variables` can be read until
             the first update only.
     """

@@ -262,7 +262,6 @@ def make_update(
 
 
 def _average(reports: list[Metrics]) -> Metrics:
-    """Join the reports of a batch's steps: (total, weight) pairs add up, loss and gradient norm are averaged."""
     joined = jax.tree.map(lambda *values: sum(values), *[report["metrics"] for report in reports])
     count, skipped = len(reports), sum(int(report["skipped"]) for report in reports)
     scalars = {name: sum(float(report[name]) for report in reports) / count for name in ("loss", "grad_norm")}

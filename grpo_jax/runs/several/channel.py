@@ -1,6 +1,6 @@
 """Messages through the coordinator of `jax.distributed`, in process 0, and the watch for processes that are gone.
 
-JAX has no public name for the coordinator's client, which Orbax uses too; it is asked for here alone.
+Its client, which Orbax uses too, has no public name in JAX; it is asked for here alone.
 """
 
 from __future__ import annotations
@@ -73,16 +73,13 @@ class CoordinatorChannel:
 
 
 class Watch:
-    """A thread that watches the other processes, since a collective waits for ever for one that is gone.
-
-    When one is gone this process prints a line and exits at once: nothing that it waits for will come.
-    """
+    """A thread that ends this process, with a line, when another is gone: a collective would wait for ever for it."""
 
     def __init__(self, count: int, *, told: str = "", stop: Callable[[], None] | None = None):
         """Begin to watch `count` processes.
 
-        `told` is the rest of the line, "" for no line: one process prints for all. `stop` is called when another
-        process was asked to stop; process 0's alone.
+        `told` is the rest of the line, "" for no line: one process prints for all. Process 0's `stop` is called when
+        another process was asked to stop.
         """
         self._client, self._told, self._stop, self._over = client(), told, stop, threading.Event()
         self._everybody = list(range(count))
@@ -118,10 +115,7 @@ joined = threading.Event()
 
 
 def part() -> None:
-    """Leave the group at the end of a process; process 0, in which the coordinator runs, is the last.
-
-    Does nothing a second time, or in a process that is alone.
-    """
+    """Leave the group, once, at the end of a process; process 0, in which the coordinator runs, is the last."""
     if not joined.is_set():
         return
     joined.clear()

@@ -3,10 +3,10 @@
     process 0    f(state, batch) ─► send name and arguments ─► barrier ─► f(state, batch)
     the others                           receive them       ─► barrier ─► f(state, batch)
 
-Only process 0 has prompts, judges, files and a terminal, and decides anything; its work on arrays on the mesh goes
-through `lead`. Such arrays stay where they are, each process keeps its part of them, and a message has their numbers;
-all other arguments travel through the coordinator of `jax.distributed`. At the barrier, on the host, every process
-has received the call: collectives begin together, however long a judge took before them.
+Only process 0 has prompts, judges, files and a terminal. Its work on arrays on the mesh goes through `lead`: they
+stay where they are and a message has their numbers; other arguments travel through the coordinator of
+`jax.distributed`. At the barrier, on the host, every process has received the call: collectives begin together,
+however long a judge took before them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,6 @@ ALONE = Alone()
 
 @dataclass(frozen=True)
 class _Number:
-    """An array on the mesh."""
-
     number: int
 
 

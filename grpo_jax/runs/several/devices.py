@@ -36,10 +36,9 @@ def place_policy(config: Config, *, processes: int) -> dict[str, str]:
 
 
 def policy_devices(places: Mapping[str, str], section: PolicySection, *, processes: int = 1) -> list[jax.Device]:
-    """The JAX devices of the policy, as many as its mesh takes.
+    """The policy's JAX devices, as many as its mesh takes; of several processes those in the same places in each.
 
-    Of several processes: those in the same places in each, one process after the other. UserError if there are too
-    few, or another process runs on this machine: all of them would take the same.
+    UserError if there are too few, or another process runs on this machine: all would take the same.
     """
     devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
     wanted = mesh.size // processes

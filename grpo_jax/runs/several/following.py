@@ -1,7 +1,4 @@
-"""A language run in any process but the first: its part of process 0's calls.
-
-The functions are made as process 0 makes them, of the same config and folder; calls carry the rest.
-"""
+"""A language run in any process but the first: its part of process 0's calls, of the same config and folder."""
 
 from __future__ import annotations
 

@@ -26,12 +26,7 @@ _PATIENCE_SECONDS = 10.0  # for processes to hear that the run failed: they may 
 
 
 def join(config: Any, stop: StopRequests) -> Company:
-    """Join the processes of this run: those that the environment announces (`processes.announced`).
-
-    Raises:
-        UserError: It announces several, and this run cannot be one of several.
-        Stopped: A stop was asked for before all were there.
-    """
+    """Join the processes that the environment announces; `Stopped` if a stop is asked for meanwhile."""
     count = announced().count
     if count == 1:
         return ALONE
@@ -98,8 +93,7 @@ def leading(company: Company, config: Any) -> Iterator[None]:
 def take_part(config: Any, follower: Follower, stop: StopRequests) -> dict[str, Any]:
     """Run any other process to its end: it prints nothing, and passes a stop asked of it to process 0.
 
-    Return that it is over: summary.json is process 0's. SystemExit if process 0 ended with an error, which it has
-    reported; or if a part in the config is not on this machine.
+    SystemExit if process 0 ended with an error, or if a part in the config is not on this machine.
     """
     watch = Watch(follower.processes)
     with _signals_passed_on(), _told_by_itself():

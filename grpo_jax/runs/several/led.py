@@ -19,11 +19,8 @@ from grpo_jax.sampling.samplers import Samplers, make_samplers
 class Brief(NamedTuple):
     """The data's choices that decide how to sample: process 0 sends them to the others.
 
-    Attributes:
-        allowed: bool [V], the tokens that may be written; None for all.
-        trie: The texts of which each completion is one, or None.
-        listed: How many of them a ranking has; 0 for all.
-        pictures: Whether the policy is shown pictures.
+    `allowed` is bool [V], None for all; `trie` has the texts of which each completion is one, or is None; `listed` is
+    how many of them a ranking has, 0 for all.
     """
 
     allowed: np.ndarray | None

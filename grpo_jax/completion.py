@@ -1,7 +1,6 @@
 """Completion for a shell's TAB key: `grpo completion bash|zsh|fish` prints a script.
 
-It holds all commands, options and values: no Python runs when TAB is pressed, and an update of the package needs a
-new script.
+It holds all commands, options and values, so no Python runs at TAB. Print it again after an update of the package.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def _answer(arguments: Sequence[str], commands: Sequence[str]) -> str:
 
 
 def read_words(commands: Sequence[str]) -> Words:
-    """All words: the fields of every task that ships with the package, with its own judges."""
+    """Return all words: the fields of every task that ships with the package, with its own judges."""
     from grpo_jax.config.build import complete
     from grpo_jax.config.command_line import FLAGS, shipped_configs
     from grpo_jax.config.help import choices_of, clause, sections_of

@@ -34,7 +34,7 @@ def version() -> str:
 
 
 class UserError(Exception):
-    """Something the user can mend: each line says what is wrong and what to do. Commands print them, exit code 2."""
+    """Something the user can mend: each line says what is wrong and what to do. Commands exit with 2."""
 
     def __str__(self) -> str:
         """Join the lines."""
@@ -68,8 +68,7 @@ class StageTimeout(StageError):
 def one_line(value: object, limit: int = 100) -> str:
     """One printable line, of `limit` characters, of a user's text, exception or object.
 
-    Never raises, whatever its own methods do. Texts and exceptions are shown as they are, other objects by their
-    repr.
+    Never raises, whatever its own methods do. Texts and exceptions are shown as they are, other objects as repr.
     """
     try:
         text = str(value) if isinstance(value, str | BaseException) else reprlib.repr(value)

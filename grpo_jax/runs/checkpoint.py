@@ -122,7 +122,7 @@ class Checkpoints:
         return None if entry is None else self._looking(lambda: self._meta(entry)["step"])
 
     def set_aside_damaged(self) -> list[str]:
-        """Set aside damaged checkpoints that a resumed run would meet, and a damaged `best`; return a line for each."""
+        """Set aside damaged checkpoints that a resumed run would meet, and a damaged `best`; a line for each."""
         damaged = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
         for entry, _ in damaged:
             entry.series.set_aside(entry.number)
@@ -185,7 +185,7 @@ class Checkpoints:
             self.wait()
         finally:
             for series in (self._steps, *self._named.values()):
-                with suppress(Exception):  # of a write that failed, and was told already
+                with suppress(Exception):  # of a write that failed, and was reported already
                     series.close()
 
     def __enter__(self) -> Checkpoints:

@@ -257,7 +257,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path, *, resume: bool = False) -> RunDirectory:
-        """Make the folder, or open an earlier run's with `resume`. UserError if it holds a run already, or none."""
+        """Make the folder, or open an earlier run's with `resume`. UserError if it has a run already, or has none."""
         run, made = cls(path), []
         try:
             if run.path.exists() and not run.path.is_dir():

@@ -75,8 +75,8 @@ def sample_measures(parts: Parts, episodes: Episodes, judgement: Judgement) -> S
     """Mean@k and pass@k of every reward and watched measure, and mean@k of the total.
 
     "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often
-    at least one of j completions reaches evaluation.pass_threshold (`core.repeated.pass_at_k`); of no total. Missing
-    values are left out.
+    at least one of j completions reaches evaluation.pass_threshold (`core.repeated.pass_at_k`); of no total.
+    Missing values are left out.
     """
     threshold = parts.config.evaluation.pass_threshold
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)

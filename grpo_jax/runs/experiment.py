@@ -204,7 +204,7 @@ class Run:
         UserError if a judge failed, or nothing could be learned for a few iterations in a row.
         """
         training = self.config.training
-        announced = self._now.iteration  # the last whose checkpoint callbacks were told of
+        announced = self._now.iteration  # the last whose checkpoint callbacks have seen
         self.output.start(self.program.iterations, announced)
         if self._now.unvalidated is not None:
             self.validate()
@@ -267,7 +267,7 @@ class Run:
         return advanced.failure
 
     def validate(self, before: Sequence[Row] = ()) -> None:
-        """Validate the last iteration if it is due, write its row, and call back for it and for those `before` it."""
+        """Validate the last iteration if due, write its row, and call back for it and for those `before` it."""
         row = self._now.unvalidated or {}
         try:
             with self._saved_where_it_ends():

@@ -155,10 +155,9 @@ _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
 
 
 class Iteration(NamedTuple):
-    """Result of one iteration: state, metrics row, seconds of work by stage.
+    """Result of one iteration: state, metrics row, seconds of work by stage, and what it learned from.
 
-    `completions` are columns of completions/ of the groups it learned from, `rewards` f32 [P, G, N] theirs, of
-    episodes at their end.
+    `completions` are columns of completions/; `rewards` are f32 [P, G, N], of episodes at their end.
     """
 
     state: TrainState
@@ -348,8 +347,7 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:
     """Columns of a batch's completions, one entry each, group after group; of episodes one for each turn.
 
-    `advantages` are f32 [P, G] (of PPO the mean over each completion's tokens), or [P, G, T] where turns have their
-    own.
+    `advantages` are f32 [P, G] (of PPO the mean over each completion's tokens), or [P, G, T] by turn.
     """
     samples, (_, group, turns) = episodes.samples, episodes.lengths.shape
     names = [f"reward/{name}" for name in parts.environment.reward_names]
@@ -458,7 +456,7 @@ class Prefetcher:
                 if self._parts.stopping():
                     raise Stopped
             drawn.set_result(sample_groups(self._parts, variables, iteration, slot))
-        except BaseException as error:  # told where the batch is taken
+        except BaseException as error:  # raised where the batch is taken
             drawn.set_exception(error)
 
 

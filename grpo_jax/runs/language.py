@@ -52,8 +52,8 @@ class LanguageProgram:
     Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged",
     "oracle") and of the policy before a warm start ("untrained"); "samples", `evaluation.sample_measures` of the
     start; "remembered", for the task's findings; "absent", the number of consecutive iterations without a reward, by
-    its name; and "remark", the task's one remark on completions. `config` has names for the Python input;
-    `parts.config` is this machine's.
+    its name; and "remark", the task's one remark on completions. `config` also names the Python input; `parts.config`
+    is this machine's.
     """
 
     config: Config
@@ -74,7 +74,7 @@ class LanguageProgram:
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """The task's, compared on resume."""
+        """Identity of the task's data and models, compared on resume."""
         return self.parts.task_data.identity
 
     def template(self) -> TrainState:

@@ -57,8 +57,7 @@ def turn_metrics(
 ) -> dict[str, float]:
     """A batch's episodes in a metrics row; nothing where the policy writes once.
 
-    Entries "…@turnU" are means over the completions that have turn U, from 1; "turns" and "answer_tokens" are per
-    episode.
+    Entries "…@turnU" are means over the completions that have turn U, from 1; "turns", "answer_tokens" per episode.
     """
     lengths, samples = episodes.lengths, episodes.samples
     if lengths.shape[2] == 1:

@@ -191,8 +191,8 @@ def make_prepare(
     """Make prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
 
     Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are handed over by dlpack: the same memory where the
-    policy's `device` (None: where JAX sees the pictures) is theirs, one copy where it is another. Lists, of anything
-    a row of the data may hold, go through the folder's processor on the host.
+    policy's `device` (None: where JAX sees the pictures) is theirs, one copy where it is another. A list, of anything
+    that a row of the data may hold, goes through the folder's processor on the host.
     """
 
     def prepare(pictures: Any) -> Pictures:

@@ -118,17 +118,17 @@ def number_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def join_processes(environment: Mapping[str, str] = os.environ) -> int:
-    """Joins the processes that were started together; nothing for one. Call it before any other use of JAX.
+    """Join the processes that were started together; nothing for one. Call it before any other use of JAX.
 
     Afterwards `jax.devices()` are those of all processes, and every process must run the same computations. On CPUs
     they communicate through gloo.
 
     Args:
-        environment: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID; or
-            what srun sets.
+        environment: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID;
+            or what srun sets.
 
     Raises:
-        UserError: as `announced` and `number_of`, or the first process cannot have its port.
+        UserError: A variable is malformed or missing, or the first process cannot have its port.
     """
     count, slurm = announced(environment)
     if count == 1 or jax.distributed.is_initialized():

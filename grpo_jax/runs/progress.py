@@ -23,7 +23,7 @@ class Progress(NamedTuple):
     Attributes:
         iteration: Iterations done.
         iterations: Iterations in all.
-        seconds: By stage; "total" in memory of the processes before this one, in a checkpoint of all.
+        seconds: By stage; "total" is that of earlier processes while one runs, and of all until then in a checkpoint.
         starts: Iterations done when a process began: 0, and wherever the run was resumed.
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
         notes: The program's memory, such as the measures of the start.

@@ -35,7 +35,7 @@ _MOST_KEPT = 256 * 2**20  # bytes of pictures that were given in memory
 
 
 class PythonInput(NamedTuple):
-    """The config with `run`'s Python input named, its prompts (None for the config's), and rewards by label."""
+    """The config that names `run`'s Python input, with prompts (None for the config's) and rewards by label."""
 
     config: Config
     prompts: PromptSet | None

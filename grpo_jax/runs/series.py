@@ -43,7 +43,7 @@ class Series:
         committed: Callable[[], None] = lambda: None,
         company: Company = ALONE,
     ):
-        """Open a folder of this series alone (and of folders of others), and remove what an interrupted write left.
+        """Open a series' own folder, which may hold other series' folders, and remove what an interrupted write left.
 
         With `read_only` nothing is made or removed. The writing thread calls `committed` when a checkpoint has its
         place.

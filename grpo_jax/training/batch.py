@@ -57,10 +57,10 @@ def trimmed(array: Array, mask: Array, *, left: bool = False, worth: float = 0) 
 
 
 def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
-    """Share rows between a group's completions, longest first; None where that saves little. All prompts have one R.
+    """Share rows between a group's completions, longest first; None where that saves little.
 
     `mask` is bool [P, G, T], true for the first tokens of each completion; one without tokens takes no place. A
-    program for shared rows is worth compiling from T = `shortest` on.
+    program for shared rows is worth compiling from T = `shortest` on. R is the same for all prompts.
     """
     mask = np.asarray(mask)
     if (mask[..., 1:] & ~mask[..., :-1]).any():
@@ -126,8 +126,7 @@ class Batch(NamedTuple):
         old_logprobs: f32 [P, G, T] of the policy before its first update with the batch, which is the one that
             sampled unless that was done ahead; None with one update per batch.
         ref_logprobs: f32 [P, G, T] of the reference, or None without one.
-        rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them, for the gap between sampler and
-            trainer. None measures none.
+        rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them, to compare with the trainer's.
         sampler_logprobs: f32 [P, G, T] of the distribution drawn from, or None without importance correction.
         token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
         kl_weights: f32 [P, G] on each completion's KL, where groups are not drawn independently; or None for 1.
@@ -136,8 +135,7 @@ class Batch(NamedTuple):
         packing: Rows that short completions share, or None for a row each.
         pictures: Pictures of the prompts ("pictures" [P, I, ..]) and of the answers among the tokens ("answers" [P,
             G, I, ..]): `PictureStates` of a frozen tower, or `Pictures` that the forward pass encodes.
-        present: bool [P, G, T], all tokens that are read: in an episode also what was said to the policy. None for
-            `mask`.
+        present: bool [P, G, T], all tokens that are read: of an episode also the answers. None for `mask`.
         turn: i32 [P, G, T], the turn of each token of an episode, from 0; or None.
     """
 

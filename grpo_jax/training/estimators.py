@@ -34,9 +34,8 @@ OVERLONG = "overlong"
 class Objectives(NamedTuple):
     """Objectives to maximise, with names [N] and weights [N]; NaN is missing.
 
-    Attributes:
-        rewards: f32 [P, G, N] of each completion; of an episode its last turn's, or its return from the first.
-        returns: f32 [P, G, U, N] from each turn of an episode on, where turns are compared by themselves; or None.
+    `rewards` is f32 [P, G, N] of each completion; of an episode its last turn's, or its return from the first.
+    `returns` is f32 [P, G, U, N] from each turn on, where turns are compared by themselves; or None.
     """
 
     rewards: jax.Array
@@ -57,8 +56,8 @@ def make_objectives(
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
     GDPO normalises this objective by itself, every other estimator adds it to the sum. It is missing where every
-    judged reward is. It grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`; `lengths` are i32
-    [P, G] tokens.
+    judged reward is. It grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`; `lengths` are tokens
+    i32 [P, G].
     """
     rewards = condition_rewards(judged, conditions)
     names, factors = tuple(weights), tuple(weights.values())

@@ -188,8 +188,7 @@ class Estimates(NamedTuple):
         completion_kl: KL against the reference of one completion, its tokens' k1 estimates summed; mean over rows.
         value: Mean over tokens.
         returns: Mean of the values' targets.
-        explained_variance: 1 - Var(returns - values) / Var(returns): 1 is a perfect value, 0 a constant, less is
-            worse.
+        explained_variance: 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 a constant, less is worse.
     """
 
     advantages: jax.Array

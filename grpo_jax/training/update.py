@@ -48,12 +48,11 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make one optimizer update as one compiled function; what it changes is donated.
 
-    An update whose loss or gradient is not finite is left out: weights, moments and counts stay as they were, and the
-    state counts it (`skipped`). optax.apply_if_finite would let it through after a few, and knows no loss scale.
+    An update whose loss or gradient is not finite is left out and counted (`skipped`): weights, moments and counts
+    stay. optax.apply_if_finite would let it through after a few, and knows no loss scale.
 
     Args:
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
-        optimizer: For the trained collections.
         normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
         accumulation: Micro-batches along P, run one after the other; P must be a multiple.
     """

@@ -78,10 +78,9 @@ class _Local:
 
 
 class _Message(NamedTuple):
-    """A call.
+    """A call, with its arguments ready to travel.
 
     Attributes:
-        given: Positional and named arguments, ready to travel.
         first: The number of the first array it returns; the others follow in the order of the tree's leaves.
         deleted: Numbers of arrays whose memory process 0 has freed since the last call.
         dropped: Numbers that are used no more.
@@ -102,7 +101,7 @@ class Leader:
         self.processes = processes
         self._channel, self._lock = channel, threading.Lock()
         self._arrays: dict[int, weakref.ref[jax.Array]] = {}
-        self._freed: set[int] = set()  # told, and still known by shape
+        self._freed: set[int] = set()  # reported as deleted, and still known by shape
         self._renamed: list[int] = []
         self._next = 0
 

@@ -46,7 +46,7 @@ def _join_unless_stopped(stop: StopRequests) -> None:
     def work() -> None:
         try:
             count.set_result(join_processes())
-        except BaseException as error:  # told where it is waited for
+        except BaseException as error:  # raised where it is waited for
             count.set_exception(error)
 
     thread = threading.Thread(target=work, name="join", daemon=True)
@@ -112,7 +112,7 @@ def take_part(config: Any, follower: Follower, stop: StopRequests) -> dict[str, 
 
 @contextmanager
 def _told_by_itself() -> Iterator[None]:
-    """Report a mistake of this machine: process 0 sees only that its process is gone. Its own go where all do."""
+    """Print this process's UserError, since process 0 would only see it gone; process 0 raises its own."""
     try:
         yield
     except UserError as error:

@@ -1,6 +1,6 @@
-"""`python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--catalogue FILE] [--out FILE]`: held-out measurement.
+"""`python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--catalogue FILE] [--out FILE]`.
 
-Also of a run that is training: nothing is written to its folder.
+Held-out measurement from a checkpoint, also of a run that is training; nothing is written to its folder.
 """
 
 from __future__ import annotations

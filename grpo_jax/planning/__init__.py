@@ -12,10 +12,7 @@ PLAN, MEMORY = "--plan", "--device_memory_gib"
 
 
 def take_request(arguments: Sequence[str]) -> tuple[tuple[float, ...] | None, list[str]]:
-    """Split --plan and --device_memory_gib off a command line; return the memory and the other arguments.
-
-    The memory is GiB of each device, () for the devices of this machine, None without --plan.
-    """
+    """Split --plan and its memory (() for this machine's devices, None without --plan) off a command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLAN, action="store_true", dest="plan")
     parser.add_argument(MEMORY, nargs="?", const="", dest="memory")

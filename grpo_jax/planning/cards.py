@@ -187,10 +187,7 @@ def judge_lines(judge: object) -> list[Line]:
 
 
 class Excess(NamedTuple):
-    """Excess bytes over all devices, and the parts ("policy", judges) on full ones.
-
-    `weights`: the policy's weights alone are too much, so that saving activations cannot help.
-    """
+    """Excess bytes, full devices' parts ("policy", judges), and whether the policy's weights alone exceed one."""
 
     bytes: int
     parts: frozenset[str]

@@ -1,7 +1,4 @@
-"""`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`: a run's memory, from config.json alone.
-
-The exit code is 0 if it fits, 1 if not, 2 for a user's mistake.
-"""
+"""`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`: a run's memory, from config.json alone."""
 
 from __future__ import annotations
 

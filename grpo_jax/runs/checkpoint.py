@@ -284,7 +284,6 @@ class Checkpoints:
             return entry.series.read_meta(entry.number)
 
     def _damage(self, entry: _Entry) -> str:
-        """Return the damage of a checkpoint; a sound one is checked once."""
         if entry.path in self._sound:
             return ""
         damage = find_damage(entry.path) or self._misplaced(entry)

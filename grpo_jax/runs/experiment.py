@@ -199,10 +199,7 @@ class Run:
             self.output.directory.write_config(to_yaml(dataclasses.replace(self.config, resume=False)))
 
     def train(self) -> None:
-        """Advance to the end, or until a stop or an error; the last good state is saved.
-
-        UserError if a judge failed, or nothing could be learned for a few iterations in a row.
-        """
+        """Advance to the end, a stop, a judge's failure, or updates that learn nothing; save the last good state."""
         training = self.config.training
         announced = self._now.iteration  # the last whose checkpoint callbacks have seen
         self.output.start(self.program.iterations, announced)

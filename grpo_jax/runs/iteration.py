@@ -65,11 +65,7 @@ from grpo_jax.training.update import make_update
 
 
 class LearningBrief(NamedTuple):
-    """Training choices that follow from the data; process 0 sends them to the others.
-
-    `accumulation` is micro-batches of an update, `allowed` bool [V] (None for all), `trie` the texts of which each
-    completion is one, or None.
-    """
+    """Training choices that follow from the data, for all processes; `allowed` is bool [V], or None for all."""
 
     iterations: int
     accumulation: int

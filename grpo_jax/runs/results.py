@@ -178,10 +178,7 @@ def _interval(values: Sequence[float] | None) -> str:
 
 
 def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
-    """Gallery of the first held-out prompts, chosen by place and not by result.
-
-    Drawn texts are pairs before and after, both from the same noise.
-    """
+    """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
     rows = parts.test_rows[: parts.config.evaluation.gallery]
     drawn = parts.environment.render is not None
     if not rows or not (drawn or any(row.pictures for row in rows)):

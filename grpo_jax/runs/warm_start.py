@@ -128,7 +128,6 @@ def led_sft(
 
 
 def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
-    """Make the function update → indices of its pairs."""
     seed, section = parts.config.seed, parts.config.warm_start
     if not section.group_by_length:
         return lambda number: batch_at(seed, number, batch_size=section.batch, n=len(pairs))

@@ -104,10 +104,7 @@ def groups_that_vary(rewards: jax.Array, weights: tuple[float, ...], section: Al
 
 
 def informative_groups(objectives: Objectives, section: AlgorithmSection) -> np.ndarray:
-    """bool [P], groups whose variance is not zero, in any turn where turns are compared by themselves.
-
-    DAPO's dynamic sampling keeps these (https://arxiv.org/abs/2503.14476).
-    """
+    """bool [P], groups whose variance is not zero in any turn, as DAPO keeps (https://arxiv.org/abs/2503.14476)."""
     rewards, returns = objectives.rewards, objectives.returns
     by_turn = [rewards] if returns is None else [returns[:, :, turn] for turn in range(returns.shape[2])]
     return np.any([groups_that_vary(one, objectives.weights, section) for one in by_turn], axis=0)

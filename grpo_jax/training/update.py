@@ -1,7 +1,4 @@
-"""From a batch to a better policy: one donated update step, and everything computed from a batch.
-
-Nothing here knows a concrete model or task.
-"""
+"""From a batch to a better policy: one donated update step, and everything computed from a batch."""
 
 from __future__ import annotations
 

@@ -132,7 +132,6 @@ class Leader:
         return array
 
     def _known(self) -> dict[int, int]:
-        """The number of each array that is still there, by `id`."""
         return {id(array): number for number, known in self._arrays.items() if (array := known()) is not None}
 
     def _number(self, arrays: list[jax.Array]) -> None:

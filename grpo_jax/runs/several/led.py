@@ -17,10 +17,9 @@ from grpo_jax.sampling.samplers import Samplers, make_samplers
 
 
 class Brief(NamedTuple):
-    """The data's choices that decide how to sample: process 0 sends them to the others.
+    """Sampling choices that follow from the data, for all processes.
 
-    `allowed` is bool [V], None for all; `trie` has the texts of which each completion is one, or is None; `listed` is
-    how many of them a ranking has, 0 for all.
+    `allowed` is bool [V], or None for all; `listed` is the number of `trie`'s texts in a ranking, 0 for all.
     """
 
     allowed: np.ndarray | None

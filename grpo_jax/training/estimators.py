@@ -56,8 +56,8 @@ def make_objectives(
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
     GDPO normalises this objective by itself, every other estimator adds it to the sum. It is missing where every
-    judged reward is. It grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`; `lengths` are tokens
-    i32 [P, G].
+    judged reward is. It grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`. `lengths` are i32
+    [P, G] tokens.
     """
     rewards = condition_rewards(judged, conditions)
     names, factors = tuple(weights), tuple(weights.values())

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 __grpo_jax__ = True
-"""That it is this project's: another distribution may install a package of a name that it uses."""
+"""Marks this project's package: another distribution may install one of the same name."""
 
 _PUBLIC = {
     "config.build": ("to_yaml",),
@@ -48,7 +48,7 @@ __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]: one ta
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name from the room it stands in."""
+    """Import a public name from its module."""
     if name not in _PLACES:
         raise AttributeError(f"module 'grpo_jax' has no attribute {name!r}")
     return getattr(importlib.import_module(f"grpo_jax.{_PLACES[name]}"), name)

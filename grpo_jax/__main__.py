@@ -35,7 +35,7 @@ _COMMANDS = ("train", "resume", "plan", *_READ_A_RUN, "completion")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that the first word names; returns its exit code, 2 where there is none of that name."""
+    """Run the command that the first word names; return its exit code, 2 where there is none of that name."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if name == "train":
         return train.main(rest)

@@ -1,9 +1,6 @@
-"""Completion of the commands for a shell's TAB key.
+"""Completion for a shell's TAB key: `grpo completion bash|zsh|fish` prints a script.
 
-grpo completion bash|zsh|fish
-
-It prints a script in which all words stand already: commands, options, and the values of those that take one of few.
-Nothing of Python runs when TAB is pressed; after an update of the package the script is printed again.
+It holds all commands, options and values, so no Python runs at TAB. Print it again after an update of the package.
 """
 
 from __future__ import annotations
@@ -27,14 +24,7 @@ _COMMANDS = (evaluate, export, predict, report, recommend)
 
 
 class Words(NamedTuple):
-    """Words to complete.
-
-    Attributes:
-        commands: The first words.
-        options: Of each command, with their dashes.
-        values: Of the options that take one of few.
-        lines: What an option is, where that is known.
-    """
+    """Words to complete: commands, each command's options with their dashes, options' values and help lines."""
 
     commands: tuple[str, ...]
     options: dict[tuple[str, ...], list[str]]
@@ -60,7 +50,7 @@ def _answer(arguments: Sequence[str], commands: Sequence[str]) -> str:
 
 
 def read_words(commands: Sequence[str]) -> Words:
-    """All words: the fields of every task that ships with the package, with its own judges."""
+    """Return all words: the fields of every task that ships with the package, with its own judges."""
     from grpo_jax.config.build import complete
     from grpo_jax.config.command_line import FLAGS, shipped_configs
     from grpo_jax.config.help import choices_of, clause, sections_of
@@ -129,8 +119,6 @@ if [[ $funcstack[1] == _grpo ]]; then _grpo "$@"; else compdef _grpo grpo; fi"""
 
 
 def _filled(script: str, words: Words, assigned: str) -> str:
-    """A script with the branches of its two questions: which values, which options."""
-
     def branches(by_name: Mapping[str, Sequence[str]], indent: int) -> str:
         return "\n".join(f"{'':{indent}}{name}) {assigned.format(' '.join(of))};;" for name, of in by_name.items())
 

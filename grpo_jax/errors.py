@@ -24,7 +24,7 @@ EXTRAS = {
 
 
 def version() -> str:
-    """The package's, as the commands say it."""
+    """The package's version, as the commands print it."""
     from importlib import metadata
 
     try:
@@ -34,10 +34,10 @@ def version() -> str:
 
 
 class UserError(Exception):
-    """Something the user can mend: each line says what is wrong and what to do. Commands print them and exit with 2."""
+    """Something the user can mend: each line says what is wrong and what to do. Commands exit with 2."""
 
     def __str__(self) -> str:
-        """Return the lines as one."""
+        """Join the lines."""
         return "; ".join(map(str, self.args))
 
 
@@ -46,11 +46,7 @@ class StopRun(UserError):
 
 
 class Stopped(BaseException):
-    """A stop was asked for (SIGTERM, Ctrl-C) where a run waits. What was begun is left, and made again on --resume.
-
-    Attributes:
-        iteration: The one that was saved; None where nothing was.
-    """
+    """A stop was asked for (SIGTERM, Ctrl-C) while a run waits; `iteration` is the one that was saved, if any."""
 
     iteration: int | None = None
 
@@ -59,7 +55,7 @@ class StageError(RuntimeError):
     """A stage raised; the original exception is the `__cause__`. Has `stage` (name) and `chunk` (index)."""
 
     def __init__(self, stage: str, chunk: int, reason: str):
-        """Say which stage failed, on which chunk, and why."""
+        """Compose the message."""
         super().__init__(f"stage {stage!r} failed on chunk {chunk}: {reason}")
         self.stage = stage
         self.chunk = chunk
@@ -72,7 +68,7 @@ class StageTimeout(StageError):
 def one_line(value: object, limit: int = 100) -> str:
     """One printable line, of `limit` characters, of a user's text, exception or object.
 
-    Never raises, whatever its own methods do. Texts and exceptions speak as they are, other objects as their repr.
+    Never raises, whatever its own methods do. Texts and exceptions are shown as they are, other objects as repr.
     """
     try:
         text = str(value) if isinstance(value, str | BaseException) else reprlib.repr(value)
@@ -83,7 +79,7 @@ def one_line(value: object, limit: int = 100) -> str:
 
 
 def is_own_doing(error: BaseException) -> bool:
-    """Whether what a judge raised is its own: no `StopRun`, and no signal, which reaches the main thread alone."""
+    """Return whether an error is a judge's own: no `StopRun`, and no signal, which reaches the main thread alone."""
     interrupt = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
     return not interrupt and not isinstance(error, StopRun | Stopped)
 
@@ -109,11 +105,7 @@ def _cut(text: str, most: int) -> str:
 
 @contextmanager
 def extras_named() -> Iterator[None]:
-    """Says which extra brings a module that an import inside did not find; a decorator too.
-
-    Raises:
-        UserError: A module of `EXTRAS` is not installed.
-    """
+    """Raise UserError with the extra that brings a module of `EXTRAS` not found inside; a decorator too."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -144,7 +136,7 @@ def option_names(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Raises UserError for an option that a command has not; it says the nearest that it has."""
+    """Raise UserError for an unknown option, with the nearest known one."""
     options = option_names(parser)
     for word in arguments:
         name = word.partition("=")[0]
@@ -155,7 +147,7 @@ def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
 
 
 def mend_streams() -> None:
-    """Opens standard streams again, to nowhere, that were closed: the next file would take their place."""
+    """Reopen closed standard streams to the null device: the next file would take their place."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -166,7 +158,6 @@ def mend_streams() -> None:
 
 
 def _open_nowhere(descriptor: int) -> None:
-    """Makes a descriptor lead to nowhere, whether it is open or not."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != descriptor:
         os.dup2(nowhere, descriptor)
@@ -174,12 +165,10 @@ def _open_nowhere(descriptor: int) -> None:
 
 
 def guarded(function: Callable[[], object], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
-    """Runs a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
+    """Run a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
-    Args:
-        function: The command; an int it returns is the exit code.
-        debug: Let tracebacks through.
-        silent: Asked where there is a line: whether another process has it too, and tells.
+    An int that `function` returns is the exit code. `debug` lets tracebacks through. `silent` says that another
+    process prints the line.
     """
     mend_streams()
     try:
@@ -215,7 +204,7 @@ def carry_out(
 
 
 def complain(text: str) -> None:
-    """Writes a line to standard error, if anybody listens."""
+    """Write a line to standard error, if anybody listens."""
     with suppress(OSError, ValueError):  # nobody may be listening any more
         print(text, file=sys.stderr, flush=True)
 
@@ -224,13 +213,7 @@ _LEAVING_SECONDS = 15.0
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process of a command, whatever still runs in it.
-
-    Python waits at its exit for every thread; one that hangs in a judge would hold the process for ever.
-
-    Args:
-        code: The exit code.
-    """
+    """End a command's process; Python's own exit would wait for every thread, even one that hangs in a judge."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -249,4 +232,4 @@ def leave(code: int) -> NoReturn:
 
 
 ABANDONED = "abandoned "
-"""Begins the names of threads that nobody waits for."""
+"""Prefix of the names of threads that nobody waits for."""

@@ -1,8 +1,6 @@
-"""Held-out measurement from a checkpoint, also of a run that is training; nothing is written to its folder.
+"""`python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--catalogue FILE] [--out FILE]`.
 
-On the command line:
-
-    python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--catalogue FILE] [--out FILE]
+Held-out measurement from a checkpoint, also of a run that is training; nothing is written to its folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Writes the trained policy as a Hugging Face folder, or its adapters alone as a PEFT folder.
+"""`python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters] [--push_to_hub OWNER/NAME]`.
 
-On the command line:
-
-    python -m grpo_jax.export --run DIR --out FOLDER [--checkpoint best] [--adapters] [--push_to_hub OWNER/NAME]
+Writes the trained policy as a Hugging Face folder, or its adapters alone as a PEFT folder.
 """
 
 from __future__ import annotations

@@ -6,10 +6,7 @@ On the command line:
 
 In Python:
 
-    from grpo_jax import load_rewriter
-
-    rewrite = load_rewriter("runs/my_run")
-    rewrite("a huge crimson disc")
+    rewrite = grpo_jax.load_rewriter("runs/my_run")
     rewrite("What is this?", pictures=["cat.png"])
 """
 
@@ -37,12 +34,10 @@ if TYPE_CHECKING:
 def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..., str]:
     """Restore the policy of a run.
 
-    The final one is `policy/`, which summary.json measures as "after"; "best" has the highest validation score, which a
-    few prompts decide (docs/runs.md).
-
     Args:
         run_dir: Run directory of a training run.
-        checkpoint: "final", "best", "latest", or a step, as `grpo evaluate --checkpoint` takes it.
+        checkpoint: "final" (`policy/`, which summary.json measures as "after"), "best" (by the validation score,
+            which a few prompts decide, docs/runs.md), "latest", or a step.
 
     Returns:
         rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself where the policy's answer is unusable.
@@ -58,9 +53,9 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
 
 
 def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., str]:
-    """The function of `load_rewriter` for a policy that is loaded.
+    """Make the function of `load_rewriter` for a policy that is loaded.
 
-    The longest prompt of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
+    The longest of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
     """
     import jax
 
@@ -141,11 +136,7 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def read_lines(path: str) -> list[tuple[int, str]]:
-    """The lines of what `--file` names and their numbers, from 1, without blank ones.
-
-    Raises:
-        UserError: It cannot be read.
-    """
+    """Return the lines of `--file` and their numbers, from 1, without blank ones."""
     try:
         lines = read_text(path).replace("\r\n", "\n").split("\n")
     except UserError as error:

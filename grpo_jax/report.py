@@ -1,7 +1,4 @@
-"""Writes the page of a run again, or one that compares several.
-
-`python -m grpo_jax.report RUN [RUN …] [--out FILE]`
-"""
+"""`python -m grpo_jax.report RUN [RUN …] [--out FILE]`: writes a run's page again, or one that compares several."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _run(path: str) -> RunDirectory:
-    """The directory of a run that has metrics."""
     from grpo_jax.runs.directory import RunDirectory, read_metrics
 
     run = RunDirectory(path)
@@ -75,7 +71,7 @@ def _run(path: str) -> RunDirectory:
 
 
 def _display(run: RunDirectory) -> Display:
-    """Display of the run's task; the plain one, with a note, where the task cannot be found any more."""
+    """Return the display of the run's task; the plain one, with a note, where the task is not found any more."""
     from grpo_jax.config.command_line import load_config
     from grpo_jax.tasks.display import Display
 

@@ -1,10 +1,8 @@
 """The training command, a thin shell over `run`.
 
-On the command line:
-
-    python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]
-    python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]
-    python -m grpo_jax.train … --help [SECTION]
+- `python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]`
+- `python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`
+- `python -m grpo_jax.train … --help [SECTION]`
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def run(
     on_validation: Callback | None = None,
     on_checkpoint: Callback | None = None,
 ) -> dict[str, Any]:
-    """Trains a policy and leaves a run directory.
+    """Train a policy and leave a run directory.
 
     Args:
         config: The run, of `make_config`; its run_dir must be set.
@@ -46,19 +44,19 @@ def run(
             holds them ("split" included), a pandas DataFrame or a `datasets.Dataset` of such records, or a
             `PromptSet`. They are kept in prompts.jsonl of the run directory, where --resume and evaluate find them.
         rewards: In place of config.rewards: functions reward(prompts, completions, **columns) → P·G numbers, None for
-            a missing one; a list of them, each called by its own name, or {name: function}. The entry of config.rewards
-            with that name, if there is one, sets its weight, condition, options and messages; otherwise it has weight
-            1. Every entry must have its function. --resume and evaluate find functions at the top level of a module
-            again, others must be given again.
-        on_iteration: Called with a `runs.experiment.IterationEvent` when an iteration's metrics are written. Like
-            the others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
+            a missing one; a list of them, each called by its own name, or {name: function}. The entry of
+            config.rewards with that name, if there is one, sets its weight, condition, options and messages;
+            otherwise it has weight 1. Every entry must have its function. --resume and evaluate find functions at the
+            top level of a module again, others must be given again.
+        on_iteration: Called with a `runs.experiment.IterationEvent` when an iteration's metrics are written. Like the
+            others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
             --resume goes on.
-        on_validation: Called behind it where the iteration was validated.
+        on_validation: Called after it where the iteration was validated.
         on_checkpoint: Called when a checkpoint is on disk; its writing is waited for.
 
     Returns:
-        What summary.json holds, and "stopped": whether a signal, a callback or training.max_hours ended the run early.
-        Nothing in any but the first of several processes (docs/scaling.md).
+        The contents of summary.json, and "stopped": whether a signal, a callback or training.max_hours ended the run
+        early. Nothing in any but the first of several processes (docs/scaling.md).
 
     Raises:
         UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
@@ -123,7 +121,7 @@ def _run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code: 0, also when stopped by a signal after saving; 2 for a user's mistake.
+    """Run the command; return its exit code: 0, also after a saved stop by a signal; 2 for a user's mistake.
 
     With --plan 0 says that the run fits, 1 that it does not.
     """
@@ -154,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_led() -> bool:
-    """Whether this is one of several processes, and not the first: all read the same command."""
+    """Return whether this is one of several processes, and not the first: all read the same command."""
     if not {"JAX_PROCESS_ID", "SLURM_PROCID"} & os.environ.keys():
         return False  # without JAX, which takes a second to import
     from grpo_jax.runs.processes import number_of

@@ -1,4 +1,4 @@
-"""What a run needs, before anything is loaded: --plan and --device_memory_gib of the training command."""
+"""A run's memory before anything is loaded: --plan and --device_memory_gib of the training command."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ PLAN, MEMORY = "--plan", "--device_memory_gib"
 
 
 def take_request(arguments: Sequence[str]) -> tuple[tuple[float, ...] | None, list[str]]:
-    """Split --plan and --device_memory_gib off a command line.
-
-    Returns:
-        The GiB of each device to plan for, () for the devices of this machine, None where no plan is asked for; and the
-        other arguments.
-
-    Raises:
-        UserError: The memory is no list of positive numbers, or comes without --plan.
-    """
+    """Split --plan and its memory (() for this machine's devices, None without --plan) off a command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLAN, action="store_true", dest="plan")
     parser.add_argument(MEMORY, nargs="?", const="", dest="memory")

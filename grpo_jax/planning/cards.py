@@ -1,4 +1,4 @@
-"""What lies on each device of a run: lines of bytes by part, whether they fit, and what to change if not."""
+"""Memory of each device of a run: bytes by part, whether they fit, and what to change if not."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from grpo_jax.training.memory import Shown
 RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
 FREE = 0.05
-"""Of a device, left for what does not fit between other things."""
+"""Share of a device left for fragmentation."""
 _RUNTIME = "runtime"
 _WORTH = 2**26  # bytes: what saves less is not worth a word
 
 
 class Line(NamedTuple):
-    """A line of a plan: what, how many bytes, why, and whether they count (of two that take turns one does)."""
+    """A line of a plan: name, bytes, reason, and whether the bytes count (of two that take turns one does)."""
 
     name: str
     bytes: int
@@ -69,14 +69,14 @@ class Planner:
     """Plans of configs with one policy's shape on the same devices; each shape is compiled once."""
 
     def __init__(self, model: ModelConfig, gib: tuple[float, ...], shown: Shown | None = None):
-        """Take the decoder's config, the devices' memory and the pictures that the policy is shown."""
+        """Take the decoder's config, the devices' memory in GiB and the pictures that the policy is shown."""
         self._model = model
         self._gib = gib
         self._shown = shown
         self._planned: dict[str, PolicyMemory] = {}
 
     def policy(self, config: Config) -> PolicyMemory:
-        """The policy's memory, by device."""
+        """The policy's memory on each of its devices."""
         relevant = (config.policy, config.training, config.sampling, config.data, config.algorithm, config.ppo)
         if (key := repr(relevant)) not in self._planned:
             section = config.policy.mesh
@@ -88,7 +88,7 @@ class Planner:
         return self._planned[key]
 
     def cards(self, config: Config) -> list[Card]:
-        """All devices with what would lie on them."""
+        """All devices with their lines."""
         places = places_of(config, len(self._gib))
         names = list(dict.fromkeys([*(f"gpu:{i}" for i in range(len(self._gib))), *sum(places.values(), ())]))
         cards = {name: Card(name, _capacity(name, self._gib), {}) for name in names}
@@ -104,7 +104,7 @@ class Planner:
         return list(cards.values())
 
     def excess(self, config: Config) -> Excess:
-        """What a config takes too much."""
+        """Return a config's excess over all devices."""
         cards = self.cards(config)
         full = [card for card in cards if card.excess]
         parts = frozenset(part for card in full for part in card.parts)
@@ -114,10 +114,7 @@ class Planner:
 
 
 def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
-    """Devices of each part, by the rules that a run follows, on `count` cards or on this machine.
-
-    A judge that is elsewhere takes no part in them, and what its actors take of this machine is not a card's.
-    """
+    """Devices of each part, by a run's rules, on `count` cards or on this machine; remote judges are left out."""
     size, placement = config.policy.mesh.size, own_package("bridges", "placement")
     requests = config.requests
     away = {name: requests.pop(name) for name in config.elsewhere}
@@ -146,7 +143,7 @@ def _capacity(name: str, gib: tuple[float, ...]) -> int:
 
 
 def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
-    """The policy's part of a device; sampling and update take turns, and the larger counts, unless one is ahead."""
+    """The policy's lines of a device; of sampling and update the larger counts, or both where one is ahead."""
     section, lora = config.policy, config.policy.lora
     larger = memory.to_sample > memory.to_update
     sampling, update = larger or memory.behind > 0, not larger or memory.behind > 0
@@ -184,22 +181,13 @@ def _limit(memory: PolicyMemory) -> str:
 
 
 def judge_lines(judge: object) -> list[Line]:
-    """What a judge says that it takes (`memory`)."""
+    """The lines that a judge reports (`memory`)."""
     count = getattr(judge, "memory", None)
     return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]
 
 
-# ------------------------------------------------------------------------------------------ what to change in a config
-
-
 class Excess(NamedTuple):
-    """How much a config takes too much.
-
-    Attributes:
-        bytes: Over all devices; 0 if it fits.
-        parts: "policy" and judges whose device is full.
-        weights: Whether the policy's weights alone are too much, so that saving activations cannot help.
-    """
+    """Excess bytes, full devices' parts ("policy", judges), and whether the policy's weights alone exceed one."""
 
     bytes: int
     parts: frozenset[str]
@@ -207,12 +195,9 @@ class Excess(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """A way to save memory.
+    """A way to save memory of a part ("policy", or a judge's name): activations, or weights and optimizer state.
 
-    Attributes:
-        part: Whose memory: "policy", or a judge's name.
-        activations: Whether it saves activations, rather than weights and what goes with them.
-        fields: The config in force → the fields to change, {"section.field": value}; empty where nothing can be.
+    `fields` maps the config in force to {"section.field": value}; empty where nothing can be changed.
     """
 
     part: str
@@ -221,12 +206,7 @@ class Saving(NamedTuple):
 
 
 def list_savings(config: Config, cards: int) -> list[Saving]:
-    """Return what can be done, in the order in which it is tried: what changes nothing that is learned comes first.
-
-    Args:
-        config: Its judges say themselves what can be saved (`savings`).
-        cards: That there are; with three or more the policy may have all but the last.
-    """
+    """Return the savings in the order of trial: those that change nothing that is learned come first."""
 
     def a_prompt_at_a_time(config: Config) -> dict[str, object]:
         prompts = config.training.prompts_per_batch // config.training.minibatches
@@ -270,16 +250,7 @@ def list_savings(config: Config, cards: int) -> list[Saving]:
 
 
 def changes_that_fit(config: Config, cards: int, excess: Callable[[Config], Excess]) -> tuple[list[str], Excess]:
-    """Change one thing after the other until everything fits or nothing more helps; each is tried, not guessed.
-
-    Args:
-        config: That does not fit.
-        cards: Devices that there are.
-        excess: Of a config.
-
-    Returns:
-        The words of the command line that make the changes which help, and the excess that is left.
-    """
+    """Try one change after the other until everything fits; return the helpful ones' words, and the excess left."""
     words: list[str] = []
     left = excess(config)
     for _ in range(2):  # what could not help before the weights fitted may help now

@@ -1,7 +1,4 @@
-"""`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`: what a run needs on each device, and does it fit.
-
-No weight is read: a folder with config.json is enough. The exit code is 0 if it fits, 1 if not, 2 for a user's mistake.
-"""
+"""`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`: a run's memory, from config.json alone."""
 
 from __future__ import annotations
 
@@ -22,15 +19,7 @@ _PREALLOCATED = 0.75  # JAX's default share of a card
 
 
 def show_plan(config: object, gib: tuple[float, ...]) -> int:
-    """Print the plan of a config; returns the exit code: 0 if it fits, 1 if not.
-
-    Args:
-        config: The run.
-        gib: GiB of each device; () for those of this machine.
-
-    Raises:
-        UserError: There is nothing to plan, or the policy's shape cannot be read.
-    """
+    """Print the plan of a config for devices of `gib` (() for this machine's); return 0 if it fits, 1 if not."""
     if not isinstance(config, Config):
         name = to_dict(config)["task"]["kind"]
         raise UserError(f"{PLAN}: a {name} run has no language policy and takes little; there is nothing to plan")
@@ -61,7 +50,7 @@ def show_plan(config: object, gib: tuple[float, ...]) -> int:
 
 
 def _show_devices(gib: tuple[float, ...], config: Config) -> None:
-    """Devices that are only planned for are simulated on the CPU, as many as a mesh may want."""
+    """Simulate on the CPU devices that are only planned for, as many as a mesh may want."""
     if not gib:
         return
     try:

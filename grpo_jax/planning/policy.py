@@ -1,8 +1,8 @@
-"""What a run will need for its policy on each device, before any weight is loaded.
+"""Memory of a run's policy on each device, before any weight is loaded.
 
-Parameters, optimizer state and reference are counted from shapes (`jax.eval_shape`). What sampling and the update take
-beside them is asked of the compiler: both are compiled for arrays that do not exist, and XLA says how much temporary
-memory the program allocates (`memory_analysis`).
+Parameters, optimizer state and reference are counted from shapes (`jax.eval_shape`). For the rest of sampling and
+update, both are compiled for arrays that do not exist, and XLA reports the program's temporary memory
+(`memory_analysis`).
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ PUBLISHED_POLICIES = {
     "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN_7B
     | {"model_type": "qwen2_5_vl", "max_position_embeddings": 128000, "vision_config": _TOWER_2_5},
 }
-"""What their config.json says, for planning where there is no connection."""
+"""Shapes from their config.json, for planning without a connection."""
 
 
 class PolicyMemory(NamedTuple):
     """Bytes that the policy takes on each of its devices.
 
     Attributes:
-        parameters: Of the whole policy, their number; without a frozen vision tower.
-        trained: How many of them gradients are taken for.
+        parameters: Number of parameters of the whole policy, without a frozen vision tower.
+        trained: Number of those that gradients are taken for.
         weights: Parameters and adapters.
         optimizer: Moments of the trained ones.
         reference: A copy for the KL; 0 where the base itself or nothing is the reference.
         apart: The copy of the layers that decoding reads (`Policy.unstack`).
-        cache: Keys and values of one chunk's prompts, and of their completions; of episodes also those that the turn
-            before left, and the next chunk's, which waits for its answers.
-        sampling: What sampling takes beside these, and before it the vision tower.
+        cache: Keys and values of one chunk's prompts and completions; of episodes also those that the turn before
+            left, and the next chunk's, which waits for its answers.
+        sampling: Rest of sampling, or of the vision tower before it.
         gradients: Of the trained ones, float32.
-        update: What the update takes beside them: activations, logits of a chunk of tokens, the optimizer's steps.
+        update: Rest of the update: activations, logits of a chunk of tokens, the optimizer's steps.
         widened: Compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds.
         behind: The copy of the trained ones that samples ahead (training.lag); 0 where the newest sample.
     """
@@ -105,41 +105,33 @@ class PolicyMemory(NamedTuple):
 
     @property
     def held(self) -> int:
-        """What is there all the time."""
+        """Bytes held all the time."""
         return self.weights + self.optimizer + self.reference + self.behind
 
     @property
     def peak(self) -> int:
-        """What is held, and the larger of sampling and update, which take turns; where one is ahead, both."""
+        """Held bytes, and the larger of sampling and update, which take turns; where one is ahead, both."""
         both = (self.to_sample, self.to_update)
         return self.held + (sum(both) if self.behind else max(both))
 
     @property
     def to_sample(self) -> int:
-        """What is there while completions are drawn."""
+        """Bytes while completions are drawn."""
         return self.apart + self.cache + self.sampling
 
     @property
     def to_update(self) -> int:
-        """What is there while the policy learns."""
+        """Bytes of an update."""
         return self.gradients + self.update
 
 
 def policy_memory(
     config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None = None, shown: Shown | None = None
 ) -> PolicyMemory:
-    """Count and compile what `config` does with a policy of the shape `model`.
+    """Count and compile `config` with a policy of the shape `model`; of a mesh, the bytes of one device.
 
-    Prompts are taken to be as long as data.max_prompt_tokens allows.
-
-    Args:
-        config: The run.
-        model: The decoder's config (`hf.model_config`).
-        mesh: The policy's devices where they are several; figures are those of one of them.
-        shown: The pictures that it is shown; None without.
-
-    Raises:
-        ValueError: Adapters on projections that the architecture lacks, or weights that the mesh does not divide.
+    Prompts have data.max_prompt_tokens. ValueError for adapters on projections that the architecture lacks, or
+    weights that the mesh does not divide.
     """
     narrow = {config.policy.compute_dtype, weight_dtype(config)} - {"float32"}
     widened = bool(narrow) and jax.default_backend() == "cpu"
@@ -171,8 +163,8 @@ def policy_memory(
 def cache_bytes(config: Config, model: ModelConfig) -> int:
     """Keys and values of a chunk of prompts and of their completions: 2 · layers · K · E · (P · L + P · G · T).
 
-    Of episodes T is that of all turns; the cache of the turns before the last is there until the last one's is filled
-    from it, and where chunks are on their way at once, another one's beside it.
+    Of episodes T is that of all turns, and the cache of the turns before the last stays until the last one's is
+    filled from it. Chunks on their way at once add another one's.
     """
     section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
     if section.turns == 1:
@@ -184,13 +176,13 @@ def cache_bytes(config: Config, model: ModelConfig) -> int:
 
 
 def _slots(config: Config, turns: int) -> int:
-    """Places in the cache of an episode of so many turns: of each answer also the token before it."""
+    """Cache slots of an episode of so many turns: of each answer also the token before it."""
     section = config.sampling
     return turns * section.max_new_tokens + (turns - 1) * (bucket_size(section.max_answer_tokens, smallest=8) + 1)
 
 
 def _cached(config: Config, model: ModelConfig, tokens: int) -> int:
-    """Keys and values of so many tokens for each prompt of a chunk, on one device."""
+    """Bytes of keys and values of so many tokens for each prompt of a chunk, on one device."""
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     size = per_token * bucket_size(_chunk(config)) * tokens * jnp.dtype(config.policy.compute_dtype).itemsize
     return size // (config.policy.mesh.fsdp * config.policy.mesh.tensor)
@@ -199,7 +191,7 @@ def _cached(config: Config, model: ModelConfig, tokens: int) -> int:
 def _beside_the_cache(
     config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None, apart: int
 ) -> int:
-    """What sampling a chunk takes beside its cache and the copy of the layers; of episodes the larger of two turns."""
+    """Rest of sampling a chunk beside its cache and the copy of the layers; of episodes the larger of two turns."""
     section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
     first = _cached(config, model, length + section.written_completions * section.max_new_tokens)
     beside = [_compiled_sampling(config, model, mesh, shown) - apart - first]
@@ -229,7 +221,6 @@ def tree_bytes(tree: object) -> int:
 
 
 def _chunk(config: Config) -> int:
-    """Prompts that are sampled together."""
     return config.training.chunk_prompts or config.training.prompts_per_batch
 
 
@@ -238,7 +229,6 @@ def _params(config: Config) -> SamplingParams:
 
 
 def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> int:
-    """Temporary bytes of the last turn of a chunk's episodes."""
     sampler = make_episode_sampler(
         configured_functions(config.policy, model, mesh), _params(config), eos_ids=(0,), pad_id=0
     )
@@ -257,10 +247,7 @@ def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh |
 
 
 def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None) -> int:
-    """Temporary bytes of sampling one chunk of prompts: caches, logits, and the layers' insides.
-
-    With pictures those of their states too, or of the tower that makes them, which runs before.
-    """
+    """Temporary bytes of sampling a chunk of prompts; with pictures, also of their states or the tower before."""
     policy = configured_functions(config.policy, model, mesh)
     sample = make_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
@@ -279,9 +266,6 @@ def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Me
     return tree_bytes(states) + max(temporary_bytes(jax.jit(draw), variables, states), seen)
 
 
-# --------------------------------------------------------------------------------------------- the policy's shape
-
-
 def read_shape(path: str) -> ModelConfig:
     """Return the decoder's config of a folder or hub id."""
     folder = policy_folder(path)
@@ -297,7 +281,7 @@ def read_shape(path: str) -> ModelConfig:
 
 
 def policy_folder(path: str) -> Path:
-    """Return where a policy's folder would be, by the path or name that a config has."""
+    """Return a policy's would-be folder, by the config's path or name."""
     return Path(os.path.expanduser(str(own_package("bridges").bundled(path, "policy") or path)))
 
 

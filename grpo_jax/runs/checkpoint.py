@@ -7,10 +7,10 @@ checkpoints/final/version_1       the end of training
 ```
 
 Each is written elsewhere, listed in a manifest with the checksums of its files and only then put in its place
-(`series`); `best` and `final` are replaced by writing the next version and then deleting the previous one. So whatever
-has a name is whole, and what a disk did to it later is noticed. Checkpoints of one step have their arrays' files in
-common (`manifest.link_files`). What Orbax sees is nested dictionaries of arrays: the types of the state (optax's
-tuples, typed keys, Python numbers) come back from the template, not from the file.
+(`series`); `best` and `final` are replaced by writing the next version and then deleting the previous one. So
+whatever has a name is whole, and later damage is noticed. Checkpoints of one step share their arrays' files
+(`series.link_files`). Orbax sees nested dictionaries of arrays: the types of the state (optax's tuples, typed keys,
+Python numbers) come back from the template, not from the file.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ _NAMED = ("best", "final")
 
 
 class _Removed(Exception):
-    """A run that goes on removed the checkpoint that was being looked at; it has a newer one."""
+    """A running training replaced the checkpoint that was being read by a newer one."""
 
 
 class _Entry(NamedTuple):
-    """A checkpoint, sound or damaged."""
-
     series: Series
     number: int
 
@@ -60,8 +58,8 @@ class _Entry(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run.
 
-    A state is a mapping of parts, one of them `"variables"` (what evaluation needs); each part is a pytree of
-    `jax.Array`s (typed keys included), NumPy arrays and Python numbers. `meta` is whatever JSON can hold.
+    A state is a mapping of parts, `"variables"` (for evaluation) among them; each part is a pytree of `jax.Array`s
+    (typed keys included), NumPy arrays and Python numbers. `meta` is JSON.
     """
 
     def __init__(
@@ -74,19 +72,13 @@ class Checkpoints:
         note: Callable[[str], None] = lambda text: None,
         company: Company = ALONE,
     ):
-        """Opens a folder and removes what an interrupted write left in it.
+        """Open a folder, made if absent, and remove what an interrupted write left in it.
 
         Args:
-            folder: The `checkpoints` folder of a run; made if absent.
-            keep: How many `step_N` checkpoints stay; older ones are deleted after a newer one is committed.
-            keep_bytes: What all may take, `best` and `final` included; beyond it the oldest `step_N` are deleted, never
-                the newest. 0 for no bound.
-            read_only: For restoring alone: nothing is made or removed (another process may be writing).
-            note: Tells of a write that failed and is tried again.
-            company: The processes of the run.
-
-        Raises:
-            UserError: The folder cannot be made or written, or is absent with `read_only`.
+            keep: Number of `step_N` checkpoints that stay; older ones are deleted after a newer one is committed.
+            keep_bytes: Bound on all, `best` and `final` included: the oldest `step_N` but the newest go; 0 for none.
+            read_only: Nothing is made or removed (another process may be writing).
+            note: Called with the message of a failed write that is tried again.
         """
         if keep < 1:
             raise ValueError(f"keep: expected at least 1, got {keep}")
@@ -107,12 +99,9 @@ class Checkpoints:
             raise self._unwritable(error) from error
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
-        """Saves `step_<step>`, in the background unless `wait`. A saved step is not rewritten.
+        """Save `step_<step>`, in the background unless `wait`; a saved step is not rewritten.
 
-        A write that failed in the background is noted, and this one is waited for in its place.
-
-        Raises:
-            UserError: Writing failed (full disk, permissions), also when it was tried again.
+        After a write that failed in the background, this one is waited for. UserError if it fails as well.
         """
         if step != self._steps.writing and step not in self._steps.numbers():
             self._write(_Entry(self._steps, step), state, meta | {"step": step}, wait=wait)
@@ -120,11 +109,11 @@ class Checkpoints:
             self.wait()
 
     def save_best(self, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
-        """Replaces `best`; the previous one stays until this one is committed. It is when this returns."""
+        """Replace `best` and wait; the previous one stays until this one is committed."""
         self._save_named("best", step, state, meta)
 
     def save_final(self, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
-        """Replaces `final`; the previous one stays until this one is committed. It is when this returns."""
+        """Replace `final` and wait; the previous one stays until this one is committed."""
         self._save_named("final", step, state, meta)
 
     def latest_step(self) -> int | None:
@@ -133,35 +122,21 @@ class Checkpoints:
         return None if entry is None else self._looking(lambda: self._meta(entry)["step"])
 
     def set_aside_damaged(self) -> list[str]:
-        """Takes those out of the way that are damaged and newer than the one that `restore("latest")` goes on from.
-
-        Those before it are not read: nothing goes on from them.
-
-        Returns:
-            What is wrong with each, in a line; also with `best`.
-
-        Raises:
-            UserError: No sound one of `step_N` and `final` would remain.
-        """
+        """Set aside damaged checkpoints that a resumed run would meet, and a damaged `best`; a line for each."""
         damaged = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
         for entry, _ in damaged:
             entry.series.set_aside(entry.number)
         return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in damaged]
 
     def available(self) -> list[str]:
-        """Return the names that can be restored, as they are written on the command line."""
+        """Return the names that can be restored, as written on the command line."""
         named = [name for name, series in self._named.items() if series.numbers()]
         return [*map(str, self._steps.numbers()), *named]
 
     def restore(self, which: int | str, template: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Meta]:
         """Restore a whole state, with the types and places of a template, and its meta (with `"step"`).
 
-        Args:
-            which: A step, or "latest", "best", "final".
-            template: A state of the same structure; its shapes and dtypes must be those of the checkpoint.
-
-        Raises:
-            UserError: There is no such checkpoint, it is damaged, or it does not fit the template.
+        `which` is a step, "latest", "best" or "final". UserError if it is absent, damaged, or does not fit.
         """
 
         def read() -> tuple[dict[str, PyTree], Meta]:
@@ -176,11 +151,11 @@ class Checkpoints:
         return self._looking(read)
 
     def read_meta(self, which: int | str) -> Meta:
-        """Read the meta of a checkpoint alone (with `"step"`). Raises UserError as `restore` does."""
+        """Read a checkpoint's meta (with `"step"`). Raises UserError as `restore` does."""
         return self._looking(lambda: self._meta(self._find(which)))
 
     def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, Meta]:
-        """Restores the variables alone; without a template they go to the first device."""
+        """Restore the variables alone; without a template they go to the first device."""
 
         def read() -> tuple[PyTree, Meta]:
             entry = self._find(which)
@@ -195,7 +170,7 @@ class Checkpoints:
         return self._looking(read)
 
     def wait(self) -> None:
-        """Blocks until the write in the background is done. Raises UserError if it failed."""
+        """Block until the background write is done. Raises UserError if it failed."""
         try:
             self._steps.wait()
         except Exception as error:
@@ -205,20 +180,20 @@ class Checkpoints:
             raise self._unwritable(error) from error
 
     def close(self) -> None:
-        """Waits for writes and ends the background threads."""
+        """Wait for writes and end the background threads."""
         try:
             self.wait()
         finally:
             for series in (self._steps, *self._named.values()):
-                with suppress(Exception):  # of a write that failed, and was told already
+                with suppress(Exception):  # of a write that failed, and was reported already
                     series.close()
 
     def __enter__(self) -> Checkpoints:
-        """Returns itself."""
+        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes; what a write in the background raises does not take the place of the error that ends the run."""
+        """Close; a failed background write does not replace the error that ends the run."""
         try:
             self.close()
         except UserError as error:
@@ -268,7 +243,7 @@ class Checkpoints:
             raise self._unwritable(error) from error
 
     def _link(self, entry: _Entry, meta: Meta) -> bool:
-        """Makes a checkpoint of the files of the one that was written or restored last, if that is of its step."""
+        """Link the files of the checkpoint written or restored last, if it is of the same step."""
         if self._stored is None or self._stored[0] != meta["step"]:
             return False
         try:
@@ -309,7 +284,6 @@ class Checkpoints:
             return entry.series.read_meta(entry.number)
 
     def _damage(self, entry: _Entry) -> str:
-        """Return what is wrong with a checkpoint; a sound one is looked at once."""
         if entry.path in self._sound:
             return ""
         damage = find_damage(entry.path) or self._misplaced(entry)
@@ -320,7 +294,6 @@ class Checkpoints:
         return damage
 
     def _misplaced(self, entry: _Entry) -> str:
-        """Compare the number of a step with the one that it was saved under."""
         step = self._meta(entry).get("step")
         if not isinstance(step, int):
             return "its meta names no step"
@@ -357,13 +330,12 @@ class Checkpoints:
         return None, damaged
 
     def _looking(self, look: Callable[[], Result]) -> Result:
-        """Return what `look()` finds; it looks once more where what it looked at was removed meanwhile."""
+        """Return `look()`, repeated while its checkpoint was removed meanwhile."""
         while True:
             with suppress(_Removed):
                 return look()
 
     def _find(self, which: int | str) -> _Entry:
-        """Return a sound checkpoint by name, once it is written."""
         self.wait()
         name = str(which)
         entry = None
@@ -399,19 +371,12 @@ class Checkpoints:
 
 
 def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, Meta]:
-    """Restore a run's variables for evaluation, without its optimizer, and the checkpoint's meta.
-
-    Args:
-        run_dir: The run directory.
-        which: A step, or "latest", "best", "final".
-        template: Variables whose placement is wanted; None puts every array on the first device.
-    """
+    """Restore a run's variables ("latest", "best", "final" or a step), and the checkpoint's meta."""
     with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.restore_variables(which, template)
 
 
 def _plain(value: object) -> object:
-    """JSON of what a meta holds: arrays become numbers and lists, paths become text."""
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return np.asarray(value).tolist()
     if isinstance(value, Path):
@@ -420,13 +385,13 @@ def _plain(value: object) -> object:
 
 
 def _is_disk_error(error: BaseException) -> bool:
-    """Whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
+    """Return whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
     text = str(error)
     return isinstance(error, OSError) or "OS error" in text or "os_error_code" in text or "No space left" in text
 
 
 def _reason(error: BaseException) -> str:
-    """Return the system's own words for a disk's error, or the first line of any other."""
+    """Return the system's own words for a disk error, or the first line of any other."""
     text = str(error)
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENOMEM):
         if os.strerror(code) in text:
@@ -438,7 +403,7 @@ _LATE = "Event loop is closed"  # tensorstore tells a loop that has ended of a w
 
 
 def _silence_libraries() -> None:
-    """Keeps from the terminal what Orbax and tensorstore print of errors that they also raise."""
+    """Silence what Orbax and tensorstore print of errors that they also raise."""
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL + 1)
     if not getattr(sys.excepthook, "__grpo_jax__", False):

@@ -1,4 +1,4 @@
-"""Compiled programs on the disk: a later run finds those that it needs again."""
+"""Compiled programs on disk, for later runs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,11 @@ _SETTINGS = {  # name in jax.config, which is that of the variable: value
 
 
 def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Has JAX keep what it compiles for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
+    """Let JAX keep what it compiles for 0.3 s or longer in `~/.cache/grpo_jax/programs`, at most 2 GiB.
 
-    Where JAX is told otherwise, by JAX_COMPILATION_CACHE_DIR or by JAX_ENABLE_COMPILATION_CACHE=false, that holds. Each
-    kind of processor has a folder of its own, since homes are shared by machines and programs are not. What is damaged
-    is compiled again and replaced; a folder that others may write is not used, since what lies there is run.
-
-    Args:
-        environment: XDG_CACHE_HOME in place of `~/.cache`, and JAX's variables.
-
-    Returns:
-        The folder; None where this has changed nothing, also where it cannot be made or others may write it.
+    JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false take precedence. Each kind of processor has a
+    folder of its own, since machines share homes but not programs. A folder that others may write is not used, since
+    what lies there is run. Return the folder; None where nothing was changed.
     """
     if _FOLDER in environment or jax.config.jax_compilation_cache_dir or _ENABLED in environment:
         return None
@@ -57,7 +51,7 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
 
 
 def _seal_entries(folder: str) -> None:
-    """Has JAX's cache of a folder keep a checksum with each entry, where JAX has the function that opens one."""
+    """Let JAX's cache of a folder keep a checksum with each entry, where JAX has the function that opens one."""
     try:
         from jax._src import compilation_cache
 
@@ -76,7 +70,7 @@ class _Sealed:
     """JAX's entries, each behind its checksum.
 
     JAX takes a damaged entry for one that is there: it compiles the program again at every start, and may run what a
-    disk has changed. An entry without the time of its use, as a kill leaves it, lets no other be written any more.
+    disk has changed. An entry without the time of its use, as a kill leaves it, blocks all further writes.
     """
 
     def __init__(self, entries: Any, folder: Path):
@@ -86,7 +80,7 @@ class _Sealed:
                 entry.unlink(missing_ok=True)
 
     def get(self, key: str) -> bytes | None:
-        """The value of a sound entry; a damaged one is removed, and written again when it is compiled."""
+        """Return the value of a sound entry; remove a damaged one, so that it is compiled and written again."""
         stored = self._entries.get(key)
         value = None if stored is None else stored[_DIGEST:]
         if value is not None and stored != _sealed(value):
@@ -95,7 +89,7 @@ class _Sealed:
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes an entry, where there is none."""
+        """Write an entry, where there is none."""
         self._entries.put(key, _sealed(value))
 
 
@@ -110,7 +104,6 @@ _warn = functools.cache(complain)  # once for each text
 
 
 def _processor() -> str:
-    """The kind of processor, with all that it can do."""
     kind = platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

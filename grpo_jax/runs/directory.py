@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, made once, written so that a full disk or a kill loses nothing."""
+"""The folder of a run: its paths, made once, written so that a full disk or a kill loses nothing."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _BEAT_SECONDS, _STALE_SECONDS = 20.0, 90.0
 
 
 class RunLock:
-    """The lock of a folder: a file that says who has it, locked by the system for as long as that process lives.
+    """The lock of a folder: a file that names its holder, locked by the system while that process lives.
 
-    What a process left that was killed is free again at once. Other machines do not see such locks on every network
-    file system; for them the holder touches the file every 20 seconds, and 90 seconds without that make it free.
+    Not every network file system shows such locks to other machines; for them the holder touches the file every 20
+    seconds, and 90 seconds without that make it free.
     """
 
     def __init__(self, folder: Path):
-        """Takes the lock."""
+        """Take the lock."""
         self._path = folder / LOCK
         self._handle = self._take()
         os.ftruncate(self._handle, 0)
@@ -44,7 +44,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Gives it back; a second time does nothing."""
+        """Release the lock; a second time does nothing."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -104,7 +104,6 @@ def _is_same(handle: int, path: Path) -> bool:
 
 
 def _is_dead(holder: dict[str, object]) -> bool:
-    """Whether it ran on this machine and does no longer."""
     process = holder.get("process")
     if holder.get("host") != socket.gethostname() or not isinstance(process, int):
         return False
@@ -130,7 +129,7 @@ FIRST_PAUSE = 0.5
 
 @contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Turns an operating system's refusal to write into a UserError that names the path."""
+    """Turn an OSError into a UserError that names the path."""
     try:
         yield
     except OSError as error:
@@ -177,13 +176,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
-    """Writes a whole file or none of it: into a temporary one beside it, then a rename.
-
-    What is much is given as a function of its pieces, which is called again where writing is tried again.
-
-    Raises:
-        UserError: The disk is full or the place is not writable; the old file, if any, is still there.
-    """
+    """Write a whole file or nothing, through a temporary one beside it. Large data is a function of its pieces."""
     path = Path(path)
     content = [data.encode() if isinstance(data, str) else data] if isinstance(data, bytes | str) else data
 
@@ -203,16 +196,16 @@ def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable
 
 
 class AppendedFile:
-    """Text appended straight to a file: nothing stays in a buffer that a kill would lose or a close would repeat."""
+    """Text appended straight to a file: no buffer that a kill would lose or a close would repeat."""
 
     def __init__(self, path: str | Path):
-        """Opens or makes the file."""
+        """Open or make the file."""
         self._path = path
         with disk_errors(path):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by close()
 
     def write(self, text: str) -> None:
-        """Appends text. Raises UserError on a full disk."""
+        """Append text. Raises UserError on a full disk."""
         data = memoryview(text.encode(errors="backslashreplace"))
         with disk_errors(self._path):
             while data:
@@ -220,7 +213,7 @@ class AppendedFile:
                 data = data[written:]
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -238,10 +231,10 @@ def encode_png(image: np.ndarray) -> bytes:
 
 
 class RunDirectory:
-    """Paths of a run, and the files in it that are written whole."""
+    """Paths of a run, and its files that are written whole."""
 
     def __init__(self, path: str | Path):
-        """Names the paths; touches nothing."""
+        """Name the paths; touch nothing."""
         self.path = Path(path).absolute()
         self.config = self.path / "config.yaml"
         self.prompts = self.path / "prompts.jsonl"  # those that `run` was given in Python
@@ -264,11 +257,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path, *, resume: bool = False) -> RunDirectory:
-        """Makes the folder, or opens an earlier run's with `resume`.
-
-        Raises:
-            UserError: It holds a run already, there is none to resume, or it is not writable.
-        """
+        """Make the folder, or open an earlier run's with `resume`. UserError if it has a run already, or has none."""
         run, made = cls(path), []
         try:
             if run.path.exists() and not run.path.is_dir():
@@ -302,16 +291,16 @@ class RunDirectory:
         self._made = made
 
     def close(self) -> None:
-        """Lets other processes have the folder."""
+        """Release the folder to other processes."""
         if self._lock is not None:
             self._lock.release()
 
     def holds_checkpoint(self) -> bool:
-        """Whether anything was saved that a resumed run would go on from."""
+        """Return whether there is a checkpoint to resume from."""
         return any(self.checkpoints.glob("step_*")) or any(self.warm_start.glob("step_*"))
 
     def take_back(self) -> None:
-        """Removes what `open` and what came after it wrote; what was there before stays. Nothing of a resumed run."""
+        """Remove what `open` and its successors wrote, not what was there before; nothing of a resumed run."""
         if self._found is None:
             return
         with suppress(OSError):
@@ -321,7 +310,7 @@ class RunDirectory:
         _remove_empty(self._made)
 
     def _holds_something(self) -> bool:
-        """Whether anything would be lost; what a run leaves that failed while loading may be used again."""
+        """Return whether anything would be lost; a run that failed while loading leaves a reusable folder."""
         failed = self.log.is_file()
         passing = {self.path / LOCK, *((self.config, self.log) if failed else ())}
         return any(
@@ -334,18 +323,15 @@ class RunDirectory:
         )
 
     def write_config(self, text: str) -> None:
-        """Writes config.yaml."""
+        """Write config.yaml."""
         write_atomically(self.config, text)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Writes summary.json; numbers that are not finite become null."""
+        """Write summary.json; numbers that are not finite become null."""
         write_atomically(self.summary, json.dumps(finite(summary), indent=2) + "\n")
 
     def write_images(self, gallery: Sequence[GalleryEntry]) -> None:
-        """Writes images/000_before.png, 000_after.png, … of a gallery, and their texts and scores in gallery.json.
-
-        What a prompt shows is 000_shown_0.png, and so on.
-        """
+        """Write images/000_before.png, 000_after.png, 000_shown_0.png (of the prompt), …, and gallery.json."""
         texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
         self._write_texts("gallery.json", texts)
         for index, entry in enumerate(gallery):
@@ -353,10 +339,7 @@ class RunDirectory:
             self._write_pictures(index, drawn)
 
     def write_episodes(self, episodes: Sequence[EpisodeEntry]) -> None:
-        """Writes what was drawn as images/000_turn_1.png, …, and texts, answers and scores in episodes.json.
-
-        What the policy read is 000_episode_shown_0.png of the prompt, 000_turn_1_shown_0.png of the answer to a turn.
-        """
+        """Write images/000_turn_1.png, 000_episode_shown_0.png, 000_turn_1_shown_0.png, …, and episodes.json."""
         texts = [
             {
                 "prompt": entry.prompt,
@@ -385,7 +368,7 @@ class RunDirectory:
                 write_atomically(self.images / f"{index:03d}_{name}.png", encode_png(picture))
 
     def write_completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> Path:
-        """Writes completions/step_00000N.parquet, one row per completion."""
+        """Write completions/step_00000N.parquet, one row per completion."""
         import pyarrow
         import pyarrow.parquet
 
@@ -403,7 +386,7 @@ class RunDirectory:
         return path
 
     def forget_completions(self, step: int) -> None:
-        """Removes the completions of iterations after a step (a checkpoint's)."""
+        """Remove the completions of iterations after a checkpoint's step."""
         with disk_errors(self.completions):
             for path in self.completions.glob("step_*.parquet"):
                 number = path.stem.removeprefix("step_")
@@ -434,7 +417,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: str | Path, step: int) -> None:
-    """Cuts a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
+    """Cut a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
     path = Path(path)
     if not path.is_file():
         return
@@ -451,7 +434,7 @@ def _content(metrics: Path) -> bytes:
 
 
 def finite(value: object) -> Any:
-    """A copy that strict JSON can hold: plain numbers and lists, null for NaN and the infinities."""
+    """Copy for strict JSON: plain numbers and lists, null for NaN and the infinities."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -468,7 +451,6 @@ def finite(value: object) -> Any:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Inner ones first; the first that is not empty ends it."""
     with suppress(OSError, ValueError):
         for folder in folders:
             folder.rmdir()

@@ -29,14 +29,10 @@ Statistics = dict[str, dict[str, list[float]]]
 
 
 class Evaluation(NamedTuple):
-    """Means over prompts by measure name (`TOTAL` among them), with what they were measured on.
+    """Means over prompts by measure name (`TOTAL` among them), with one judged episode per prompt.
 
-    Attributes:
-        measures: By name.
-        judgement: Of one episode per prompt.
-        episodes: P. The first have their pictures.
-        samples: Of several completions of each prompt, by measure and statistic the mean and its interval
-            (`sample_measures`); the others are of the first of them then. None where each prompt has one.
+    The first episodes have their pictures. `samples` are `sample_measures` of several completions per prompt, the
+    others being of the first; None where each prompt has one.
     """
 
     measures: dict[str, float]
@@ -46,14 +42,14 @@ class Evaluation(NamedTuple):
 
     @property
     def texts(self) -> list[str]:
-        """P, with which the episodes end."""
+        """P, the last turns' texts."""
         return [episode.last.text for episode in self.episodes]
 
 
 def evaluate_policy(parts: Parts, variables: Variables, rows: Sequence[Row], *, sampled: bool = False) -> Evaluation:
-    """Measures the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
+    """Measure the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
 
-    Where the task lists what may be written, the first of its ranking takes the greedy completion's place.
+    Where the task lists the possible texts, the first of its ranking takes the greedy completion's place.
     """
     if parts.samplers.rank is not None and not sampled:
         return evaluate_ranking(parts, variables, rows)
@@ -78,9 +74,9 @@ def evaluate_policy(parts: Parts, variables: Variables, rows: Sequence[Row], *, 
 def sample_measures(parts: Parts, episodes: Episodes, judgement: Judgement) -> Statistics:
     """Mean@k and pass@k of every reward and watched measure, and mean@k of the total.
 
-    "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often at
-    least one of j completions reaches evaluation.pass_threshold (`core.repeated.pass_at_k`); of no total. A missing
-    value is no completion.
+    "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often
+    at least one of j completions reaches evaluation.pass_threshold (`core.repeated.pass_at_k`); of no total.
+    Missing values are left out.
     """
     threshold = parts.config.evaluation.pass_threshold
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
@@ -98,14 +94,14 @@ def sample_measures(parts: Parts, episodes: Episodes, judgement: Judgement) -> S
 
 
 def _mean_of(values: np.ndarray) -> list[float]:
-    """The mean of values [P, k] over prompts, of those that are present, and its interval."""
+    """Mean over prompts of the present values [P, k], and its interval."""
     present = np.isfinite(values)
     sums = np.where(present, values, 0.0).sum(1, dtype=np.float64)
     return [*mean_interval(np.divide(sums, present.sum(1), out=np.full(len(sums), np.nan), where=present.any(1)))]
 
 
 def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) -> Evaluation:
-    """Measures the policy's rankings of what may be written; what the task says of one stands in its row's columns."""
+    """Measure the policy's rankings of the possible texts; the task's words for one stand in its row's columns."""
     choices, rank = parts.task_data.choices, parts.samplers.rank
     assert choices is not None and rank is not None
     texts: list[str] = []
@@ -149,10 +145,7 @@ def evaluate_controls(parts: Parts, variables: Variables, rows: Sequence[Row]) -
 
 
 def evaluate_texts(parts: Parts, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
-    """Measures given texts in the policy's place: the unchanged prompts, or the oracle's rewrites.
-
-    They were not written token by token: the penalty on length is not theirs.
-    """
+    """Measure given texts in the policy's place: unchanged prompts or the oracle's rewrites. No length penalty."""
     episodes, judgement = judge(parts.environment, rows, [[text] for text in texts], parts.scheduling(_chunk(parts)))
     measures = means(parts, judgement, np.zeros((len(rows), 1, 1), np.int32))
     return Evaluation(measures, judgement, [group[0] for group in episodes])
@@ -164,10 +157,7 @@ def _chunk(parts: Parts) -> int:
 
 
 def measure_all(parts: Parts, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
-    """The test prompts measured alike: the policy's texts and, with `references`, those measured in its place.
-
-    Nothing where no prompts are held out.
-    """
+    """Measure the test prompts, if any: the policy's texts and, with `references`, others in its place."""
     rows = parts.test_rows
     if not rows:
         return {}
@@ -183,8 +173,8 @@ def measure_all(parts: Parts, variables: Variables, *, references: bool = True) 
 def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
     """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
 
-    The total is the weighted sum of the objectives' means, each over the rows that have it: groups of one have no
-    mean of their own that could take a missing value's place. It is NaN where an objective is missing in all rows.
+    The total is the weighted sum of the objectives' means, each over the rows that have it (a group of one has no
+    mean to take a missing value's place); NaN where an objective is missing in all rows.
     """
     judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
     objectives = objectives_of(parts, judgement.rewards, lengths)

@@ -1,7 +1,7 @@
-"""A run from its first line to its summary: begin or resume, advance, validate, save, finish.
+"""A run from its start to its summary: begin or resume, advance, validate, save, finish.
 
-Host code only. What an iteration is, the run's program knows (`tasks.task.Program`); its state and a `Progress` are in
-every checkpoint, so that a run which was killed at any moment goes on as if nothing had happened.
+Host code only. The program (`tasks.task.Program`) makes the iterations; its state and a `Progress` are in every
+checkpoint, so that a run killed at any moment goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ class IterationEvent:
 
     Attributes:
         step: Iterations done.
-        iterations: That there are to be.
+        iterations: Iterations in all.
         metrics: By name as in metrics.jsonl: on an iteration its row, on a validation that row's "validation/…"; on a
             checkpoint nothing.
-        run_dir: Of the run.
         checkpoint: The checkpoint that was written; None otherwise.
     """
 
@@ -65,12 +64,12 @@ Callback = Callable[[IterationEvent], bool | None]
 
 
 class Callbacks(NamedTuple):
-    """The user's functions that are called as a run goes on; None for none.
+    """The user's functions; None for none.
 
     Attributes:
-        on_iteration: Each iteration, when its row of metrics.jsonl is written.
-        on_validation: Each validation behind it.
-        on_checkpoint: Each checkpoint of the loop, when it is on disk.
+        on_iteration: After each iteration's row of metrics.jsonl is written.
+        on_validation: After on_iteration, where it was validated.
+        on_checkpoint: When a checkpoint of the loop is on disk.
     """
 
     on_iteration: Callback | None = None
@@ -93,18 +92,7 @@ class Callbacks(NamedTuple):
 
 @dataclass
 class Run:
-    """One process's part of a run.
-
-    Attributes:
-        program: What it drives.
-        checkpoints: Where states are saved.
-        output: Terminal, metric files and the run directory (`reports.output.RunOutput`).
-        clock: `time.monotonic()` at the start of this process.
-        stop: Whether a stop was asked for.
-        callbacks: The user's.
-        state: The program's, as it stands.
-        progress: Of that state; None before there is one to go on from.
-    """
+    """One process's part of a run: `output` is its `RunOutput`, `clock` `time.monotonic()` when it started."""
 
     program: Program
     checkpoints: Checkpoints
@@ -141,25 +129,19 @@ class Run:
         return self.progress
 
     def _early_end(self) -> str:
-        """Return why no iteration is to follow although there are more; "" otherwise."""
         return reason_to_end(Waited(**(self._now.waited or {})), self.config.training)
 
     def _is_over(self) -> bool:
         return self._now.iteration >= self.program.iterations or bool(self._early_end())
 
     def _stopped(self, iteration: int | None) -> Record:
-        """Print where the run was stopped; return what a summary has of it."""
         saved = "stopped and saved" if self.output.directory.holds_checkpoint() else "stopped"
         when = f"after iteration {iteration}" if iteration else "before the first iteration"
         self.output.say(f"{saved} {when}: {self.again} goes on")
         return {"stopped": True, "iteration": iteration or 0}
 
     def begin(self) -> bool:
-        """Take the last sound checkpoint's state on --resume, else the program's own, measured.
-
-        Returns:
-            False if it was stopped on the way.
-        """
+        """Take the last sound checkpoint's state on --resume, else the program's own, measured; False if stopped."""
         if self.config.resume:
             for line in self.checkpoints.set_aside_damaged():
                 self.output.note(line)
@@ -182,11 +164,7 @@ class Run:
         return True
 
     def resume(self) -> None:
-        """Restore the last sound checkpoint.
-
-        Raises:
-            UserError: It is of another configuration, or of other data; or it is further than the run is to go.
-        """
+        """Restore the last sound checkpoint; UserError if it is of another configuration or data, or further on."""
         # Before the state, which may not fit.
         progress = Progress.read(self.checkpoints.read_meta("latest"), self.checkpoints.folder)
         require_same(progress.identity, self.config, self.program.identity, self.checkpoints.folder)
@@ -213,23 +191,17 @@ class Run:
         self.progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
 
     def _keep_config(self) -> None:
-        """On --resume, config.yaml follows what was overridden, such as --on_judge_error: the next one starts from it.
+        """On --resume, write what was overridden, such as --on_judge_error, into config.yaml for the next resume.
 
-        Behind what may refuse the resume: config.yaml must not keep what was refused.
+        Comes after what may refuse the resume: config.yaml must not keep what was refused.
         """
         if self.config.resume:
             self.output.directory.write_config(to_yaml(dataclasses.replace(self.config, resume=False)))
 
     def train(self) -> None:
-        """Advance to the end, an early one perhaps, or until a stop is asked for; the last state is saved.
-
-        Raises:
-            Stopped: On the way through an iteration; the state before it is saved.
-            UserError: A judge failed; the state before that step is saved. Or nothing could be learned for a few
-                iterations in a row; the last good state is saved.
-        """
+        """Advance to the end, a stop, a judge's failure, or updates that learn nothing; save the last good state."""
         training = self.config.training
-        announced = self._now.iteration  # the last whose checkpoint callbacks were told of
+        announced = self._now.iteration  # the last whose checkpoint callbacks have seen
         self.output.start(self.program.iterations, announced)
         if self._now.unvalidated is not None:
             self.validate()
@@ -257,7 +229,7 @@ class Run:
         self._tell("on_checkpoint", {}, self.checkpoints.folder / f"step_{self._now.iteration}")
 
     def _tell(self, name: str, metrics: Row, checkpoint: Path | None = None) -> None:
-        """Call the callback of that name, and ask for a stop if it does and there is anything left to do."""
+        """Call the callback of that name; if it asks to, and anything is left to do, request a stop."""
         number = int(metrics.get("step", self._now.iteration))
         folder = self.output.directory.path.absolute()
         event = IterationEvent(number, self.program.iterations, dict(metrics), folder, checkpoint)
@@ -292,7 +264,7 @@ class Run:
         return advanced.failure
 
     def validate(self, before: Sequence[Row] = ()) -> None:
-        """Measure the last iteration if it is time to, write its row, and tell of it and of those `before` it."""
+        """Validate the last iteration if due, write its row, and call back for it and for those `before` it."""
         row = self._now.unvalidated or {}
         try:
             with self._saved_where_it_ends():
@@ -308,7 +280,7 @@ class Run:
             self._tell("on_validation", measures)
 
     def _measured(self, progress: Progress) -> tuple[Progress, dict[str, float]]:
-        """Measure what chooses the best checkpoint when it is time, and save that; return the measures."""
+        """Measure for the choice of the best checkpoint when it is due, and save that; return the measures."""
         started = time.monotonic()
         validation = self.program.validate(self.state, progress.iteration)
         if validation is None:

@@ -1,7 +1,7 @@
-"""One iteration of training: draw a batch, estimate advantages, update, and say what happened.
+"""One iteration of training: draw a batch, estimate advantages, update, and report metrics.
 
-Every random number and every position follows from (seed, iteration), so a run is resumed by its number of
-iterations and its arrays.
+Every random number and every position follows from (seed, iteration), so a run is resumed by its number of iterations
+and its arrays.
 
 With training.lag 1 the next batch is on its way while one is judged and learned from (`Prefetcher`):
 
@@ -9,8 +9,8 @@ With training.lag 1 the next batch is on its way while one is judged and learned
     learn       batch 0 ─►batch 1 ─►batch 2
     sample      batch 1   batch 2   batch 3      with the weights above it, those before the update
 
-Which weights sample a batch follows from the iteration alone: θ0 for batches 0 and 1, then θn for batch n+1. Nothing
-that is learned depends on how long anything takes, and a resumed run begins again what was on its way.
+The weights that sample a batch follow from the iteration alone: θ0 for batches 0 and 1, then θn for batch n+1.
+Nothing that is learned depends on how long anything takes, and a resumed run begins again what was on its way.
 """
 
 from __future__ import annotations
@@ -65,14 +65,7 @@ from grpo_jax.training.update import make_update
 
 
 class LearningBrief(NamedTuple):
-    """Training choices that follow from the data; process 0 sends them to the others.
-
-    Attributes:
-        iterations: Iterations in all.
-        accumulation: Micro-batches of an update.
-        allowed: bool [V], the tokens that may be written; None for all.
-        trie: The texts of which each completion is one, or None.
-    """
+    """Training choices that follow from the data, for all processes; `allowed` is bool [V], or None for all."""
 
     iterations: int
     accumulation: int
@@ -86,11 +79,9 @@ class Learner(NamedTuple):
     Attributes:
         update: update(state, batch, key) → (state, report).
         schedule: Learning rate by update.
-        iterations: Iterations in all.
-        updates_per_iteration: Optimizer updates of one iteration.
-        start: start(variables) → the state that training begins with. It takes the trained weights over: where they
-            are not the reference, they can be read until the first update only.
-        refresh: refresh(state) → the state whose reference is the policy as it is.
+        start: start(variables) → initial state. It takes the trained weights over: where they are not the reference,
+            they can be read until the first update only.
+        refresh: refresh(state) → the state with the current policy as its reference.
     """
 
     update: Callable[..., tuple[TrainState, Record]]
@@ -102,7 +93,7 @@ class Learner(NamedTuple):
 
 
 def make_learner(parts: Parts) -> Learner:
-    """Optimizer, schedule and update step that a run's config names."""
+    """Make optimizer, schedule and update step from a run's config."""
     config, company = parts.config, parts.company
     iterations = iterations_in_all(config.training, len(parts.prompts.train))
     brief = LearningBrief(iterations, config.training.accumulation, parts.allowed_tokens, parts.trie)
@@ -111,7 +102,7 @@ def make_learner(parts: Parts) -> Learner:
 
 
 def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: Company) -> Learner:
-    """The learner, whose functions are those of all processes."""
+    """Make the learner, whose functions run in all processes."""
     iterations = brief.iterations
     training = dataclasses.replace(config.training, accumulation=brief.accumulation)
     per_iteration = config.training.inner_epochs * config.training.minibatches
@@ -160,14 +151,9 @@ _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
 
 
 class Iteration(NamedTuple):
-    """Result of one iteration.
+    """Result of one iteration: state, metrics row, seconds of work by stage, and what it learned from.
 
-    Attributes:
-        state: After the update.
-        row: Its metrics.
-        seconds: Seconds of work by stage.
-        completions: Columns of completions/, one entry per completion of the groups it learned from.
-        rewards: f32 [P, G, N] of these groups, of episodes at their end.
+    `completions` are columns of completions/; `rewards` are f32 [P, G, N], of episodes at their end.
     """
 
     state: TrainState
@@ -178,24 +164,21 @@ class Iteration(NamedTuple):
 
 
 def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:
-    """Samples a batch, judges it and learns from it."""
+    """Sample a batch, judge it and learn from it."""
     started = time.monotonic()
     sampled = sample_groups(parts, state.variables, iteration)
     return learn(parts, learner, state, iteration, sampled, started)
 
 
 Sampled = tuple[Episodes, Judgement, Record]
-"""The groups that an iteration learns from, what they are worth, and the batch's part of the metrics row."""
+"""The groups that an iteration learns from, their judgement, and the batch's part of the metrics row."""
 
 
 def sample_groups(parts: Parts, variables: Variables, iteration: int, slot: Slot | None = None) -> Sampled:
     """Sample and judge the batch of an iteration, and with dynamic sampling others until P groups are informative.
 
-    DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups take their places in the
-    order they were drawn; if there are too few, groups of the first draw whose variance is zero fill up.
-
-    Returns:
-        What is learned from. The metrics are of the first draw: what the policy is like, before anything was left out.
+    DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come in the order they
+    were drawn, then zero-variance groups of the first draw. The metrics are of the whole first draw.
     """
     algorithm = parts.config.algorithm
     further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
@@ -269,7 +252,7 @@ def sample_batch(
 
 
 def batch_of(parts: Parts, episodes: Episodes, judgement: Judgement) -> Batch:
-    """A judged batch as the update takes it."""
+    """Convert a judged batch to the update's `Batch`."""
     assert judgement.objectives is not None and judgement.informative is not None
     return make_batch(
         (episodes.prompt_tokens, episodes.prompt_mask),
@@ -284,7 +267,7 @@ def batch_of(parts: Parts, episodes: Episodes, judgement: Judgement) -> Batch:
 
 
 def update_metrics(report: Record) -> Record:
-    """The update's part of a metrics row; a value head adds its own."""
+    """Return the update's part of a metrics row, with a value head's measures if there is one."""
     parts, measured = report["metrics"], report["measured"]
     policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
     row = {
@@ -316,9 +299,9 @@ def update_metrics(report: Record) -> Record:
 
 
 def rollout_metrics(parts: Parts, episodes: Episodes, judgement: Judgement) -> dict[str, float]:
-    """The batch's part of a metrics row: rewards as judged and their total as maximised, signal, lengths, texts.
+    """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts.
 
-    All of what the policy wrote; kept prompts (sampling.keep_prompt) are in the signal, and in a total of their own.
+    Kept prompts (sampling.keep_prompt) are only in the signal, and in a total of their own.
     """
     objectives, usable = judgement.objectives, episodes.usable
     assert objectives is not None
@@ -358,13 +341,9 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:
-    """The completions of a batch as columns, one entry each, groups one after another; of episodes one for each turn.
+    """Columns of a batch's completions, one entry each, group after group; of episodes one for each turn.
 
-    Args:
-        parts: Names of rewards and watched measures.
-        episodes: The groups that were learned from.
-        judgement: Theirs.
-        advantages: f32 [P, G]; of PPO the mean over each completion's tokens; [P, G, T] where turns have their own.
+    `advantages` are f32 [P, G] (of PPO the mean over each completion's tokens), or [P, G, T] by turn.
     """
     samples, (_, group, turns) = episodes.samples, episodes.lengths.shape
     names = [f"reward/{name}" for name in parts.environment.reward_names]
@@ -405,9 +384,8 @@ _GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited f
 class Prefetcher:
     """Batches on their way, a thread for each: the one that is learned from next, and the one behind it.
 
-    Their stages are one line: each takes the chunks of one batch after those of the other, so a slow judge holds up no
-    sampling. Where a batch is not one pass through the stages (several turns, further draws), it begins when the one
-    before has ended.
+    Each stage takes the chunks of one batch after those of the other, so a slow judge holds up no sampling. A batch
+    of several passes (turns, further draws) begins after the one before.
     """
 
     def __init__(self, parts: Parts):
@@ -422,7 +400,7 @@ class Prefetcher:
         self._closed = False
 
     def begin(self, iteration: int, state: TrainState, behind: StaleWeights) -> None:
-        """Begins the batch of an iteration, unless it is on its way already."""
+        """Begin the batch of an iteration, unless it is on its way already."""
         if iteration in self._drawn:
             return
         variables = stale_variables(state, behind)
@@ -434,7 +412,7 @@ class Prefetcher:
         thread.start()
 
     def take(self, iteration: int) -> Sampled:
-        """The batch of an iteration, once it is judged; raises what ended it."""
+        """Wait for the batch of an iteration and return it; raises what ended it."""
         drawn = self._drawn[iteration]
         self._await([drawn])
         sampled = drawn.result()
@@ -442,11 +420,11 @@ class Prefetcher:
         return sampled
 
     def settle(self) -> None:
-        """Waits until nothing is on its way: who comes next has sampler and judges alone. `take` tells of failures."""
+        """Wait until nothing is on its way, so that sampler and judges are free. `take` reports failures."""
         self._await([*self._drawn.values()])
 
     def close(self) -> None:
-        """Stops what is on its way. A call that does not return is left behind."""
+        """Stop what is on its way. A call that does not return is left behind."""
         self._closed = True
         deadline = time.monotonic() + _GRACE_SECONDS
         for thread in self._threads.values():
@@ -469,13 +447,12 @@ class Prefetcher:
         variables: Variables,
         slot: Slot | None,
     ) -> None:
-        """Sample and judge one batch in its thread."""
         try:
             while wait(before, _POLL_SECONDS).not_done:
                 if self._parts.stopping():
                     raise Stopped
             drawn.set_result(sample_groups(self._parts, variables, iteration, slot))
-        except BaseException as error:  # told where the batch is taken
+        except BaseException as error:  # raised where the batch is taken
             drawn.set_exception(error)
 
 

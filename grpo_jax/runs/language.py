@@ -49,17 +49,11 @@ UNTRAINED = "untrained"
 class LanguageProgram:
     """A language policy's run.
 
-    Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
-    and of the policy before a warm start ("untrained"); "samples", what several completions of each prompt say of the
-    start (`evaluation.sample_measures`); "remembered", what the task's findings need of them; "absent", how many
-    iterations in a row no completion had a reward, by its name; and "remark", what the task once said of completions.
-
-    Attributes:
-        config: The run's, with names for what it was given beside it.
-        parts: Policy, data and judges; their config is that of this machine.
-        learner: Compiled steps.
-        say: Prints a line.
-        clock: `time.monotonic()` at the start of this process's part of the run.
+    Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged",
+    "oracle") and of the policy before a warm start ("untrained"); "samples", `evaluation.sample_measures` of the
+    start; "remembered", for the task's findings; "absent", the number of consecutive iterations without a reward, by
+    its name; and "remark", the task's one remark on completions. `config` also names the Python input; `parts.config`
+    is this machine's.
     """
 
     config: Config
@@ -80,7 +74,7 @@ class LanguageProgram:
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """The task's, compared on resume."""
+        """Identity of the task's data and models, compared on resume."""
         return self.parts.task_data.identity
 
     def template(self) -> TrainState:
@@ -98,7 +92,7 @@ class LanguageProgram:
         return restored_state(saved, template.variables)
 
     def begin(self, folder: Path) -> Begun | None:
-        """Teaches what there is to teach, and measures the start."""
+        """Warm up if configured, and measure the start."""
         seconds: dict[str, float] = {}
         notes: Record = {"before": {}, "remembered": {}}
         if self.parts.config.warm_start.steps:
@@ -125,7 +119,7 @@ class LanguageProgram:
         return Begun(state, notes, seconds, line)
 
     def _warm_up(self, folder: Path) -> tuple[TrainState, Record, dict[str, float]] | None:
-        """Measures the policy as it was loaded and teaches it the task's pairs; None if stopped on the way."""
+        """Measure the policy as it was loaded and teach it the task's pairs; None if stopped on the way."""
         parts = self.parts
         meta = self._interrupted(folder)
         if meta is None:
@@ -151,7 +145,6 @@ class LanguageProgram:
         return self.learner.start(variables), meta["notes"], {**meta["seconds"], "warm_start": seconds}
 
     def _interrupted(self, folder: Path) -> Record | None:
-        """Read the metadata of an interrupted warm start; None if there is none."""
         if not folder.is_dir():
             return None
         with Checkpoints(folder, read_only=True) as checkpoints:
@@ -177,7 +170,7 @@ class LanguageProgram:
         return dict(zip(self.parts.environment.reward_names, values, strict=True))
 
     def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
-        """One iteration."""
+        """Run one iteration."""
         if self.ahead is None:
             result = run_iteration(self.parts, self.learner, state, iteration)
         else:
@@ -194,7 +187,7 @@ class LanguageProgram:
         return Advanced(result.state, [result.row], result.seconds, noted, result.completions, failure)
 
     def _nothing_judged(self, absent: Mapping[str, int], iteration: int) -> str:
-        """Failure message where no reward has come lately, or none at all in a short run; "" before."""
+        """Failure message if no reward has come lately, or none at all in a short run; "" before."""
         silence = no_reward_lately(absent, self.iterations)
         if not silence:
             return ""
@@ -202,7 +195,7 @@ class LanguageProgram:
         return f"{silence}. {saved}; mend the rewards, or what they ask, and {self._again(iteration)}"
 
     def _nothing_learned(self, state: TrainState, iteration: int) -> str:
-        """Failure message where every update of a few iterations was left out, or most of a short run."""
+        """Failure message if every update of a few iterations was left out, or most of a short run."""
         skipped = int(state.skipped)
         updates = self.learner.updates_per_iteration
         if skipped < max(1, min(PATIENCE * updates, self.iterations * updates - 1)):
@@ -217,12 +210,11 @@ class LanguageProgram:
         )
 
     def _again(self, iteration: int) -> str:
-        """Advice once the cause is mended."""
         resumed = f"go on with --resume --run_dir {self.parts.config.run_dir}"
         return resumed if iteration < self.iterations else "start again"
 
     def validate(self, state: TrainState, iteration: int) -> tuple[dict[str, float], float] | None:
-        """The validation prompts' measures and what the rewards make of them."""
+        """Return the validation prompts' measures and their score."""
         every = self.parts.config.evaluation.every
         due = every and (iteration % every == 0 or iteration == self.iterations)
         if not due or not self.parts.validation_rows:
@@ -233,7 +225,7 @@ class LanguageProgram:
         return measures, measures.pop(TOTAL)
 
     def finish(self, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
-        """Measures the held-out prompts after training, and writes `policy/` and `adapter/`."""
+        """Measure the held-out prompts after training, and write `policy/` and `adapter/`."""
         failure = self._nothing_judged(progress.notes.get("absent", {}), progress.iteration)
         if int(state.step) == 0:
             failure = failure or self._nothing_learned(state, progress.iteration)
@@ -243,7 +235,7 @@ class LanguageProgram:
         return finish_language(self.parts, state, progress, directory)
 
     def close(self) -> None:
-        """Stops what is sampled ahead."""
+        """Stop what is sampled ahead."""
         if self.ahead is not None:
             self.ahead.close()
 
@@ -264,7 +256,7 @@ def load_program(
     leaving: ExitStack,
     company: Company = ALONE,
 ) -> LanguageProgram:
-    """Loads a language run."""
+    """Load a language run."""
     source = from_python(config, prompts, rewards)
     if source.config is not config and not config.resume:  # a resume may be refused yet
         output.directory.write_config(to_yaml(source.config))

@@ -16,7 +16,7 @@ from grpo_jax.tasks.display import Table, of_turns
 from grpo_jax.training.estimators import OVERLONG
 
 TOTAL = "total"
-"""Name of the measure that is maximised, in which "best" and the improvement are told."""
+"""Name of the measure that is maximised, for "best" and the improvement."""
 OWN_MEASURES: Mapping[str, Callable[[Episodes], float]] = {
     "completion_tokens": lambda episodes: float(episodes.samples.mask.sum(-1).mean()),
     "usable": lambda episodes: float(episodes.usable.mean()),
@@ -25,12 +25,12 @@ OWN_MEASURES: Mapping[str, Callable[[Episodes], float]] = {
 
 
 def with_control(name: str, control: str) -> str:
-    """The name of a measure where a control answers."""
+    """Name a measure where a control answers."""
     return f"{name}_{control}"
 
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
-    """Refuses rewards and watched measures whose name the run tells something else by, which one would replace."""
+    """Refuse rewards and watched measures that have the name of another measure of the run."""
     sections = [*rewards.sections, *map(RewardSection, rewards.watch)]
     names = [section.called for section in sections]
     taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
@@ -49,7 +49,7 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
 
 
 RIGHT = 1.0
-"""A measure's best value: what reaches it in the first turn was right."""
+"""A measure's best value: a first turn that reaches it was right."""
 
 
 def turn_metrics(
@@ -57,9 +57,7 @@ def turn_metrics(
 ) -> dict[str, float]:
     """A batch's episodes in a metrics row; nothing where the policy writes once.
 
-    Returns:
-        "reward/NAME@turnU", "watch/NAME@turnU" and "completion_tokens@turnU": means over the completions that have turn
-        U, from 1. "turns": of an episode. "answer_tokens": what was said to one.
+    Entries "…@turnU" are means over the completions that have turn U, from 1; "turns", "answer_tokens" per episode.
     """
     lengths, samples = episodes.lengths, episodes.samples
     if lengths.shape[2] == 1:
@@ -83,11 +81,9 @@ def _mean(values: np.ndarray) -> float:
 def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float]:
     """Held-out measures of episodes beside those of their ends; nothing where the policy writes once.
 
-    Returns:
-        Of each measure, as means over the completions that have it: "NAME_turn_U" after U turns, for all but the last
-        turn (an episode that ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of
-        those that were right in the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the
-        start.
+    Means over the completions that have them: "NAME_turn_U" after U turns, for all but the last turn (an episode that
+    ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of those that were right in
+    the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the start.
     """
     if judgement.rewards.shape[2] == 1:
         return {}
@@ -111,7 +107,7 @@ def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float
 
 
 def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table | None:
-    """The measures of `turn_measures` in a summary's evaluation, before and after training; None without any."""
+    """Table of `turn_measures` in a summary's evaluation, before and after training; None without any."""
     names = [name for name in evaluation if all(f"{name}_{end}" in evaluation for end in ("peak", "kept", "gain"))]
     if not names:
         return None

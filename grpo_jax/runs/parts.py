@@ -1,4 +1,4 @@
-"""The parts that a config names, loaded: what can be wrong without weights first, then policy and judges."""
+"""The parts that a config names, loaded: first whatever can fail without weights, then policy and judges."""
 
 from __future__ import annotations
 
@@ -46,20 +46,9 @@ _GIB = 2**30
 class Parts(NamedTuple):
     """Everything a config names, loaded.
 
-    Attributes:
-        config: The config.
-        task_data: What the task has loaded.
-        policy: The policy.
-        environment: Encoding, rendering and scoring.
-        rewards: What is maximised and what is watched, with weights and conditions.
-        samplers: Of training and evaluation.
-        allowed_tokens: bool [V], or None for all.
-        trie: The texts of which each completion is one (`TaskData.choices`), or None.
-        key: The run's key.
-        devices: Name of the device of each part.
-        trainer: The run as rewards see it.
-        stopping: Whether a stop was asked for.
-        company: The processes of the run.
+    `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
+    (`TaskData.choices`), or is None; `devices` has the device name of each part; `trainer` is the run as rewards see
+    it.
     """
 
     config: Config
@@ -78,7 +67,7 @@ class Parts(NamedTuple):
 
     @property
     def prompts(self) -> PromptSet:
-        """Rows to learn from, to choose on, and to report on."""
+        """Rows to train on, to choose on, and to report on."""
         return self.task_data.prompts
 
     @property
@@ -111,19 +100,10 @@ def load_parts(
     leaving: ExitStack | None = None,
     company: Company = ALONE,
 ) -> Parts:
-    """Loads everything, one line per part.
+    """Load everything, one line (say(name, detail)) per part.
 
-    Args:
-        config: Names the parts.
-        say: say(name, detail) prints a line.
-        prompts: In place of the task's own.
-        rewards: Functions by label, in place of those that the config names.
-        stopping: Whether a stop was asked for; looked at while judges are waited for.
-        leaving: What ends judges that hold something outside this process (`close`), when the run does.
-        company: The processes of the run; the policy is loaded in all.
-
-    Raises:
-        UserError: Something that the config names is missing, broken, or does not fit.
+    `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges that hold something
+    outside this process when the run ends. The policy is loaded in all processes of `company`.
     """
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
@@ -219,7 +199,7 @@ def make_environment(
     *,
     device: jax.Device | None = None,
 ) -> Environment:
-    """The functions between the policy's tokens and the rewards."""
+    """Make the functions between the policy's tokens and the rewards."""
     image_processor = image_processor_of(config, loaded)
     maximised = {wanted.name: bind(wanted, judges) for wanted in rewards.maximised}
     watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}
@@ -243,7 +223,7 @@ def make_environment(
 
 
 def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> Answering | None:
-    """Environment's side of an episode's turns; None where the policy writes once."""
+    """Make the environment's side of an episode's turns; None where the policy writes once."""
     section = config.sampling
     if section.turns == 1:
         return None
@@ -271,13 +251,7 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
 
 
 def objectives_of(parts: Parts, rewards: np.ndarray, lengths: np.ndarray) -> Objectives:
-    """Objectives of judged rewards, on the policy's device.
-
-    Args:
-        parts: Weights, conditions, the penalty on length.
-        rewards: f32 [P, G, U, N].
-        lengths: Tokens i32 [P, G, U].
-    """
+    """Objectives of judged rewards f32 [P, G, U, N] and lengths i32 [P, G, U] tokens, on the policy's device."""
     leaf = jax.tree.leaves(parts.policy.variables)[0]
     device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
     judged, counts = jax.device_put((rewards, lengths), device)
@@ -293,7 +267,7 @@ def objectives_of(parts: Parts, rewards: np.ndarray, lengths: np.ndarray) -> Obj
 
 
 def _check_early_stopping(config: Config, prompts: PromptSet, environment: Environment) -> None:
-    """Refuses to wait for what no validation tells."""
+    """Refuse early stopping on a metric that no validation measures."""
     training, names = config.training, (SCORE, *environment.reward_names, *environment.watch_names)
     if not training.early_stopping_patience:
         return
@@ -307,7 +281,7 @@ def _check_early_stopping(config: Config, prompts: PromptSet, environment: Envir
 
 
 def ask_for_determinism(*, torch_too: bool) -> None:
-    """Asks for repeatable kernels on GPUs; must come before JAX's backend and torch's first use of cuBLAS."""
+    """Ask for repeatable kernels on GPUs; must come before JAX's backend and torch's first use of cuBLAS."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     if torch_too:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -317,10 +291,9 @@ def ask_for_determinism(*, torch_too: bool) -> None:
 
 
 def within_budget(parts: Parts, say: Say) -> Parts:
-    """The parts with training.accumulation as training.memory_budget_gib asks for; as they are where it is 0.
+    """Set training.accumulation so that an update fits training.memory_budget_gib; unchanged where it is 0.
 
-    The update is compiled for the longest prompts and completions there may be, and XLA tells its temporary memory.
-    Weights and optimizer state are not part of it.
+    It counts XLA's temporary memory at maximum lengths, without weights and optimizer state.
     """
     config, training = parts.config, parts.config.training
     if training.memory_budget_gib == 0:

@@ -37,7 +37,7 @@ NEW = "new"
 
 
 def policy_folder(config: Config) -> str:
-    """The folder or hub id of policy.path: as it stands, a bundled policy's, or where the run keeps its new one."""
+    """Resolve policy.path to a folder or hub id: itself, a bundled policy's, or the run's new one."""
     path = config.policy.path
     if path == NEW:
         return str(_start(config))
@@ -47,14 +47,13 @@ def policy_folder(config: Config) -> str:
 
 
 def _start(config: Config) -> Path:
-    """The folder of a new policy."""
     if config.run_dir is None:
         raise UserError("policy.path: 'new' is kept in the run's folder: name it with run_dir")
     return RunDirectory(config.run_dir).start
 
 
 def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
-    """Writes the folder of policy.path "new", unless the run has it already; nothing for other paths."""
+    """Write the folder of policy.path "new", unless the run has it already; nothing for other paths."""
     if config.policy.path != NEW:
         return
     if vocabulary is None:
@@ -79,18 +78,10 @@ def load_run_policy(
     pictures: bool | None = False,
     read: hf.PolicyFolder | None = None,
 ) -> Policy:
-    """Load the policy of a run and say a line about it.
+    """Load the policy of a run, on as many devices as its mesh takes, and say a line (say(name, detail)) about it.
 
-    Args:
-        config: The run's.
-        devices: As many as its mesh takes.
-        say: say(name, detail) prints a line.
-        pictures: The policy will be shown pictures; without, its vision tower is not loaded unless it is trained. None:
-            it may be, if it has one.
-        read: Its folder, where `hf.read_folder` has read it already.
-
-    Raises:
-        UserError: The folder is missing, broken or unsupported, or does not fit mesh, adapters, lengths or pictures.
+    Without `pictures` its vision tower is not loaded unless it is trained; None loads it if there is one. `read` is
+    its folder, where `hf.read_folder` has read it already.
     """
     policy = load_policy(
         read or policy_folder(config),
@@ -125,7 +116,6 @@ def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) ->
 
 
 def _check_room(config: Config, limit: int | None) -> None:
-    """Refuse prompts and completions that do not fit into the policy's positions together."""
     prompt, completion = config.data.max_prompt_tokens, config.sampling.stream_tokens
     if limit is not None and prompt + completion > limit:
         named = "sampling.max_new_tokens" if config.sampling.turns == 1 else "what sampling.turns take"
@@ -135,15 +125,8 @@ def _check_room(config: Config, limit: int | None) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------------- restoring
-
-
 def run_config(run_dir: str | Path) -> Config:
-    """The config that a run directory was made with.
-
-    Raises:
-        UserError: There is no run, its config cannot be read, or it is not of a language policy.
-    """
+    """Read the config of a run directory; UserError if it has none, or none of a language policy."""
     path = Path(run_dir) / "config.yaml"
     if not os.path.isfile(path):
         raise UserError(f"{said(run_dir)}: no config.yaml there; give the run directory of a training run")
@@ -157,10 +140,7 @@ def run_config(run_dir: str | Path) -> Config:
 def restore_policy(
     run_dir: str | Path, checkpoint: str, *, pictures: bool | None = False
 ) -> tuple[Config, Policy, Record]:
-    """A run's config, its policy as a checkpoint has it (without judges, on one device), and the checkpoint's meta.
-
-    With its vision tower if it will be shown pictures (as `load_run_policy` has it), or was trained.
-    """
+    """Restore a run's config, its policy from a checkpoint (without judges, on one device), and the meta."""
     config = run_config(run_dir)
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
     policy = load_run_policy(config, jax.devices()[:1], lambda *_: None, pictures=pictures)
@@ -169,10 +149,7 @@ def restore_policy(
 
 
 def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str) -> tuple[Variables, Record]:
-    """A checkpoint's variables ("final", "best", "latest" or a step) on the devices of `variables`, and its meta.
-
-    It holds the trained collections alone; frozen weights are those of the folder.
-    """
+    """Restore a checkpoint's trained variables beside the frozen ones of `variables`, and its meta."""
     trained = {name: variables[name] for name in trained_collections(variables)}
     restored, meta = restore_params(run_dir, checkpoint, trained)
     return {**variables, **restored}, meta
@@ -190,9 +167,9 @@ See = Callable[[Variables, Pictures], tuple[PictureStates, PictureStates | Pictu
 
 
 def make_see(policy: Policy) -> See:
-    """see(variables, `Pictures`) → their states, and what the update takes of them.
+    """Make see(variables, `Pictures`) → (their states, the update's input).
 
-    A frozen tower's states are what the update takes; one that is trained, or has adapters, sees them again.
+    The latter are the states of a frozen tower, or the pictures for one that is trained or has adapters.
     """
     compiled = jax.jit(policy.encode_images)
 
@@ -207,15 +184,11 @@ def make_see(policy: Policy) -> See:
 def make_prepare(
     image_processor: Callable[[], ImageProcessor], device: jax.Device | None = None
 ) -> Callable[[object], Pictures]:
-    """prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
+    """Make prepare(pictures) → `Pictures` [N, 1, ..], one in each row.
 
-    Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are prepared where they are and handed over by dlpack: the
-    same memory where the policy's device is theirs, one copy where it is another. Anything else that a row of the data
-    may hold, as a list, goes through the folder's processor on the host.
-
-    Args:
-        image_processor: Of `image_processor_of`; asked at the first call.
-        device: The policy's; None for where JAX sees the pictures.
+    Pictures drawn in torch, float [N, 3, H, W] in [0, 1], are handed over by dlpack: the same memory where the
+    policy's `device` (None: where JAX sees the pictures) is theirs, one copy where it is another. A list, of anything
+    that a row of the data may hold, goes through the folder's processor on the host.
     """
 
     def prepare(pictures: Any) -> Pictures:

@@ -21,24 +21,24 @@ from grpo_jax.errors import Stopped, UserError, one_line
 
 COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 HEARTBEAT_SECONDS = 20
-"""After so long without a sign a process counts as gone."""
+"""Seconds without a heartbeat after which a process counts as gone."""
 SLURM_NUMBER = "SLURM_PROCID"
 SLURM_COUNT = "SLURM_STEP_NUM_TASKS"  # of srun's step: a batch script in an allocation of many tasks is one process
 
 
 class StopRequests:
-    """Whether this process was asked to stop. Who waits for long looks here, saves, and leaves."""
+    """A flag for a requested stop, checked by long waits, which then save and leave."""
 
     def __init__(self) -> None:
         """Begin without a request."""
         self._asked = self._at_once = False
 
     def is_set(self) -> bool:
-        """Whether it was."""
+        """Return whether a stop was asked for."""
         return self._asked
 
     def set(self) -> None:
-        """Asks."""
+        """Ask for a stop."""
         self._asked = True
         if self._at_once:
             raise Stopped
@@ -59,9 +59,9 @@ class StopRequests:
 def stop_requests() -> Iterator[StopRequests]:
     """SIGTERM (and SLURM's SIGUSR1) ask for a stop instead of ending the process; Ctrl-C does so the first time.
 
-    The loop looks at it while it waits for judges and after each iteration, saves and leaves. A second Ctrl-C
-    interrupts at once: the last checkpoint stays valid. SIGHUP, with which a terminal goes, stops nothing. Outside the
-    main thread, where Python takes no handlers, no stop is ever asked for.
+    The loop checks, saves and leaves. A second Ctrl-C interrupts at once: the last checkpoint stays valid. SIGHUP,
+    sent when a terminal closes, stops nothing. Outside the main thread, where Python takes no handlers, no stop is
+    ever asked for.
     """
     requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
@@ -94,11 +94,7 @@ class Announcement(NamedTuple):
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> Announcement:
-    """Number of processes that were started together: by JAX_NUM_PROCESSES, else by SLURM's step, else one.
-
-    Raises:
-        UserError: a variable that is no number or address, or of JAX's three one that is missing.
-    """
+    """Number of processes started together: by JAX_NUM_PROCESSES, else by SLURM's step, else one."""
     if COUNT not in environment and COORDINATOR not in environment:
         return Announcement(_number(environment, SLURM_COUNT, 1), slurm=True)
     missing = [name for name in (COORDINATOR, COUNT, NUMBER) if name not in environment]
@@ -110,11 +106,7 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announcement:
 
 
 def number_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Which of the announced processes this is, from 0.
-
-    Raises:
-        UserError: as `announced`, or there are not so many.
-    """
+    """Return which of the announced processes this is, from 0; UserError as `announced`, or beyond their number."""
     count = announced(environment).count
     if count == 1:
         return 0
@@ -126,17 +118,17 @@ def number_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def join_processes(environment: Mapping[str, str] = os.environ) -> int:
-    """Joins the processes that were started together; nothing for one. Call it before any other use of JAX.
+    """Join the processes that were started together; nothing for one. Call it before any other use of JAX.
 
     Afterwards `jax.devices()` are those of all processes, and every process must run the same computations. On CPUs
     they communicate through gloo.
 
     Args:
-        environment: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID; or
-            what srun sets.
+        environment: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID;
+            or what srun sets.
 
     Raises:
-        UserError: as `announced` and `number_of`, or the first process cannot have its port.
+        UserError: A variable is malformed or missing, or the first process cannot have its port.
     """
     count, slurm = announced(environment)
     if count == 1 or jax.distributed.is_initialized():

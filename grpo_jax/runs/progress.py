@@ -1,4 +1,4 @@
-"""Progress of a run: the metadata of its checkpoints, whether a config may go on from one, early stopping."""
+"""Progress of a run: checkpoint metadata, the check of config and task on resume, early stopping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_jax.errors import UserError
 Record = dict[str, Any]
 """A JSON object."""
 SCORE = "score"
-"""As training.early_stopping_metric: what is maximised, by which the best checkpoint is chosen."""
+"""As training.early_stopping_metric: the maximised measure, by which the best checkpoint is chosen."""
 
 
 class Progress(NamedTuple):
@@ -22,14 +22,12 @@ class Progress(NamedTuple):
 
     Attributes:
         iteration: Iterations done.
-        iterations: That there were to be.
-        best_score: Best validation score so far, or None.
-        best_iteration: Where it was reached.
-        seconds: Seconds by stage so far; "total" of the processes before this one, in a checkpoint of all until then.
+        iterations: Iterations in all.
+        seconds: By stage; "total" is that of earlier processes while one runs, and of all until then in a checkpoint.
         starts: Iterations done when a process began: 0, and wherever the run was resumed.
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
-        notes: What the program must remember, such as the measures of the start.
-        unvalidated: Metrics of the last iteration where its validation is still to be made: it was stopped, or failed.
+        notes: The program's memory, such as the measures of the start.
+        unvalidated: Metrics of the last iteration where its validation was stopped or failed.
         waited: A `Waited`; None before the first validation.
     """
 
@@ -46,11 +44,7 @@ class Progress(NamedTuple):
 
     @classmethod
     def read(cls, meta: Mapping[str, Any], where: Path) -> Progress:
-        """Read the progress in a checkpoint's meta.
-
-        Raises:
-            UserError: It was written by a version of grpo_jax with other fields.
-        """
+        """Read the progress in a checkpoint's meta; UserError if its fields are another grpo_jax version's."""
         saved = meta.get("progress")
         saved = saved if isinstance(saved, dict) else {}
         kinds = {"iteration": int, "iterations": int, "seconds": dict, "starts": list, "identity": dict, "notes": dict}
@@ -77,7 +71,7 @@ def require_same(saved: Mapping[str, Record], config: object, task: Mapping[str,
 
 
 def require_same_task(saved: Record, task: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError naming what differs, where a checkpoint is of other data than the task has loaded."""
+    """Raise UserError naming what differs, where a checkpoint is of other data."""
     changed = [f"{name}: {saved.get(name)} → {value}" for name, value in task.items() if saved.get(name) != value]
     if changed:
         raise UserError(
@@ -86,10 +80,7 @@ def require_same_task(saved: Record, task: Mapping[str, Any], folder: Path) -> N
 
 
 def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
-    """Seconds as checkpoints and summary hold them: "total" is the whole run's until now.
-
-    While a process runs, "total" is what earlier ones took: the checkpoint that it started from says so.
-    """
+    """Seconds for checkpoints and summary: "total" is the whole run's until now, not that of earlier processes."""
     stages = {name: value for name, value in seconds.items() if name != "total"}
     return {**stages, "total": seconds.get("total", 0.0) + time.monotonic() - clock}
 
@@ -100,13 +91,7 @@ def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, fl
 
 
 class Waited(NamedTuple):
-    """Count of early stopping; JSON in every checkpoint.
-
-    Attributes:
-        best: Best value of the metric so far; None before the first.
-        iteration: Where it was reached.
-        validations: How many since brought nothing better.
-    """
+    """Early stopping's best value (None before the first), its iteration, and the validations since then."""
 
     best: float | None = None
     iteration: int = 0

@@ -1,7 +1,7 @@
 """Prompts and rewards that `run` is given in Python: checked, named in the run's config, and kept beside it.
 
-So a run that began in Python is resumed and evaluated like any other: on the same rows, whose ids choose the random
-numbers, and by the same functions, where they can be imported.
+So the run is resumed and evaluated like any other: on the same rows, whose ids choose the random numbers, and by the
+same functions, where they can be imported.
 """
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ _MOST_KEPT = 256 * 2**20  # bytes of pictures that were given in memory
 
 
 class PythonInput(NamedTuple):
-    """Prompts and rewards that `run` got beside its config.
-
-    Attributes:
-        config: The config, which names it.
-        prompts: The data, or None for what the config names.
-        rewards: Functions in place of what the config names, by label.
-    """
+    """The config that names `run`'s Python input, with prompts (None for the config's) and rewards by label."""
 
     config: Config
     prompts: PromptSet | None
@@ -49,7 +43,7 @@ class PythonInput(NamedTuple):
 
 
 def from_python(config: Config, prompts: object, rewards: object) -> PythonInput:
-    """Checks prompts and rewards, and writes them into the config."""
+    """Check prompts and rewards, and write them into the config."""
     taken = None if prompts is None else _prompt_set(prompts, config.data)
     if taken is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=IN_PYTHON))
@@ -60,11 +54,7 @@ def from_python(config: Config, prompts: object, rewards: object) -> PythonInput
 
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[str], None]) -> None:
-    """Writes the rows to prompts.jsonl; on resume they must be those of the run.
-
-    Raises:
-        UserError: The run began with other rows, or the disk is full.
-    """
+    """Write the rows to prompts.jsonl; UserError if a resumed run began with other rows."""
     if source.prompts is None:
         return
     lost = _what_json_would_change(source.prompts)
@@ -84,11 +74,7 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[s
 
 
 def kept_prompts(directory: RunDirectory) -> PromptSet:
-    """The rows that `keep_prompts` wrote.
-
-    Raises:
-        UserError: They were not kept, or not as `keep_prompts` writes them.
-    """
+    """Read the rows that `keep_prompts` wrote; UserError if they were not kept, or in another form."""
     if not directory.prompts.is_file():
         raise UserError(
             f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
@@ -126,7 +112,7 @@ def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:
 
 
 def _kept(row: Row, split: str) -> Record:
-    """A row as a line holds it; pictures as paths, or as base64 of what is in memory."""
+    """Return a row as a JSON line's record; pictures as paths, or as base64 of those in memory."""
     line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
     if row.pictures:
         line["pictures"] = [as_text(source) for source in row.pictures]
@@ -136,7 +122,6 @@ def _kept(row: Row, split: str) -> Record:
 
 
 def _row(line: Record) -> Row:
-    """The inverse of `_kept`."""
     try:
         pictures = tuple(source_of(kept, None) for kept in line.get("pictures", ()))
     except ValueError as error:
@@ -167,7 +152,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:
-    """The functions by what metrics call them: their own names, or those that they are given under."""
+    """Return the functions by their names in metrics: their own, or those they are given under."""
     if isinstance(rewards, Mapping):
         named = list(rewards.items())
     else:
@@ -186,7 +171,7 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
 
 
 def _named(reward: object) -> tuple[str, Any]:
-    """A reward with its name: as a pair says, or the function's own, of a partial the inner one's."""
+    """Return a reward with its name: a pair's first, or the function's own, of a partial the inner one's."""
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[0], str):
         return reward
     inner = reward
@@ -196,7 +181,7 @@ def _named(reward: object) -> tuple[str, Any]:
 
 
 def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]) -> list[RewardSection]:
-    """A section for each function: the config's of that name (weight, condition and options), or a plain one."""
+    """Return each function's section: the config's of that name (weight, condition, options), or a plain one."""
     configured = {section.called: section for section in sections}
     unmatched = [label for label in configured if label not in functions]
     if unmatched:
@@ -213,7 +198,7 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
 
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:
-    """The first column that a JSON file does not give back as it is, or pictures too large for one; None if none is."""
+    """Return the first column that JSON would change, or pictures too large for it; None if none is."""
     rows = all_rows(prompts)
     held: dict[int, Any] = {}
     size = 0
@@ -232,7 +217,6 @@ def _what_json_would_change(prompts: PromptSet) -> str | None:
 
 
 def _size(source: object) -> int:
-    """About how many bytes a picture in memory takes where it is kept."""
     if isinstance(source, bytes):
         return len(source)
     height, width = size_of(source)
@@ -240,7 +224,7 @@ def _size(source: object) -> int:
 
 
 def _foreign(value: object) -> str | None:
-    """The name of the first type within a value that JSON has not."""
+    """Return the name of the first type within a value that JSON has not."""
     if value is None or type(value) in (bool, int, float, str):
         return None
     if type(value) is list:

@@ -35,7 +35,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes, where installed."""
+    """Versions of Python and of the packages that affect a run's results, where installed."""
     import platform
     from importlib import metadata
 
@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 def finish_language(parts: Parts, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
-    """Measures the held-out prompts after training and writes `policy/` and `adapter/`."""
+    """Measure the held-out prompts after training and write `policy/` and `adapter/`."""
     started = time.monotonic()
     after = measure_all(parts, state.variables, references=False)
     seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
@@ -74,7 +74,7 @@ def finish_language(parts: Parts, state: TrainState, progress: Progress, directo
 
 
 def find(parts: Parts, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
-    """Findings of the task from measurements, the last of which is called `name`; none without any."""
+    """Return the task's findings from measurements, the last of which is called `name`; none without any."""
     if not evaluations:
         return Findings()
     judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
@@ -85,10 +85,7 @@ def find(parts: Parts, remembered: Record, name: str, evaluations: Mapping[str, 
 def summarise(
     parts: Parts, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
 ) -> Record:
-    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices.
-
-    Where nothing is held out there are no measures; reward and improvement are null.
-    """
+    """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices."""
     before, measures = progress.notes["before"], after["greedy"].measures if after else {}
 
     def measured(kind: str, name: str) -> float | None:
@@ -181,12 +178,7 @@ def _interval(values: Sequence[float] | None) -> str:
 
 
 def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
-    """The first held-out prompts, chosen by place and not by result, with what they show and what became of them.
-
-    Where something is drawn these are pairs before and after: the unchanged prompt's picture and the rewrite's, both
-    from the same noise; where an unchanged prompt is nothing to draw, what came after alone. Where neither prompts nor
-    texts have pictures there is no gallery.
-    """
+    """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
     rows = parts.test_rows[: parts.config.evaluation.gallery]
     drawn = parts.environment.render is not None
     if not rows or not (drawn or any(row.pictures for row in rows)):
@@ -217,7 +209,6 @@ def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
 
 
 def _last_images(evaluation: Evaluation, count: int) -> list[np.ndarray | None]:
-    """Images of the first texts, of episodes at their end."""
     return [episode.last.image for episode in evaluation.episodes[:count]]
 
 
@@ -248,7 +239,7 @@ def scores_of(judgement: Judgement) -> np.ndarray:
 
 
 def texts_table(parts: Parts, after: Evaluation) -> Table:
-    """One line per held-out prompt: prompt, text, what the task shows of the row, each reward and watched measure."""
+    """One line per held-out prompt: prompt, text, the task's columns, each reward and watched measure."""
     values = scores_of(after.judgement)
     columns = parts.task_data.report.columns
     rows = [

@@ -43,15 +43,10 @@ class Series:
         committed: Callable[[], None] = lambda: None,
         company: Company = ALONE,
     ):
-        """Open a folder; unless it is only read, it is made and what an interrupted write left is removed.
+        """Open a series' own folder, which may hold other series' folders, and remove what an interrupted write left.
 
-        Args:
-            folder: Of this series alone, but for other series in folders within it.
-            prefix: Of the names.
-            keep: How many stay.
-            read_only: Nothing is made or removed: another process may be writing.
-            committed: Called when one has its place, by the thread that wrote it.
-            company: The processes that hold the arrays, each of which writes and reads its own.
+        With `read_only` nothing is made or removed. The writing thread calls `committed` when a checkpoint has its
+        place.
         """
         self.folder = folder
         self.writing: int | None = None  # the number of the write in the background
@@ -68,7 +63,7 @@ class Series:
             self.clear()
 
     def clear(self) -> None:
-        """Removes what an interrupted write left."""
+        """Remove what an interrupted write left."""
         shutil.rmtree(self.folder / _WRITING, ignore_errors=True)
 
     def path(self, number: int) -> Path:
@@ -84,7 +79,7 @@ class Series:
         return sorted(int(match[1]) for match in matches if match)
 
     def save(self, number: int, trees: Mapping[str, PyTree], meta: Mapping[str, object]) -> None:
-        """Copy the arrays and write them in the background; what Orbax or the system raises comes here or in `wait`."""
+        """Copy the arrays and write them in the background; errors of Orbax or the system come here or in `wait`."""
         written = self._start_writing(number)
         self._write(str(written), trees)
         self.writing = number
@@ -93,14 +88,14 @@ class Series:
         self._thread.start()
 
     def link(self, number: int, source: Path, meta: Mapping[str, object]) -> None:
-        """Makes a checkpoint of the arrays of another one with a meta of its own, at once: of the same files."""
+        """Make a checkpoint of the same array files as another one, with its own meta, at once."""
         written = self._start_writing(number)
         listed = {name: entry for name, entry in entries(source).items() if name != _META}
         link_files(listed, source, written)
         self._put_in_place(written, number, json.dumps(meta), listed)
 
     def wait(self) -> None:
-        """Waits for the write in the background; raises once what it raised."""
+        """Wait for the write in the background; raises its error once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = self.writing = None
@@ -109,7 +104,7 @@ class Series:
             raise error
 
     def remove(self, number: int) -> None:
-        """Removes a checkpoint, as far as the system lets it: its name at once, so that none is half there."""
+        """Remove a checkpoint, as far as the system lets it: its name at once, so that none is half there."""
         removed = self.folder / _WRITING / f"removed_{number}"
         with suppress(OSError):
             removed.parent.mkdir(exist_ok=True)
@@ -117,7 +112,7 @@ class Series:
         shutil.rmtree(removed, ignore_errors=True)
 
     def set_aside(self, number: int) -> None:
-        """Takes a damaged checkpoint out of the series: `step_20.damaged`."""
+        """Take a damaged checkpoint out of the series: `step_20.damaged`."""
         aside = self.path(number).with_suffix(".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         self.path(number).rename(aside)
@@ -131,11 +126,11 @@ class Series:
         return load_json(self.path(number) / _META)
 
     def described(self, number: int, item: str) -> PyTree:
-        """Return shapes and types of a tree of a checkpoint; {} where it holds none."""
+        """Return shapes and dtypes of a tree of a checkpoint; {} where it holds none."""
         return describe_tree(self.path(number), item)
 
     def close(self) -> None:
-        """Waits for the write in the background and ends Orbax's threads."""
+        """Wait for the write in the background and end Orbax's threads."""
         try:
             self.wait()
         finally:
@@ -143,7 +138,6 @@ class Series:
                 self._checkpointer.close()
 
     def _start_writing(self, number: int) -> Path:
-        """Return where a checkpoint is written, after the write before is done."""
         self.wait()
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{self.folder} is gone")
@@ -174,7 +168,7 @@ class Series:
 
 
 def _sync(folder: Path) -> None:
-    """Makes a rename in a folder last through a power cut."""
+    """Make a rename in a folder last through a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -186,7 +180,7 @@ MANIFEST = "manifest.json"
 
 
 def seal(folder: Path, listed: Mapping[str, object] | None = None) -> None:
-    """Lists every file below a folder in its manifest, which is on the disk when this returns."""
+    """List every file below a folder in its manifest, which is on the disk when this returns."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / MANIFEST:
@@ -241,7 +235,7 @@ def _checksum(path: Path) -> str:
 
 
 def link_files(names: Iterable[str], source: Path, target: Path) -> None:
-    """Makes a folder of hard links to files of another one: they outlive each other and count once on the disk."""
+    """Make a folder of hard links to files of another one: they outlive each other and count once on the disk."""
     wanted = set(names)
     existing = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     if not wanted <= existing:

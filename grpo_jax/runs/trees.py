@@ -51,7 +51,7 @@ def _is_key(leaf: object) -> bool:
 
 
 def storable(part: PyTree) -> dict[str, PyTree]:
-    """Return nested dictionaries of arrays; what is not a `jax.Array` is copied, since it is written later."""
+    """Return nested dictionaries of arrays; all but `jax.Array`s are copied, since they are written later."""
 
     def convert(name: str, leaf: PyTree) -> jax.Array | np.ndarray:
         if _is_key(leaf):
@@ -83,7 +83,7 @@ def target(part: PyTree) -> dict[str, PyTree]:
 
 
 def as_template(leaf: PyTree, restored: PyTree) -> PyTree:
-    """Give a restored array the form that its template has: key, Python number, uncommitted array."""
+    """Give a restored array the form of its template: key, Python number, uncommitted array."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):
@@ -95,7 +95,7 @@ def as_template(leaf: PyTree, restored: PyTree) -> PyTree:
 
 
 def check_fits(saved: Mapping[str, PyTree], wanted: Mapping[str, PyTree], where: Path) -> None:
-    """Raises UserError naming the first leaf whose shape or dtype differs, or that one side lacks."""
+    """Raise UserError naming the first leaf whose shape or dtype differs, or that one side lacks."""
 
     def describe(leaf: PyTree) -> str:
         if leaf is None:
@@ -120,7 +120,7 @@ def handler() -> ocp.CompositeCheckpointHandler:
 
 
 def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, PyTree]) -> None:
-    """Copies a checkpoint's arrays, those of this process, and begins to write them."""
+    """Copy this process's arrays of a checkpoint, and begin to write them."""
     args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
     checkpointer.save(Path(path), args=ocp.args.Composite(**args))
 
@@ -133,7 +133,7 @@ def read_tree(path: str, item: str, template: PyTree) -> PyTree:
 
 
 def describe_tree(path: Path, item: str) -> PyTree:
-    """Return shapes and types of a tree of a checkpoint, without its arrays; {} where it holds none."""
+    """Return shapes and dtypes of a tree of a checkpoint, without its arrays; {} where it holds none."""
     with closing(ocp.Checkpointer(handler())) as reader:
         metadata = (reader.metadata(path).item_metadata or {}).get(item)
     tree = getattr(metadata, "tree", metadata)

@@ -1,4 +1,4 @@
-"""Supervised steps before reinforcement learning, by the same trainer: prompts, and the texts to write."""
+"""Supervised steps before reinforcement learning, by the same trainer, on prompts with texts."""
 
 from __future__ import annotations
 
@@ -47,28 +47,15 @@ def warm_start(
     meta: Callable[[], Record],
     say: Callable[[str], None],
 ) -> tuple[Variables, float] | None:
-    """Teaches the policy the task's pairs; what is trained (all weights, or the adapters) is what the run trains.
+    """Train the policy on the task's pairs; the same weights (all, or the adapters) are trained as in the run.
 
     It goes on after its own last checkpoint, if there is one, as if it had never been interrupted, and saves every
-    `config.training.save_every` updates and when it is stopped. The weights in `parts.policy.variables` are taken over:
-    they cannot be read afterwards.
-
-    What is taught is what is sampled: the distribution over the allowed tokens, and texts that end as the sampler's do
-    (`taught_tokens`). A text with a token that is not allowed cannot be written: its pair is left out, and how many
-    were is said.
-
-    Args:
-        parts: Policy, tokenizer and `config.warm_start`.
-        checkpoints: Of the warm start alone.
-        meta: What it gives when a checkpoint is written is saved along, with the seconds so far as "warm_start".
-        say: Prints a line.
-
-    Returns:
-        The policy's variables and the seconds it took, those before an interruption included; None if it was stopped.
-
-    Raises:
-        UserError: There are no pairs, or fewer than a batch takes; a checkpoint cannot be written or read, or the loss
-            is no longer finite.
+    `config.training.save_every` updates and when it is stopped. The weights in `parts.policy.variables` are taken
+    over: they cannot be read afterwards.
+    Training follows sampling: the distribution over the allowed tokens, and texts that end as the sampler's do
+    (`taught_tokens`). A pair whose text has a token that is not allowed is left out, and their number is said.
+    `meta` gives what is saved along with a checkpoint. Returns the variables and the seconds it took, those before an
+    interruption included; None if it was stopped.
     """
     config, section = parts.config, parts.config.warm_start
     if parts.task_data.pairs is None:
@@ -115,7 +102,7 @@ def warm_start(
 def led_sft(
     config: Config, policy: Policy, brief: LearningBrief, company: Company
 ) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, Record]]]:
-    """The functions start(variables) → state and step(state, batch) → (state, report), of all processes."""
+    """Make start(variables) → state and step(state, batch) → (state, report), of all processes."""
     section = config.warm_start
     optimizing = dataclasses.replace(
         config.optimizer, learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
@@ -141,7 +128,6 @@ def led_sft(
 
 
 def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
-    """update → the places of its pairs."""
     seed, section = parts.config.seed, parts.config.warm_start
     if not section.group_by_length:
         return lambda number: batch_at(seed, number, batch_size=section.batch, n=len(pairs))
@@ -188,7 +174,7 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
 
 
 def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
-    """Tokens behind a pair's prompt, as sampling makes them, and which of them the policy is to write."""
+    """Tokens after a pair's prompt, as sampling makes them, and which of them the policy is to write."""
     answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
         raise UserError(
@@ -208,7 +194,7 @@ def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) ->
 
 
 def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) -> Batch:
-    """The pairs as tokens: prompts and answers as in sampling, with what `variables` see in their pictures."""
+    """Encode the pairs: prompts and answers as in sampling, with the states of their pictures under `variables`."""
     environment, section = parts.environment, parts.config.sampling
     prompts = environment.encode([asked(pair[0]) for pair in pairs])
     seen = [[picture for answer in answers_of(pair) for picture in answer.pictures] for pair in pairs]
@@ -237,7 +223,7 @@ def texts_of(pair: Pair) -> list[str]:
 
 
 def answers_of(pair: Pair) -> list[Answer]:
-    """Answers between its turns."""
+    """Answers between a pair's turns."""
     return [checked(answer) for answer in pair[2::2]]
 
 

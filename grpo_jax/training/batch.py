@@ -1,8 +1,7 @@
 """A judged batch as an update takes it: trimmed, packed and placed on the host, once.
 
-The update works on rows of W tokens. Where a group's completions are short, several of them stand one behind the other
-in a row; attention keeps them apart (`forward_group`'s `steps`), so that every log-probability and every gradient is
-the one of completions in rows of their own.
+Short completions of a group share a row of W tokens, kept apart by attention (`forward_group`'s `steps`):
+log-probabilities and gradients are those of rows of their own.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ class Packing(NamedTuple):
 
 
 def _rounded(number: int, limit: int, smallest: int = 1) -> int:
-    """Up to a quarter, half, three quarters or all of `limit`: few sizes, for each new one compiles the update anew."""
+    """Round up to a quarter, half, three quarters or all of `limit`: each new size compiles the update anew."""
     step = max(smallest, -(-limit // 4))
     return min(limit, -(-number // step) * step)
 
 
 def trimmed(array: Array, mask: Array, *, left: bool = False, worth: float = 0) -> Array:
-    """The last axis [.., T] cut to the longest row of a mask [.., T], rounded up to quarters of T."""
+    """Cut the last axis [.., T] to the longest row of a mask [.., T], rounded up to quarters of T."""
     width = mask.shape[-1]
     longest = _rounded(max(int(mask.sum(-1).max()), 1), width, SMALLEST)
     longest = longest if width - longest >= worth else width
@@ -58,18 +57,10 @@ def trimmed(array: Array, mask: Array, *, left: bool = False, worth: float = 0) 
 
 
 def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
-    """Shares rows between the completions of each group, longest first, each into the first row with room for it.
+    """Share rows between a group's completions, longest first; None where that saves little.
 
-    Args:
-        mask: bool [P, G, T], true for the first tokens of each completion. One without tokens takes no place.
-        shortest: Least T for which shared rows are worth a program compiled for them.
-
-    Returns:
-        Arrays on the host, or None where rows of their own are short or hold little padding. R is the same for all
-        prompts.
-
-    Raises:
-        ValueError: A mask is no prefix of its row.
+    `mask` is bool [P, G, T], true for the first tokens of each completion; one without tokens takes no place. A
+    program for shared rows is worth compiling from T = `shortest` on. R is the same for all prompts.
     """
     mask = np.asarray(mask)
     if (mask[..., 1:] & ~mask[..., :-1]).any():
@@ -90,7 +81,6 @@ def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
 
 
 def _places(lengths: np.ndarray, width: int) -> tuple[np.ndarray, int]:
-    """Place of the first token of each completion of one group, and how many rows that takes."""
     start, room = np.zeros(len(lengths), int), []
     for g in np.argsort(-lengths, kind="stable"):
         if lengths[g] == 0:
@@ -104,7 +94,7 @@ def _places(lengths: np.ndarray, width: int) -> tuple[np.ndarray, int]:
 
 
 def packed(tokens: jax.Array, packing: Packing) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens [P, G, T] in shared rows: tokens, mask and steps (t of each token), all [P, R, W]."""
+    """Pack tokens [P, G, T] into shared rows: tokens, mask and steps (t of each token), all [P, R, W]."""
     source = jnp.asarray(packing.source)
     flat = tokens.reshape(tokens.shape[0], -1)
     gathered = jnp.take_along_axis(flat, jnp.maximum(source, 0).reshape(source.shape[0], -1), axis=1)
@@ -113,7 +103,7 @@ def packed(tokens: jax.Array, packing: Packing) -> tuple[jax.Array, jax.Array, j
 
 
 def unpacked(values: jax.Array, mask: jax.Array, packing: Packing) -> jax.Array:
-    """Values [P, R, W] of shared rows as those of each completion [P, G, T]; 0 where the mask [P, G, T] is false."""
+    """Unpack values [P, R, W] of shared rows to completions [P, G, T]; 0 where the mask [P, G, T] is false."""
     steps = jnp.arange(mask.shape[-1], dtype=jnp.int32)
     place = jnp.where(mask, packing.start[..., None] + steps, 0).reshape(mask.shape[0], -1)
     gathered = jnp.take_along_axis(values.reshape(values.shape[0], -1), place, axis=1)
@@ -130,24 +120,22 @@ class Batch(NamedTuple):
         prompt_tokens: i32 [P, L], left-padded.
         prompt_mask: bool [P, L].
         tokens: i32 [P, G, T].
-        mask: bool [P, G, T], what the policy wrote and learns from, EOS included.
+        mask: bool [P, G, T], tokens the policy wrote and learns from, EOS included.
         advantages: f32 [P, G], or [P, G, T] under PPO; None where they wait for the values.
         scores: f32 [P, G], the rewards' sum that PPO's advantages are made of, or None.
-        old_logprobs: f32 [P, G, T] of the policy before its first update with the batch, which is the one that sampled
-            unless that was done ahead; or None with one update per batch.
-        ref_logprobs: f32 [P, G, T] of the reference, or None where nothing is measured against one.
-        rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them: what the gap between sampler and
-            trainer is measured against. None measures none.
+        old_logprobs: f32 [P, G, T] of the policy before its first update with the batch, which is the one that
+            sampled unless that was done ahead; None with one update per batch.
+        ref_logprobs: f32 [P, G, T] of the reference, or None without one.
+        rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them, to compare with the trainer's.
         sampler_logprobs: f32 [P, G, T] of the distribution drawn from, or None without importance correction.
         token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
         kl_weights: f32 [P, G] on each completion's KL, where groups are not drawn independently; or None for 1.
         old_values: f32 [P, G, T] before the first update, or None without a value head.
-        returns: f32 [P, G, T], what the values learn, or None.
+        returns: f32 [P, G, T], the targets of the values, or None.
         packing: Rows that short completions share, or None for a row each.
-        pictures: What the prompts show ("pictures" [P, I, ..]) and the answers among the tokens ("answers"
-            [P, G, I, ..]), those that there are: `PictureStates` of a frozen tower, or `Pictures` that the pass forward
-            encodes with the tower as it is.
-        present: bool [P, G, T], what is read at all: in an episode also what was said to the policy. None for `mask`.
+        pictures: Pictures of the prompts ("pictures" [P, I, ..]) and of the answers among the tokens ("answers" [P,
+            G, I, ..]): `PictureStates` of a frozen tower, or `Pictures` that the forward pass encodes.
+        present: bool [P, G, T], all tokens that are read: of an episode also the answers. None for `mask`.
         turn: i32 [P, G, T], the turn of each token of an episode, from 0; or None.
     """
 
@@ -176,13 +164,13 @@ class Batch(NamedTuple):
         return self.mask if self.present is None else self.present
 
     def read_by_policy(self) -> Batch:
-        """Only what a forward pass reads."""
+        """Keep only the fields that a forward pass reads."""
         read = ("prompt_tokens", "prompt_mask", "tokens", "mask", "packing", "pictures", "present")
         return Batch(**{name: getattr(self, name) for name in read})
 
 
 def required(name: str, array: jax.Array | None) -> jax.Array:
-    """An array of a batch that may be None, where it must not be."""
+    """Return an array that must not be None here."""
     if array is None:
         raise ValueError(f"batch.{name}: expected an array, got None")
     return array
@@ -199,23 +187,18 @@ def make_batch(
     mesh: jax.sharding.Mesh | None = None,
     kept: int = 0,
 ) -> Batch:
-    """Batch of an update, on the policy's devices.
+    """Make the batch of an update, on the policy's devices, from arrays on the host.
 
-    Prompts and completions are cut to the longest of the batch; short completions share rows (`packing`). A prompt is
-    read once for its group: it is left as it is where cutting saves less than 1/16 of what the group reads, since for
-    each new length the update compiles anew.
+    Prompts and completions are cut to the longest of the batch. A prompt is read once for its group: it is left as it
+    is where cutting saves less than 1/16 of what the group reads, since each new length compiles the update anew.
     Under dead_groups "drop" and "resample" groups of zero variance are masked, and out of every statistic.
 
     Args:
-        prompts: i32 [P, L] and bool [P, L], left-padded, on the host.
-        samples: Completions, on the host.
-        objectives: What is maximised, on the policy's device.
+        prompts: i32 [P, L] and bool [P, L], left-padded.
         informative: bool [P], the groups whose variance is not zero.
-        algorithm: What is learned, and from which tokens.
-        pictures: Of prompts and answers, as `Batch` has them.
         mesh: The policy's devices where they are several.
-        kept: The last completions of each group that nobody wrote (sampling.keep_prompt): they have no token to learn
-            from, and their rewards count as the others' do.
+        kept: The last completions of each group that nobody wrote (sampling.keep_prompt): without tokens to learn
+            from, their rewards count as the others' do.
     """
     device = next(iter(objectives.rewards.devices()))
     written = samples.mask
@@ -269,7 +252,7 @@ def make_batch(
 
 
 def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
-    """Cuts a batch into `count` equal parts along P, in an order drawn from `key`; groups stay whole."""
+    """Cut a batch into `count` equal parts along P, in an order drawn from `key`; groups stay whole."""
     if count == 1:
         return [batch]
     prompts = batch.tokens.shape[0]
@@ -278,7 +261,7 @@ def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
 
 
 def micro_batches(batch: Batch, parts: int) -> Batch:
-    """The batch as `parts` equal micro-batches along P: a leading axis more."""
+    """Split a batch into `parts` equal micro-batches along P, on a new leading axis."""
     prompts = batch.tokens.shape[0]
     if prompts % parts:
         raise ValueError(f"batch: expected a number of prompts that {parts} micro-batches divide, got {prompts}")

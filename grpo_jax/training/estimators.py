@@ -1,4 +1,4 @@
-"""From judged rewards to what the estimator that a config names learns from, and what its signal is worth."""
+"""From judged rewards to the advantages of the configured estimator, and metrics of their signal."""
 
 from __future__ import annotations
 
@@ -28,17 +28,14 @@ from grpo_jax.core.shaping import overlong_penalty
 from grpo_jax.core.turns import last_turn, turn_advantages, turn_returns
 
 OVERLONG = "overlong"
-"""Name of the objective that the soft penalty on length is."""
+"""Name of the soft length penalty's objective."""
 
 
 class Objectives(NamedTuple):
-    """Objectives to maximise, with name and weight; NaN is missing.
+    """Objectives to maximise, with names [N] and weights [N]; NaN is missing.
 
-    Attributes:
-        rewards: f32 [P, G, N] of each completion; of an episode its last turn's, or what it returns from its first.
-        names: N.
-        weights: N.
-        returns: f32 [P, G, U, N] from each turn of an episode on, where turns are compared by themselves; or None.
+    `rewards` is f32 [P, G, N] of each completion; of an episode its last turn's, or its return from the first.
+    `returns` is f32 [P, G, U, N] from each turn on, where turns are compared by themselves; or None.
     """
 
     rewards: jax.Array
@@ -56,18 +53,11 @@ def make_objectives(
     overlong_buffer: int = 0,
     max_new_tokens: int,
 ) -> Objectives:
-    """Judged rewards with their conditions applied, and the penalty on length as an objective more.
+    """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
-    The penalty is an objective and not part of another one's reward: GDPO normalises it by itself, every other
-    estimator adds it to the sum. It is missing where every judged reward is.
-
-    Args:
-        judged: f32 [P, G, N], NaN where missing.
-        lengths: i32 [P, G], tokens of each completion.
-        weights: Weight of each reward by name, in order.
-        conditions: Between rewards, by index.
-        overlong_buffer: Tokens over which the penalty grows to 1 at `max_new_tokens`; 0 for none.
-        max_new_tokens: T.
+    GDPO normalises this objective by itself, every other estimator adds it to the sum. It is missing where every
+    judged reward is. It grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`. `lengths` are i32
+    [P, G] tokens.
     """
     rewards = condition_rewards(judged, conditions)
     names, factors = tuple(weights), tuple(weights.values())
@@ -81,13 +71,10 @@ def make_objectives(
 def make_turn_objectives(
     judged: jax.Array, lengths: jax.Array, section: AlgorithmSection, **options: Any
 ) -> Objectives:
-    """`make_objectives` of episodes: conditions and the penalty on length hold in each turn by itself.
+    """`make_objectives` (with its `options`) of episodes: conditions and length penalty hold in each turn by itself.
 
-    Args:
-        judged: f32 [P, G, U, N], NaN where missing and where a turn does not exist.
-        lengths: i32 [P, G, U], tokens of each turn; where there are several, 0 says that one does not exist.
-        section: What weighs the tokens of turns.
-        **options: Of `make_objectives`.
+    `judged` is f32 [P, G, U, N], NaN where missing and where a turn does not exist; `lengths` are i32 [P, G, U]
+    tokens, 0 for a turn that does not exist where there are several.
     """
     prompts, group, turns, _ = judged.shape
     flat = make_objectives(
@@ -103,27 +90,21 @@ def make_turn_objectives(
 
 
 def total_rewards(objectives: Objectives) -> np.ndarray:
-    """Weighted sum of each completion's objectives, f32 [P, G].
-
-    NaN where all of them are missing; where some are, as `sum_rewards` fills their places.
-    """
+    """Weighted sums f32 [P, G]; `sum_rewards` fills the places of missing objectives, NaN where all are missing."""
     total = np.asarray(objectives.rewards) @ np.array(objectives.weights, np.float32)
     return np.where(np.isnan(total), sum_rewards(objectives.rewards, weights=objectives.weights), total)
 
 
 @partial(jax.jit, static_argnames=("weights", "section"))
 def groups_that_vary(rewards: jax.Array, weights: tuple[float, ...], section: AlgorithmSection) -> jax.Array:
-    """bool [P], the groups of some variance: under GDPO of any objective, else of their sum."""
+    """bool [P], groups whose rewards vary: under GDPO in any objective, else in their sum."""
     if section.advantage == "gdpo":
         return groups_with_signal(rewards, weights=weights)
     return groups_with_signal(sum_rewards(rewards, weights=weights))
 
 
 def informative_groups(objectives: Objectives, section: AlgorithmSection) -> np.ndarray:
-    """bool [P], the groups whose variance is not zero; of episodes whose turns are compared by themselves, in any turn.
-
-    DAPO's dynamic sampling keeps these (https://arxiv.org/abs/2503.14476).
-    """
+    """bool [P], groups whose variance is not zero in any turn, as DAPO keeps (https://arxiv.org/abs/2503.14476)."""
     rewards, returns = objectives.rewards, objectives.returns
     by_turn = [rewards] if returns is None else [returns[:, :, turn] for turn in range(returns.shape[2])]
     return np.any([groups_that_vary(one, objectives.weights, section) for one in by_turn], axis=0)
@@ -133,10 +114,10 @@ def informative_groups(objectives: Objectives, section: AlgorithmSection) -> np.
 def estimate_advantages(
     rewards: jax.Array, mask: jax.Array, section: AlgorithmSection, weights: tuple[float, ...]
 ) -> jax.Array:
-    """Advantages f32 [P, G] of rewards f32 [P, G, N] (NaN: missing) by the group estimator that a config names.
+    """Advantages f32 [P, G] of rewards f32 [P, G, N] (NaN: missing) by the configured group estimator.
 
-    "gdpo" keeps the objectives apart until each is normalised in its group; the others work on their weighted sum.
-    The scaling of "grpo" is its preset's (Dr.GRPO: none) unless the config gives one.
+    "gdpo" normalises each objective in its group before summing; the others work on the weighted sum. The scaling of
+    "grpo" is its preset's (Dr.GRPO: none) unless the config gives one.
     """
     if section.advantage == "gdpo":
         whiten = None if section.whiten == "none" else section.whiten
@@ -161,12 +142,11 @@ def estimate_turn_advantages(
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:
-    """Signal in the rewards, whichever estimator is used.
+    """Metrics of the signal in the rewards, whichever estimator is used.
 
-    Returns:
-        "dead_groups/<name>": Share of groups in which an objective does not vary; "dead_groups/total": their sum.
-        "distinct_advantages/grpo", "distinct_advantages/gdpo": Different advantages in a group, mean over groups,
-        when the sum is normalised and when each objective is. Left out where groups are of one.
+    "dead_groups/<name>" is the share of groups in which an objective does not vary, "dead_groups/total" that of their
+    sum. "distinct_advantages/grpo" and "/gdpo" are the different advantages in a group, mean over groups, when the
+    sum is normalised and when each objective is. Left out where groups are of one.
     """
     dead, total, distinct = jax.device_get(_signal(objectives.rewards, objectives.weights))
     row = {f"dead_groups/{name}": float(share) for name, share in zip(objectives.names, dead, strict=True)}

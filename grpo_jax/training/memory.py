@@ -1,7 +1,4 @@
-"""Memory that training needs, asked of the compiler: shapes of its state and of a batch, bytes of an update.
-
-Everything here is made by the constructors that training calls, for arrays that do not exist.
-"""
+"""Training memory from the compiler: shapes of state and batch by training's own constructors, without arrays."""
 
 from __future__ import annotations
 
@@ -40,13 +37,7 @@ from grpo_jax.training.update import make_configured_step, make_preparation
 
 
 class Shown(NamedTuple):
-    """The most pictures that the policy is shown.
-
-    Attributes:
-        prompt: In a prompt.
-        answers: Among the turns of an episode.
-        patches: Of one picture.
-    """
+    """The most pictures in a prompt and among an episode's answers, and the patches of one picture."""
 
     prompt: int
     answers: int
@@ -59,17 +50,17 @@ _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensiv
 
 
 def weight_dtype(config: Config) -> str:
-    """Type of the policy's weights: trained ones are float32."""
+    """Return the dtype of the policy's weights: trained ones are float32."""
     return config.policy.frozen_dtype if config.policy.lora.used else "float32"
 
 
 def tower_dtype(config: Config) -> str:
-    """Type of its vision tower's weights, which may be frozen where the rest is trained."""
+    """Return the dtype of the vision tower's weights, which may be frozen where the rest is trained."""
     return "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
 
 
 def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) -> Pictures:
-    """The shapes of pictures [*lead, S, C] as a tower takes them."""
+    """Return the shapes of pictures [*lead, S, C] as a tower takes them."""
     side = math.isqrt(patches // vision.merged) * vision.merge
     windows = pack_windows(np.array([side, side]), patches, vision)
 
@@ -84,7 +75,7 @@ def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) ->
 def state_shapes(
     config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, *, pictures: bool = False
 ) -> TrainState:
-    """The shapes, types and places of the state that training begins with."""
+    """Return the shapes, dtypes and shardings of the initial state."""
     section, lora = config.policy, lora_config(config.policy.lora, model)
 
     def start() -> TrainState:
@@ -118,10 +109,7 @@ def batch_shapes(
     mesh: jax.sharding.Mesh | None,
     shown: Callable[[tuple[int, ...]], Mapping[str, PyTree]] | None = None,
 ) -> Batch:
-    """The shapes of one update's batch, where all prompts and completions are as long as they may be.
-
-    Shorter completions are packed into fewer rows, which takes less.
-    """
+    """Return the shapes of one update's batch at maximum lengths; packing shorter completions takes less."""
     training, sampling = config.training, config.sampling
     prompts = training.prompts_per_batch // training.minibatches
     shape = (prompts, sampling.group_size, sampling.stream_tokens)
@@ -146,16 +134,11 @@ def batch_shapes(
 
 
 def require_memory(config: Config, model: ModelConfig, *, available: int | None, listed: bool = False) -> None:
-    """Refuses, before any weight is read, a run that cannot fit into the memory of its machine.
+    """Refuse, before any weight is read, a run that cannot fit into `available` bytes (None: unknown).
 
     A lower bound: weights, moments and reference (without a vision tower), with the keys and values that sampling
-    begins with; or those of the longest completions alone, which are asked for in one piece.
-
-    Args:
-        config: The run's.
-        model: The policy's config.
-        available: Bytes that there are (`machine_memory`); None where nobody knows.
-        listed: Completions are texts that the task lists, whatever sampling.max_new_tokens is.
+    begins with; or those of the longest completions alone, which are asked for in one piece. With `listed`
+    completions are texts that the task lists, whatever sampling.max_new_tokens is.
     """
     if available is None:
         return
@@ -241,16 +224,15 @@ def update_bytes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | N
 
 
 def temporary_bytes(compiled: jax.stages.Wrapped, *shapes: PyTree) -> int:
-    """Temporary memory of a jitted function for arguments of these shapes, without running it."""
+    """Temporary bytes of a jitted function for arguments of these shapes, without running it."""
     options = _FAST_COMPILE if jax.default_backend() == "cpu" else None
     return int(compiled.lower(*shapes).compile(compiler_options=options).memory_analysis().temp_size_in_bytes)
 
 
 def fewest_parts(measure: Callable[[int], int], rows: int, *, budget: int, least: int = 1) -> tuple[int, int]:
-    """The smallest divisor of `rows`, `least` or more, whose measured bytes are within the budget, and those bytes.
+    """Return the smallest divisor of `rows` (≥ `least`) whose bytes fit the budget, else the largest, and its bytes.
 
-    Where none is, the largest. A part's memory falls at most in proportion, so that divisors which cannot fit are
-    passed over without being measured (each measurement compiles the update).
+    A part's memory falls at most in proportion: divisors that cannot fit are skipped, since measuring compiles.
     """
     choices = [count for count in range(least, rows + 1) if rows % count == 0]
     while True:

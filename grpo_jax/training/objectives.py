@@ -1,9 +1,9 @@
-"""Objectives of an update: the forward pass over a batch's completions, and the loss that a config names.
+"""Objectives of an update: the forward pass over a batch's completions, and the configured loss.
 
-PPO's flow of one batch, which `update.make_update` follows: a forward pass gives old log-probabilities and values; the
-estimates turn scores into rewards per token, advantages and returns; the updates then minimise the policy's loss and
-the value loss together. A completion is an episode that ends with its last token, be that the end token or the last
-one there was room for: nothing comes after it, so nothing is bootstrapped.
+PPO's flow of one batch (`update.make_update`): a forward pass gives old log-probabilities and values; the estimates
+turn scores into rewards per token, advantages and returns; the updates minimise policy loss and value loss together.
+A completion is an episode that ends with its last token, be that the end token or the last one there was room for:
+nothing is bootstrapped.
 """
 
 from __future__ import annotations
@@ -47,13 +47,9 @@ Objective = Callable[[Variables, Batch, PyTree], tuple[jax.Array, Metrics]]
 def make_forward(
     policy: Policy, *, temperature: float, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
 ) -> ForwardPass:
-    """The function (variables, batch) → `Forward`.
+    """Make the function (variables, batch) → `Forward` of the distribution softmax(logits / temperature).
 
-    Args:
-        policy: The policy's functions.
-        temperature: Of the trained distribution, softmax(logits / temperature).
-        allowed_tokens: bool [V], or None for all.
-        trie: The texts of which each completion is one, in place of `allowed_tokens`.
+    `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one, in its place.
     """
 
     allowed: dict[str, Any] = {"allowed_tokens": allowed_tokens} if trie is None else {"trie": trie}
@@ -84,12 +80,9 @@ def make_forward(
 
 
 def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str, Any]:
-    """The keyword arguments of `losses.grpo_loss` that a config names: a preset with its overrides.
+    """Return the keyword arguments of `losses.grpo_loss`: the config's preset with its overrides.
 
-    Args:
-        section: Preset, clip bounds, KL and entropy.
-        max_new_tokens: The token budget that Dr. GRPO divides by. A batch's width would not do: it is cut to its
-            longest completion.
+    Dr. GRPO divides by `max_new_tokens`, not by a batch's width, which is cut to its longest completion.
     """
     options = dict(losses.PRESETS[section.preset])
     if isinstance(options["aggregation"], FixedLength):
@@ -120,10 +113,8 @@ def policy_loss(
 ) -> tuple[jax.Array, Metrics]:
     """`losses.grpo_loss` of a forward pass; without old log-probabilities the policy is its own old one.
 
-    Returns:
-        (loss, {"policy": GRPOMetrics, "sampler_gap": Mean}). The gap, where the batch has the sampler's
-        log-probabilities, is the mean over tokens of |log π_old - log π_sampler|: the same policy, as trainer and
-        sampler compute it.
+    Metrics are "policy" and, where the batch has the sampler's log-probabilities, "sampler_gap": the mean over tokens
+    of |log π_old - log π_sampler|, the same policy as trainer and sampler compute it.
     """
     old = jax.lax.stop_gradient(passed.logprobs) if batch.old_logprobs is None else batch.old_logprobs
     loss, policy_metrics = losses.grpo_loss(
@@ -146,7 +137,7 @@ def policy_loss(
 
 
 def make_policy_objective(forward: ForwardPass, options: dict[str, Any]) -> Objective:
-    """The policy-gradient objective; `options` are keyword arguments of `losses.grpo_loss`."""
+    """Make the policy-gradient objective; `options` are keyword arguments of `losses.grpo_loss`."""
 
     def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
         return policy_loss(forward(variables, batch), batch, options, normaliser)
@@ -169,12 +160,8 @@ def make_ppo_objective(forward: ForwardPass, options: dict[str, Any], section: P
 
         loss = policy loss + value_coef · value loss (mean over tokens)
 
-    One forward pass serves both, and both gradients reach the policy's weights.
-
-    Args:
-        forward: Of `make_forward`; variables hold a value head.
-        options: Keyword arguments of `losses.grpo_loss`; preset "bnpo" makes its policy loss `ppo.ppo_loss`.
-        section: Coefficient and clip of the value loss.
+    One forward pass serves both, and both gradients reach the policy's weights. `options` are keyword arguments of
+    `losses.grpo_loss`; preset "bnpo" makes its policy loss `ppo.ppo_loss`.
     """
 
     def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
@@ -199,9 +186,9 @@ class Estimates(NamedTuple):
     Attributes:
         advantages: [P, G], the mean over each completion's tokens, as they are trained on.
         completion_kl: KL against the reference of one completion, its tokens' k1 estimates summed; mean over rows.
-        value: Mean value of a token's state.
-        returns: Mean of what the values are to become.
-        explained_variance: 1 - Var(returns - values) / Var(returns): 1 is a perfect value, 0 a constant, less is worse.
+        value: Mean over tokens.
+        returns: Mean of the values' targets.
+        explained_variance: 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 a constant, less is worse.
     """
 
     advantages: jax.Array
@@ -212,7 +199,7 @@ class Estimates(NamedTuple):
 
 
 def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array, jax.Array], tuple[Batch, Estimates]]:
-    """The compiled function (batch with scores and old_logprobs, values, KL coefficient) → batch to learn from.
+    """Compile the function (batch with scores and old_logprobs, values, KL coefficient) → batch to learn from.
 
     Rewards per token, with the KL against `batch.ref_logprobs` (None: no KL), become advantages by GAE; the values
     learn advantage + value. Advantages are whitened over the batch's tokens if the section says so.
@@ -251,10 +238,7 @@ def _explained_variance(error: jax.Array, target: jax.Array, mask: jax.Array) ->
 
 
 def make_kl_control(section: PPOSection) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
-    """The function (coefficient, completion_kl, completions) → next coefficient; the same one without a target.
-
-    A divergence that is not finite says nothing: the coefficient stays.
-    """
+    """Make (coefficient, completion_kl, completions) → next coefficient; it stays where the KL is not finite."""
     if section.kl_target == 0:
         return lambda coef, observed, samples: coef
     control = AdaptiveKL(section.kl_target, section.kl_horizon)

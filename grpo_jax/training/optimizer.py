@@ -1,4 +1,4 @@
-"""AdamW as a config asks for it: schedule of the learning rate, clip, and which weights decay."""
+"""AdamW with its learning-rate schedule, gradient clip, and mask of weights that decay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedu
 
 
 def decayed(weights: Variables) -> Variables:
-    """Which weights decay, a bool for each: matrices of projections, kernels and adapters alike.
+    """Mask of the weights that decay, a bool for each: projections, kernels and adapters.
 
     Norms, biases, embeddings (learned positions and an untied unembedding too) and the value head do not: decay would
     pull norms to 0 rather than to 1, rare tokens to 0 with every update they take no part in, and values to 0.

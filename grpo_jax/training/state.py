@@ -1,4 +1,4 @@
-"""State of training: weights, moments, reference; how it begins, and its part of a checkpoint."""
+"""Training state: weights, moments, reference; its start, and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 
 class StaleWeights(NamedTuple):
-    """The policy that samples ahead (training.lag), of before the last updates.
-
-    Attributes:
-        step: i32 scalar, optimizer updates that it has seen.
-        weights: The policy's trained collection.
-    """
+    """The trained collection of the policy that samples ahead (training.lag), and its update count (i32 scalar)."""
 
     step: jax.Array
     weights: PyTree
@@ -34,13 +29,13 @@ class TrainState(NamedTuple):
         variables: {"params": …}, perhaps "lora" (then the params are frozen), perhaps "value" (PPO's value head) and
             "visual" (a frozen vision tower; a trained one is part of the params).
         opt_state: Optimizer state of the trained collections.
-        reference: The policy's trained collection that KL is measured against, as it was; or None: no KL, or (with
-            LoRA) the base without its adapters.
-        skipped: i32 scalar, updates in a row that were left out because loss or gradient were not finite; of float16
-            those alone at which the loss scale could fall no further.
-        kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None where there is none.
+        reference: The trained collection of the reference policy; None without KL, or where (with LoRA) the reference
+            is the base without its adapters.
+        skipped: i32 scalar, consecutive updates left out because loss or gradient were not finite; of float16 only
+            those at which the loss scale could fall no further.
+        kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None.
         loss_scale: Flax's `DynamicScale` under float16, or None.
-        behind: The policy that samples the batch after the last one learned from, where that is sampled ahead; or None.
+        behind: The policy that samples the next batch, where that is sampled ahead; or None.
     """
 
     step: jax.Array
@@ -54,23 +49,23 @@ class TrainState(NamedTuple):
 
 
 def policy_collection(variables: Variables) -> str:
-    """The collection that holds the policy's trained weights: "lora" if there is one, else "params"."""
+    """Return the collection that holds the policy's trained weights: "lora" if there is one, else "params"."""
     return "lora" if "lora" in variables else "params"
 
 
 def trained_collections(variables: Variables) -> tuple[str, ...]:
-    """The collections that gradients are taken for: the policy's, and the value head where there is one."""
+    """Return the collections that gradients are taken for: the policy's, and the value head's if any."""
     policy = policy_collection(variables)
     return (policy, VALUE) if VALUE in variables else (policy,)
 
 
 def trained_weights(variables: Variables) -> Variables:
-    """The trained collections themselves."""
+    """Return the trained collections."""
     return {name: variables[name] for name in trained_collections(variables)}
 
 
 def needs_reference(algorithm: AlgorithmSection, ppo: PPOSection) -> bool:
-    """Whether anything is measured against a reference: a KL term of the loss, or PPO's KL in the rewards."""
+    """Return whether there is a KL against a reference: in the loss, or in PPO's rewards."""
     return algorithm.kl_coef > 0 or (algorithm.learns_values and ppo.kl_coef > 0)
 
 
@@ -84,16 +79,13 @@ def init_state(
     loss_scale: PyTree | None = None,
     take_over: bool = False,
 ) -> TrainState:
-    """A fresh state; owns copies of the trained weights, so that they can be donated. Its reference is the start.
+    """Make a fresh state whose reference is the start; it owns copies of the trained weights, so they can be donated.
 
     Args:
-        variables: The start.
-        optimizer: Gives the optimizer state.
         keep_reference: A KL will be computed.
         base_reference: With LoRA, the base without adapters is the reference and nothing is kept. False keeps the
-            adapters of the start: where they already say something, or the reference will be refreshed.
+            adapters of the start: where they are not fresh, or the reference will be refreshed.
         kl_coef: Weight of the KL in PPO's rewards, or None.
-        loss_scale: Flax's `DynamicScale` under float16, or None.
         take_over: The start itself is trained where no reference needs it: no copy, and `variables` can be read until
             the first update only.
     """
@@ -110,10 +102,9 @@ def init_state(
 
 
 def commit_to_device(state: TrainState) -> TrainState:
-    """A fresh state bound to the device of its weights, counts and moments too.
+    """Commit a fresh state, counts and moments too, to the device of its weights.
 
-    JAX tells arrays that were put on a device from those that happen to lie there. What an update gives is bound: were
-    its first arguments not, the second update would be compiled anew.
+    An update's results are committed: were its first arguments not, the second update would be compiled anew.
     """
     (device, *others) = jax.tree.leaves(state.variables)[0].devices()
     if others:
@@ -122,27 +113,24 @@ def commit_to_device(state: TrainState) -> TrainState:
 
 
 def saved_parts(state: TrainState) -> dict[str, PyTree]:
-    """Parts of a state in a checkpoint: everything that training changes, frozen weights left out."""
+    """Return the parts of a state in a checkpoint: all that training changes, without frozen weights."""
     return {**state._asdict(), "variables": trained_weights(state.variables)}
 
 
 def free_buffers(tree: PyTree) -> None:
-    """Frees a tree's arrays, whoever else refers to them. It still has shapes, dtypes and places: a template.
-
-    What is only traced holds no memory and is left as it is.
-    """
+    """Free a tree's arrays, whoever else refers to them. Shapes, dtypes and places stay; tracers hold no memory."""
     for leaf in jax.tree.leaves(tree):
         if not isinstance(leaf, jax.core.Tracer):
             leaf.delete()
 
 
 def restored_state(parts: Mapping[str, PyTree], variables: Variables) -> TrainState:
-    """The state of a checkpoint's parts, with the frozen weights of `variables`."""
+    """Join a checkpoint's parts with the frozen weights of `variables`."""
     return TrainState(**{**parts, "variables": {**variables, **parts["variables"]}})
 
 
 def reference_variables(state: TrainState) -> Variables:
-    """The variables of the reference policy; it has no value head."""
+    """Return the variables of the reference policy; it has no value head."""
     policy = {name: tree for name, tree in state.variables.items() if name != VALUE}
     name = policy_collection(policy)
     if state.reference is not None:
@@ -155,19 +143,19 @@ def reference_variables(state: TrainState) -> Variables:
 
 
 def refresh_reference(state: TrainState) -> TrainState:
-    """The current policy becomes the reference."""
+    """Make the current policy the reference."""
     name = policy_collection(state.variables)
     return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))
 
 
 def stale_copy(state: TrainState) -> StaleWeights:
-    """The policy as it stands, in arrays of its own that no update touches."""
+    """Copy the policy's weights into arrays that no update touches."""
     weights = state.variables[policy_collection(state.variables)]
     return StaleWeights(jnp.array(state.step), jax.tree.map(jnp.array, weights))
 
 
 def stale_variables(state: TrainState, behind: StaleWeights) -> Variables:
-    """The variables of the policy that samples ahead; a value head is of no use to it."""
+    """Return the variables of the policy that samples ahead, without a value head."""
     learned = trained_collections(state.variables)
     frozen = {name: tree for name, tree in state.variables.items() if name not in learned}
     return {**frozen, policy_collection(state.variables): behind.weights}

@@ -1,8 +1,4 @@
-"""From a batch to a better policy: one donated update step, and all that is learned from a batch.
-
-Nothing here knows a concrete model or task: the policy comes as functions (`forward_group`, `token_logprobs`),
-rewards have already become advantages, or scores that PPO's values make advantages of.
-"""
+"""From a batch to a better policy: one donated update step, and everything computed from a batch."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ from grpo_jax.training.objectives import (
 from grpo_jax.training.state import TrainState, free_buffers, needs_reference, reference_variables, trained_weights
 
 PATIENCE = 3
-"""A run ends when it left out as many updates in a row as so many iterations make: one batch may be at fault."""
+"""A run ends when as many updates in a row were left out as so many iterations make: one batch may be at fault."""
 
 
 def make_train_step(
@@ -47,14 +43,13 @@ def make_train_step(
     normaliser: Callable[[Batch], PyTree],
     accumulation: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """One optimizer update as one compiled function; what it changes is donated.
+    """Make one optimizer update as one compiled function; what it changes is donated.
 
-    An update whose loss or gradient is not finite is left out: weights, moments and counts stay as they were, and the
-    state counts it (`skipped`). optax.apply_if_finite would let it through after a few, and knows no loss scale.
+    An update whose loss or gradient is not finite is left out and counted (`skipped`): weights, moments and counts
+    stay. optax.apply_if_finite would let it through after a few, and knows no loss scale.
 
     Args:
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
-        optimizer: For the trained collections.
         normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
         accumulation: Micro-batches along P, run one after the other; P must be a multiple.
     """
@@ -95,7 +90,7 @@ def make_train_step(
 
 
 def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> TrainState:
-    """The state after an update, or before it where that was not finite; skip count and loss scale learn of it."""
+    """Choose the state after a finite update, else the one before; updates skip count and loss scale."""
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     scale = before.loss_scale
     if scale is None:
@@ -108,7 +103,7 @@ def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> T
 
 
 def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -> PyTree:
-    """Sums function(part) over `parts` equal parts of the batch along P, one at a time."""
+    """Sum function(part) over `parts` equal parts of the batch along P, one at a time."""
     if parts == 1:
         return function(batch)
     split = micro_batches(batch, parts)
@@ -119,10 +114,7 @@ def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -
 
 
 def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callable[[Variables, Batch], Forward]:
-    """A compiled function (variables, batch) → `Forward`, without gradients, some prompts at a time.
-
-    The reference's, and the old policy's when a batch is used for more than one update.
-    """
+    """Compile (variables, batch) → `Forward` without gradients, some prompts at a time."""
 
     def step(variables: Variables, batch: Batch) -> Forward:
         if accumulation == 1:
@@ -138,12 +130,12 @@ def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callabl
 def make_token_weights(
     section: AlgorithmSection,
 ) -> Callable[[Batch, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
-    """The compiled function (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap.
+    """Compile (batch, entropy [P, G, T]) → weights f32 [P, G, T], their mean, and the share at the cap.
 
-    The latter two are over tokens, and of the importance weights alone. The weights are the product of what the config
-    asks for: 1 for the tokens of high entropy and 0 for the others, and the truncated importance weight of what lies
-    between the policy before its first update with the batch and the one that sampled it. Both are of the whole batch:
-    however an update splits it, the same tokens take part.
+    The latter two are over tokens, and of the importance weights alone. The weights are a product: 1 for the tokens
+    of high entropy and 0 for the others, times the truncated importance weight between the policy before its first
+    update with the batch and the one that sampled it. Both are of the whole batch: however an update splits it, the
+    same tokens take part.
     """
     cap = section.importance_cap
 
@@ -168,16 +160,13 @@ def make_token_weights(
 def make_preparation(
     forward: ForwardPass, algorithm: AlgorithmSection, ppo: PPOSection, training: TrainingSection
 ) -> Callable[[TrainState, Batch], tuple[Batch, Metrics]]:
-    """Everything that is computed once from a batch before its first update, where it is needed.
+    """Make prepare(state, batch) → (batch, measured): all that is computed once before a batch's first update.
 
-    The old policy's log-probabilities (with one update per batch they are the new ones, unless something is made of
-    them), the reference's, the tokens' weights, PPO's advantages and returns. Old is the policy before its first update
-    with the batch, also where an older one has sampled: what lies between those two is the importance weights' part.
-    Without these (importance_cap 0) the ratio is taken against the one that sampled.
-
-    Returns:
-        prepare(state, batch) → (batch, measured): "importance_weight" and PPO's "estimates", where there are any; of
-        what was sampled ahead "importance_clipped" too.
+    That is, where needed, the old policy's log-probabilities (with one update per batch they are the new ones, unless
+    something is made of them), the reference's, the tokens' weights, PPO's advantages and returns. Old is the policy
+    before its first update with the batch, also where an older one has sampled: the importance weights cover that
+    difference. Without these (importance_cap 0) the ratio is taken against the one that sampled.
+    Measured are "importance_weight", PPO's "estimates", and "importance_clipped" of batches sampled ahead.
     """
     look = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
     several = training.inner_epochs * training.minibatches > 1
@@ -217,7 +206,7 @@ def make_configured_step(
     *,
     max_new_tokens: int,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The train step of the objective that a config names; `max_new_tokens` is the longest completion there may be."""
+    """Make the train step of the configured objective; `max_new_tokens` is the longest possible completion."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
     objective = (
         make_ppo_objective(forward, options, ppo)
@@ -242,14 +231,11 @@ def make_update(
     ppo: PPOSection = PPOSection(),
     **distribution: Any,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
-    """Everything that is learned from one batch: inner epochs of minibatches, one compiled step each.
+    """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
-    `distribution` is temperature, allowed_tokens and trie of `make_forward`.
-
-    Returns:
-        update(state, batch, key) → (state, report): "loss" and "grad_norm" averaged over the steps, "skipped" steps
-        counted, "metrics" by part of the loss, and "measured" before the first step (`make_preparation`), with the
-        "kl_coef" that was used.
+    `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and "grad_norm"
+    averaged over the steps, "skipped" steps, "metrics" by part of the loss, and "measured" (`make_preparation`), with
+    the "kl_coef" that was used.
     """
     forward = make_forward(policy, **distribution)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
@@ -272,7 +258,6 @@ def make_update(
 
 
 def _average(reports: list[Metrics]) -> Metrics:
-    """Joins the reports of a batch's steps: (total, weight) pairs add up, loss and gradient norm are averaged."""
     joined = jax.tree.map(lambda *values: sum(values), *[report["metrics"] for report in reports])
     count, skipped = len(reports), sum(int(report["skipped"]) for report in reports)
     scalars = {name: sum(float(report[name]) for report in reports) / count for name in ("loss", "grad_norm")}

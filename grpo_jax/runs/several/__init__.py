@@ -1,1 +1,1 @@
-"""One run on several processes: who leads, what the others do, and what happens when one is gone."""
+"""One run on several processes: process 0, the others, and the loss of one."""

@@ -1,7 +1,6 @@
-"""Messages through the coordinator of `jax.distributed`, and what is done when a process is gone.
+"""Messages through the coordinator of `jax.distributed`, in process 0, and the watch for processes that are gone.
 
-The coordinator runs in process 0. JAX has no public name for its client, which Orbax uses too; it is asked for here
-alone.
+Its client, which Orbax uses too, has no public name in JAX; it is asked for here alone.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _WATCH = "watch"
 
 
 def client() -> Any:
-    """The coordinator's client of this process."""
+    """Return this process's client of the coordinator."""
     from jax._src.distributed import global_state
 
     return global_state.client
@@ -39,14 +38,14 @@ _count = itertools.count(1)  # the coordinator knows a name for as long as the p
 
 
 class CoordinatorChannel:
-    """A message is a value of the coordinator's store until all have it."""
+    """Messages as values of the coordinator's store, which stay until all have them."""
 
     def __init__(self) -> None:
-        """No message yet."""
+        """Begin without a message."""
         self._client = client()
 
     def tell(self, message: bytes, patience: float | None = None) -> None:
-        """Hands a message to all; returns when all have it, or after `patience` seconds."""
+        """Send a message to all; returns when all have it, or after `patience` seconds."""
         name = self._name()
         self._client.key_value_set_bytes(name, message)
         try:
@@ -57,7 +56,7 @@ class CoordinatorChannel:
         self._client.key_value_delete(name)
 
     def hear(self) -> bytes:
-        """The next message, once there is one and all have it."""
+        """Return the next message, once there is one and all have it."""
         name = self._name()
         while True:
             try:
@@ -74,25 +73,20 @@ class CoordinatorChannel:
 
 
 class Watch:
-    """Looks, in a thread of its own, whether all processes are there: a collective waits for ever for one that is not.
-
-    When one is gone this process says so in a line and ends at once: nothing that it waits for will come.
-    """
+    """A thread that ends this process, with a line, when another is gone: a collective would wait for ever for it."""
 
     def __init__(self, count: int, *, told: str = "", stop: Callable[[], None] | None = None):
-        """Begins to look.
+        """Begin to watch `count` processes.
 
-        Args:
-            count: Processes.
-            told: What else the line says; "" for no line at all: one process tells for all.
-            stop: Called where another process was asked to stop; process 0's alone.
+        `told` is the rest of the line, "" for no line: one process prints for all. Process 0's `stop` is called when
+        another process was asked to stop.
         """
         self._client, self._told, self._stop, self._over = client(), told, stop, threading.Event()
         self._everybody = list(range(count))
         threading.Thread(target=self._look, name=_WATCH, daemon=True).start()
 
     def over(self) -> None:
-        """Looks no more: processes may end."""
+        """Stop watching: processes may end."""
         self._over.set()
 
     def _look(self) -> None:
@@ -117,14 +111,11 @@ class Watch:
 
 
 joined = threading.Event()
-"""Whether all are there: only then there is anything to leave."""
+"""Set once all are there: only then is there anything to leave."""
 
 
 def part() -> None:
-    """Leaves the company, at the end of a process: process 0, in which the coordinator runs, is the last.
-
-    A second time, and in a process that is alone, nothing happens.
-    """
+    """Leave the group, once, at the end of a process; process 0, in which the coordinator runs, is the last."""
     if not joined.is_set():
         return
     joined.clear()
@@ -149,11 +140,11 @@ def _part() -> None:
 
 
 def ask_to_stop() -> None:
-    """Asks process 0 to stop the run, from another one."""
+    """Ask process 0, from another one, to stop the run."""
     with suppress(jax.errors.JaxRuntimeError):  # it was asked already
         client().key_value_set(_STOP, "1")
 
 
 def wait_for_the_watch() -> None:
-    """Where a call failed because another process is gone, the watch says so, and ends this one meanwhile."""
+    """Wait, after a call failed because another process is gone, until the watch reports it and ends this one."""
     time.sleep(HEARTBEAT_SECONDS + 10)

@@ -1,13 +1,12 @@
-"""Several processes, one mesh: process 0 leads the run, the others make the same calls on their devices.
+"""Several processes, one mesh: process 0 runs the run, the others make the same calls on their devices.
 
-    process 0    f(state, batch) ─► tell name and arguments ─► barrier ─► f(state, batch)
-    the others                           hear them          ─► barrier ─► f(state, batch)
+    process 0    f(state, batch) ─► send name and arguments ─► barrier ─► f(state, batch)
+    the others                           receive them       ─► barrier ─► f(state, batch)
 
-Process 0 is the only one that has prompts, judges, files, a terminal, and decides anything: it runs the run as one
-process would. What it does to arrays on the mesh goes through `lead`. Such arrays stay where they are, each process
-keeps its part of them, and a message has their numbers; whatever else is among the arguments travels, through the
-coordinator of `jax.distributed`. At the barrier, on the host, every process has heard what comes: collectives begin
-together, however long a judge took before them.
+Only process 0 has prompts, judges, files and a terminal. Its work on arrays on the mesh goes through `lead`: they
+stay where they are and a message has their numbers; other arguments travel through the coordinator of
+`jax.distributed`. At the barrier, on the host, every process has received the call: collectives begin together,
+however long a judge took before them.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ _END = ""  # the name of the last message
 
 
 class Channel(Protocol):
-    """How messages get from process 0 to the others, each of them once and in order."""
+    """Transport of messages from process 0 to the others, each of them once and in order."""
 
     def tell(self, message: bytes, patience: float | None = None) -> None:
-        """Hands a message to all; returns when all have it, or after `patience` seconds."""
+        """Send a message to all; returns when all have it, or after `patience` seconds."""
         ...
 
     def hear(self) -> bytes:
-        """The next message, once there is one and all have it."""
+        """Return the next message, once there is one and all have it."""
         ...
 
 
 class Company(Protocol):
-    """Who else makes the calls of this run."""
+    """The processes of a run."""
 
     @property
     def processes(self) -> int:
-        """How many they are."""
+        """Number of processes."""
         ...
 
     def lead(self, name: str, function: Function) -> Function:
-        """The function as all processes carry it out, each with its own of that name."""
+        """Return the function as all processes call it, each with its own of that name."""
         ...
 
 
@@ -58,7 +57,7 @@ class Alone(NamedTuple):
     processes: int = 1
 
     def lead(self, name: str, function: Function) -> Function:
-        """The function itself."""
+        """Return the function itself."""
         return function
 
 
@@ -67,8 +66,6 @@ ALONE = Alone()
 
 @dataclass(frozen=True)
 class _Number:
-    """An array on the mesh."""
-
     number: int
 
 
@@ -81,12 +78,10 @@ class _Local:
 
 
 class _Message(NamedTuple):
-    """A call.
+    """A call, with its arguments ready to travel.
 
     Attributes:
-        name: The function's.
-        given: Its arguments and named arguments, ready to travel.
-        first: The number of the first array that it gives; the others follow in the order of the tree's leaves.
+        first: The number of the first array it returns; the others follow in the order of the tree's leaves.
         deleted: Numbers of arrays whose memory process 0 has freed since the last call.
         dropped: Numbers that are used no more.
     """
@@ -99,19 +94,19 @@ class _Message(NamedTuple):
 
 
 class Leader:
-    """Process 0."""
+    """Process 0's side."""
 
     def __init__(self, processes: int, channel: Channel):
-        """Nothing has been called yet."""
+        """Begin without calls."""
         self.processes = processes
         self._channel, self._lock = channel, threading.Lock()
         self._arrays: dict[int, weakref.ref[jax.Array]] = {}
-        self._freed: set[int] = set()  # told, and still known by shape
+        self._freed: set[int] = set()  # reported as deleted, and still known by shape
         self._renamed: list[int] = []
         self._next = 0
 
     def lead(self, name: str, function: Function) -> Function:
-        """The function, called in all processes; calls from several threads take turns."""
+        """Return the function, called in all processes; calls from several threads take turns."""
 
         def led(*arguments: Any, **named: Any) -> Any:
             with self._lock:
@@ -127,12 +122,7 @@ class Leader:
         return led
 
     def end(self, result: Any, patience: float | None = None) -> None:
-        """Lets the others go.
-
-        Args:
-            result: What `Follower.follow` gives there.
-            patience: Seconds that they are waited for; None for as long as it takes.
-        """
+        """Let the others go: `Follower.follow` returns `result` there. None waits for them as long as it takes."""
         message = pickle.dumps(_Message(_END, result, self._next, [], []))
         self._channel.tell(message, patience)  # no call is waited for: it may never end
 
@@ -142,7 +132,6 @@ class Leader:
         return array
 
     def _known(self) -> dict[int, int]:
-        """The number of each array that is still there, by `id`."""
         return {id(array): number for number, known in self._arrays.items() if (array := known()) is not None}
 
     def _number(self, arrays: list[jax.Array]) -> None:
@@ -155,7 +144,7 @@ class Leader:
             self._next += 1
 
     def _gone(self) -> tuple[list[int], list[int]]:
-        """What has been freed, and what nobody here refers to any more, since the last call."""
+        """Return the arrays freed, and those no longer referred to here, since the last call."""
         deleted, dropped, self._renamed = [], self._renamed, []
         for number, known in list(self._arrays.items()):
             array = known()
@@ -170,25 +159,21 @@ class Leader:
 
 
 class Follower:
-    """Any other process: it makes the calls that process 0 makes."""
+    """Any other process's side: it makes the calls of process 0."""
 
     def __init__(self, processes: int, channel: Channel):
-        """Nothing was heard yet."""
+        """Begin without calls."""
         self.processes, self._channel = processes, channel
         self._functions: dict[str, Function] = {}
         self._arrays: dict[int, jax.Array] = {}
 
     def lead(self, name: str, function: Function) -> Function:
-        """Keeps the function for process 0's calls."""
+        """Keep the function for process 0's calls."""
         self._functions[name] = function
         return function
 
     def follow(self) -> Any:
-        """Makes the calls until there are no more; gives what process 0 ended with.
-
-        Raises:
-            Exception: What a function raised.
-        """
+        """Make the calls until the last, and return process 0's result; raises what a function raised."""
         while True:
             message: _Message = pickle.loads(self._channel.hear())
             if message.name == _END:
@@ -217,7 +202,7 @@ def _outgoing(leaf: Any, known: dict[int, int]) -> Any:
 
 
 def _incoming(leaf: Any, array: Callable[[int], jax.Array]) -> Any:
-    """An argument that has travelled, in process 0 too: all make the call with the same."""
+    """Return an argument that has travelled, in process 0 too: all make the call with the same."""
     if isinstance(leaf, _Number):
         return array(leaf.number)
     if not isinstance(leaf, _Local):

@@ -1,4 +1,4 @@
-"""Which devices each part of a run takes: in this process, and the policy's in all."""
+"""The devices of each part of a run: in this process, and the policy's in all."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ _ON_THIS_MACHINE = "SLURM_LOCALID"
 
 
 def place_parts(config: Config, say: Say, *, processes: int = 1) -> dict[str, str]:
-    """The device of each part on this machine, decided before JAX starts.
-
-    Args:
-        config: The run's.
-        say: say(name, detail) prints a line.
-        processes: How many share out the policy's devices.
-    """
+    """Choose the device of each part on this machine, before JAX starts; `processes` share the policy's devices."""
     placement = own_package("bridges", "placement")
     requests = config.requests
     away = {name: requests.pop(name) for name in config.elsewhere}
@@ -34,7 +28,7 @@ def place_parts(config: Config, say: Say, *, processes: int = 1) -> dict[str, st
 
 
 def place_policy(config: Config, *, processes: int) -> dict[str, str]:
-    """The same for a process that has the policy alone."""
+    """Choose the devices of a process that has the policy alone."""
     placement = own_package("bridges", "placement")
     places, _ = placement.place({POLICY: config.requests[POLICY]}, policy_count=config.policy.mesh.size // processes)
     placement.prepare_jax(places)
@@ -42,12 +36,9 @@ def place_policy(config: Config, *, processes: int) -> dict[str, str]:
 
 
 def policy_devices(places: Mapping[str, str], section: PolicySection, *, processes: int = 1) -> list[jax.Device]:
-    """The JAX devices of the policy, as many as its mesh takes.
+    """The policy's JAX devices, as many as its mesh takes; of several processes those in the same places in each.
 
-    Of several processes: those in the same places in each, one process after the other.
-
-    Raises:
-        UserError: There are too few, or this is not the only process of its machine: all of them would take the same.
+    UserError if there are too few, or another process runs on this machine: all would take the same.
     """
     devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
     wanted = mesh.size // processes
@@ -69,5 +60,5 @@ def policy_devices(places: Mapping[str, str], section: PolicySection, *, process
 
 
 def listed(devices: Sequence[jax.Device]) -> str:
-    """Their names."""
+    """Names of devices."""
     return ", ".join(map(str, devices))

@@ -1,7 +1,4 @@
-"""What any process but the first does of a language run: its part of what process 0 calls.
-
-The functions are made as process 0 makes them, of the same config and folder; what else they need, a call has told.
-"""
+"""A language run in any process but the first: its part of process 0's calls, of the same config and folder."""
 
 from __future__ import annotations
 
@@ -25,15 +22,7 @@ from grpo_jax.runs.warm_start import led_sft
 
 
 def follow(config: Config, follower: Follower) -> Any:
-    """Takes part in a run until process 0 ends it.
-
-    Args:
-        config: The run's, as process 0 has it.
-        follower: How the calls come.
-
-    Returns:
-        What process 0 ended with.
-    """
+    """Take part in a run until process 0 ends it, and return what it ended with."""
     if config.deterministic:
         ask_for_determinism(torch_too=False)
     places = place_policy(config, processes=follower.processes)

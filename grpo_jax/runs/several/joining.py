@@ -1,4 +1,4 @@
-"""From what the environment announces to a company of processes, and how it parts."""
+"""Joins the processes that the environment announces, and parts from them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,7 @@ _PATIENCE_SECONDS = 10.0  # for processes to hear that the run failed: they may 
 
 
 def join(config: Any, stop: StopRequests) -> Company:
-    """The processes that make this run: what the environment announces (`processes.announced`).
-
-    Args:
-        config: The run's.
-        stop: Looked at while the others are waited for.
-
-    Raises:
-        UserError: It announces several, and this run cannot be one of several.
-        Stopped: A stop was asked for before all were there.
-    """
+    """Join the processes that the environment announces; `Stopped` if a stop is asked for meanwhile."""
     count = announced().count
     if count == 1:
         return ALONE
@@ -49,13 +40,13 @@ def join(config: Any, stop: StopRequests) -> Company:
 
 
 def _join_unless_stopped(stop: StopRequests) -> None:
-    """Joins in a thread of its own: JAX waits for the others where no signal comes through."""
+    """Join in a thread of its own: JAX waits for the others where no signal comes through."""
     count: Future[int] = Future()
 
     def work() -> None:
         try:
             count.set_result(join_processes())
-        except BaseException as error:  # told where it is waited for
+        except BaseException as error:  # raised where it is waited for
             count.set_exception(error)
 
     thread = threading.Thread(target=work, name="join", daemon=True)
@@ -77,7 +68,7 @@ def _require_fit(config: Any, count: int) -> None:
 
 @contextmanager
 def leading(company: Company, config: Any) -> Iterator[None]:
-    """Inside, the run is led; behind it the others may go. Nothing where the run is one process."""
+    """Run as process 0 inside; afterwards the others may go. Nothing where the run is one process."""
     if not isinstance(company, Leader):
         yield
         return
@@ -100,18 +91,9 @@ def leading(company: Company, config: Any) -> Iterator[None]:
 
 
 def take_part(config: Any, follower: Follower, stop: StopRequests) -> dict[str, Any]:
-    """Any other process's whole run: it says nothing, and asks process 0 to stop where it is asked itself.
+    """Run any other process to its end: it prints nothing, and passes a stop asked of it to process 0.
 
-    Args:
-        config: The run's.
-        follower: How the calls come.
-        stop: Whether it was asked while it joined.
-
-    Returns:
-        That it is over: summary.json is process 0's.
-
-    Raises:
-        SystemExit: Process 0 ended with an error, which it has told; or what the config names is not on this machine.
+    SystemExit if process 0 ended with an error, or if a part in the config is not on this machine.
     """
     watch = Watch(follower.processes)
     with _signals_passed_on(), _told_by_itself():
@@ -130,7 +112,7 @@ def take_part(config: Any, follower: Follower, stop: StopRequests) -> dict[str, 
 
 @contextmanager
 def _told_by_itself() -> Iterator[None]:
-    """A mistake inside is this machine's: process 0 sees only that its process is gone. Its own go where all do."""
+    """Print this process's UserError, since process 0 would only see it gone; process 0 raises its own."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Sampling and seeing as all processes do it; what they give is whole, on the host."""
+"""Sampling and seeing pictures in all processes; results are whole, on the host."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ from grpo_jax.sampling.samplers import Samplers, make_samplers
 
 
 class Brief(NamedTuple):
-    """What of the data decides how is sampled: process 0 tells it the others.
+    """Sampling choices that follow from the data, for all processes.
 
-    Attributes:
-        allowed: bool [V], the tokens that may be written; None for all.
-        trie: The texts of which each completion is one, or None.
-        listed: How many of them a ranking has; 0 for all.
-        pictures: Whether the policy is shown pictures.
+    `allowed` is bool [V], or None for all; `listed` is the number of `trie`'s texts in a ranking, 0 for all.
     """
 
     allowed: np.ndarray | None
@@ -33,7 +29,7 @@ class Brief(NamedTuple):
 
 
 def led_samplers(config: Config, policy: Policy, brief: Brief, company: Company) -> Samplers:
-    """The samplers of training and evaluation."""
+    """Make the samplers of training and evaluation."""
     samplers = make_samplers(config.sampling, config.evaluation, policy, brief.allowed, brief.trie, listed=brief.listed)
     if company.processes == 1:
         return samplers
@@ -57,7 +53,7 @@ def _led_turn(name: str, write: Callable[..., Any], company: Company) -> Callabl
 
 
 def led_see(policy: Policy, brief: Brief, company: Company) -> Callable[..., Any] | None:
-    """What looks at the prompts' pictures (`rollout.See`); None where no prompt has any."""
+    """Make the function that encodes the prompts' pictures (`runs.policy.See`); None where no prompt has any."""
     if not brief.pictures:
         return None
     see = make_see(policy)

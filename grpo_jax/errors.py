@@ -55,7 +55,6 @@ class StageError(RuntimeError):
     """A stage raised; the original exception is the `__cause__`. Has `stage` (name) and `chunk` (index)."""
 
     def __init__(self, stage: str, chunk: int, reason: str):
-        """Compose the message."""
         super().__init__(f"stage {stage!r} failed on chunk {chunk}: {reason}")
         self.stage = stage
         self.chunk = chunk

@@ -37,7 +37,6 @@ class PoolSection:
     max_restarts: int = may_change(10)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         least = {"replicas": 0, "batch": 0, "batch_timeout": 0, "in_flight": 1, "batch_attempts": 1, "max_restarts": -1}
         for name, bound in least.items():
             require(getattr(self, name) >= bound, name, f"a number >= {bound}", getattr(self, name))

@@ -33,7 +33,6 @@ class HiddenLens:
     cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "")
 
     def load(self, device: str) -> ConfiguredRenderer:

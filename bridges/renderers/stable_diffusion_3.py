@@ -40,7 +40,6 @@ class StableDiffusion3:
     cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "")
         for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))

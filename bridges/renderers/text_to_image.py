@@ -60,7 +60,6 @@ class TextToImage:
     cache_megabytes: Count = may_change(256)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "")
         for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))

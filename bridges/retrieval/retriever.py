@@ -63,7 +63,6 @@ class Patience:
     window: int = 100
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.attempts < 1 or self.budget < 0 or self.window <= self.budget:
             raise ValueError(
                 f"patience: expected attempts >= 1 and 0 <= budget < window, got attempts {self.attempts}, "

@@ -45,7 +45,6 @@ class ClipModel:
     preprocessing: Literal["library", "tensor"] = "library"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "")
 
     def check(self) -> None:

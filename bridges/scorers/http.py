@@ -56,7 +56,6 @@ class Http:
     """Device unless `devices` says otherwise: no card is kept for it."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         parts = urlsplit(self.url)
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
         require(complete, "url", "http://HOST/… or https://HOST/…", self.url)

@@ -36,7 +36,6 @@ class SequenceClassification:
     max_tokens: PositiveCount = 4096
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         require(bool(self.path), "path", "a folder or hub id", self.path)
         check_ranges(self, "")
 

@@ -36,7 +36,6 @@ class Vqa:
     batch_size: PositiveCount = may_change(8)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         require(bool(self.path), "path", "a folder or hub id", self.path)
         require(PROMPT in self.question, "question", "a text with {prompt} in it", self.question)
         require(bool(self.answer.strip()), "answer", "a word", self.answer)

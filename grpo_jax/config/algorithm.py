@@ -75,7 +75,6 @@ class AlgorithmSection:
     turn_discount: Share = 1.0
 
     def __post_init__(self) -> None:
-        """Check the ranges and what does not go together."""
         check_ranges(self, "algorithm")
         cap = self.importance_cap
         require(not cap or cap >= 1, "algorithm.importance_cap", "null, 0 or a number >= 1", cap)
@@ -135,7 +134,6 @@ class PPOSection:
     kl_horizon: PositiveCount = 10_000
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "ppo")
         steerable = self.kl_target == 0 or self.kl_coef > 0
         require(steerable, "ppo.kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)

@@ -34,7 +34,6 @@ class LoraSection:
     path: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges and what does not go together."""
         check_ranges(self, "policy.lora")
         beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
         alone = self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
@@ -71,7 +70,6 @@ class NewPolicySection:
     window: Annotated[int, Ge(1), Le(WIDTH)] = 256
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "policy.new")
         expected = f"a number that divides width = {self.width} into even parts"
         require(self.width % (2 * self.heads) == 0, "policy.new.heads", expected, self.heads)
@@ -90,7 +88,6 @@ class MeshSection:
     tensor: Annotated[int, Ge(1), Le(2**16)] = 1
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "policy.mesh")
 
     @property
@@ -132,6 +129,5 @@ class PolicySection:
     mesh: MeshSection = may_change(default_factory=MeshSection)
 
     def __post_init__(self) -> None:
-        """Check what cannot be together."""
         expected = "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)"
         require(self.vision == "frozen" or not self.lora.used, "policy.vision", expected, self.vision)

@@ -84,7 +84,6 @@ class DataSection:
     forbidden_tokens: list[int | str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check the ranges and what does not go together."""
         check_ranges(self, "data")
         for name in ("system_prompt", "tools", "chat_template_options"):
             value = getattr(self, name)
@@ -141,7 +140,6 @@ class SamplingSection:
     max_answer_tokens: Length = 64
 
     def __post_init__(self) -> None:
-        """Check the ranges and what does not go together."""
         check_ranges(self, "sampling")
         expected = f"a number in [0, group_size - 1 = {self.group_size - 1}], for something must be written"
         require(self.keep_prompt < self.group_size, "sampling.keep_prompt", expected, self.keep_prompt)
@@ -197,7 +195,6 @@ class OptimizerSection:
     max_grad_norm: NonNegative = 1.0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "optimizer")
 
 
@@ -286,7 +283,6 @@ class RewardSection:
     label: str = ""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         require(bool(self.name), "rewards.name", "a name", self.name)
         check_ranges(self, f"rewards.{self.called}")
         require(math.isfinite(self.threshold), f"rewards.{self.called}.threshold", "a finite number", self.threshold)
@@ -327,7 +323,6 @@ class EvaluationSection:
     pass_threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the ranges and what does not go together."""
         check_ranges(self, "evaluation")
         drawn = self.samples == 1 or self.sampled
         require(drawn, "evaluation.samples", "1 with evaluation.sampled false", self.samples)
@@ -353,5 +348,4 @@ class WarmStartSection:
     group_by_length: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_ranges(self, "warm_start")

@@ -53,7 +53,6 @@ class FixedLength:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.length is not None and self.length < 1:
             raise ValueError(f"length must be at least 1, got {self.length}")
 

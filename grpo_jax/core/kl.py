@@ -37,7 +37,6 @@ class KLPenalty:
     straight_through: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not self.coef >= 0:
             raise ValueError(f"coef must be at least 0, got {self.coef}")
         check_estimator(self.estimator)

@@ -85,7 +85,6 @@ class AdaptiveKL:
     limit: float = 0.2
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name in ("target", "horizon", "limit"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}")

@@ -28,7 +28,6 @@ class Clip:
     dual: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not 0 <= self.low <= 1:
             raise ValueError(f"low must be in [0, 1], got {self.low}")
         if not self.high >= 0:
@@ -71,7 +70,6 @@ class CappedWeight:
     cap: float = 5.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not self.cap > 1:
             raise ValueError(f"cap is the largest weight itself and must be more than 1, got {self.cap}")
 
@@ -103,7 +101,6 @@ class SoftGate:
     negative: float = 1.05
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name, value in (("positive", self.positive), ("negative", self.negative)):
             if not value > 0:
                 raise ValueError(f"{name} must be more than 0, got {value}")

@@ -15,8 +15,7 @@ import numpy as np
 from flax.training.dynamic_scale import DynamicScale
 
 from grpo_jax.config.policy import LoraSection, PolicySection
-from grpo_jax.core.logprobs import capped, token_logprobs, wide
-from grpo_jax.core.tree_logprobs import tree_logprobs
+from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf

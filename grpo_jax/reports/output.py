@@ -143,7 +143,6 @@ class RunOutput:
         self.console.close()
 
     def __enter__(self) -> RunOutput:
-        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:

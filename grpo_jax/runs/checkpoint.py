@@ -189,7 +189,6 @@ class Checkpoints:
                     series.close()
 
     def __enter__(self) -> Checkpoints:
-        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import differences, identity
+from grpo_jax.config.sections import TrainingSection
 from grpo_jax.errors import UserError
 
 Record = dict[str, Any]
@@ -98,7 +99,9 @@ class Waited(NamedTuple):
     validations: int = 0
 
 
-def after_validation(waited: Waited, measures: Mapping[str, float], iteration: int, training: Any) -> Waited:
+def after_validation(
+    waited: Waited, measures: Mapping[str, float], iteration: int, training: TrainingSection
+) -> Waited:
     """Count a validation: better is what exceeds the best by more than training.early_stopping_threshold."""
     value = measures.get(training.early_stopping_metric, math.nan)
     better = waited.best is None or value > waited.best + training.early_stopping_threshold
@@ -107,7 +110,7 @@ def after_validation(waited: Waited, measures: Mapping[str, float], iteration: i
     return waited._replace(validations=waited.validations + 1)
 
 
-def reason_to_end(waited: Waited, training: Any) -> str:
+def reason_to_end(waited: Waited, training: TrainingSection) -> str:
     """Reason to stop early; "" if there is none."""
     patience = getattr(training, "early_stopping_patience", 0)  # a program that validates nothing has none
     if not patience or waited.validations < patience:

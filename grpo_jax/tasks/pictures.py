@@ -82,7 +82,6 @@ class Faithfulness:
     margin: float = 0.8
 
     def __post_init__(self) -> None:
-        """Check the range."""
         require(-1.0 <= self.margin <= 1.0, "margin", "a similarity in [-1, 1]", self.margin)
 
     def __call__(self, prompts: list[str], completions: list[str], *, scorer: Scorer, **columns: object) -> np.ndarray:
@@ -100,7 +99,6 @@ class Length:
     target: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the range."""
         require(self.target is None or self.target > 0, "target", "a number > 0", self.target)
 
     def __call__(

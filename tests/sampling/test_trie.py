@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.core.tree_logprobs import tree_logprobs
+from grpo_jax.core.logprobs import token_logprobs, tree_logprobs
 from grpo_jax.core.trie import NARROW, ROOT, children, follow, make_trie, walk, widest_below
 
 VOCABULARY = 90

@@ -97,7 +97,6 @@ class Leader:
     """Process 0's side."""
 
     def __init__(self, processes: int, channel: Channel):
-        """Begin without calls."""
         self.processes = processes
         self._channel, self._lock = channel, threading.Lock()
         self._arrays: dict[int, weakref.ref[jax.Array]] = {}
@@ -162,7 +161,6 @@ class Follower:
     """Any other process's side: it makes the calls of process 0."""
 
     def __init__(self, processes: int, channel: Channel):
-        """Begin without calls."""
         self.processes, self._channel = processes, channel
         self._functions: dict[str, Function] = {}
         self._arrays: dict[int, jax.Array] = {}

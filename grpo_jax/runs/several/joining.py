@@ -1,31 +1,41 @@
-"""Joins the processes that the environment announces, and parts from them."""
+"""Joins the processes that the environment announces, takes their part in a run, and parts from them."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 
 from grpo_jax.config import Config
 from grpo_jax.config.fields import require
 from grpo_jax.errors import ABANDONED, StageError, Stopped, UserError, complain
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.sharding import on_host
+from grpo_jax.runs.iteration import LearningBrief, led_learner
+from grpo_jax.runs.parts import ask_for_determinism
+from grpo_jax.runs.policy import load_run_policy
 from grpo_jax.runs.processes import StopRequests, announced, join_processes, number_of
+from grpo_jax.runs.series import READ, WRITE
 from grpo_jax.runs.several.channel import CoordinatorChannel, Watch, ask_to_stop, joined, part, wait_for_the_watch
 from grpo_jax.runs.several.company import ALONE, Company, Follower, Leader
-from grpo_jax.runs.several.following import follow
+from grpo_jax.runs.several.devices import place_policy, policy_devices
+from grpo_jax.runs.several.led import Brief, led_samplers, led_see
+from grpo_jax.runs.trees import handler, read_tree, write_trees
+from grpo_jax.runs.warm_start import led_sft
 
 _POLL_SECONDS = 0.5  # how often who joins looks up where a signal does not wake it
 _PATIENCE_SECONDS = 10.0  # for processes to hear that the run failed: they may wait in a collective
 
 
-def join(config: Any, stop: StopRequests) -> Company:
+def join(config: object, stop: StopRequests) -> Company:
     """Join the processes that the environment announces; `Stopped` if a stop is asked for meanwhile."""
     count = announced().count
     if count == 1:
@@ -58,7 +68,7 @@ def _join_unless_stopped(stop: StopRequests) -> None:
     count.result()
 
 
-def _require_fit(config: Any, count: int) -> None:
+def _require_fit(config: object, count: int) -> None:
     if not isinstance(config, Config):
         raise UserError(f"task: this one runs in one process, and {count} were started: start one (srun --ntasks=1)")
     mesh, lag = config.policy.mesh, config.training.lag
@@ -67,7 +77,7 @@ def _require_fit(config: Any, count: int) -> None:
 
 
 @contextmanager
-def leading(company: Company, config: Any) -> Iterator[None]:
+def leading(company: Company, config: Config) -> Iterator[None]:
     """Run as process 0 inside; afterwards the others may go. Nothing where the run is one process."""
     if not isinstance(company, Leader):
         yield
@@ -90,7 +100,7 @@ def leading(company: Company, config: Any) -> Iterator[None]:
     company.end(0)
 
 
-def take_part(config: Any, follower: Follower, stop: StopRequests) -> dict[str, Any]:
+def take_part(config: Config, follower: Follower, stop: StopRequests) -> dict[str, object]:
     """Run any other process to its end: it prints nothing, and passes a stop asked of it to process 0.
 
     SystemExit if process 0 ended with an error, or if a part in the config is not on this machine.
@@ -135,3 +145,38 @@ def _signals_passed_on() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def follow(config: Config, follower: Follower) -> object:
+    """Take part in a run until process 0 ends it, and return what it ended with."""
+    if config.deterministic:
+        ask_for_determinism(torch_too=False)
+    places = place_policy(config, processes=follower.processes)
+    devices = policy_devices(places, config.policy, processes=follower.processes)
+    loaded: list[Policy] = []
+
+    def load(run_dir: str, pictures: bool) -> Policy:
+        own = dataclasses.replace(config, run_dir=run_dir)
+        loaded.append(load_run_policy(own, devices[: config.policy.mesh.size], lambda *_: None, pictures=pictures))
+        return loaded[0]
+
+    def sampling(brief: Brief) -> None:
+        led_samplers(config, loaded[0], brief, follower)
+        led_see(loaded[0], brief, follower)
+
+    def learning(brief: LearningBrief) -> None:
+        led_learner(config, loaded[0], brief, follower)
+
+    def sft(brief: LearningBrief) -> None:
+        led_sft(config, loaded[0], brief, follower)
+
+    for function in (load, sampling, learning, sft):
+        follower.lead(function.__name__, function)
+    follower.lead("whole", on_host)
+    checkpointer = ocp.AsyncCheckpointer(handler())
+    follower.lead(WRITE, lambda path, trees: write_trees(checkpointer, path, trees))
+    follower.lead(READ, read_tree)
+    try:
+        return follower.follow()
+    finally:
+        checkpointer.close()

@@ -69,7 +69,6 @@ class CartPoleAlgorithm:
     minibatches: PositiveCount = 1
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range or does not go together."""
         check_ranges(self, "algorithm")
         unique = len(set(self.objectives)) == len(self.objectives)
         require(bool(self.objectives) and unique, "algorithm.objectives", "one or more, each once", self.objectives)
@@ -100,7 +99,6 @@ class CartPoleRollout:
     steps: Length = 128
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         check_ranges(self, "rollout")
 
 
@@ -117,7 +115,6 @@ class CartPoleNetwork:
     activation: Literal["tanh", "relu"] = "tanh"
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         fits = all(1 <= width <= 2**16 for width in self.hidden) and len(self.hidden) <= 64
         require(fits, "network.hidden", "up to 64 widths from 1 to 65536", self.hidden)
 
@@ -141,7 +138,6 @@ class CartPoleOptimizer:
     max_grad_norm: NonNegative = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         check_ranges(self, "optimizer")
 
 
@@ -166,7 +162,6 @@ class CartPoleTraining:
     max_hours: NonNegative = may_change(0.0)
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         check_ranges(self, "training")
 
 
@@ -185,7 +180,6 @@ class CartPoleEvaluation:
     solved: Annotated[Positive, Le(500)] = 475.0
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         check_ranges(self, "evaluation")
 
 

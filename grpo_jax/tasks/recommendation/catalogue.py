@@ -29,7 +29,6 @@ class Problems:
     """Bad places of one file; `check` raises one error that names them with file and line."""
 
     def __init__(self, path: str | Path):
-        """Start without problems."""
         self.path = path
         self.places: list[str] = []
 

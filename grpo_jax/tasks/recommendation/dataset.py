@@ -169,7 +169,6 @@ class HistoryTemplate:
     separator: str = "\n"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.items < 1:
             raise ValueError(f"items must be at least 1, got {self.items}")
         if self.characters < 0:

@@ -64,7 +64,6 @@ class RetrievalSection:
     device: str = may_change("cpu")
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         require(bool(self.encoder), "retrieval.encoder", "tfidf, a folder or a name", self.encoder)
         require(self.dense_weight >= 0, "retrieval.dense_weight", "a number >= 0", self.dense_weight)
         weighed = "a weight above 0 with retrieval.dense, and 0 without"
@@ -96,7 +95,6 @@ class PriorSection:
     decay: float = 0.7
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         for name in ("history", "together"):
             require(getattr(self, name) >= 0, f"prior.{name}", "a number >= 0", getattr(self, name))
         require(0 <= self.decay <= 1, "prior.decay", "a number in [0, 1]", self.decay)

@@ -13,7 +13,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.errors import UserError, carry_out, complain, extras_named, leave, one_line, run_parser, said
 from grpo_jax.predict import make_rewriter, read_lines
@@ -21,13 +21,12 @@ from grpo_jax.predict import make_rewriter, read_lines
 if TYPE_CHECKING:
     from grpo_jax.config.run import Config
     from grpo_jax.models.policy import Policy
-    from grpo_jax.tasks.recommendation.recommending import ChosenPrior, Recommended, Recommender
 
 SEPARATOR = "|"
 
 
 @extras_named()
-def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogue: str | None = None) -> Recommender:
+def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogue: str | None = None) -> Any:
     """Return recommend(titles, k=10) of a run whose task recommends: its best items, with why.
 
     There are fewer than k where the run's rankings list no more (`task.listed`). A title that stands several times
@@ -47,7 +46,7 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
 
 
 @extras_named()
-def choose_prior(run_dir: str | Path, checkpoint: str = "final", *, users: int | None = None) -> ChosenPrior:
+def choose_prior(run_dir: str | Path, checkpoint: str = "final", *, users: int | None = None) -> Any:
     """Measure the priors of a grid beside a policy's own ranking of validation users: lines to print, and records.
 
     Args:
@@ -71,7 +70,7 @@ def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy]:
     return config, policy
 
 
-def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[Recommended]:
+def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[Any]:
     """Return the k best items for one history of titles, oldest first; `load_recommender` for more than one."""
     return load_recommender(run_dir)(history, k)
 
@@ -122,7 +121,7 @@ def _recommend(options: argparse.Namespace) -> None:
         complain(f"note: {note}")
 
 
-def _answer_lines(lines: Sequence[tuple[int, str]], path: str, recommender: Recommender, k: int) -> None:
+def _answer_lines(lines: Sequence[tuple[int, str]], path: str, recommender: Any, k: int) -> None:
     """Print the answer to each line, or why there is none; a UserError if no line could be answered."""
     errors = []
     for number, line in lines:
@@ -143,12 +142,12 @@ def _titles(line: str) -> list[str]:
     return [title.strip() for title in line.split(SEPARATOR) if title.strip()]
 
 
-def _record(titles: Sequence[str], items: Sequence[Recommended], k: int) -> dict[str, object]:
+def _record(titles: Sequence[str], items: Sequence[Any], k: int) -> dict[str, object]:
     note = _fewer(items, k)
     return {"history": titles, "items": [item._asdict() for item in items], **({"note": note} if note else {})}
 
 
-def _fewer(items: Sequence[Recommended], k: int) -> str:
+def _fewer(items: Sequence[Any], k: int) -> str:
     """Return why there are fewer items than were asked for; "" where there are not."""
     why = "the run's rankings list no more beside the history (task.listed, and items of the catalogue)"
     return f"{len(items)} of {k} items: {why}" if len(items) < k else ""
@@ -165,7 +164,7 @@ def _choose(options: argparse.Namespace) -> None:
         print(line)
 
 
-def _print(items: Sequence[Recommended]) -> None:
+def _print(items: Sequence[Any]) -> None:
     for place, item in enumerate(items, 1):
         print(f"{place:>3}  {item.score:8.3f}  {one_line(item.title or f'({item.item}, no title)', 90)}")
         if item.words:

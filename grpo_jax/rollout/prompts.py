@@ -398,7 +398,7 @@ def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: st
             raise UserError(f"data.columns.{new}: no such column, {shown(old)}; {has}")
     if "prompt" not in columns and "prompt" not in names:
         prompt = next((name for name in _PROMPT_COLUMNS if name in names), names[0])
-        raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {prompt}')
+        raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {said(prompt)}')
 
 
 def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: _Problems) -> None:

@@ -113,6 +113,7 @@ def test_names_that_no_file_has(path):
             "has 'id, question', and no \"prompt\": .* --data.columns.prompt question",
         ),
         ("q.csv", "a,b\n1,2", "has 'a, b', and no \"prompt\": say which one asks, as in --data.columns.prompt a"),
+        ("long.csv", f"{'9' * 5000},b\n1,2", r"--data.columns.prompt '9{78}…$"),
         ("one.txt", "a\na\n", "too few"),
         ("test.jsonl", '{"prompt": "a", "split": "test"}', 'no line with "split": "train"'),
     ],

@@ -10,7 +10,7 @@ import re
 import shutil
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from grpo_jax.config.build import require_known
@@ -259,7 +259,7 @@ def _sections(kind: type, values: Values, name: str, about: str, first: Sequence
                 shared = _sections(holder.section, entry, where, "")[0].options if holder else ()
                 named += [whole._replace(options=(*whole.options, *shared)), *inner]
         elif is_section(hint):
-            below += _sections(hint, value, dotted, line)
+            below += _sections(hint, value if isinstance(value, Mapping) else {}, dotted, line)  # a run refuses others
         elif get_origin(hint) is list and is_section(get_args(hint)[0]):
             below += _sections(get_args(hint)[0], {}, f"{dotted}[]", line, [Option(dotted, hint, value, line)])
         else:

@@ -111,6 +111,13 @@ def test_task_and_judges_in_use_have_their_sections(task, option, section, capsy
     assert f"default: {task})" in " ".join(printed(capsys, "--task", task, "--help", "task").split())
 
 
+@pytest.mark.parametrize("value", ["[1, false]", "text", "3"])
+def test_what_is_given_in_place_of_a_section_does_not_keep_help_from_showing_it(value, capsys):
+    assert "  --policy.mesh.fsdp  INT  (default: 1)\n" in printed(
+        capsys, "--policy.mesh", value, "--help", "policy.mesh"
+    )
+
+
 def test_what_is_no_section_is_told_the_nearest(capsys):
     wrong = {
         "smapling": "error: --help smapling: no such section; did you mean sampling?\n",

@@ -114,16 +114,23 @@ def extras_named() -> Iterator[None]:
 
 
 def run_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options of every command that reads one run."""
+    """A parser that begins with --run; `with_common_options` ends it."""
     parser = plain_parser(command, description)
     parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
-    parser.add_argument("--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s).")
     return parser
 
 
 def plain_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser with --version and --debug."""
-    parser = argparse.ArgumentParser(prog=f"python -m grpo_jax.{command}", description=description)
+    """A parser that knows its command's name."""
+    return argparse.ArgumentParser(prog=f"python -m grpo_jax.{command}", description=description)
+
+
+def with_common_options(parser: argparse.ArgumentParser, *, checkpoint: bool = True) -> argparse.ArgumentParser:
+    """The parser with what all commands have, after a command's own: --checkpoint of a run, --version, --debug."""
+    if checkpoint:
+        parser.add_argument(
+            "--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s)."
+        )
     parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")
     return parser

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_jax.errors import UserError, carry_out, leave, run_parser
+from grpo_jax.errors import UserError, carry_out, leave, run_parser, with_common_options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="Write the JSON to a file too.")
-    return parser
+    return with_common_options(parser)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

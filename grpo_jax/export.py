@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax.errors import UserError, carry_out, leave, run_parser
+from grpo_jax.errors import UserError, carry_out, leave, run_parser, with_common_options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
     parser.add_argument("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
-    return parser
+    return with_common_options(parser)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_jax.errors import UserError, carry_out, complain, extras_named, leave, one_line, run_parser, said
+from grpo_jax.errors import (
+    UserError,
+    carry_out,
+    complain,
+    extras_named,
+    leave,
+    one_line,
+    run_parser,
+    said,
+    with_common_options,
+)
 from grpo_jax.predict import make_rewriter, read_lines
 
 if TYPE_CHECKING:
@@ -88,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--users", type=int, help="Of --choose_prior (default: the run's validation prompts).")
     parser.add_argument("--catalogue", metavar="FILE", help="Rank the items of this file, not of the run's catalogue.")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
-    return parser
+    return with_common_options(parser)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

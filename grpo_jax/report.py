@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import UserError, carry_out, leave, plain_parser, said
+from grpo_jax.errors import UserError, carry_out, leave, plain_parser, said, with_common_options
 from grpo_jax.reports.completions import MEGABYTES
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--megabytes", type=float, help=f"Of completions, in the page of one run (default: {MEGABYTES:g})."
     )
-    return parser
+    return with_common_options(parser, checkpoint=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

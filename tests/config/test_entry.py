@@ -84,7 +84,7 @@ def test_an_option_that_is_none_is_told_the_field_that_was_meant(words, message)
     [
         (["export", "--rum", "x", "--out", "y"], "error: --rum: no such option; did you mean --run?"),
         (["evaluate", "--run=x", "--chekpoint=best"], "error: --chekpoint: no such option; did you mean --checkpoint?"),
-        (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, "),
+        (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, --run, --out, "),
         (["exprot"], "error: exprot: no such command; did you mean export?"),
     ],
 )

@@ -60,7 +60,8 @@ TEMPLATES = (
 def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """Loads `count` mutated folders, one outcome each."""
     rng, trace = random.Random(seed), folder / "code_ran"
-    sources = [_causal(folder / "qwen2", "qwen2"), _causal(folder / "shards", "llama", max_shard_size="20KB")]
+    marked = [_causal(folder / "qwen2", "qwen2"), _causal(folder / "shards", "llama", max_shard_size="20KB")]
+    sources = [*marked]
     for name in ("llama", "gpt2"):
         words = ["a", "red", "fox"]
         sources.append(write_policy(folder / name, words, NewPolicySection(name, 8, 1, 2, window=32)))
@@ -71,7 +72,7 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
         source = rng.choice(sources)
         shutil.copytree(source, work)
         case = f"{seed}/{number} {source.name}: {_damaged(rng, work, trace)}"
-        outcome = tried(case, lambda work=work: _used(work, programs), folder)
+        outcome = tried(case, lambda work=work, marked=source in marked: _used(work, programs, marked), folder)
         if trace.exists():
             trace.unlink()
             outcome = Outcome(case, False, note="code of the folder ran")
@@ -83,7 +84,7 @@ def _causal(folder: Path, family: str, **named: Any) -> Path:
     return causal_lm(folder, family, **sizes, **named)
 
 
-def _used(folder: Path, programs: dict[Any, Callable[..., Any]]) -> None:
+def _used(folder: Path, programs: dict[Any, Callable[..., Any]], marked: bool) -> None:
     """What a run does with a policy: prompts to tokens, one pass forward, tokens back to text."""
     loaded = load_folder(folder)
     section = DataSection(max_prompt_tokens=4096)
@@ -91,7 +92,7 @@ def _used(folder: Path, programs: dict[Any, Callable[..., Any]]) -> None:
     marks = special_ids(loaded.tokenizer)
     names = " ".join(map(str, loaded.tokenizer.convert_ids_to_tokens(sorted(marks))))
     tokens, mask, _ = encode(plain_rows(["a red fox", f"fox {names}"]))
-    if not {"red", "fox"} & set(loaded.tokenizer.get_vocab()):  # of whole words, marks are unknown ones
+    if marked:  # not of whole words, to which the texts of marks are unknown ones
         usual, odd = ([token for token in row[real] if token in marks] for row, real in zip(tokens, mask, strict=True))
         assert usual == odd, (usual, odd)
     if loaded.config not in programs:

@@ -13,7 +13,7 @@ from faults.outcome import Outcome
 
 from grpo_jax.errors import guarded
 
-LONGEST_LINE, MOST_LINES, LONGEST_WAIT = 300, 25, 20.0
+LONGEST_LINE, MOST_LINES, LONGEST_WAIT = 300, 12, 20.0
 
 
 def tried(case: str, action: Callable[[], object], folder: Path) -> Outcome:

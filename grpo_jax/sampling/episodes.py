@@ -16,16 +16,15 @@ from grpo_jax.models.cache import Cache, Prefix, Rows
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import PyTree, Variables
 from grpo_jax.sampling.sampler import (
-    Ends,
     Loop,
     PromptBatch,
     Samples,
     begin,
     bucket_size,
     checked_prompts,
-    checked_tokens,
     group_keys,
     halves,
+    make_ends,
     make_writer,
     move,
     pad_rows,
@@ -77,7 +76,7 @@ def make_episode_sampler(
 
     Arguments are as of `make_sampler`; `max_new_tokens` is the length of a turn, which `eos_ids` and `stops` end.
     """
-    alike = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
+    alike = make_ends(eos_ids, pad_id, allowed_tokens)
     table = None if stops is None else jnp.asarray(stops)
 
     @jax.jit

@@ -152,7 +152,7 @@ def make_sampler(
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
     """
-    ends = Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
+    ends = make_ends(eos_ids, pad_id, allowed_tokens)
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
@@ -281,6 +281,11 @@ def pad_to_bucket(
 def pad_rows(tree: PyTree, rows: int) -> PyTree:
     """Repeat the last row of arrays [P, ..] until there are so many; None stays None."""
     return jax.tree.map(lambda x: jnp.take(x, np.minimum(np.arange(rows), len(x) - 1), axis=0), tree)
+
+
+def make_ends(eos_ids: tuple[int, ...], pad_id: int, allowed_tokens: ArrayLike | None) -> Ends:
+    """Ends of any text, on the host; ValueError as `checked_tokens` has it."""
+    return Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
 
 
 def checked_tokens(allowed_tokens: ArrayLike | None) -> np.ndarray | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
 
 if TYPE_CHECKING:
-    from bridges.diffusion import ConfiguredRenderer
+    from bridges.diffusion import Renderer
 
 
 @dataclass(frozen=True)
@@ -50,37 +50,31 @@ class StableDiffusion3:
 
         find_pipeline(self.path)
 
-    def load(self, device: str) -> ConfiguredRenderer:
-        """Load the pipeline on "cpu" or "gpu:N"."""
-        from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
+    def load(self, device: str) -> Renderer:
+        """Load the pipeline on "cpu" or "gpu:N"; only safetensors are read, and no code beside them is run."""
+        from diffusers import StableDiffusion3Pipeline
 
-        renderer = load_renderer(
-            self.path,
-            device=device,
-            dtype=self.dtype,
-            use_t5=self.use_t5,
-            cache_bytes=self.cache_megabytes * 2**20,
+        from bridges.diffusion import Renderer, RenderSettings, find_pipeline, load_pipeline
+        from bridges.loading import torch_device, torch_dtype
+
+        target = torch_device(device)
+        source, index = find_pipeline(self.path, StableDiffusion3Pipeline.__name__)
+        has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
+        absent = {} if self.use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+        pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, torch_dtype(self.dtype), **absent)
+        training = RenderSettings(self.steps, self.guidance, self.size, batch_size=self.batch_size)
+        evaluation = replace(training, steps=self.eval_steps, guidance=self.eval_guidance)
+        renderer = Renderer(
+            pipeline, target, training, evaluation, name=self.path, cache_megabytes=self.cache_megabytes
         )
-        size = self.size or renderer.default_size
-        training = RenderSettings(self.steps, self.guidance, size, batch_size=self.batch_size)
-        evaluation = RenderSettings(self.eval_steps, self.eval_guidance, size, batch_size=self.batch_size)
-        return ConfiguredRenderer(renderer, training, evaluation, self.path, "Stable Diffusion 3")
+        renderer.kind = "Stable Diffusion 3"
+        return renderer
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE."""
-        from bridges import loading
+        from bridges.loading import renderer_memory
 
-        sizes, widths, edge = loading.pipeline_sizes(self.path)
-        used = {name: size for name, size in sizes.items() if self.use_t5 or name != "text_encoder_3"}
-        return loading.renderer_memory(
-            used,
-            widths,
-            self.size or edge,
-            dtype=self.dtype,
-            batch_size=self.batch_size,
-            cache_megabytes=self.cache_megabytes,
-            texts=", with T5" if "text_encoder_3" in used else ", without T5",
-        )
+        return renderer_memory(self, use_t5=self.use_t5)
 
     def savings(self) -> list[dict[str, object]]:
         """Fields that can take less memory; working memory first."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bridges import bundled
-from bridges.loading import first_line, local_folder, quiet_loading
+from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
@@ -402,3 +402,26 @@ class Renderer:
             "negative_prompt_embeds": embeddings.expand(count, -1, -1),
             "negative_pooled_prompt_embeds": pooled.expand(count, -1),
         }
+
+
+def load_stable_diffusion_3(
+    path: str,
+    device: str,
+    training: RenderSettings,
+    evaluation: RenderSettings,
+    *,
+    dtype: str = "float32",
+    use_t5: bool = True,
+    cache_megabytes: int = 256,
+) -> Renderer:
+    """Load a Stable Diffusion 3 pipeline; `use_t5` keeps the third text encoder, if the folder has one."""
+    from diffusers import StableDiffusion3Pipeline
+
+    target = torch_device(device)
+    source, index = find_pipeline(path, STABLE_DIFFUSION_3)
+    has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
+    absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
+    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, torch_dtype(dtype), **absent)
+    renderer = Renderer(pipeline, target, training, evaluation, name=path, cache_megabytes=cache_megabytes)
+    renderer.kind = "Stable Diffusion 3"
+    return renderer

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridges.miniature.lens import lens_of, look, oracle_rewrite
-from bridges.renderers.stable_diffusion_3 import StableDiffusion3
 from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change
 
 if TYPE_CHECKING:
@@ -38,8 +37,15 @@ class HiddenLens:
 
     def load(self, device: str) -> Renderer:
         """Load the miniature's pipeline on "cpu" or "gpu:N"."""
-        fields = {"batch_size": self.batch_size, "cache_megabytes": self.cache_megabytes}
-        renderer = StableDiffusion3(steps=self.steps, eval_steps=self.eval_steps, **fields).load(device)
+        from bridges.diffusion import RenderSettings, load_stable_diffusion_3
+
+        renderer = load_stable_diffusion_3(
+            "miniature",
+            device,
+            RenderSettings(self.steps, 1.0, batch_size=self.batch_size),
+            RenderSettings(self.eval_steps, 1.0, batch_size=self.batch_size),
+            cache_megabytes=self.cache_megabytes,
+        )
         renderer.kind += " behind hidden lenses"
         renderer.change = through_lenses
         return renderer

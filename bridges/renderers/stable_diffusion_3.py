@@ -52,23 +52,18 @@ class StableDiffusion3:
 
     def load(self, device: str) -> Renderer:
         """Load the pipeline on "cpu" or "gpu:N"; only safetensors are read, and no code beside them is run."""
-        from diffusers import StableDiffusion3Pipeline
+        from bridges.diffusion import RenderSettings, load_stable_diffusion_3
 
-        from bridges.diffusion import Renderer, RenderSettings, find_pipeline, load_pipeline
-        from bridges.loading import torch_device, torch_dtype
-
-        target = torch_device(device)
-        source, index = find_pipeline(self.path, StableDiffusion3Pipeline.__name__)
-        has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
-        absent = {} if self.use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-        pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, torch_dtype(self.dtype), **absent)
         training = RenderSettings(self.steps, self.guidance, self.size, batch_size=self.batch_size)
-        evaluation = replace(training, steps=self.eval_steps, guidance=self.eval_guidance)
-        renderer = Renderer(
-            pipeline, target, training, evaluation, name=self.path, cache_megabytes=self.cache_megabytes
+        return load_stable_diffusion_3(
+            self.path,
+            device,
+            training,
+            replace(training, steps=self.eval_steps, guidance=self.eval_guidance),
+            dtype=self.dtype,
+            use_t5=self.use_t5,
+            cache_megabytes=self.cache_megabytes,
         )
-        renderer.kind = "Stable Diffusion 3"
-        return renderer
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE."""

@@ -6,16 +6,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bridges.pool.cluster import (
+    BatchLost,
     NotJoined,
+    PoolLate,
+    PoolLost,
     TokenRefused,
     cluster_session,
     first_line,
     is_gone,
     is_joined,
     join,
-    leave_where_gone,
 )
-from bridges.pool.errors import BatchLost, PoolLate, PoolLost
 from bridges.retrieval.errors import (
     ActorLost,
     ConnectionLost,
@@ -55,7 +56,10 @@ def join_cluster(address: str | None, service: str) -> None:
 
 def rejoin_cluster(address: str | None, service: str) -> None:
     """Leave a cluster that is gone and join the service's present one, or raise ServiceNotFound."""
-    leave_where_gone()
+    import ray
+
+    if ray.is_initialized() and is_gone():
+        ray.shutdown()
     join_cluster(address, service)
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bridges.pool.cluster import LOOPBACK, NAMESPACE, start_cluster
-from bridges.pool.pool import Limits, Pool, Request
+from bridges.pool.pool import Pool, Request, start_actors
 from bridges.pool.section import PoolSection
-from bridges.pool.starting import start_actors
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.cluster import join_cluster, not_found, rejoin_cluster, typed_errors
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
@@ -27,7 +26,9 @@ from grpo_jax.errors import StopRun, UserError
 
 _OBJECT_STORE = 256 * 2**20  # bytes, of a cluster started here: only queries and counts pass through it
 _START_SECONDS = 600.0  # for actors to load encoder and vectors; a large catalogue on a slow disk takes minutes
-_LIMITS = Limits(attempts=100, timeout=0)  # Ray ends the restarts, and an actor that is late may serve others
+_LIMITS = PoolSection(
+    batch_attempts=100, batch_timeout=0
+)  # Ray ends the restarts, and an actor that is late may serve others
 
 
 class RankShard:
@@ -107,9 +108,9 @@ class RayBackend:
         deadline = time.monotonic() + self._timeout
         with typed_errors(self._timeout):
             vectors = pool.ask([Request("encode", [batch]) for batch in queries.texts], self._timeout)
-            asked = [queries._replace(texts=[]), argument, *(answer for (_, answer), _ in vectors)]
+            asked = [queries._replace(texts=[]), argument, *(answer.value for answer in vectors)]
             counted = [Request(method, asked, seat=seat.number) for seat in pool.seats]
-            return [answer for (_, answer), _ in pool.ask(counted, deadline - time.monotonic())]
+            return [answer.value for answer in pool.ask(counted, deadline - time.monotonic())]
 
     def reconnect(self) -> Pool:
         """Look cluster and actors up again: the service may have been started again by hand.

@@ -14,7 +14,7 @@ from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.iteration import Prefetcher, iterate_ahead, make_learner, run_iteration, sample_batch
+from grpo_jax.runs.iteration import Prefetcher, make_learner, run_iteration, sample_batch
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
@@ -115,7 +115,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     # What is left behind is a copy, not what an update frees.
     mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(stale_copy(state))}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}
-    first = iterate_ahead(parts, learner, ahead, state, 0)
+    first = run_iteration(parts, learner, state, 0, ahead)
     timed = ("seconds/", "tokens_per_second")
     told = {name: value for name, value in first.row.items() if not name.startswith(timed)}
     assert told == {
@@ -133,7 +133,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     ratios = [
         np.exp(float(new) - float(old)) for new, old in zip(logprobs[mask], samples.sampler_logprobs[mask], strict=True)
     ]
-    second = iterate_ahead(parts, learner, ahead, state, 1)
+    second = run_iteration(parts, learner, state, 1, ahead)
     ahead.close()
     assert second.row["importance_weight"] == pytest.approx(np.mean([min(ratio, 1.02) for ratio in ratios]), rel=1e-4)
     clipped = np.mean([ratio >= 1.02 for ratio in ratios])

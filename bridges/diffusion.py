@@ -13,7 +13,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -236,14 +236,14 @@ class RenderSettings:
 
     Attributes:
         guidance: Classifier-free guidance scale; 1 does without, at half the cost.
-        size: Height and width in pixels.
+        size: Height and width in pixels; 0 for those that the model was made for.
         batch_size: The last batch of a call is padded to it.
         negative_prompt: None takes the pipeline's own.
     """
 
     steps: int
     guidance: float
-    size: int
+    size: int = 0
     batch_size: int = 1
     negative_prompt: str | None = None
 
@@ -271,16 +271,37 @@ class _ImageCache:
 
 
 class Renderer:
-    """A loaded pipeline with its image cache; made by `load_renderer` or `renderers.text_to_image.TextToImage`."""
+    """A loaded pipeline with the settings of training and of evaluation, and an image cache; made by a judge's file.
 
-    def __init__(self, pipeline: DiffusionPipeline, device: torch.device, cache_bytes: int, length: int | None = None):
+    Attributes:
+        name: Path of the pipeline.
+        kind: For the line of a run's opening.
+        change: Maps pictures and their seeds to the pictures that are shown; None keeps them.
+    """
+
+    def __init__(
+        self,
+        pipeline: DiffusionPipeline,
+        device: torch.device,
+        training: RenderSettings,
+        evaluation: RenderSettings,
+        *,
+        name: str = "",
+        cache_megabytes: int = 256,
+        length: int | None = None,
+    ):
         """Describe a loaded pipeline; `length` is in tokens, for text encoders without a window of their own."""
         self.pipeline = pipeline
         self.device = device
         self.about = describe(pipeline, length)
+        self.training = replace(training, size=training.size or self.about.size)
+        self.evaluation = replace(evaluation, size=evaluation.size or self.about.size)
+        self.name = name
+        self.kind = self.about.kind
+        self.change: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None
         # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
         self._counters = [copy.deepcopy(tokenizer) for tokenizer in self.about.tokenizers]
-        self._cache = _ImageCache(cache_bytes)
+        self._cache = _ImageCache(cache_megabytes * 2**20)
         self._negatives: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
 
@@ -290,9 +311,15 @@ class Renderer:
         return self.about.window
 
     @property
-    def default_size(self) -> int:
-        """Height and width that the model was made for."""
-        return self.about.size
+    def summary(self) -> str:
+        """One line for the opening of a run."""
+        steps = self.training.steps
+        return f"{self.name}: {self.kind}, {steps} steps, window {self.window} tokens, on {self.device}"
+
+    def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
+        """`render` with the settings of evaluation or of training, and `change` what was drawn."""
+        images = self.render(texts, seeds, self.evaluation if evaluation else self.training)
+        return images if self.change is None else self.change(images, seeds)
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Count the tokens of each text, special ones included, before any is cut off at `window`."""
@@ -377,68 +404,24 @@ class Renderer:
         }
 
 
-@dataclass(frozen=True)
-class ConfiguredRenderer:
-    """A renderer with its name, kind and the settings of training and of evaluation; made by a judge's file.
-
-    `change` maps pictures and their seeds to the pictures that are shown; None keeps them.
-    """
-
-    renderer: Renderer
-    training: RenderSettings
-    evaluation: RenderSettings
-    name: str
-    kind: str
-    change: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the renderer and of its pictures."""
-        return self.renderer.device
-
-    @property
-    def window(self) -> int:
-        """Tokens of a prompt that reach the picture."""
-        return self.renderer.window
-
-    @property
-    def summary(self) -> str:
-        """One line for the opening of a run."""
-        steps = self.training.steps
-        return f"{self.name}: {self.kind}, {steps} steps, window {self.window} tokens, on {self.device}"
-
-    def count_tokens(self, texts: list[str]) -> list[int]:
-        """See `Renderer.count_tokens`."""
-        return self.renderer.count_tokens(texts)
-
-    def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
-        """`Renderer.render` with the settings of evaluation or of training."""
-        images = self.renderer.render(texts, seeds, self.evaluation if evaluation else self.training)
-        return images if self.change is None else self.change(images, seeds)
-
-
-def load_renderer(
-    path: str | Path,
+def load_stable_diffusion_3(
+    path: str,
+    device: str,
+    training: RenderSettings,
+    evaluation: RenderSettings,
     *,
-    device: str | torch.device = "cpu",
     dtype: str = "float32",
     use_t5: bool = True,
-    cache_bytes: int = 256 * 2**20,
+    cache_megabytes: int = 256,
 ) -> Renderer:
-    """Load a Stable Diffusion 3 pipeline; only safetensors are read, and no code that comes with the weights is run.
-
-    Args:
-        path: A folder in diffusers' layout, the id of one on the Hugging Face hub, or "miniature".
-        device: "cpu" or "gpu:N".
-        dtype: "float32", "float16" or "bfloat16"; of weights and computation.
-        use_t5: Load the third text encoder if the folder has one; without it prompts end at CLIP's window.
-        cache_bytes: Bound on the pictures kept on the device; 0 keeps none.
-    """
+    """Load a Stable Diffusion 3 pipeline; `use_t5` keeps the third text encoder, if the folder has one."""
     from diffusers import StableDiffusion3Pipeline
 
-    target, torch_type = torch_device(device), torch_dtype(dtype)
+    target = torch_device(device)
     source, index = find_pipeline(path, STABLE_DIFFUSION_3)
     has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
     absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, torch_type, **absent)
-    return Renderer(pipeline, target, cache_bytes)
+    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, torch_dtype(dtype), **absent)
+    renderer = Renderer(pipeline, target, training, evaluation, name=path, cache_megabytes=cache_megabytes)
+    renderer.kind = "Stable Diffusion 3"
+    return renderer

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from bridges.renderers.stable_diffusion_3 import StableDiffusion3
+    from bridges.renderers.text_to_image import TextToImage
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -205,30 +208,28 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     return sizes, widths, latents * 2 ** (len(widths) - 1)
 
 
-def renderer_memory(
-    sizes: dict[str, int],
-    widths: tuple[int, ...],
-    edge: int,
-    *,
-    dtype: str,
-    batch_size: int,
-    cache_megabytes: int,
-    texts: str = "",
-) -> list[tuple[str, int, str]]:
+def renderer_memory(judge: StableDiffusion3 | TextToImage, *, use_t5: bool | None = None) -> list[tuple[str, int, str]]:
     """Memory of a renderer, by part: weights, and the working memory of its VAE, which dominates.
 
-    The VAE holds three pictures of the second widest features at full size: before, within and after its last block.
-    `sizes` are parameters of each model, `widths` those of the VAE's blocks, `edge` is a picture's, in pixels.
+    `use_t5` says whether the third text encoder is read, which is then noted. The VAE holds three pictures of the
+    second widest features at full size: before, within and after its last block.
     """
-    item = ITEM_BYTES[dtype]
+    sizes, widths, edge = pipeline_sizes(judge.path)
+    edge = judge.size or edge
+    item = ITEM_BYTES[judge.dtype]
     network, called = ("transformer", "transformer") if "transformer" in sizes else ("unet", "U-Net")
-    encoders = sum(size for name, size in sizes.items() if name.startswith("text_encoder"))
-    features = 3 * batch_size * widths[:2][-1] * edge * edge * item
+    encoders = {name: size for name, size in sizes.items() if name.startswith("text_encoder")}
+    note = judge.dtype
+    if use_t5 is False:
+        encoders.pop("text_encoder_3", None)
+    if use_t5 is not None:
+        note += ", with T5" if "text_encoder_3" in encoders else ", without T5"
+    features = 3 * judge.batch_size * widths[:2][-1] * edge * edge * item
     return [
-        (f"{called} and VAE", item * (sizes[network] + sizes["vae"]), dtype),
-        ("text encoders", item * encoders, f"{dtype}{texts}"),
-        ("drawing", features, f"estimate: {batch_size} pictures of {edge} x {edge} in the VAE"),
-        ("picture cache", cache_megabytes * 2**20, "cache_megabytes, once full"),
+        (f"{called} and VAE", item * (sizes[network] + sizes["vae"]), judge.dtype),
+        ("text encoders", item * sum(encoders.values()), note),
+        ("drawing", features, f"estimate: {judge.batch_size} pictures of {edge} x {edge} in the VAE"),
+        ("picture cache", judge.cache_megabytes * 2**20, "cache_megabytes, once full"),
     ]
 
 

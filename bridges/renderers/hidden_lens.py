@@ -11,7 +11,7 @@ from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_chang
 if TYPE_CHECKING:
     import torch
 
-    from bridges.diffusion import ConfiguredRenderer
+    from bridges.diffusion import Renderer
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,20 @@ class HiddenLens:
     def __post_init__(self) -> None:
         check_ranges(self, "")
 
-    def load(self, device: str) -> ConfiguredRenderer:
+    def load(self, device: str) -> Renderer:
         """Load the miniature's pipeline on "cpu" or "gpu:N"."""
-        from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
+        from bridges.diffusion import RenderSettings, load_stable_diffusion_3
 
-        renderer = load_renderer("miniature", device=device, cache_bytes=self.cache_megabytes * 2**20)
-        training, evaluation = (
-            RenderSettings(steps, 1.0, renderer.default_size, batch_size=self.batch_size)
-            for steps in (self.steps, self.eval_steps)
+        renderer = load_stable_diffusion_3(
+            "miniature",
+            device,
+            RenderSettings(self.steps, 1.0, batch_size=self.batch_size),
+            RenderSettings(self.eval_steps, 1.0, batch_size=self.batch_size),
+            cache_megabytes=self.cache_megabytes,
         )
-        kind = "Stable Diffusion 3 behind hidden lenses"
-        return ConfiguredRenderer(renderer, training, evaluation, "miniature", kind, through_lenses)
+        renderer.kind += " behind hidden lenses"
+        renderer.change = through_lenses
+        return renderer
 
     def oracle(self, requested: dict[str, str], seed: int) -> str:
         """The best words for a request, given the lens of its seed."""

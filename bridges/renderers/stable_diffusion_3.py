@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
 
 if TYPE_CHECKING:
-    from bridges.diffusion import ConfiguredRenderer
+    from bridges.diffusion import Renderer
 
 
 @dataclass(frozen=True)
@@ -50,37 +50,26 @@ class StableDiffusion3:
 
         find_pipeline(self.path)
 
-    def load(self, device: str) -> ConfiguredRenderer:
-        """Load the pipeline on "cpu" or "gpu:N"."""
-        from bridges.diffusion import ConfiguredRenderer, RenderSettings, load_renderer
+    def load(self, device: str) -> Renderer:
+        """Load the pipeline on "cpu" or "gpu:N"; only safetensors are read, and no code beside them is run."""
+        from bridges.diffusion import RenderSettings, load_stable_diffusion_3
 
-        renderer = load_renderer(
+        training = RenderSettings(self.steps, self.guidance, self.size, batch_size=self.batch_size)
+        return load_stable_diffusion_3(
             self.path,
-            device=device,
+            device,
+            training,
+            replace(training, steps=self.eval_steps, guidance=self.eval_guidance),
             dtype=self.dtype,
             use_t5=self.use_t5,
-            cache_bytes=self.cache_megabytes * 2**20,
+            cache_megabytes=self.cache_megabytes,
         )
-        size = self.size or renderer.default_size
-        training = RenderSettings(self.steps, self.guidance, size, batch_size=self.batch_size)
-        evaluation = RenderSettings(self.eval_steps, self.eval_guidance, size, batch_size=self.batch_size)
-        return ConfiguredRenderer(renderer, training, evaluation, self.path, "Stable Diffusion 3")
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE."""
-        from bridges import loading
+        from bridges.loading import renderer_memory
 
-        sizes, widths, edge = loading.pipeline_sizes(self.path)
-        used = {name: size for name, size in sizes.items() if self.use_t5 or name != "text_encoder_3"}
-        return loading.renderer_memory(
-            used,
-            widths,
-            self.size or edge,
-            dtype=self.dtype,
-            batch_size=self.batch_size,
-            cache_megabytes=self.cache_megabytes,
-            texts=", with T5" if "text_encoder_3" in used else ", without T5",
-        )
+        return renderer_memory(self, use_t5=self.use_t5)
 
     def savings(self) -> list[dict[str, object]]:
         """Fields that can take less memory; working memory first."""

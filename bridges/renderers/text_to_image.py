@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline, SchedulerMixin
 
-    from bridges.diffusion import ConfiguredRenderer, Renderer, RenderSettings
+    from bridges.diffusion import Renderer
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class TextToImage:
         if self.max_sequence_length and "max_sequence_length" not in takes:
             raise UserError(f"{who} has text encoders of a fixed window: leave max_sequence_length at 0")
 
-    def load(self, device: str) -> ConfiguredRenderer:
+    def load(self, device: str) -> Renderer:
         """Load the pipeline on "cpu" or "gpu:N" and draw a picture with it.
 
         Only safetensors are read, and no code that comes with the weights is run. Parts that check or mark pictures
@@ -107,7 +107,7 @@ class TextToImage:
         Raises:
             UserError: No such pipeline, scheduler or LoRA; weights that are missing, broken, gated or do not fit.
         """
-        from bridges.diffusion import ConfiguredRenderer, Renderer, RenderSettings, load_pipeline
+        from bridges.diffusion import Renderer, RenderSettings, load_pipeline
         from bridges.loading import torch_device, torch_dtype
 
         self.check()
@@ -118,20 +118,26 @@ class TextToImage:
             self._set_scheduler(pipeline)
         if self.lora:
             _merge_lora(pipeline, self.lora, self.lora_scale)
-        renderer = Renderer(pipeline, target, self.cache_megabytes * 2**20, self.max_sequence_length or None)
         training = RenderSettings(
             self.steps,
             self.guidance,
-            self.size or renderer.default_size,
+            self.size,
             batch_size=self.batch_size,
             negative_prompt=self.negative_prompt or None,
         )
-        evaluation = replace(training, steps=self.eval_steps, guidance=self.eval_guidance)
-        try_out(renderer, max(training, evaluation, key=lambda settings: settings.guidance))
-        scheduler = type(pipeline.scheduler).__name__
+        renderer = Renderer(
+            pipeline,
+            target,
+            training,
+            replace(training, steps=self.eval_steps, guidance=self.eval_guidance),
+            name=self.path,
+            cache_megabytes=self.cache_megabytes,
+            length=self.max_sequence_length or None,
+        )
+        try_out(renderer)
         lora = f" and LoRA {self.lora} × {self.lora_scale:g}" if self.lora else ""
-        described = f"{renderer.about.kind} with {scheduler}{lora}"
-        return ConfiguredRenderer(renderer, training, evaluation, self.path, described)
+        renderer.kind = f"{renderer.about.kind} with {type(pipeline.scheduler).__name__}{lora}"
+        return renderer
 
     def _set_scheduler(self, pipeline: DiffusionPipeline) -> None:
         from bridges.loading import first_line
@@ -145,17 +151,9 @@ class TextToImage:
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the working memory of the VAE; LoRA weights are merged."""
-        from bridges import loading
+        from bridges.loading import renderer_memory
 
-        sizes, widths, edge = loading.pipeline_sizes(self.path)
-        return loading.renderer_memory(
-            sizes,
-            widths,
-            self.size or edge,
-            dtype=self.dtype,
-            batch_size=self.batch_size,
-            cache_megabytes=self.cache_megabytes,
-        )
+        return renderer_memory(self)
 
     def savings(self) -> list[dict[str, object]]:
         """Fields that can take less memory; working memory first."""
@@ -209,7 +207,7 @@ def find_lora(path: str) -> Path | str:
     return folder
 
 
-def try_out(renderer: Renderer, settings: RenderSettings) -> None:
+def try_out(renderer: Renderer) -> None:
     """Draw a picture in two steps, before anything is trained on; UserError if the pipeline or its scheduler cannot.
 
     Noise that no seed controls is refused too: pictures of one seed would then differ by more than their words.
@@ -218,6 +216,7 @@ def try_out(renderer: Renderer, settings: RenderSettings) -> None:
 
     from bridges.diffusion import RenderError
 
+    settings = max(renderer.training, renderer.evaluation, key=lambda settings: settings.guidance)
     before = _random_states(renderer.device)
     try:
         renderer.render([""], [0], replace(settings, steps=2))

@@ -109,7 +109,6 @@ def make_score(
         columns_of: (completions, columns) → further columns, asked once for all rewards.
         tokenize: The tokens of a text that the policy has not written.
     """
-    on_error = "missing" if missing else "raise"
     functions = [*rewards.values(), *watched.values()]
     ids_asked, prompts_asked, completions_asked = (
         any(asks(function, name) for function in functions) for name in ("completion_ids", *MESSAGES)
@@ -148,10 +147,8 @@ def make_score(
         if columns_of is not None:
             columns |= columns_of(completions, columns)
         batch = (prompts, completions, columns, group)
-        return (
-            collect_rewards([*rewards.values()], [*rewards], *batch, on_error=on_error),
-            collect_rewards([*watched.values()], [*watched], *batch, on_error=on_error),
-        )
+        on_error = "missing" if missing else "raise"
+        return tuple(collect_rewards(some, *batch, on_error=on_error) for some in (rewards, watched))
 
     return score
 
@@ -172,18 +169,6 @@ def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str
     if any(row.messages for row in rows) and not any("messages" in row.columns for row in rows):
         columns["messages"] = [as_chat_messages(row) for row in rows]
     return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
-
-
-class Replies(NamedTuple):
-    """Replies to some completions of a chunk; an answer is None where the environment failed.
-
-    `going` says which completions the policy continues; `tokens` [P, G, A] has all of the chunk.
-    """
-
-    answers: list[Answer | None]
-    going: list[bool]
-    failed: list[bool]
-    tokens: ReplyTokens
 
 
 def make_encode_answer(
@@ -259,26 +244,25 @@ def ask_environment(
     ended: Sequence[bool],
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
-) -> Replies:
-    """Ask for replies to some completions of a chunk of `shape` (P, G), and encode them.
+) -> tuple[list[Answer | None], ReplyTokens]:
+    """Ask for answers to some completions of a chunk of `shape` (P, G), and encode them.
 
     `rows`, `episodes`, `ended` (whether the last text came to its end) and `places` (p, g) have one entry for each of
-    these completions. Raises AnswerError if the environment fails and `answering` is not lenient.
+    these completions, and so have the answers: None where the environment failed and `answering` is lenient,
+    otherwise it raises AnswerError.
     """
     answers = collect_answers(answering.respond, rows, episodes, on_error="missing" if answering.lenient else "raise")
-    failed = [answer is None for answer in answers]
-    going = [answer is not None and not answer.done for answer in answers]
-    shown = [answer.pictures if answer is not None and not answer.done else () for answer in answers]
+    shown = [() if answer is None or answer.done else answer.pictures for answer in answers]
     pictures = None
-    encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
     try:
         pictures = prepared(prepare, shown, places, shape)
     except AnswerError:
         if not answering.lenient:
             raise
-        failed = [broken or bool(several) for broken, several in zip(failed, shown, strict=True)]
+        answers = [None if several else answer for several, answer in zip(shown, answers, strict=True)]
+    encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
     for number, ((p, g), answer) in enumerate(zip(places, answers, strict=True)):
-        if answer is None or failed[number] or not going[number]:
+        if answer is None or answer.done:
             continue
         grids = [] if pictures is None else pictures.grid[p, g][: len(answer.pictures)].tolist()
         try:
@@ -286,9 +270,8 @@ def ask_environment(
         except AnswerError:
             if not answering.lenient:
                 raise
-            failed[number] = True
-    going = [on and not broken for on, broken in zip(going, failed, strict=True)]
-    return Replies(answers, going, failed, _padded(encoded, answering.pad_id, pictures))
+            answers[number] = None
+    return answers, _padded(encoded, answering.pad_id, pictures)
 
 
 def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ReplyTokens:

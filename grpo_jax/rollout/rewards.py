@@ -31,10 +31,8 @@ Columns = Mapping[str, Any]
 IN_PYTHON = "<given>"
 """Stands in a config for data given to `run` in Python: as data.prompts, and as the place of a function."""
 
-
 PICTURES = ("images", "baseline_images")
 """Arguments of rewards that look at what was drawn; they stay on the scorer's device."""
-
 
 MESSAGES = ("prompt_messages", "completion_messages")
 """Arguments that a reward gets only where it names them: prompts and completions as chat messages."""
@@ -61,8 +59,7 @@ class BadReturn(TypeError):
 
 
 def collect_rewards(
-    functions: Sequence[Reward],
-    names: Sequence[str],
+    rewards: Mapping[str, Reward],
     prompts: Sequence[str],
     completions: Sequence[str],
     columns: Columns,
@@ -73,8 +70,7 @@ def collect_rewards(
     """Call every reward once; those that are `async def` run while the others do, in the thread of `event_loop`.
 
     Args:
-        functions: N rewards. One without ``**columns`` receives those of its arguments that exist.
-        names: N names, for errors.
+        rewards: N functions by name. One without ``**columns`` receives those of its arguments that exist.
         prompts: P·G texts, each prompt repeated.
         completions: P·G texts.
         columns: P·G values for each of the rewards' other arguments (pictures too).
@@ -91,8 +87,6 @@ def collect_rewards(
         raise ValueError(
             f"prompts and completions must both have P·G texts with G = {group_size}, got {len(prompts)} and {count}"
         )
-    if len(functions) != len(names):
-        raise ValueError(f"names must name {len(functions)} functions, got {list(names)}")
     for name, values in columns.items():
         if len(values) != count:
             raise ValueError(f"column {name!r} must have {count} values, got {len(values)}")
@@ -101,23 +95,24 @@ def collect_rewards(
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
     lenient = on_error == "missing"
     forgiven = suppress(RewardError) if lenient else nullcontext()
-    result = np.full((count, len(functions)), np.nan, np.float32)
-    begun: dict[int, Future] = {}
+    values = {name: np.full(count, np.nan) for name in rewards}
+    waiting: dict[str, Future] = {}
     try:
-        for n, (function, name) in enumerate(zip(functions, names, strict=True)):
+        for name, function in rewards.items():
             with forgiven:
                 returned = _call(function, name, arguments)
                 if inspect.iscoroutine(returned):
-                    begun[n] = _begin(returned)
+                    waiting[name] = _begin(returned)
                 else:
-                    result[:, n] = _read(returned, function, name, arguments["completions"], lenient=lenient)
-        for n, future in begun.items():
+                    values[name] = _read(returned, function, name, arguments["completions"], lenient=lenient)
+        for name, future in waiting.items():
             with forgiven:
-                result[:, n] = _read(future, functions[n], names[n], arguments["completions"], lenient=lenient)
+                values[name] = _read(future, rewards[name], name, arguments["completions"], lenient=lenient)
     finally:
-        for future in begun.values():
+        for future in waiting.values():
             future.cancel()
-    return result.reshape(count // group_size, group_size, len(functions))
+    stacked = np.array([*values.values()], np.float32).reshape(len(rewards), count)
+    return stacked.T.reshape(count // group_size, group_size, len(rewards))
 
 
 def _call(function: Reward, name: str, arguments: Columns) -> object:

@@ -453,13 +453,14 @@ class _Stages:
         places, samples = chunk.places, chunk.samples[-1]
         asked = [chunk.rows[p] for p, _ in places], [chunk.episodes[p][g] for p, g in places]
         ended = [samples.tokens[place][samples.mask[place]][-1] in answering.eos_ids for place in places]
-        replies = ask_environment(answering, self.environment.prepare, *asked, ended, places, chunk.active.shape)
-        active, failed = np.zeros_like(chunk.active), chunk.failed.copy()
-        for number, place in enumerate(places):
-            active[place] = replies.going[number]
-            failed[place] = replies.failed[number]
-        chunk = chunk.with_episodes(lambda number, episode: episode.with_last(answer=replies.answers[number]))
-        return chunk._replace(active=active, failed=failed, replies=(*chunk.replies, replies.tokens))
+        answers, reply = ask_environment(answering, self.environment.prepare, *asked, ended, places, chunk.active.shape)
+        active = np.zeros_like(chunk.active)
+        failed = chunk.failed.copy()
+        for place, answer in zip(places, answers, strict=True):
+            active[place] = answer is not None and not answer.done
+            failed[place] = answer is None
+        chunk = chunk.with_episodes(lambda number, episode: episode.with_last(answer=answers[number]))
+        return chunk._replace(active=active, failed=failed, replies=(*chunk.replies, reply))
 
     def seconds(self, by_stage: Mapping[str, float]) -> dict[str, float]:
         """Sum the seconds of all turns by stage; the sampler's without its waiting for itself."""

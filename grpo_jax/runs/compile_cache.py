@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -42,7 +41,7 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         _warn(f"note: compiled programs are not kept, since others may write {folder}: remove it, or chmod 700 it")
         return None
-    _seal_entries(str(folder))
+    _remove_half_entries(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     for name, value in _SETTINGS.items():
         if name.upper() not in environment:
@@ -50,54 +49,11 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
     return folder
 
 
-def _seal_entries(folder: str) -> None:
-    """Let JAX's cache of a folder keep a checksum with each entry, where JAX has the function that opens one."""
-    try:
-        from jax._src import compilation_cache
-
-        opened = compilation_cache.get_file_cache
-    except (ImportError, AttributeError):  # of another version
-        return
-
-    def sealed(path: str) -> tuple[Any, str] | None:
-        found = opened(path)
-        return found if found is None or path != folder else (_Sealed(found[0], Path(path)), path)
-
-    compilation_cache.get_file_cache = sealed
-
-
-class _Sealed:
-    """JAX's entries, each behind its checksum.
-
-    JAX takes a damaged entry for one that is there: it compiles the program again at every start, and may run what a
-    disk has changed. An entry without the time of its use, as a kill leaves it, blocks all further writes.
-    """
-
-    def __init__(self, entries: Any, folder: Path):
-        self._entries, self._path = entries, folder
-        for entry in folder.glob("*-cache"):
-            if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():
-                entry.unlink(missing_ok=True)
-
-    def get(self, key: str) -> bytes | None:
-        """Return the value of a sound entry; remove a damaged one, so that it is compiled and written again."""
-        stored = self._entries.get(key)
-        value = None if stored is None else stored[_DIGEST:]
-        if value is not None and stored != _sealed(value):
-            (self._path / f"{key}-cache").unlink(missing_ok=True)
-            return None
-        return value
-
-    def put(self, key: str, value: bytes) -> None:
-        """Write an entry, where there is none."""
-        self._entries.put(key, _sealed(value))
-
-
-_DIGEST = hashlib.sha256().digest_size
-
-
-def _sealed(value: bytes) -> bytes:
-    return hashlib.sha256(value).digest() + value
+def _remove_half_entries(folder: Path) -> None:
+    """Remove entries without the time of their use, as a kill leaves them: one of them blocks all further writes."""
+    for entry in folder.glob("*-cache"):
+        if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():
+            entry.unlink(missing_ok=True)
 
 
 _warn = functools.cache(complain)  # once for each text

@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,34 +23,27 @@ from grpo_jax.errors import UserError
 from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry
 
 LOCK = "run.lock"
-_BEAT_SECONDS, _STALE_SECONDS = 20.0, 90.0
 
 
 class RunLock:
-    """The lock of a folder: a file that names its holder, locked by the system while that process lives.
-
-    Not every network file system shows such locks to other machines; for them the holder touches the file every 20
-    seconds, and 90 seconds without that make it free.
-    """
+    """The lock of a folder: a file that names its holder, locked by the system while that process lives."""
 
     def __init__(self, folder: Path):
-        """Take the lock."""
+        """Take the lock. UserError if another process holds it."""
         self._path = folder / LOCK
-        self._handle = self._take()
+        self._handle: int | None = self._take()
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode(), 0)
-        self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def release(self) -> None:
         """Release the lock; a second time does nothing."""
-        if self._ended.is_set():
+        if self._handle is None:
             return
-        self._ended.set()
         if _is_same(self._handle, self._path):
             self._path.unlink(missing_ok=True)
         with suppress(OSError):  # a judge may have closed it
             os.close(self._handle)
+        self._handle = None
 
     def _take(self) -> int:
         while True:
@@ -65,35 +57,16 @@ class RunLock:
                     raise self._refusal(holder) from None
                 self._path.unlink(missing_ok=True)  # a child of it has the lock still: another file is another lock
                 continue
-            if not _is_same(handle, self._path):  # given back, and removed, since it was opened
-                os.close(handle)
-                continue
-            holder = _read_holder(handle)
-            if holder.get("host") not in (None, socket.gethostname()) and self._age() < _STALE_SECONDS:
-                os.close(handle)
-                raise self._refusal(holder)
-            return handle
+            if _is_same(handle, self._path):
+                return handle
+            os.close(handle)  # given back, and removed, since it was opened
 
     def _refusal(self, holder: dict[str, object]) -> UserError:
-        who = "another process"
-        if holder:
-            who = f"process {holder.get('process')} on {holder.get('host')}"
+        who = f"process {holder.get('process')} on {holder.get('host')}" if holder else "another process"
         return UserError(
             f"{self._path.parent} is in use by {who}: wait until that run ends, stop it, or choose another --run_dir "
             f"(if there is no such process: remove {LOCK} in it)"
         )
-
-    def _age(self) -> float:
-        """Seconds since the holder touched it, by the file system's own clock."""
-        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{LOCK}.") as now:
-            return os.stat(now.name).st_mtime - self._path.stat().st_mtime
-
-    def _beat(self) -> None:
-        while not self._ended.wait(_BEAT_SECONDS):
-            try:
-                os.utime(self._path)
-            except OSError:  # the folder is gone, or away for a moment
-                continue
 
 
 def _is_same(handle: int, path: Path) -> bool:

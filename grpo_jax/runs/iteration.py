@@ -38,7 +38,7 @@ from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.pipeline import Pipeline, Slot
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
 from grpo_jax.rollout.watchdog import unseen_interrupts_end
-from grpo_jax.runs.measures import turn_metrics
+from grpo_jax.runs.measures import present_mean, turn_metrics
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.runs.progress import Record
 from grpo_jax.runs.several.company import Company
@@ -51,7 +51,6 @@ from grpo_jax.training.estimators import (
 )
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
-    StaleWeights,
     TrainState,
     commit_to_device,
     free_buffers,
@@ -163,13 +162,6 @@ class Iteration(NamedTuple):
     rewards: np.ndarray
 
 
-def run_iteration(parts: Parts, learner: Learner, state: TrainState, iteration: int) -> Iteration:
-    """Sample a batch, judge it and learn from it."""
-    started = time.monotonic()
-    sampled = sample_groups(parts, state.variables, iteration)
-    return learn(parts, learner, state, iteration, sampled, started)
-
-
 Sampled = tuple[Episodes, Judgement, Record]
 """The groups that an iteration learns from, their judgement, and the batch's part of the metrics row."""
 
@@ -194,12 +186,16 @@ def sample_groups(parts: Parts, variables: Variables, iteration: int, slot: Slot
     return episodes, judgement, row
 
 
-def learn(
-    parts: Parts, learner: Learner, state: TrainState, iteration: int, sampled: Sampled, started: float
+def run_iteration(
+    parts: Parts, learner: Learner, state: TrainState, iteration: int, prefetcher: Prefetcher | None = None
 ) -> Iteration:
-    """Learn from a batch."""
+    """Sample a batch, judge it and learn from it; with a prefetcher (training.lag) the next batch is begun first."""
+    started = time.monotonic()
+    if prefetcher is None:
+        episodes, judgement, measured = sample_groups(parts, state.variables, iteration)
+    else:
+        (episodes, judgement, measured), state = prefetcher.advance(state, iteration, learner.iterations)
     config, every = parts.config, parts.config.algorithm.update_ref_every
-    episodes, judgement, measured = sampled
     before_update = time.perf_counter()
     batch = batch_of(parts, episodes, judgement)
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
@@ -335,9 +331,7 @@ def rollout_metrics(parts: Parts, episodes: Episodes, judgement: Judgement) -> d
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     present = values[np.isfinite(values)].astype(np.float64)
-    if not present.size:
-        return {f"{name}/mean": float("nan"), f"{name}/std": float("nan")}
-    return {f"{name}/mean": float(present.mean()), f"{name}/std": float(present.std())}
+    return {f"{name}/mean": present_mean(values), f"{name}/std": float(present.std()) if present.size else float("nan")}
 
 
 def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:
@@ -399,11 +393,28 @@ class Prefetcher:
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
 
-    def begin(self, iteration: int, state: TrainState, behind: StaleWeights) -> None:
-        """Begin the batch of an iteration, unless it is on its way already."""
+    def advance(self, state: TrainState, iteration: int, iterations: int) -> tuple[Sampled, TrainState]:
+        """Begin the next batch of `iterations`, and wait for this one; raises what ended it.
+
+        The state returned holds the weights that the next batch is sampled with.
+        """
+        behind = state.behind
+        assert behind is not None  # `Learner.start` and checkpoints have it
+        self._begin(iteration, stale_variables(state, behind))  # the first of this process; others are on their way
+        now = stale_copy(state)
+        if iteration + 1 < iterations:
+            self._begin(iteration + 1, stale_variables(state, now))
+        drawn = self._drawn[iteration]
+        self._await([drawn])
+        episodes, judgement, row = drawn.result()
+        del self._drawn[iteration], self._threads[iteration]
+        row = {**row, "staleness": int(state.step) - int(behind.step)}
+        free_buffers(behind)
+        return (episodes, judgement, row), state._replace(behind=now)
+
+    def _begin(self, iteration: int, variables: Variables) -> None:
         if iteration in self._drawn:
             return
-        variables = stale_variables(state, behind)
         drawn: Future[Sampled] = Future()
         slot, before = (None, [*self._drawn.values()]) if self._pipeline is None else (self._pipeline.slot(), [])
         arguments = (drawn, before, iteration, variables, slot)
@@ -411,16 +422,8 @@ class Prefetcher:
         self._drawn[iteration], self._threads[iteration] = drawn, thread
         thread.start()
 
-    def take(self, iteration: int) -> Sampled:
-        """Wait for the batch of an iteration and return it; raises what ended it."""
-        drawn = self._drawn[iteration]
-        self._await([drawn])
-        sampled = drawn.result()
-        del self._drawn[iteration], self._threads[iteration]
-        return sampled
-
     def settle(self) -> None:
-        """Wait until nothing is on its way, so that sampler and judges are free. `take` reports failures."""
+        """Wait until nothing is on its way, so that sampler and judges are free. `advance` raises failures."""
         self._await([*self._drawn.values()])
 
     def close(self) -> None:
@@ -454,18 +457,3 @@ class Prefetcher:
             drawn.set_result(sample_groups(self._parts, variables, iteration, slot))
         except BaseException as error:  # raised where the batch is taken
             drawn.set_exception(error)
-
-
-def iterate_ahead(parts: Parts, learner: Learner, ahead: Prefetcher, state: TrainState, iteration: int) -> Iteration:
-    """`run_iteration` with the next batch begun before this one is waited for."""
-    started, behind = time.monotonic(), state.behind
-    assert behind is not None  # `Learner.start` and checkpoints have it
-    ahead.begin(iteration, state, behind)  # the first of this process; others are on their way
-    now = stale_copy(state)
-    if iteration + 1 < learner.iterations:
-        ahead.begin(iteration + 1, state, now)
-    drawn = ahead.take(iteration)
-    staleness = int(state.step) - int(behind.step)
-    free_buffers(behind)
-    result = learn(parts, learner, state._replace(behind=now), iteration, drawn, started)
-    return result._replace(row={**result.row, "staleness": staleness})

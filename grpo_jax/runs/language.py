@@ -27,7 +27,7 @@ from grpo_jax.rollout.rewards import (
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all
-from grpo_jax.runs.iteration import Learner, Prefetcher, iterate_ahead, make_learner, run_iteration
+from grpo_jax.runs.iteration import Learner, Prefetcher, make_learner, run_iteration
 from grpo_jax.runs.measures import TOTAL
 from grpo_jax.runs.parts import Parts, load_parts, within_budget
 from grpo_jax.runs.processes import StopRequests
@@ -63,7 +63,7 @@ class LanguageProgram:
     clock: float
 
     @cached_property
-    def ahead(self) -> Prefetcher | None:
+    def prefetcher(self) -> Prefetcher | None:
         """Batches that are sampled ahead (training.lag); None where each is sampled with the newest weights."""
         return Prefetcher(self.parts) if self.parts.config.training.lag else None
 
@@ -169,12 +169,9 @@ class LanguageProgram:
     def _by_name(self, values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.parts.environment.reward_names, values, strict=True))
 
-    def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
+    def advance(self, state: TrainState, iteration: int, notes: Record) -> Advanced:
         """Run one iteration."""
-        if self.ahead is None:
-            result = run_iteration(self.parts, self.learner, state, iteration)
-        else:
-            result = iterate_ahead(self.parts, self.learner, self.ahead, state, iteration)
+        result = run_iteration(self.parts, self.learner, state, iteration, self.prefetcher)
         values = self._by_name(np.moveaxis(result.rewards, -1, 0))
         absent = missing_streaks(notes.get("absent", {}), values, self.parts.rewards.weights)
         if single := no_reward_yet(absent, iteration + 1, self.iterations):
@@ -236,13 +233,13 @@ class LanguageProgram:
 
     def close(self) -> None:
         """Stop what is sampled ahead."""
-        if self.ahead is not None:
-            self.ahead.close()
+        if self.prefetcher is not None:
+            self.prefetcher.close()
 
     def _settle(self) -> None:
         """Wait for batches on their way: held-out prompts have sampler and judges alone."""
-        if self.ahead is not None:
-            self.ahead.settle()
+        if self.prefetcher is not None:
+            self.prefetcher.settle()
 
 
 def load_program(

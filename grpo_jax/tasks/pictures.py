@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bridges.clip import Scorer
-    from bridges.diffusion import ConfiguredRenderer
+    from bridges.diffusion import Renderer
     from bridges.scorers.vqa import Answerer
 
 MINIATURE = "miniature"
@@ -102,7 +102,7 @@ class Length:
         require(self.target is None or self.target > 0, "target", "a number > 0", self.target)
 
     def __call__(
-        self, prompts: list[str], completions: list[str], *, renderer: ConfiguredRenderer, **columns: object
+        self, prompts: list[str], completions: list[str], *, renderer: Renderer, **columns: object
     ) -> np.ndarray:
         """Return 0 within the target, then a linear penalty; a UserError for a target beyond the window."""
         window = renderer.window
@@ -300,7 +300,7 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
 
     Pictures are on the device of the judge "scorer", if there is one; `baselines` draws the unchanged prompts too.
     """
-    renderer: ConfiguredRenderer = judges["renderer"]
+    renderer: Renderer = judges["renderer"]
     device = judges.get("scorer", renderer).device
 
     def render(rows: Sequence[Row], texts: list[list[str]], iteration: int, evaluation: bool) -> RenderedImages:

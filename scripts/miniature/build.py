@@ -99,15 +99,15 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
         raise UserError(f"{folder} has no {' and no '.join(missing)}: build it there first, or give another --out")
     import torch
 
-    from bridges.diffusion import RenderSettings, load_renderer
+    from bridges.renderers.stable_diffusion_3 import StableDiffusion3
     from bridges.scorers.open_clip import OpenClip
     from scripts.miniature import seeing, train_scorer
 
-    renderer, scorer = load_renderer(folder / "renderer"), OpenClip(str(folder / "scorer")).load("cpu")
-    settings = RenderSettings(steps=_RENDER_STEPS, guidance=1.0, size=world.SIZE, batch_size=64)
+    renderer = StableDiffusion3(str(folder / "renderer"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
+    scorer = OpenClip(str(folder / "scorer")).load("cpu")
 
     def draw(texts: list[str]) -> torch.Tensor:
-        return renderer.render(texts, list(range(len(texts))), settings)
+        return renderer.draw(texts, list(range(len(texts))), evaluation=False)
 
     rows = world.prompts("test", prompts, seed=_SEED)
     true = np.stack([world.indices(world.complete(row["requested"])) for row in rows])

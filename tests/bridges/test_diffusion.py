@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-import threading
 
 import pytest
 
@@ -13,12 +12,17 @@ pytest.importorskip("diffusers")
 from diffusers import StableDiffusion3Pipeline  # noqa: E402
 from support import tiny_models  # noqa: E402
 
-from bridges.diffusion import RenderError, RenderSettings, load_renderer  # noqa: E402
+from bridges.diffusion import RenderError, RenderSettings  # noqa: E402
+from bridges.renderers.stable_diffusion_3 import StableDiffusion3  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 PROMPTS = ["a red dog", "two cats", "a dog of red"]
 SEEDS = [3, 2**40, 5]
 SETTINGS = RenderSettings(steps=2, guidance=3.0, size=16, batch_size=3)
+
+
+def load_renderer(folder, **fields):
+    return StableDiffusion3(str(folder), **fields).load("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -216,24 +220,14 @@ def test_weights_that_need_a_login():
 
 
 def test_counting_tokens_does_not_disturb_a_rendering_thread(folder_without_t5):
-    # A fast tokenizer keeps padding and truncation from its last call: shared with the pipeline, counting in the
-    # scorer's thread made the pipeline's own batch come out unpadded.
-    renderer = load_renderer(folder_without_t5, cache_bytes=0)
-    done = threading.Event()
-
-    def count():
-        while not done.is_set():
-            renderer.count_tokens(["a red dog", "two cats and a very long tail of words " * 20])
-
-    counter = threading.Thread(target=count)
-    counter.start()
-    try:
-        texts = ["a", "two cats of red", "a dog " * 60]
-        for _ in range(40):
-            renderer.pipeline.encode_prompt(texts, texts, texts, device="cpu", max_sequence_length=1)
-    finally:
-        done.set()
-        counter.join()
-    assert set(map(id, renderer._counters)).isdisjoint(
-        map(id, (renderer.pipeline.tokenizer, renderer.pipeline.tokenizer_2))
-    )
+    """A fast tokenizer keeps padding and truncation from its last call: counting must have tokenizers of its own."""
+    renderer = load_renderer(folder_without_t5, cache_megabytes=0)
+    pipeline = renderer.pipeline
+    assert set(map(id, renderer._counters)).isdisjoint(map(id, (pipeline.tokenizer, pipeline.tokenizer_2)))
+    before = [tokenizer._tokenizer.truncation for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2)]
+    renderer.count_tokens(["a red dog", "two cats and a very long tail of words " * 20])
+    assert [tokenizer._tokenizer.truncation for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2)] == before
+    texts = ["a", "two cats of red", "a dog " * 60]
+    counts = renderer.count_tokens(texts)
+    pipeline.encode_prompt(texts, texts, texts, device="cpu", max_sequence_length=1)
+    assert renderer.count_tokens(texts) == counts and counts[-1] > renderer.window

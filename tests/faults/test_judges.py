@@ -31,7 +31,7 @@ def judge(reward, on_error):
     """The reward's numbers f32 [4], from a stage's thread as in a run."""
 
     def score(texts):
-        return collect_rewards([reward], ["judged"], texts, texts, {"wish": list("abcd")}, 2, on_error=on_error)
+        return collect_rewards({"judged": reward}, texts, texts, {"wish": list("abcd")}, 2, on_error=on_error)
 
     (numbers,), _ = run_pipeline([TEXTS], [Stage("score", score)])
     return numbers.ravel()
@@ -116,7 +116,7 @@ def test_a_ctrl_c_in_a_loop_of_ones_own_is_no_failed_reward(on_error):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        collect_rewards([interrupted], ["mine"], TEXTS, TEXTS, {}, 2, on_error=on_error)
+        collect_rewards({"mine": interrupted}, TEXTS, TEXTS, {}, 2, on_error=on_error)
 
 
 @pytest.mark.parametrize(

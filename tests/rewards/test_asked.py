@@ -1,4 +1,4 @@
-"""What rewards ask of the run, and how many ways name them: through the command, and from Python."""
+"""What rewards ask of the run, chat messages too, and how many ways name them: by command and from Python."""
 
 import functools
 import importlib
@@ -28,7 +28,25 @@ def seen(completions, completion_ids, trainer_state, log_metric):
 def late(completions, trainer_state, **columns):
     assert "log_metric" not in columns
     return [trainer_state.global_step + 10 * trainer_state.evaluation] * len(completions)
+
+# As TRL's documentation has them, but for what they count.
+def format_reward(completions, **kwargs):
+    return [len(completion[0]["content"]) for completion in completions]
+
+async def asked(prompts, completions, wish, **kwargs):
+    assert {completion[0]["role"] for completion in completions} == {"assistant"}
+    assert "completion_messages" not in kwargs
+    return [len(prompt) + prompt[-1]["content"].count(letter) for prompt, letter in zip(prompts, wish)]
+
+def beside(completions, completion_messages, **kwargs):
+    assert "prompt_messages" not in kwargs
+    return [float(text == messages[0]["content"]) for text, messages in zip(completions, completion_messages)]
+
+def plain(prompts, completions, **kwargs):
+    assert not {"prompt_messages", "completion_messages"} & kwargs.keys()
+    return [len(text) for text in completions]
 """
+TRL = {"format_reward": True, "asked": True, "beside": False, "plain": False}  # whether each takes messages
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +58,32 @@ def own(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(place, own, tmp_path_factory):
-    """Two iterations whose rewards are named in all ways that a config has."""
+    """Two iterations over texts and conversations whose rewards are named in all ways that a config has."""
     length = {"name": "grpo_jax.rewards:target_length", "weight": 0.5}
+    trl = [{"name": f"{own}:{name}", "messages": messages} for name, messages in TRL.items()]
     rewards = [
         f"{own}:seen",
         {"name": f"{own}:late", "isolated": True},
         {**length, "options": {"target": 3, "unit": "tokens"}, "label": "three"},
         {**length, "options": {"target": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
+        *trl,
+        *({**reward, "isolated": True, "label": f"apart_{name}"} for name, reward in zip(TRL, trl, strict=True)),
     ]
-    folder = tmp_path_factory.mktemp("asked") / "run"
-    short = ["--training.max_steps=2", "--training.inner_epochs=1", "--training.minibatches=1"]
-    assert train_here(place.config, folder, *short, "--rewards", json.dumps(rewards)) == 0
-    return folder
+    home = tmp_path_factory.mktemp("asked")
+    lines = []
+    for letter in "abcdefghijklmnop":
+        talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": f"{letter}{letter} 12"}]
+        lines.append({"prompt": talk if letter < "i" else f"{letter} 12", "wish": letter})
+    (home / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [f"--training.{name}" for name in ("max_steps=2", "inner_epochs=1", "minibatches=1", "prompts_per_batch=8")]
+    words += [f"--data.prompts={home / 'p.jsonl'}", "--rewards", json.dumps(rewards)]
+    assert train_here(place.config, home / "run", *words) == 0
+    return home / "run"
+
+
+@pytest.fixture(scope="module")
+def table(finished):
+    return pyarrow.parquet.read_table(finished / "completions" / "step_000001.parquet").to_pydict()
 
 
 def test_a_reward_is_told_the_tokens_and_how_far_the_run_is(finished):
@@ -63,6 +95,16 @@ def test_a_reward_is_told_the_tokens_and_how_far_the_run_is(finished):
     evaluation = json.loads((finished / "summary.json").read_text())["evaluation"]
     assert evaluation["late"]["before"] == evaluation["late"]["after"] == 12  # as at the end, at any time
     assert evaluation["seen"]["after"] == pytest.approx(evaluation["completion_tokens"]["after"])
+
+
+def test_rewards_that_want_messages_get_them_and_others_texts(table):
+    """In the run's process and in one of their own."""
+    lengths, chats = [len(text) for text in table["completion"]], [one[0] == one[1] for one in table["prompt"]]
+    assert len({*chats}) == 2
+    for home in ("reward/", "reward/apart_"):
+        assert table[f"{home}format_reward"] == table[f"{home}plain"] == lengths
+        assert table[f"{home}asked"] == [4.0 if chat else 2.0 for chat in chats]
+        assert set(table[f"{home}beside"]) == {1.0}
 
 
 def test_texts_that_the_policy_did_not_write_have_tokens_too():
@@ -77,14 +119,13 @@ def test_texts_that_the_policy_did_not_write_have_tokens_too():
     assert rewards.ravel().tolist() == [1, 3]
 
 
-def test_two_rewards_of_one_function_have_a_label_each(finished):
-    table = pyarrow.parquet.read_table(finished / "completions" / "step_000001.parquet").to_pydict()
+def test_two_rewards_of_one_function_have_a_label_each(finished, table):
     lengths = np.array(table["length"])
     for label, target in (("three", 3), ("six", 6)):
         expected = np.maximum(0, 1 - abs(lengths - target) / target)
         np.testing.assert_allclose(table[f"reward/{label}"], expected, rtol=1e-6)
     saved = load_config(finished / "config.yaml")
-    assert [reward.called for reward in saved.rewards] == ["seen", "late", "three", "six"]
+    assert [reward.called for reward in saved.rewards][:4] == ["seen", "late", "three", "six"]
     assert saved.rewards[3].condition_on == "three"
 
 

@@ -1,67 +1,19 @@
-"""Rewards that take chat messages: TRL's functions for conversational data as they are, in all ways they run."""
+"""Rewards that take chat messages: TRL's functions for conversational data as they are (runs: test_asked)."""
 
-import json
 import re
 
 import numpy as np
-import pyarrow.parquet
 import pytest
-import yaml
-from support.text_task import train_here
 
-from grpo_jax import make_config, run
-from grpo_jax.config import RewardSection
+from grpo_jax.config import RewardSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.rollout.prompts import read_prompt
+from grpo_jax.rollout.prompts import read_prompt, split_records
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_arguments
+from grpo_jax.runs.python_input import from_python
 from grpo_jax.tasks.recommendation.rewards import where_ranked
-
-# As TRL's documentation has them, but for what they count.
-TRL = """
-def format_reward(completions, **kwargs):
-    return [len(completion[0]["content"]) for completion in completions]
-
-async def asked(prompts, completions, wish, **kwargs):
-    assert {completion[0]["role"] for completion in completions} == {"assistant"}
-    assert "completion_messages" not in kwargs
-    return [len(prompt) + prompt[-1]["content"].count(letter) for prompt, letter in zip(prompts, wish)]
-
-def beside(completions, completion_messages, **kwargs):
-    assert "prompt_messages" not in kwargs
-    return [float(text == messages[0]["content"]) for text, messages in zip(completions, completion_messages)]
-
-def plain(prompts, completions, **kwargs):
-    assert not {"prompt_messages", "completion_messages"} & kwargs.keys()
-    return [len(text) for text in completions]
-"""
-
-
-def test_a_run_gives_messages_to_rewards_that_want_them(place, tmp_path):
-    """Those that do not get texts; in the run's process and in one of their own."""
-    file = tmp_path / "trl_rewards.py"
-    file.write_text(TRL)
-    wanted = {"format_reward": True, "asked": True, "beside": False, "plain": False}
-    rewards = [{"name": f"{file}:{name}", "messages": messages} for name, messages in wanted.items()]
-    rewards += [{**reward, "isolated": True, "label": f"apart_{reward['name'].split(':')[1]}"} for reward in rewards]
-    lines = []
-    for letter in "abcdefghijklmnop":
-        talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": f"{letter}{letter} 12"}]
-        lines.append({"prompt": talk if letter < "i" else f"{letter} 12", "wish": letter})
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    short = {"training.max_steps": 1, "training.inner_epochs": 1, "training.minibatches": 1, "evaluation.every": 0}
-    short |= {"training.prompts_per_batch": 8, "data.held_out": 0, "data.prompts": tmp_path / "p.jsonl"}
-    words = [f"--{name}={value}" for name, value in short.items()]
-    assert train_here(place.config, tmp_path / "run", *words, "--rewards", json.dumps(rewards)) == 0
-    table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / "step_000001.parquet").to_pydict()
-    lengths, chats = [len(text) for text in table["completion"]], [one[0] == one[1] for one in table["prompt"]]
-    assert len({*chats}) == 2
-    for home in ("reward/", "reward/apart_"):
-        assert table[f"{home}format_reward"] == table[f"{home}plain"] == lengths
-        assert table[f"{home}asked"] == [4.0 if chat else 2.0 for chat in chats]
-        assert set(table[f"{home}beside"]) == {1.0}
 
 
 def test_pictures_are_parts_of_prompt_messages():
@@ -96,26 +48,24 @@ def test_tokens_are_made_only_where_a_reward_gets_them():
         assert score([Row(0, "a")], [["b"]], None, tokens=tokens)[0].item() == 2
 
 
-def test_a_function_of_python_that_takes_texts_for_messages_is_told_how_it_gets_them(place, tmp_path):
+def test_a_function_of_python_that_takes_texts_for_messages_is_told_how_it_gets_them():
     """TRL gives messages wherever prompts are; here a reward that reads texts reads those of conversations too."""
 
     def fmt(prompts, completions, **kwargs):
-        return [
-            len(prompt[-1]["content"]) + len(completion[0]["content"])
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        return [float(len(prompts[0][-1]["content"]) + len(text[0]["content"])) for text in completions]
 
-    talks = [{"prompt": [{"role": "user", "content": f"{letter} tree"}]} for letter in "abcd"]
-    values = yaml.safe_load(place.config.read_text())
-    del values["rewards"]
-    values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
-    values |= {"algorithm": {}, "data": {"held_out": 0, "max_prompt_tokens": 64}, "evaluation": {"every": 0}}
+    rows = split_records([{"prompt": [{"role": "user", "content": "a tree"}]}], held_out=0).train
+
+    def judged(**rewards):
+        resolved = from_python(make_config(task="text", **rewards), None, [fmt])
+        (reward,) = resolve_rewards(resolved.config.rewards, (), TaskRewards(), (), resolved.rewards).maximised
+        return make_score({"fmt": bind(reward, {})}, {}, missing=False)(rows, [["text"]], None)[0].item()
+
     told = "(in Python make_config(…, rewards=[{'name': 'fmt', 'messages': True}]) beside the function)"
     with pytest.raises(UserError, match=f"set messages: true in its section of rewards {re.escape(told)}") as caught:
-        run(make_config(values, run_dir=str(tmp_path / "texts")), prompts=talks, rewards=[fmt])
+        judged()
     assert "\n" not in str(caught.value)
-    values["rewards"] = [{"name": "fmt", "messages": True}]
-    assert run(make_config(values, run_dir=str(tmp_path / "talks")), prompts=talks, rewards=[fmt])["iterations"] == 1
+    assert judged(rewards=[{"name": "fmt", "messages": True}]) == 10
 
 
 TAKEN = """
@@ -142,7 +92,7 @@ def test_only_texts_taken_for_messages_are_told_of_them(tmp_path, isolated):
         (found,) = resolve_rewards([section], (), TaskRewards(), ()).maximised
         columns = {"completion_messages": [[{"role": "assistant", "content": "text"}]]}
         with pytest.raises(RewardError, match=f"reward {name}: it raised") as caught:
-            collect_rewards([bind(found, {})], [name], ["a"], ["text"], columns, 1)
+            collect_rewards({name: bind(found, {})}, ["a"], ["text"], columns, 1)
         assert ("messages: true" in str(caught.value)) == helped
 
 
@@ -168,7 +118,5 @@ def test_a_tasks_own_reward_takes_texts():
 
 
 def test_messages_are_no_names_for_columns():
-    from grpo_jax.rollout.prompts import split_records
-
     with pytest.raises(UserError, match="column 'completion_messages' is a name the trainer itself"):
         split_records([{"prompt": "a", "completion_messages": 1}], held_out=0)

@@ -18,7 +18,7 @@ def values(reward, texts, answer=None, **options):
     columns = {} if answer is None else {"answer": answer}
     columns |= {"completion_ids": [list(range(len(text.split()) + 1)) for text in texts], "topic": [None] * len(texts)}
     bound = with_arguments(reward, options)
-    found = collect_rewards([bound], ["mine"], ["?"] * len(texts), texts, columns, 1)
+    found = collect_rewards({"mine": bound}, ["?"] * len(texts), texts, columns, 1)
     return [None if value != value else value for value in found.ravel().tolist()]
 
 

@@ -27,9 +27,9 @@ async def broken(completions):
 
 
 def collect(*rewards, on_error="raise", completions=("a", "bb"), **columns):
-    names = [getattr(reward, "__name__", "reward") for reward in rewards]
+    named = {reward.__name__: reward for reward in rewards}
     prompts = ["p"] * len(completions)
-    return collect_rewards(rewards, names, prompts, completions, columns, len(completions), on_error=on_error)[0]
+    return collect_rewards(named, prompts, completions, columns, len(completions), on_error=on_error)[0]
 
 
 async def lengths(completions):

@@ -256,6 +256,8 @@ def test_a_run_with_every_choice_tells_of_each(place, tmp_path):
         "entropy_share": 0.5, "importance_cap": 2.0, "kl_straight_through": True,
     }  # fmt: skip
     values["sampling"] |= {"top_k": 40}
+    values["training"] |= {"max_steps": 2, "minibatches": 1, "save_every": 0}
+    values["evaluation"] = {"every": 0}
     # half of all prompts have groups without signal
     (tmp_path / "judge.py").write_text(
         place.judge.read_text()

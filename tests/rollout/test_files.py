@@ -11,7 +11,7 @@ from support.marked_tokenizers import llama3, qwen2, smollm
 from support.text_task import train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
-from grpo_jax import load_rewriter, predict
+from grpo_jax import predict
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import default_system_prompt
@@ -235,7 +235,6 @@ def test_a_trained_policy_is_asked_as_it_was_trained(place, policy, tmp_path, ca
             if token.item() in model.generation_config.eos_token_id:
                 break
     expected = tokenizer.decode(ids[0, asked:], skip_special_tokens=True)
-    assert load_rewriter(run)("a tree") == expected.strip()
     assert predict.main(["--run", str(run), "--prompt", "a tree", "a tree"]) == 0
     assert capsys.readouterr().out == f"{expected.strip()}\n" * 2
     (tmp_path / "asked.txt").write_text("a tree\n\n")

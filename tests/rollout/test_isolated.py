@@ -77,7 +77,7 @@ def find(name, *, judges=(), functions=None, source=None, drawn=False, **section
 
 
 def call(reward, **columns):
-    return collect_rewards([reward], ["mine"], TEXTS, TEXTS, columns, 2).ravel()
+    return collect_rewards({"mine": reward}, TEXTS, TEXTS, columns, 2).ravel()
 
 
 def test_it_lives_in_one_process_of_its_own_session(file):
@@ -113,7 +113,7 @@ def test_a_task_may_adapt_it(file):
 
 def test_stop_run_stops(file):
     with pytest.raises(StopRun, match="the licence is over"):
-        collect_rewards([find(f"{file}:gone")], ["gone"], TEXTS, TEXTS, {}, 2, on_error="missing")
+        collect_rewards({"gone": find(f"{file}:gone")}, TEXTS, TEXTS, {}, 2, on_error="missing")
 
 
 def test_it_has_a_limit_of_its_own(file):
@@ -121,7 +121,7 @@ def test_it_has_a_limit_of_its_own(file):
     reward = isolate(f"{file}:slow", 600.0)
 
     def score(texts):
-        return collect_rewards([reward], ["a"], texts, texts, {}, 2)
+        return collect_rewards({"a": reward}, texts, texts, {}, 2)
 
     (values,), _ = run_pipeline([TEXTS], [Stage("score", score)], timeout=1.0)
     assert (values == 1).all()

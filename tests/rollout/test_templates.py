@@ -2,7 +2,6 @@
 
 import json
 
-import pyarrow.parquet
 import pytest
 from support.encoded_prompts import plain_rows
 from support.text_task import train_here
@@ -137,24 +136,21 @@ def test_answers_between_turns_are_told_the_same():
     assert tokenizer.decode(encode_answer(Answer("no"), True)).endswith("assistant\nmerry")
 
 
-def test_a_run_asks_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):
+def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):
     folder = causal_lm(tmp_path / "policy")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     lines = [{"prompt": f"{c} tree", "wish": c, "can": [ADD]} for c in "abcdefghijklmnop"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "judge.py").write_text("def told(prompts, can):\n    return [len(c[0]['function']) for c in can]\n")
     values = {"policy.path": folder, "data.prompts": tmp_path / "p.jsonl", "data.tools": "can"}
-    values |= {"rewards": f"{tmp_path / 'judge.py'}:told", "data.chat_template_options.mood": "merry"}
-    short = {"training.max_steps": 1, "training.inner_epochs": 1, "training.minibatches": 1, "evaluation.every": 0}
-    words = [f"--{name}={value}" for name, value in (values | short).items()]
-
+    words = [f"--{name}={value}" for name, value in values.items()]
     count = len(expected(templated(), "a tree", tools=[ADD], mood="merry"))
-    limit = f"--data.max_prompt_tokens={count - 1}"
-    assert train_here(place.config, tmp_path / "short", *words, limit) == 2
-    assert f"takes {count} tokens with its instruction" in capsys.readouterr().err
-    run = tmp_path / "run"
-    assert train_here(place.config, run, *words, f"--data.max_prompt_tokens={count}") == 0
-    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
-    assert set(table["reward/told"]) == {2.0}
-    assert train_here(place.config, tmp_path / "other", *words, "--data.chat_template_options.tone=low") == 2
-    assert "data.chat_template_options.tone: the policy's chat template knows no 'tone'" in capsys.readouterr().err
+    for option, message in (
+        (f"--data.max_prompt_tokens={count - 1}", f"takes {count} tokens with its instruction"),
+        (
+            "--data.chat_template_options.tone=low",
+            "data.chat_template_options.tone: the policy's chat template knows no",
+        ),
+    ):
+        mood = "--data.chat_template_options.mood=merry"
+        assert train_here(place.config, tmp_path / "run", *words, mood, option) == 2
+        assert message in capsys.readouterr().err

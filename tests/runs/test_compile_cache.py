@@ -3,9 +3,11 @@
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from support.text_task import rows, train_here
 
+from grpo_jax.config import make_config
+from grpo_jax.errors import UserError
 from grpo_jax.runs.compile_cache import enable_compile_cache
+from grpo_jax.train import run
 
 SETTINGS = ("dir", "max_size")
 
@@ -19,27 +21,6 @@ def untold(monkeypatch):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-
-
-def forget():
-    """What a new process would not know."""
-    compilation_cache.reset_cache()
-    jax.clear_caches()
-
-
-def test_a_second_run_compiles_nothing_anew(untold, place, tmp_path, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    short = ["--training.max_steps=1", "--training.save_every=0", "--data.held_out=0", "--evaluation.every=0"]
-    found = []
-    for number in (1, 2):
-        forget()
-        assert train_here(place.config, tmp_path / f"run{number}", *short) == 0
-        found.append({file.name for file in (tmp_path / "cache").rglob("*-cache")})
-    forget()
-    assert len(found[0]) > 3 and found[1] == found[0]
-    assert rows(tmp_path / "run1") == rows(tmp_path / "run2")
 
 
 def test_what_jax_was_told_holds(untold, tmp_path):
@@ -57,44 +38,33 @@ def test_what_jax_was_told_holds(untold, tmp_path):
     assert enable_compile_cache(home) is None  # it is told now
 
 
-@pytest.fixture
-def kept():
-    """An event for each program that is written to the disk."""
-    found = []
-
-    def heard(name, **_):
-        if name.endswith("cache_misses"):
-            found.append(name)
-
-    jax.monitoring.register_event_listener(heard)
-    yield found
-    jax.monitoring.unregister_event_listener(heard)
-
-
-@pytest.mark.parametrize("damage", ["flipped", "without its time"])
-def test_a_damaged_program_is_compiled_once_and_kept_again(untold, kept, tmp_path, damage):
+def test_what_was_compiled_is_found_again_also_beside_what_a_kill_left(untold, tmp_path):
+    """An entry without its time blocks JAX's writes: it is compiled and written again."""
     home = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    folder = enable_compile_cache(home)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    written = []
 
-    def start():
-        """As a new process would; how many programs it kept."""
-        forget()
-        before = len(kept)
+    def count(name, **_):
+        if name.endswith("cache_misses"):
+            written.append(name)
+
+    def start() -> int:
+        """Compile as a new process would; return how many programs it wrote."""
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        jax.config.update("jax_compilation_cache_dir", None)
+        enable_compile_cache(home)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        before = len(written)
         jax.jit(lambda value: 2 * value + 1)(3)
-        return len(kept) - before
+        return len(written) - before
 
+    jax.monitoring.register_event_listener(count)
     try:
         assert [start(), start()] == [1, 0]
-        (entry,) = folder.glob("jit__lambda*-cache")
-        content = bytearray(entry.read_bytes())
-        content[len(content) // 2] ^= 1
-        if damage == "without its time":
-            next(folder.glob("jit__lambda*-atime")).unlink()
-        else:
-            entry.write_bytes(content)
+        next(tmp_path.rglob("jit__lambda*-atime")).unlink()
         assert [start(), start()] == [1, 0]
     finally:
+        jax.monitoring.unregister_event_listener(count)
         compilation_cache.reset_cache()
 
 
@@ -110,3 +80,12 @@ def test_a_folder_that_others_may_write_is_not_used(untold, tmp_path, capsys):
         line.startswith(f"note: compiled programs are not kept, since others may write {folder}: ")
         and line.count("\n") == 1
     )
+
+
+def test_a_run_enables_it(untold, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "run").touch()
+    with pytest.raises(UserError, match="run is a file"):
+        run(make_config(task="text", policy={"path": "policy"}, rewards=["length"], run_dir=str(tmp_path / "run")))
+    assert jax.config.jax_compilation_cache_dir.startswith(str(tmp_path))

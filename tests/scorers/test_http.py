@@ -177,9 +177,9 @@ def test_no_server_at_all_and_what_a_run_makes_of_it():
         pass  # its port is closed now
     judge = HttpJudge(Http(judge.name + "?key=secret", attempts=2), first_pause=0.001)
     with pytest.raises(RewardError, match=r"^reward far: it raised JudgeError: ConnectionRefusedError") as caught:
-        collect_rewards([judge], ["far"], ["p"] * 2, ["a"] * 2, {}, 2)
+        collect_rewards({"far": judge}, ["p"] * 2, ["a"] * 2, {}, 2)
     assert "secret" not in str(caught.value) + judge.summary + str(caught.value.__cause__)
-    missing = collect_rewards([judge, len_of], ["far", "near"], ["p"] * 2, ["a", "bb"], {}, 2, on_error="missing")
+    missing = collect_rewards({"far": judge, "near": len_of}, ["p"] * 2, ["a", "bb"], {}, 2, on_error="missing")
     assert missing[0, :, 0].tolist() != missing[0, :, 0].tolist() and missing[0, :, 1].tolist() == [1, 2]
 
 
@@ -192,7 +192,7 @@ def test_a_number_that_is_none_is_refused_as_of_any_reward():
         scripted(b'{"scores": [NaN, 1]}') as (judge, _),
         pytest.raises(RewardError, match="it returned nan for comple"),
     ):
-        collect_rewards([judge], ["far"], ["p"] * 2, ["a"] * 2, {}, 2)
+        collect_rewards({"far": judge}, ["p"] * 2, ["a"] * 2, {}, 2)
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,7 @@ async def wished(completions, wish, preference):
     await asyncio.wait_for(both.wait(), 60)
     return [text.count(letter) for text, letter in zip(completions, wish)]
 """
-SHORT = [
-    "--training.max_steps",
-    "2",
-    "--evaluation.every",
-    "0",
-    "--algorithm.kl_coef",
-    "0",
-    "--training.inner_epochs",
-    "1",
-]
+SHORT = ("--training.max_steps=2", "--evaluation.every=0", "--algorithm.kl_coef=0", "--training.inner_epochs=1")
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +47,20 @@ def folder(tmp_path_factory):
 
 def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, folder, tmp_path):
     (tmp_path / "waiting.py").write_text(WAITING)
-    rewards = ["preference", "brevity", f"{tmp_path}/waiting.py:letters", f"{tmp_path}/waiting.py:wished"]
+    rewards = ["preference", "brevity", "gone", f"{tmp_path}/waiting.py:letters", f"{tmp_path}/waiting.py:wished"]
     run = tmp_path / "run"
-    with serving(load_object(f"{EXAMPLE}:Judge", "server")) as url:
+    server = load_object(f"{EXAMPLE}:Judge", "server")
+    with serving(server) as closed:
+        pass
+    with serving(server) as url:
         judges = {
             "preference": {"kind": "sequence_classification", "path": str(folder)},
             "brevity": {"kind": "http", "url": url, "batch_size": 3},
+            "gone": {"kind": "http", "url": closed, "attempts": 1},
         }
         words = ["--judges", json.dumps(judges), "--rewards", json.dumps([{"name": name} for name in rewards])]
-        assert train_here(place.config, run, *words, *SHORT) == 0
+        assert train_here(place.config, run, *words, *SHORT, "--on_judge_error=missing") == 0
+    assert [(row["missing/gone"], row.get("missing/letters", 0.0)) for row in rows(run)] == [(1.0, 0.0)] * 2
     table = pyarrow.parquet.read_table(run / "completions" / "step_000002.parquet").to_pydict()
     judge = SequenceClassification(str(folder)).load("cpu")
     expected = judge(table["prompt"], table["text"])
@@ -81,21 +77,13 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
     assert {"preference", "brevity"} <= json.loads((run / "summary.json").read_text())["devices"].keys()
 
 
-@pytest.mark.parametrize("policy", ["stop", "missing"])
-def test_a_server_that_is_gone_is_as_any_judge_that_fails(place, tmp_path, capsys, policy):
+def test_a_server_that_is_gone_stops_the_run_by_name(place, tmp_path, capsys):
     with serving(load_object(f"{EXAMPLE}:Judge", "server")) as url:
         pass
     judge = ["--judges.brevity", "http", "--judges.brevity.url", url, "--judges.brevity.attempts", "1"]
-    rewards = [{"name": "brevity"}, {"name": f"{place.judge}:brief"}]
-    words = [*judge, "--rewards", json.dumps(rewards), "--on_judge_error", policy]
-    code = train_here(place.config, tmp_path / "run", *words, *SHORT)
-    if policy == "stop":
-        assert code == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-        assert "reward brevity: it raised JudgeError: ConnectionRefusedError" in line
-    else:
-        assert code == 0
-        assert [row["missing/brevity"] for row in rows(tmp_path / "run")] == [1.0, 1.0]
+    assert train_here(place.config, tmp_path / "run", *judge, "--rewards", "brevity", *SHORT) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "reward brevity: it raised JudgeError: ConnectionRefusedError" in line
 
 
 def test_the_plan_counts_them(folder, place, tmp_path, capsys):

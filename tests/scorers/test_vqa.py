@@ -79,10 +79,10 @@ def reward(name, judge):
 def test_alignment_asks_a_question_of_the_prompt(judge):
     images, prompts = pictures(2), ["red", "a {prompt} in braces"]
     columns = {"images": images, "baseline_images": images.flip(0)}
-    found = collect_rewards([reward("alignment@vqa", judge)], ["a"], prompts, ["x", "y"], columns, 2)
+    found = collect_rewards({"a": reward("alignment@vqa", judge)}, prompts, ["x", "y"], columns, 2)
     expected = judge.yes(images, ["Is it red?", "Is it a {prompt} in braces?"])
     np.testing.assert_allclose(found.ravel(), expected.numpy(), rtol=1e-6)
-    gain = collect_rewards([reward("alignment_gain@vqa", judge)], ["a"], prompts, ["x", "y"], columns, 2)
+    gain = collect_rewards({"a": reward("alignment_gain@vqa", judge)}, prompts, ["x", "y"], columns, 2)
     assert np.abs(gain).min() > 1e-9
 
 
@@ -90,13 +90,13 @@ def test_questions_of_the_row_give_their_mean_and_none_gives_none(judge):
     images = pictures(3)
     columns = {"images": images, "questions": [["Is it red?", "Is it new?"], None, "Is it old?"]}
     ask = reward("questions@vqa", judge)
-    found = collect_rewards([ask], ["q"], ["p"] * 3, ["x"] * 3, columns, 3).ravel()
+    found = collect_rewards({"q": ask}, ["p"] * 3, ["x"] * 3, columns, 3).ravel()
     first, second, last = judge.yes(images[[0, 0, 2]], ["Is it red?", "Is it new?", "Is it old?"]).tolist()
     np.testing.assert_allclose(found, [(first + second) / 2, np.nan, last], rtol=1e-5)
-    nothing = collect_rewards([ask], ["q"], ["p"] * 3, ["x"] * 3, columns | {"questions": [None] * 3}, 3)
+    nothing = collect_rewards({"q": ask}, ["p"] * 3, ["x"] * 3, columns | {"questions": [None] * 3}, 3)
     assert np.isnan(nothing).all()
     with pytest.raises(RewardError, match="needs a judge of kind vqa: name it questions@JUDGE"):
-        collect_rewards([reward("questions", judge)], ["q"], ["p"] * 3, ["x"] * 3, columns, 3)
+        collect_rewards({"q": reward("questions", judge)}, ["p"] * 3, ["x"] * 3, columns, 3)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])

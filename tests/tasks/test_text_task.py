@@ -23,7 +23,8 @@ def load_reward(path):
 
 def call(function, *, columns=None, on_error="raise", names=("mine",)):
     functions = function if isinstance(function, list) else [function]
-    return collect_rewards(functions, names, PROMPTS, TEXTS, columns or {}, 2, on_error=on_error)
+    rewards = dict(zip(names, functions, strict=True))
+    return collect_rewards(rewards, PROMPTS, TEXTS, columns or {}, 2, on_error=on_error)
 
 
 def test_a_users_reward_from_file_to_array(tmp_path):
@@ -37,8 +38,8 @@ def test_a_users_reward_from_file_to_array(tmp_path):
     )
     rows = load_prompts(tmp_path / "sums.jsonl", held_out=0).train
     prompts, columns = repeat_rows(rows, 2)
-    functions = [load_reward(f"{tmp_path}/my_rewards.py:{name}") for name in ("correct", "number")]
-    rewards = collect_rewards(functions, ["correct", "number"], prompts, TEXTS, columns, 2)
+    functions = {name: load_reward(f"{tmp_path}/my_rewards.py:{name}") for name in ("correct", "number")}
+    rewards = collect_rewards(functions, prompts, TEXTS, columns, 2)
     assert rewards.dtype == np.float32
     np.testing.assert_array_equal(rewards, [[[1, 0.5], [0, 0.5]], [[1, 0.5], [0, np.nan]]])
 
@@ -141,10 +142,9 @@ def test_mutating_rewards_do_not_disturb_each_other():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], [], PROMPTS[:3], TEXTS, {}, 2), "P·G texts"),
-        (([], [], PROMPTS[:3], TEXTS[:3], {}, 2), "P·G texts"),
-        (([raises], [], PROMPTS, TEXTS, {}, 2), "names must name 1"),
-        (([], [], PROMPTS, TEXTS, {"x": [1]}, 2), "column 'x' must have 4 values, got 1"),
+        (({}, PROMPTS[:3], TEXTS, {}, 2), "P·G texts"),
+        (({}, PROMPTS[:3], TEXTS[:3], {}, 2), "P·G texts"),
+        (({}, PROMPTS, TEXTS, {"x": [1]}, 2), "column 'x' must have 4 values, got 1"),
     ],
 )
 def test_arguments_must_fit(arguments, message):
@@ -153,7 +153,7 @@ def test_arguments_must_fit(arguments, message):
 
 
 def test_no_rewards_give_an_empty_axis():
-    assert collect_rewards([], [], PROMPTS, TEXTS, {}, 2).shape == (2, 2, 0)
+    assert collect_rewards({}, PROMPTS, TEXTS, {}, 2).shape == (2, 2, 0)
 
 
 # ------------------------------------------------------------------------------------------------------ import paths

@@ -220,35 +220,30 @@ def long_prompts(turns):
     return Batch(*map(jnp.asarray, (prompts, prompt_mask, tokens, mask)))
 
 
-@pytest.mark.parametrize("weighed", ["last", "return"])
-def test_gradients_are_those_of_long_prompts(rollout, weighed):
+def test_gradients_are_those_of_long_prompts(rollout):
     """What was said is read and never trained; each token is weighed by its turn's advantage."""
     model = tiny("llama")
-    section = AlgorithmSection(advantage="grpo", preset="bnpo", turn_advantage=weighed, turn_discount=0.5)
+    assert batch_of(rollout, AlgorithmSection(advantage="grpo", turn_advantage="last"))[0].advantages.shape == (
+        4,
+        GROUP,
+    )
+    section = AlgorithmSection(advantage="grpo", preset="bnpo", turn_advantage="return", turn_discount=0.5)
     batch, _ = batch_of(rollout, section)
     turns = turns_apart(rollout)
-    apart = long_prompts(turns)
     advantages = np.asarray(batch.advantages)
-    if weighed == "last":
-        assert advantages.shape == (4, GROUP)
-        own = [advantages[p, g] for p, g, *_ in turns]
-    else:
-        places = [np.asarray(batch.mask & (batch.turn == turn))[p, g] for p, g, turn, *_ in turns]
-        own = [set(advantages[p, g][place].tolist()) for (p, g, *_), place in zip(turns, places, strict=True)]
-        assert all(len(values) == 1 for values in own)
-        own = [values.pop() for values in own]
-        assert len(set(own)) > 12  # turns of one completion differ
-    apart = apart._replace(advantages=jnp.asarray(own, jnp.float32)[:, None])
-    objective = make_policy_objective(
-        make_forward(model.policy, temperature=1.0), loss_options(section, max_new_tokens=STREAM)
-    )
-    params = {"params": model.variables["params"]}
+    places = [np.asarray(batch.mask & (batch.turn == turn))[p, g] for p, g, turn, *_ in turns]
+    values = [set(advantages[p, g][place].tolist()) for (p, g, *_), place in zip(turns, places, strict=True)]
+    assert all(len(one) == 1 for one in values) and len(set().union(*values)) > 12  # turns of one completion differ
+    weights = jnp.asarray([one.pop() for one in values], jnp.float32)[:, None]
+    forward = make_forward(model.policy, temperature=1.0)
+    objective = make_policy_objective(forward, loss_options(section, max_new_tokens=STREAM))
 
     def gradient(batch):
         whole = loss_normaliser(batch.mask, "token")
-        return jax.jit(jax.grad(lambda variables: objective(variables, batch, whole)[0]))(params)
+        gradients = jax.grad(lambda variables: objective(variables, batch, whole)[0])
+        return jax.jit(gradients)({"params": model.variables["params"]})
 
-    came, expected = gradient(batch), gradient(apart)
+    came, expected = gradient(batch), gradient(long_prompts(turns)._replace(advantages=weights))
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.01
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), came, expected)
 

@@ -102,7 +102,7 @@ def test_a_run_that_is_to_stop_stops(respond):
 def test_an_isolated_reward_reads_episodes_without_pictures(file):
     reward = isolate(f"{file}:turns", 5.0)
     columns = {"episodes": episodes("plain")}
-    values = collect_rewards([reward], ["turns"], ["a", "b"], ["plain", "other"], columns, 1)
+    values = collect_rewards({"turns": reward}, ["a", "b"], ["plain", "other"], columns, 1)
     np.testing.assert_array_equal(values[..., 0], [[1], [1]])
 
 

@@ -44,12 +44,12 @@ def length(completions):
 RECORDS = [{"prompt": "one", "image": picture(50)}, {"prompt": "two", "images": []}, {"prompt": "three"}]
 
 
-def configured(folder, **task):
+def configured(folder, turns=3, **task):
     (folder / "mine.py").write_text(ENVIRONMENT)
     return make_config(
         task={"kind": "text", "environment": f"{folder}/mine.py:respond", **task},
         policy={"path": str(folder / "policy")},
-        sampling={"turns": 3, "group_size": 2, "max_new_tokens": 6, "max_answer_tokens": 80},
+        sampling={"turns": turns, "group_size": 2, "max_new_tokens": 6, "max_answer_tokens": 80},
         training={"prompts_per_batch": 3, "max_steps": 1},
         data={"max_prompt_tokens": 160, "prompts": "given"},
         rewards=[{"name": f"{folder}/mine.py:length"}],
@@ -140,7 +140,11 @@ def test_it_is_the_long_prompts_logprobs_and_gradients(played):
         return jnp.stack([jnp.pad(text, (0, steps - len(text))) for text in texts])
 
     def measured(of):
-        return jax.jit(jax.value_and_grad(lambda params: (jnp.sum(of(params)), of(params)), has_aux=True))(params)
+        def total(params):
+            logprobs = of(params)
+            return jnp.sum(logprobs), logprobs
+
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
 
     ((_, seen), came), ((_, wanted), expected) = measured(episode), measured(long)
     np.testing.assert_allclose(seen, wanted[:, 0], atol=5e-5)
@@ -150,15 +154,16 @@ def test_it_is_the_long_prompts_logprobs_and_gradients(played):
 
 def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
     """A policy whose tower is not loaded, for no prompt has a picture, must not answer blindly."""
-    folder = tmp_path / "blind"
-    folder.mkdir()
-    seeing_folder(folder / "policy", "qwen2_vl")
+    seeing_folder(tmp_path / "policy", "qwen2_vl")
     prompts = make_prompt_set([{"prompt": word} for word in ("one", "two", "three")])
-    blind = load_parts(configured(folder, environment=f"{folder}/mine.py:drawn"), lambda *_: None, prompts=prompts)
+
+    def sampled(**task):
+        config = configured(tmp_path, turns=2, environment=f"{tmp_path}/mine.py:drawn", **task)
+        parts = load_parts(config, lambda *_: None, prompts=prompts)
+        return sample_batch(parts, parts.policy.variables, 0)
+
     with pytest.raises(StageError, match=r"vision tower is not loaded \(task.pictures\)"):
-        sample_batch(blind, blind.policy.variables, 0)
-    config = configured(folder, environment=f"{folder}/mine.py:drawn", pictures=True)
-    seeing = load_parts(config, lambda *_: None, prompts=prompts)
-    episodes, _ = sample_batch(seeing, seeing.policy.variables, 0)
+        sampled()
+    episodes, _ = sampled(pictures=True)
     assert set(episodes.pictures) == {"answers"}
-    assert all(len(episode.turns) == 3 for group in episodes.episodes for episode in group)
+    assert all(len(episode.turns) == 2 for group in episodes.episodes for episode in group)

@@ -34,7 +34,7 @@ def test_a_judge_that_is_a_reward_gets_its_columns_and_what_it_does_is_told_as_i
     assert [*inspect.signature(judge).parameters] == ["prompts", "completions", "wish", "columns"]
     prompts, completions, wish = ["p"] * 8, [f"a{i}aa" for i in range(8)], ["a", None] * 4
     columns = {"wish": wish, "unused": [object] * 8}
-    found = collect_rewards([judge], ["odd"], prompts, completions, columns, 4)
+    found = collect_rewards({"odd": judge}, prompts, completions, columns, 4)
     np.testing.assert_array_equal(found.ravel(), [3.0, np.nan] * 4)
     with pytest.raises(KeyError, match="no such word") as raised:
         judge.fails(TEXTS)
@@ -47,8 +47,8 @@ def test_a_judge_that_is_a_reward_gets_its_columns_and_what_it_does_is_told_as_i
         return judge.fails(completions)
 
     with pytest.raises(RewardError, match="reward asks: it raised KeyError: 'no such word'"):
-        collect_rewards([asks], ["asks"], prompts, completions, {}, 4)
-    assert np.isnan(collect_rewards([asks], ["asks"], prompts, completions, {}, 4, on_error="missing")).all()
+        collect_rewards({"asks": asks}, prompts, completions, {}, 4)
+    assert np.isnan(collect_rewards({"asks": asks}, prompts, completions, {}, 4, on_error="missing")).all()
 
 
 def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):

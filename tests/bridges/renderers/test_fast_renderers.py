@@ -33,7 +33,7 @@ def test_a_shipped_config_draws(name, tmp_path):
     assert f": {kind} with " in renderer.summary and f", 4 steps, window {window} tokens" in renderer.summary
     images = renderer.draw(["a red dog", "two cats"], [1, 1], evaluation=True)
     assert images.shape == (2, 3, 32, 32) and torch.isfinite(images).all()
-    assert renderer.renderer.pipeline.vae.dtype == torch.bfloat16
+    assert renderer.pipeline.vae.dtype == torch.bfloat16
 
 
 @pytest.mark.wide

@@ -149,7 +149,7 @@ def test_the_window_of_a_pipeline_is_its_own_unless_the_config_says_otherwise(fo
 
 @each_kind
 def test_the_plan_counts_the_weights_that_are_loaded(kind, judges, load):
-    pipeline, found = load(kind).renderer.pipeline, {name: size for name, size, _ in judges[kind].memory()}
+    pipeline, found = load(kind).pipeline, {name: size for name, size, _ in judges[kind].memory()}
     encoders = [getattr(pipeline, f"text_encoder{end}", None) for end in ("", "_2", "_3")]
     network, called = ("transformer",) * 2 if hasattr(pipeline, "transformer") else ("unet", "U-Net")
     assert found[f"{called} and VAE"] == held(getattr(pipeline, network)) + held(pipeline.vae)
@@ -164,9 +164,9 @@ def held(model) -> int:
 
 
 def test_what_paints_over_pictures_is_left_out(load, folders):
-    pipeline = load("StableDiffusionPipeline").renderer.pipeline
+    pipeline = load("StableDiffusionPipeline").pipeline
     assert (folders["StableDiffusionPipeline"] / "safety_checker").is_dir() and pipeline.safety_checker is None
-    assert load("StableDiffusionXLPipeline").renderer.pipeline.watermark is None
+    assert load("StableDiffusionXLPipeline").pipeline.watermark is None
 
 
 def test_a_negative_prompt_is_that_of_diffusers(folders, load):
@@ -202,7 +202,7 @@ def test_another_scheduler_is_made_from_the_config_of_the_first(folders, load):
     assert (images - load(kind).draw(PROMPTS, SEEDS, evaluation=False)).abs().max() > 1e-3
     assert "with EulerDiscreteScheduler," in renderer.summary
     options = judge_of(kind, folders[kind], scheduler_options={"beta_end": 0.02}).load("cpu")
-    scheduler = options.renderer.pipeline.scheduler
+    scheduler = options.pipeline.scheduler
     assert type(scheduler).__name__ == "EulerAncestralDiscreteScheduler" and scheduler.config.beta_end == 0.02
 
 

@@ -80,9 +80,9 @@ def test_missing_ranks_are_missing_rewards_and_no_zero():
         ranks = retriever.score_ranks(completions, [1] * len(completions), [[]] * len(completions))
         return [None if np.isnan(rank) else 1 / rank for rank in ranks.rank]
 
-    failed = collect_rewards([reward], ["mrr"], ["p", "p"], ["rose cream", "brush"], {}, 2)
+    failed = collect_rewards({"mrr": reward}, ["p", "p"], ["rose cream", "brush"], {}, 2)
     assert np.isnan(failed).all()
-    good = collect_rewards([reward], ["mrr"], ["p", "p"], ["rose cream", "brush"], {}, 2)
+    good = collect_rewards({"mrr": reward}, ["p", "p"], ["rose cream", "brush"], {}, 2)
     np.testing.assert_allclose(good[0, :, 0], [1, 1 / 4])
 
 
@@ -94,9 +94,9 @@ def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one():
         return list(ask(retriever).rank)
 
     for _ in range(2):
-        assert np.isnan(collect_rewards([reward], ["r"], ["p"], ["c"], {}, 1, on_error="missing")).all()
+        assert np.isnan(collect_rewards({"r": reward}, ["p"], ["c"], {}, 1, on_error="missing")).all()
     with pytest.raises(StopRun, match=r"failed in 3 of the last 3 calls \(the budget is 2\).*ActorLost: it died"):
-        collect_rewards([reward], ["r"], ["p"], ["c"], {}, 1, on_error="missing")
+        collect_rewards({"r": reward}, ["p"], ["c"], {}, 1, on_error="missing")
 
 
 def test_old_failures_are_forgotten():

@@ -107,17 +107,14 @@ def shorter_titles_of_good_ranks(completions, rank, target_title, history, **col
 def test_rewards_reach_the_loop_as_objectives(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     own = load_object(f"{tmp_path / 'own.py'}:shorter_titles_of_good_ranks", "reward")
-    functions = [
-        *(rewards.make_reward(name, items=9, options=k) for name, k in (("ndcg", {"k": 5}), ("soft", {}))),
-        own,
-    ]
+    functions = {name: rewards.make_reward(name, items=9, options=k) for name, k in (("ndcg", {"k": 5}), ("soft", {}))}
     columns = {
         "target_title": ["lamp"] * 6,
         "history": [(1, 2, 3)] * 6,
         **rewards.reward_columns(RANK, PROBABILITY),
     }
     texts = ["a lamp", "desk", "", "lamp", "lamp", "x"]
-    values = collect_rewards(functions, ["ndcg", "soft", "own"], ["p"] * 6, texts, columns, 3)
+    values = collect_rewards(functions | {"own": own}, ["p"] * 6, texts, columns, 3)
     assert values.shape == (2, 3, 3) and values.dtype == np.float32
     assert np.isnan(values[1, 0]).all() and np.isfinite(np.delete(values.reshape(6, 3), 3, 0)).all()
     np.testing.assert_allclose(values[0, :, 0], [1, 1 / math.log2(3), 0], rtol=1e-6)
@@ -134,15 +131,15 @@ def test_a_reward_of_the_users_own_never_sees_a_missing_rank():
     columns = {"target_title": list("abcdef"), **rewards.reward_columns(RANK, PROBABILITY)}
     wrapped = rewards.where_ranked(own)
     assert wrapped.__name__ == "own"
-    values = collect_rewards([wrapped], ["own"], ["p"] * 6, ["c"] * 6, columns, 2)
+    values = collect_rewards({"own": wrapped}, ["p"] * 6, ["c"] * 6, columns, 2)
     assert seen == [([1.0, 2.0, 7.0, 12.0, 1000.0], ["a", "b", "c", "e", "f"])]
     np.testing.assert_allclose(values[:, :, 0], [[1, 0.5], [1 / 7, math.nan], [1 / 12, 1e-3]], rtol=1e-6)
     nothing = columns | rewards.reward_columns(np.full(6, math.nan), PROBABILITY)
-    assert np.isnan(collect_rewards([wrapped], ["own"], ["p"] * 6, ["c"] * 6, nothing, 2)).all()
+    assert np.isnan(collect_rewards({"own": wrapped}, ["p"] * 6, ["c"] * 6, nothing, 2)).all()
     assert len(seen) == 1
 
 
 def test_a_reward_that_is_too_short_is_an_error_all_the_same():
     columns = rewards.reward_columns(RANK, PROBABILITY)
     with pytest.raises(RewardError, match="one value for each of 5 completions, got 1"):
-        collect_rewards([rewards.where_ranked(lambda rank: [1.0])], ["own"], ["p"] * 6, ["c"] * 6, columns, 2)
+        collect_rewards({"own": rewards.where_ranked(lambda rank: [1.0])}, ["p"] * 6, ["c"] * 6, columns, 2)

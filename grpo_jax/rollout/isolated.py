@@ -67,7 +67,7 @@ def isolate(name: str, timeout: float | None) -> Reward:
     label = name.rpartition(":")[2]
     worker = _Worker(name, timeout, "reward", partial(RewardError, label))
 
-    def reward(**arguments: Any) -> list[Any]:
+    def reward(**arguments: object) -> list[object]:
         # What a renderer drew stays where it is; lists of a row's own pictures go.
         sent = {key: value for key, value in arguments.items() if key not in PICTURES or isinstance(value, list)}
         if "episodes" in sent:
@@ -83,7 +83,7 @@ def isolate_environment(name: str, timeout: float | None) -> Respond:
     """Return an environment in a process of its own, as `isolate` does; it neither gets nor answers pictures."""
     worker = _Worker(name, timeout, ENVIRONMENT, AnswerError)
 
-    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Any]:
+    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | Refused]:
         plain = [replace(row, pictures=(), messages=()) for row in rows]
         texts = [remembered(episode, pictures=False) for episode in episodes]
         answers = worker.call({"rows": plain, "episodes": texts})
@@ -268,7 +268,7 @@ def serve() -> None:
         _send(channel, _answer(function, kind, request))
 
 
-def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str, object]:
+def _answer(function: Reward | Respond, kind: str, request: bytes) -> dict[str, object]:
     try:
         arguments = pickle.loads(request)
         if kind == ENVIRONMENT:

@@ -216,7 +216,7 @@ def _copied(value: object) -> object:
     return value
 
 
-def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
+def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, object]:
     """Select the arguments a reward takes: all but `MESSAGES` with ``**columns``, otherwise those it names."""
     return {name: value for name, value in arguments.items() if asks(function, name)}
 

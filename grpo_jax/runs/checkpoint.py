@@ -34,9 +34,18 @@ from grpo_jax.errors import UserError, one_line, shown
 from grpo_jax.models.variables import PyTree
 from grpo_jax.runs.directory import retry_write
 from grpo_jax.runs.progress import Record as Meta
-from grpo_jax.runs.series import Series, disk_usage, find_damage
+from grpo_jax.runs.series import (
+    EVALUATED,
+    Series,
+    as_template,
+    check_fits,
+    disk_usage,
+    find_damage,
+    items,
+    leaves,
+    storable,
+)
 from grpo_jax.runs.several.company import ALONE, Company
-from grpo_jax.runs.trees import EVALUATED, as_template, check_fits, items, leaves, storable
 
 Result = TypeVar("Result")
 _NAMED = ("best", "final")

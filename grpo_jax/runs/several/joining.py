@@ -23,12 +23,11 @@ from grpo_jax.runs.iteration import LearningBrief, led_learner
 from grpo_jax.runs.parts import ask_for_determinism
 from grpo_jax.runs.policy import load_run_policy
 from grpo_jax.runs.processes import StopRequests, announced, join_processes, number_of
-from grpo_jax.runs.series import READ, WRITE
+from grpo_jax.runs.series import READ, WRITE, handler, read_tree, write_trees
 from grpo_jax.runs.several.channel import CoordinatorChannel, Watch, ask_to_stop, joined, part, wait_for_the_watch
 from grpo_jax.runs.several.company import ALONE, Company, Follower, Leader
 from grpo_jax.runs.several.devices import place_policy, policy_devices
 from grpo_jax.runs.several.led import Brief, led_samplers, led_see
-from grpo_jax.runs.trees import handler, read_tree, write_trees
 from grpo_jax.runs.warm_start import led_sft
 
 _POLL_SECONDS = 0.5  # how often who joins looks up where a signal does not wake it

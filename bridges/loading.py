@@ -122,9 +122,9 @@ def quiet_loading() -> Iterator[None]:
     import diffusers.utils.logging as diffusers_logging
     import transformers.utils.logging as transformers_logging
 
-    shown = [module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()]
+    with_progress = [module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()]
     disabled = logging.root.manager.disable
-    for module in shown:
+    for module in with_progress:
         module.disable_progress_bar()
     logging.disable(logging.CRITICAL)
     try:
@@ -133,7 +133,7 @@ def quiet_loading() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-        for module in shown:
+        for module in with_progress:
             module.enable_progress_bar()
 
 

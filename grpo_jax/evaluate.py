@@ -53,8 +53,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     config = run_config(options.run)
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
         raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
-    asked = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
-    overrides = {name: value for name, value in asked.items() if value is not None}
+    requested = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
+    overrides = {name: value for name, value in requested.items() if value is not None}
     sampled = config.evaluation.sampled or "samples" in overrides or "temperature" in overrides
     section = dataclasses.replace(config.evaluation, **overrides, sampled=sampled)
     config = dataclasses.replace(config, evaluation=section)

@@ -94,12 +94,12 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     def rewrite(prompt: str, pictures: Sequence[object] = ()) -> str:
         try:
-            asked = read_prompt(prompt, take_pictures({"images": list(pictures)}, None), None)
+            request = read_prompt(prompt, take_pictures({"images": list(pictures)}, None), None)
         except ValueError as error:
             raise UserError(str(error)) from error
-        row = Row(0, asked.text, {}, asked.pictures, asked.messages)
-        tokens, mask, shown = (encode_wide or encoder([row]))([row])
-        seen = {} if shown is None else {"pictures": make_see(policy)(policy.variables, shown)[0]}
+        row = Row(0, request.text, {}, request.pictures, request.messages)
+        tokens, mask, pictures_read = (encode_wide or encoder([row]))([row])
+        seen = {} if pictures_read is None else {"pictures": make_see(policy)(policy.variables, pictures_read)[0]}
         samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))
         return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1]
 
@@ -110,9 +110,9 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of the command."""
     description = "Asks a trained policy: its greedy answer to each prompt, or the prompt where that is unusable."
     parser = run_parser("predict", description)
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")
-    asked.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")
+    source.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
     parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="What every prompt shows.")
     parser.add_argument("--json", action="store_true", help="Print JSON, a line for each prompt.")
     return with_common_options(parser)

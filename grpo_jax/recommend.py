@@ -83,10 +83,10 @@ def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy]:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = run_parser("recommend", "Asks a trained run for items that a user wants next.")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--history", help=f"Titles or ids, oldest first, with {SEPARATOR} between them.")
-    asked.add_argument("--file", metavar="FILE", help="A history on each line; prints JSON, a line for each.")
-    asked.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--history", help=f"Titles or ids, oldest first, with {SEPARATOR} between them.")
+    source.add_argument("--file", metavar="FILE", help="A history on each line; prints JSON, a line for each.")
+    source.add_argument(
         "--choose_prior", action="store_true", help="Try weights of the prior on validation users; best first."
     )
     parser.add_argument("--k", type=int, help="Items (default: 10).")

@@ -46,7 +46,7 @@ def _report(options: argparse.Namespace) -> None:
         raise UserError("--megabytes: a page that compares runs has no completions; leave it out")
     runs = [_run(path) for path in options.runs]
     paths = [run.path.resolve() for run in runs]
-    twice = next((given for given, path in zip(options.runs, paths, strict=True) if paths.count(path) > 1), None)
+    twice = next((name for name, path in zip(options.runs, paths, strict=True) if paths.count(path) > 1), None)
     if twice is not None:
         raise UserError(f"{said(twice)}: named twice; a run is compared with others")
     out = Path(options.out or (runs[0].report if len(runs) == 1 else "comparison.html"))

@@ -323,17 +323,17 @@ def _is_ray(address: str) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep back what Ray's C++ writes to standard error; shown where the block succeeds, else the error says it."""
-    with tempfile.TemporaryFile() as kept:
+    with tempfile.TemporaryFile() as captured:
         terminal = os.dup(2)
-        os.dup2(kept.fileno(), 2)
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(terminal, 2)
             os.close(terminal)
-        kept.seek(0)
+        captured.seek(0)
         with suppress(OSError):
-            os.write(2, kept.read())
+            os.write(2, captured.read())
 
 
 @contextmanager

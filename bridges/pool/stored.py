@@ -79,8 +79,8 @@ class Stored(torch.Tensor):
 
     def taken(self, rows: Sequence[int]) -> Stored:
         """Select rows by number."""
-        own = self.contents.rows
-        return Stored(Contents(self.contents.blocks, [own[row] for row in rows]), self.device)
+        all_rows = self.contents.rows
+        return Stored(Contents(self.contents.blocks, [all_rows[row] for row in rows]), self.device)
 
     def to(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Onto a device without being fetched; into another type as any tensor."""

@@ -67,8 +67,8 @@ def open_retriever(
         RetrievalError: The service does not answer.
     """
     if section.dense is not None and not (section.backend == "local" and section.dense_weight > 0):
-        found = f"{section.backend!r} and {section.dense_weight}"
-        raise ValueError(f"dense: expected backend local and dense_weight > 0, got {found}")
+        combination = f"{section.backend!r} and {section.dense_weight}"
+        raise ValueError(f"dense: expected backend local and dense_weight > 0, got {combination}")
     if section.backend == "ray":
         from bridges.retrieval.service import connect
 

@@ -45,11 +45,11 @@ def serve(options: argparse.Namespace) -> int:
     from bridges.retrieval.whereabouts import Whereabouts, announced, find_service, service_file
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
-    known = find_service(options.service)
-    if known is not None and answers(known.address):
+    running = find_service(options.service)
+    if running is not None and answers(running.address):
         raise UserError(
-            f"a service {options.service!r} of yours is at {known.address} already: end it or choose another --service "
-            f"(if it is not, remove {service_file(options.service)})"
+            f"a service {options.service!r} of yours is at {running.address} already: end it or choose another "
+            f"--service (if it is not, remove {service_file(options.service)})"
         )
     stop = threading.Event()
     titles = read_catalogue(options.catalogue, blank_titles=options.blank_titles).titles

@@ -52,14 +52,14 @@ class DenseShard:
                 _padded(targets[rows].astype(np.int32) - self._first, _NONE),
                 _padded(_widened(exclude[rows]), _NONE),
             )
-            found = _count_dense(
+            counts = _count_dense(
                 self._blocks,
                 *jax.device_put(arrays, self._device),
                 self._count,
                 1 / scale.temperature,
                 scale.tolerance,
             )
-            counted = (np.asarray(array, kind)[:count] for array, kind in zip(found, _KINDS, strict=True))
+            counted = (np.asarray(array, kind)[:count] for array, kind in zip(counts, _KINDS, strict=True))
             parts.append(Counts(*counted, silent=~queries[rows].any(1)))
         return joined(parts)
 

@@ -72,8 +72,10 @@ def _require_no_code(folder: Path) -> None:
         kinds = [str(module["type"]) for module in load_json(folder / "modules.json", list)]
     except (UserError, TypeError, KeyError) as error:
         raise UserError(f"cannot load the encoder {folder}: its modules.json is broken") from error
-    if own := [kind for kind in kinds if not kind.startswith("sentence_transformers.")]:
-        raise UserError(f"encoder {folder}: it comes with code of its own ({own[0]}), which is not run; take another")
+    if custom := [kind for kind in kinds if not kind.startswith("sentence_transformers.")]:
+        raise UserError(
+            f"encoder {folder}: it comes with code of its own ({custom[0]}), which is not run; take another"
+        )
 
 
 class SentenceEncoder:
@@ -106,11 +108,11 @@ class SentenceEncoder:
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """`Encoder.encode`, dense."""
         vectors = np.zeros((len(texts), self._width), np.float32)
-        said = [row for row, text in enumerate(texts) if text.strip()]
-        if said:
-            vectors[said] = self._model.encode(
-                [texts[row] for row in said],
-                batch_size=len(said),
+        nonempty = [row for row, text in enumerate(texts) if text.strip()]
+        if nonempty:
+            vectors[nonempty] = self._model.encode(
+                [texts[row] for row in nonempty],
+                batch_size=len(nonempty),
                 convert_to_numpy=True,
                 normalize_embeddings=True,
                 show_progress_bar=False,

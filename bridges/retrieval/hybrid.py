@@ -55,8 +55,8 @@ class HybridBackend:
 
     def nearest(self, queries: Queries, count: int) -> Nearest:
         """See `retriever.Backend`."""
-        found = [nearest_of(scores, part.exclude, count, first=0) for part, scores in self._scored(queries)]
-        return Nearest(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        nearest_parts = [nearest_of(scores, part.exclude, count, first=0) for part, scores in self._scored(queries)]
+        return Nearest(*(np.concatenate(column) for column in zip(*nearest_parts, strict=True)))
 
     def _scored(self, queries: Queries) -> Iterator[tuple[Queries, np.ndarray]]:
         """Yield parts of the queries with their scores f32 [B, N] of all items."""
@@ -81,9 +81,9 @@ def hybrid_backend(titles: Sequence[str], section: RetrieverSection) -> HybridBa
 
 def _counts(queries: Queries, scores: np.ndarray, scale: Scale) -> Counts:
     silent = ~scores.any(1)
-    own = scores[np.arange(len(scores)), queries.targets].astype(np.float64)
+    target_scores = scores[np.arange(len(scores)), queries.targets].astype(np.float64)
     out = np.concatenate([queries.targets[:, None], queries.exclude], axis=1)
-    return Counts(*count_scores(scores, own, out, scale), own, silent)
+    return Counts(*count_scores(scores, target_scores, out, scale), target_scores, silent)
 
 
 def _parts(queries: Queries) -> list[Queries]:

@@ -66,7 +66,7 @@ def make_queries(
     rows = np.full(count, _NONE) if targets is None else np.asarray(targets)
     if count and (rows.ndim != 1 or rows.dtype.kind not in "iu"):
         raise ValueError(f"targets: expected whole numbers [B], got {rows.dtype} {list(rows.shape)}")
-    others = [sorted({int(row) for row in out} - {int(own)}) for out, own in zip(exclude, rows, strict=True)]
+    others = [sorted({int(row) for row in out} - {int(target)}) for out, target in zip(exclude, rows, strict=True)]
     named = [*(row for out in others for row in out), *(() if targets is None else rows.tolist())]
     wrong = [row for row in named if row < 0 or (items is not None and row >= items)]
     if wrong:

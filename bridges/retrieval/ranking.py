@@ -103,8 +103,8 @@ def ranks_of(counts: Counts, *, ties: Ties, temperature: float) -> Ranks:
     A zero query ties with everything: all stand before the target under any rule.
     """
     share = np.where(counts.silent, 1.0, TIES[ties])
-    own = counts.score / temperature
-    probability = np.exp(own - np.logaddexp(own, counts.log_sum))
+    target_scores = counts.score / temperature
+    probability = np.exp(target_scores - np.logaddexp(target_scores, counts.log_sum))
     return Ranks(1.0 + counts.better + share * counts.level, probability.astype(np.float32))
 
 
@@ -140,15 +140,15 @@ class SparseShard:
         parts = []
         for start in range(0, queries.shape[0], QUERIES):
             rows = slice(start, start + QUERIES)
-            own = target_vectors[rows]
-            score = np.asarray(queries[rows].multiply(own).sum(1), np.float64).reshape(-1)
+            target_rows = target_vectors[rows]
+            score = np.asarray(queries[rows].multiply(target_rows).sum(1), np.float64).reshape(-1)
             out = np.concatenate([targets[rows, None], exclude[rows]], axis=1)
             counts = [
                 count_scores((queries[rows] @ block).toarray(), score, out - self._first - first, scale)
                 for first, block in self._blocks
             ]
             silent = np.diff(queries[rows].indptr) == 0
-            parts.append(merge_counts([Counts(*found, score, silent) for found in counts]))
+            parts.append(merge_counts([Counts(*counts_of_part, score, silent) for counts_of_part in counts]))
         return joined(parts)
 
     def nearest(self, queries: sparse.csr_matrix, exclude: np.ndarray, count: int) -> Nearest:
@@ -167,9 +167,9 @@ def count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale:
     `scores` is overwritten.
     """
     _leave_out(scores, out)
-    own = target[:, None].astype(scores.dtype)
-    better = np.count_nonzero(scores > own + np.float32(scale.tolerance), axis=1)
-    level = np.count_nonzero(scores >= own - np.float32(scale.tolerance), axis=1) - better
+    target_scores = target[:, None].astype(scores.dtype)
+    better = np.count_nonzero(scores > target_scores + np.float32(scale.tolerance), axis=1)
+    level = np.count_nonzero(scores >= target_scores - np.float32(scale.tolerance), axis=1) - better
     top = np.maximum(scores.max(1, keepdims=True), np.float32(-1))
     scores -= top
     scores *= np.float32(1 / scale.temperature)

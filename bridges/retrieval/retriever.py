@@ -208,8 +208,8 @@ class Retriever:
         if not texts:
             return []
         queries = make_queries([[text] for text in texts], [[1.0]] * len(texts), None, exclude, self.items)
-        found = self.backend.nearest(with_history(queries, history, self.items), count)
-        listed = [zip(rows.tolist(), scores.tolist(), strict=True) for rows, scores in zip(*found, strict=True)]
+        neighbours = self.backend.nearest(with_history(queries, history, self.items), count)
+        listed = [zip(rows.tolist(), scores.tolist(), strict=True) for rows, scores in zip(*neighbours, strict=True)]
         return [[(row, score) for row, score in pairs if score > -np.inf] for pairs in listed]
 
     def self_test(self, titles: Sequence[str], *, samples: int = 256, required: float = 0.9) -> float:

@@ -141,11 +141,11 @@ class RayBackend:
             ray.shutdown()
         join_cluster(self._address, self._service)
         pool = _look_up(self._service, self._timeout)
-        found = RayBackend(self._service, pool, timeout=self._timeout)
-        if found.fingerprint != self.fingerprint:
+        backend = RayBackend(self._service, pool, timeout=self._timeout)
+        if backend.fingerprint != self.fingerprint:
             raise StopRun(
                 f"the retrieval service {self._service!r} was started again with something else: "
-                f"{found.fingerprint} instead of {self.fingerprint}"
+                f"{backend.fingerprint} instead of {self.fingerprint}"
             )
         self._pool = pool
         return pool
@@ -257,19 +257,19 @@ def join_cluster(address: str | None, service: str) -> None:
     """
     if is_joined():
         return
-    known = None
+    running = None
     if address in (None, "auto"):
-        known = find_service(service)
-        if known is None:
+        running = find_service(service)
+        if running is None:
             raise ServiceNotFound(not_found(service, f"none of yours runs here{_foreign()}"))
-        address = known.address
+        address = running.address
     try:
         join(address)
     except TokenRefused as error:
         raise ServiceNotFound(str(error)) from error
     except NotJoined as error:
         raise ServiceNotFound(not_found(service, str(error))) from error
-    if known is not None and cluster_session() != known.session:
+    if running is not None and cluster_session() != running.session:
         import ray
 
         ray.shutdown()
@@ -279,8 +279,8 @@ def join_cluster(address: str | None, service: str) -> None:
 def _foreign() -> str:
     """Describe the cluster that Ray itself would have joined."""
     current = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"  # the last `ray start`
-    found = os.environ.get("RAY_ADDRESS") or (current.read_text().strip() if current.is_file() else "")
-    return f"; the Ray cluster at {found} is joined only if task.retrieval.address names it" if found else ""
+    address = os.environ.get("RAY_ADDRESS") or (current.read_text().strip() if current.is_file() else "")
+    return f"; the Ray cluster at {address} is joined only if task.retrieval.address names it" if address else ""
 
 
 @contextmanager
@@ -325,8 +325,8 @@ def _find_actor(service: str, shard: int) -> Any | None:
 
 def _look_up(service: str, timeout: float) -> Pool:
     with typed_errors(timeout):
-        found = (_find_actor(service, i) for i in itertools.count())
-        pool = Pool(service, [*itertools.takewhile(bool, found)], _LIMITS, whole=True)
+        actors = (_find_actor(service, i) for i in itertools.count())
+        pool = Pool(service, [*itertools.takewhile(bool, actors)], _LIMITS, whole=True)
     if not pool.seats:
         raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
     try:

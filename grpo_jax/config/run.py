@@ -126,8 +126,8 @@ class Config:
     @property
     def requests(self) -> dict[str, str]:
         """Where each part is asked to be, the policy first: as `devices` says, else as its judge does (`runs_on`)."""
-        asked = {name: getattr(judge, "runs_on", "auto") for name, judge in self.judges.items()}
-        return {POLICY: "auto", **asked, **self.devices}
+        requested = {name: getattr(judge, "runs_on", "auto") for name, judge in self.judges.items()}
+        return {POLICY: "auto", **requested, **self.devices}
 
     @property
     def elsewhere(self) -> tuple[str, ...]:

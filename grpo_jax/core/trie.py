@@ -150,14 +150,14 @@ def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
     flat = nodes.reshape(-1)
     edges = len(trie.first) - 2
     listed, _ = _first_children(trie, flat, len(trie.token) - edges)
-    found = jnp.zeros((len(flat), trie.vocab_size), bool)
-    found = found.at[jnp.arange(len(flat))[:, None], listed].set(True, mode="drop")
+    mask = jnp.zeros((len(flat), trie.vocab_size), bool)
+    mask = mask.at[jnp.arange(len(flat))[:, None], listed].set(True, mode="drop")
     if len(trie.wide):
         row = trie.row[jnp.maximum(flat, 0)]
         bits = jnp.unpackbits(trie.wide[jnp.maximum(row, 0)], axis=-1, count=trie.vocab_size).astype(bool)
-        found = jnp.where(((row >= 0) & (flat >= 0))[:, None], bits, found)
-    found = jnp.where((flat == ROOT)[:, None], trie.root, found)
-    return found.reshape(*nodes.shape, trie.vocab_size)
+        mask = jnp.where(((row >= 0) & (flat >= 0))[:, None], bits, mask)
+    mask = jnp.where((flat == ROOT)[:, None], trie.root, mask)
+    return mask.reshape(*nodes.shape, trie.vocab_size)
 
 
 def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
@@ -175,8 +175,8 @@ def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
     # The first edge whose token is not smaller. A loop: written out, XLA compiles steps of steps for minutes.
     steps = int(trie.first.shape[0]).bit_length()
     low, _ = jax.lax.fori_loop(0, steps, halve, (start, end))
-    found = (low < end) & (trie.token[low] == tokens) & (nodes >= 0)
-    return jnp.where(found, low + 1, -1).astype(jnp.int32)
+    is_child = (low < end) & (trie.token[low] == tokens) & (nodes >= 0)
+    return jnp.where(is_child, low + 1, -1).astype(jnp.int32)
 
 
 def walk(trie: Trie, tokens: ArrayLike) -> jax.Array:

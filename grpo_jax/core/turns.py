@@ -36,8 +36,8 @@ def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
     """
     rewards, exists = _as_turns(rewards, exists)
     last = jnp.max(jnp.where(exists, jnp.arange(exists.shape[-1]), 0), axis=-1)
-    found = jnp.take_along_axis(rewards, last[..., None, None], axis=2)[:, :, 0]
-    return jnp.where(exists.any(axis=-1)[..., None], found, jnp.nan)
+    rewards_of_last = jnp.take_along_axis(rewards, last[..., None, None], axis=2)[:, :, 0]
+    return jnp.where(exists.any(axis=-1)[..., None], rewards_of_last, jnp.nan)
 
 
 def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, discount: float) -> jax.Array:

@@ -26,9 +26,9 @@ def show_plan(config: object, gib: tuple[float, ...]) -> int:
     if config.policy.path == NEW:
         raise UserError(f"{PLAN}: policy.path new is made of the task's words when the run begins; it is small")
     model = read_shape(config.policy.path)
-    shown, notes = read_shown(config, model)
+    pictures, notes = read_shown(config, model)
     _show_devices(gib, config)
-    planner = Planner(model, gib, shown)
+    planner = Planner(model, gib, pictures)
     memory, cards = planner.policy(config), planner.cards(config)
     _tell(config, memory, cards, notes)
     full = [card for card in cards if card.excess]

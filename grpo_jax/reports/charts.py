@@ -207,9 +207,9 @@ def curves_section(rows: Rows, starts: Sequence[int], display: Display) -> str:
 
 def all_others(rows: Rows, charted: Sequence[Chart], draw: Callable[[Chart], str]) -> str:
     """Return all other metrics of a run, folded, a chart for each under its name; "" where there are none."""
-    shown = {"step", *(curve.metric for chart in charted for curve in chart.curves)}
+    charted_metrics = {"step", *(curve.metric for chart in charted for curve in chart.curves)}
     names = dict.fromkeys(key for row in rows for key in row if not key.startswith("seconds/"))
-    others = [name for name in names if name not in shown]
+    others = [name for name in names if name not in charted_metrics]
     moving = [name for name in others if any(row.get(name) for row in rows)]
     still = ", ".join(name for name in others if name not in moving)
     note = f"<p class='note'>0 or missing throughout: {html.escape(still)}.</p>" if still else ""
@@ -290,9 +290,9 @@ def _seconds_chart(rows: Rows, starts: Sequence[int]) -> str:
     """Chart seconds without iterations that compiled, which would set the scale; the note has theirs."""
     first = {start + 1 for start in starts}
     named = [key for row in rows for key in row if key.startswith("seconds/") and key != "seconds/total"]
-    shown = [row for row in rows if row["step"] not in first]
+    later = [row for row in rows if row["step"] not in first]
     compiling = [(row["step"], row.get("seconds/total")) for row in rows if row["step"] in first]
     left = ", ".join(f"iteration {step} with {number(seconds)} s" for step, seconds in compiling)
     note = f"Left out, for then programs are compiled: {left}." if left else ""
-    lines = [series_of(shown, key, key.removeprefix("seconds/").replace("_", " ")) for key in dict.fromkeys(named)]
+    lines = [series_of(later, key, key.removeprefix("seconds/").replace("_", " ")) for key in dict.fromkeys(named)]
     return line_chart("Seconds per iteration", lines, note=note)

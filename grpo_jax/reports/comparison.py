@@ -130,12 +130,12 @@ def _curves(compared: Sequence[Compared], displays: Sequence[Display]) -> str:
     charts = dict.fromkeys(chart for display in displays for chart in display.charts)
     hidden = dict.fromkeys(name for display in displays for name in display.hidden)
     planned = charts_of(rows, Display(charts=tuple(charts), hidden=tuple(hidden)))
-    shown = "".join(_laid_over(chart, compared) for chart in planned)
+    drawn = "".join(_laid_over(chart, compared) for chart in planned)
     further = all_others(rows, planned, lambda chart: _laid_over(chart, compared))
     seconds = [_series(run, place, "seconds/total", rows=run.rows[1:]) for place, run in enumerate(compared)]
     took = line_chart("Seconds per iteration", seconds, note="Without the first, in which programs are compiled.")
     note = "Faint: each iteration. Bold: smoothed. Under the pointer, or by the arrow keys, the values of an iteration."
-    return section("Training", f"<div class='charts'>{shown}{took}</div>{further}", note)
+    return section("Training", f"<div class='charts'>{drawn}{took}</div>{further}", note)
 
 
 def _laid_over(chart: Chart, compared: Sequence[Compared]) -> str:

@@ -156,9 +156,9 @@ def _data(rows: Sequence[Row]) -> Row:
     columns = [_column(name, [row.get(name) for row in rows]) for name in names]
     data: Row = {"columns": [column for column in columns if column is not None]}
     if any(_PICTURES in row for row in rows):
-        shown = [row.get(_PICTURES, ()) for row in rows]
-        places = _places(picture for pictures in shown for picture in pictures)
-        data |= {_PICTURES: [[places[one] for one in pictures] for pictures in shown], "images": [*places]}
+        row_pictures = [row.get(_PICTURES, ()) for row in rows]
+        places = _places(picture for pictures in row_pictures for picture in pictures)
+        data |= {_PICTURES: [[places[one] for one in pictures] for pictures in row_pictures], "images": [*places]}
     return data
 
 

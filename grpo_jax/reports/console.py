@@ -121,8 +121,8 @@ class Console:
         left = TextColumn("eta {task.fields[eta]}", markup=False)
         figures = TextColumn("{task.fields[status]}", markup=False, table_column=rest)
         columns = (BarColumn(bar_width=16), MofNCompleteColumn(), left, figures)
-        shown = self.is_terminal
-        with Bar(*columns, console=self._terminal, disable=not shown, transient=False, expand=True) as bar:
+        visible = self.is_terminal
+        with Bar(*columns, console=self._terminal, disable=not visible, transient=False, expand=True) as bar:
             task = bar.add_task("training", total=total, completed=done, status="compiling …", eta="-:--:--")
             every = max(1, total // 20) if every is None else every
             first: tuple[int, float] | None = None  # the clock starts at the end of a step that compiles
@@ -139,7 +139,7 @@ class Console:
                 bar.update(task, completed=step, status=text, eta=eta or "-:--:--")
                 if step % every == 0 or step == total or step == done + 1:
                     line = f"step {step}/{total}  {text}" + (f"  eta {eta}" if eta else "")
-                    if not shown:
+                    if not visible:
                         self._terminal.print(line)
                     self.record(line)
 
@@ -161,13 +161,13 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
     singles = [name for name in names if name != "total"]
     if len(singles) > 1 or total is None:
         parts += [f"{name} {metrics[f'reward/{name}/mean']:.3f}" for name in singles]
-    own = [(name, label) for name, label in display.live if metrics.get(name) is not None]
-    shown = [(name, label) for name, label in _LIVE if metrics.get(name) is not None]
+    task_metrics = [(name, label) for name, label in display.live if metrics.get(name) is not None]
+    common_metrics = [(name, label) for name, label in _LIVE if metrics.get(name) is not None]
     # Without a reference there is no KL, and rows hold 0.
-    shown = [(name, label) for name, label in shown if name != "kl" or metrics[name]]
-    watched = [pair for pair in own if pair[0].startswith("watch/")]
-    first = [pair for pair in own if pair not in watched]
-    parts += [f"{label} {metrics[name]:.3g}" for name, label in (*first, *shown, *watched)]
+    common_metrics = [(name, label) for name, label in common_metrics if name != "kl" or metrics[name]]
+    watched = [pair for pair in task_metrics if pair[0].startswith("watch/")]
+    first = [pair for pair in task_metrics if pair not in watched]
+    parts += [f"{label} {metrics[name]:.3g}" for name, label in (*first, *common_metrics, *watched)]
     if metrics.get("epoch") is not None and total is not None:
         parts.insert(0, f"epoch {metrics['epoch']:.2f}")
     for name, unit in (("tokens_per_second", "tok/s"), ("environment_steps_per_second", "steps/s")):

@@ -102,8 +102,8 @@ class RunOutput:
             write_atomically(self.directory.policy / "README.md", model_card(config, summary, self._display))
         self.directory.write_images(finished.gallery)
         self.directory.write_episodes(finished.episodes)
-        shown = [*tables, *finished.tables_below]
-        sections = end_sections(finished.gallery, finished.episodes, shown, self._display)
+        printed = [*tables, *finished.tables_below]
+        sections = end_sections(finished.gallery, finished.episodes, printed, self._display)
         write_end(self.directory, RunEnd(sections, starts, to_yaml(config)))
         write_report(self.directory.report, self.directory, self._display, summary=summary)
         for writer in list(self._writers):

@@ -132,8 +132,8 @@ def document(title: str, sections: Iterable[str], data: Values | None = None) ->
 
 def section(title: str, content: str, note: str = "") -> str:
     """Make a section of HTML texts; the note stands under its heading."""
-    shown = f"<p class='note'>{note}</p>" if note else ""
-    return f"<section><h2>{title}</h2>{shown}{content}</section>"
+    note_html = f"<p class='note'>{note}</p>" if note else ""
+    return f"<section><h2>{title}</h2>{note_html}{content}</section>"
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
@@ -237,13 +237,13 @@ def _gallery(gallery: Sequence[GalleryEntry], display: Display) -> str:
 
 
 def _pair(entry: GalleryEntry, display: Display) -> str:
-    shown = "".join(_picture(picture, "shown by the prompt") for picture in entry.shown)
+    prompt_pictures = "".join(_picture(picture, "shown by the prompt") for picture in entry.shown)
     drawn = entry.before is not None or entry.after is not None
     rows = []
-    if shown and (entry.before is not None or not drawn):
-        rows.append(shown)
+    if prompt_pictures and (entry.before is not None or not drawn):
+        rows.append(prompt_pictures)
     if drawn:
-        before = shown if shown and entry.before is None else _picture(entry.before, "before")
+        before = prompt_pictures if prompt_pictures and entry.before is None else _picture(entry.before, "before")
         rows.append(f"{before}<span class='arrow'>→</span>{_picture(entry.after, 'after')}")
     pictures = "".join(f"<div class='pair'>{row}</div>" for row in rows)
     scores = "".join(
@@ -286,8 +286,8 @@ def _episodes(entries: Sequence[EpisodeEntry], display: Display) -> str:
 
 
 def _read(text: str, pictures: Sequence[np.ndarray]) -> str:
-    shown = "".join(_picture(picture, "read by the policy") for picture in pictures)
-    return f"{shown}<p class='prompt'>{html.escape(text)}</p>"
+    figures = "".join(_picture(picture, "read by the policy") for picture in pictures)
+    return f"{figures}<p class='prompt'>{html.escape(text)}</p>"
 
 
 def _turn(place: int, turn: ShownTurn, display: Display) -> str:
@@ -336,8 +336,8 @@ def _facts(summary: Values, config: str) -> str:
         + "</dl></div>"
         for name, facts in groups.items()
     )
-    shown = f"<details><summary>Configuration</summary><pre>{html.escape(config)}</pre></details>" if config else ""
-    return section("How it was run", f"<div class='facts'>{lists}</div>{shown}")
+    details = f"<details><summary>Configuration</summary><pre>{html.escape(config)}</pre></details>" if config else ""
+    return section("How it was run", f"<div class='facts'>{lists}</div>{details}")
 
 
 def _fact(value: float | str | None) -> str:

@@ -249,13 +249,13 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
         if not callable(judge):
             raise UserError(f"{name}: judges.{resolved.judge} is no reward by itself; name one that asks it")
         return judge
-    asked = {argument: argument for argument in arguments_of(function) if argument in judges}
+    judge_names = {argument: argument for argument in arguments_of(function) if argument in judges}
     if resolved.judge:
-        if len(asked) != 1:
-            listed = [*asked] or "none"
+        if len(judge_names) != 1:
+            listed = [*judge_names] or "none"
             raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {listed}")
-        asked = dict.fromkeys(asked, resolved.judge)
-    constants = {argument: judges[judge] for argument, judge in asked.items()} | resolved.options
+        judge_names = dict.fromkeys(judge_names, resolved.judge)
+    constants = {argument: judges[judge] for argument, judge in judge_names.items()} | resolved.options
     reward = with_arguments(function, constants, resolved.providers, messages=resolved.messages)
     return reward if resolved.adapt is None else resolved.adapt(reward)
 

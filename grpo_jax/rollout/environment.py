@@ -252,14 +252,14 @@ def ask_environment(
     otherwise it raises AnswerError.
     """
     answers = collect_answers(answering.respond, rows, episodes, on_error="missing" if answering.lenient else "raise")
-    shown = [() if answer is None or answer.done else answer.pictures for answer in answers]
+    answer_pictures = [() if answer is None or answer.done else answer.pictures for answer in answers]
     pictures = None
     try:
-        pictures = prepared(prepare, shown, places, shape)
+        pictures = prepared(prepare, answer_pictures, places, shape)
     except AnswerError:
         if not answering.lenient:
             raise
-        answers = [None if several else answer for several, answer in zip(shown, answers, strict=True)]
+        answers = [None if several else answer for several, answer in zip(answer_pictures, answers, strict=True)]
     encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
     for number, ((p, g), answer) in enumerate(zip(places, answers, strict=True)):
         if answer is None or answer.done:

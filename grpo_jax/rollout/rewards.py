@@ -118,8 +118,8 @@ def _call(function: Reward, name: str, arguments: Columns) -> object:
     at_work(f"reward {name}")
     with _blamed(function, name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
-        asked = accepted_arguments(function, arguments)
-        return function(**{argument: _copied(value) for argument, value in asked.items()})
+        accepted = accepted_arguments(function, arguments)
+        return function(**{argument: _copied(value) for argument, value in accepted.items()})
 
 
 def _read(returned: object, function: Reward, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
@@ -132,9 +132,9 @@ def _read(returned: object, function: Reward, name: str, completions: list[str],
     numbers, refused = _numbers(values)
     for i in refused[:1] if not lenient else ():
         value = values[i].item() if isinstance(values, np.ndarray) else values[i]
-        shown = one_line(repr(value[:100]) if type(value) is str else value, 60)
+        short = one_line(repr(value[:100]) if type(value) is str else value, 60)
         text = one_line(repr(completions[i][:40]), 50)
-        raise RewardError(name, f"it returned {shown} for completion {i} ({text}), not a finite number or None")
+        raise RewardError(name, f"it returned {short} for completion {i} ({text}), not a finite number or None")
     return numbers
 
 
@@ -271,8 +271,8 @@ def with_arguments(
 def asking_for_messages(function: Reward) -> inspect.Signature:
     """Return the signature of a function that gets `MESSAGES` too."""
     parameters = inspect.signature(function).parameters
-    asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in MESSAGES if name not in parameters]
-    return inspect.Signature(sorted([*parameters.values(), *asked], key=lambda parameter: parameter.kind))
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in MESSAGES if name not in parameters]
+    return inspect.Signature(sorted([*parameters.values(), *added], key=lambda parameter: parameter.kind))
 
 
 def as_list(returned: object) -> list[object]:
@@ -418,5 +418,5 @@ def _maximised(weights: Mapping[str, float]) -> list[str]:
 
 def listed(names: Sequence[str]) -> str:
     """Join a few names, and say how many more there are."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    first = ", ".join(names[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

@@ -108,7 +108,7 @@ def _parsed(text: str) -> Record | str:
 
 def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:
     with path.open("rb") as file:
-        return all(kept == line for kept, line in itertools.zip_longest(file, lines))
+        return all(stored == line for stored, line in itertools.zip_longest(file, lines))
 
 
 def _kept(row: Row, split: str) -> Record:
@@ -123,7 +123,7 @@ def _kept(row: Row, split: str) -> Record:
 
 def _row(line: Record) -> Row:
     try:
-        pictures = tuple(source_of(kept, None) for kept in line.get("pictures", ()))
+        pictures = tuple(source_of(source, None) for source in line.get("pictures", ()))
     except ValueError as error:
         raise UserError(f"row {line['id']}: {error}") from error
     messages = tuple(Message(role, tuple(parts)) for role, parts in line.get("messages", ()))

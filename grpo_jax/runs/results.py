@@ -219,8 +219,10 @@ def shown_episodes(parts: Parts, after: Evaluation) -> list[EpisodeEntry]:
 
     def shown(turn: Turn) -> ShownTurn:
         going = turn.answer is not None and not turn.answer.done
-        said, seen = (turn.answer.text, turn.answer.pictures) if turn.answer is not None and going else (None, ())
-        return ShownTurn(turn.text, turn.rewards, turn.image, said, seen)
+        answer_text, seen = (
+            (turn.answer.text, turn.answer.pictures) if turn.answer is not None and going else (None, ())
+        )
+        return ShownTurn(turn.text, turn.rewards, turn.image, answer_text, seen)
 
     rows = parts.test_rows[: parts.config.evaluation.gallery]
     return [

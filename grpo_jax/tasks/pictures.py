@@ -138,10 +138,10 @@ def questions(
     """
     if not hasattr(scorer, "yes"):
         raise UserError("it needs a judge of kind vqa: name it questions@JUDGE")
-    asked = [[texts] if isinstance(texts, str) else texts or [] for texts in questions]
-    rows = [row for row, texts in enumerate(asked) for _ in texts]
-    answers = _values(scorer.yes(images[rows], [text for texts in asked for text in texts]))
-    return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(asked)]
+    lists = [[texts] if isinstance(texts, str) else texts or [] for texts in questions]
+    rows = [row for row, texts in enumerate(lists) for _ in texts]
+    answers = _values(scorer.yes(images[rows], [text for texts in lists for text in texts]))
+    return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(lists)]
 
 
 def pixel_accuracy(

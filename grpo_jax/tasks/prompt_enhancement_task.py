@@ -120,8 +120,8 @@ def wishes() -> Iterator[Wish]:
         yield Wish("count", prompt, (f"Are there exactly {prompt} in the picture?",), ((str(number), name),))
     for name, colour in itertools.product(OBJECTS, COLOURS):
         if name != colour:  # an orange orange
-            asked = _there(name), f"Is the {name} {colour}?"
-            yield Wish("colour", _a(f"{colour} {name}"), asked, ((colour, name),))
+            question = _there(name), f"Is the {name} {colour}?"
+            yield Wish("colour", _a(f"{colour} {name}"), question, ((colour, name),))
     for first, second in itertools.combinations(OBJECTS, 2):
         both, pair = (_there(first), _there(second)), ((first, second),)
         yield Wish("objects", f"{_a(first)} and {_a(second)}", both, pair)

@@ -97,14 +97,14 @@ def seen(rows: Sequence[Row], pictures: str) -> tuple[Row, ...]:
     for row in rows:
         if len(row.pictures) != 1:
             raise UserError(f"row {row.id}: expected one picture, which is to be drawn again, got {len(row.pictures)}")
-    shown = [row.pictures for row in rows]
+    row_pictures = [row.pictures for row in rows]
     if pictures == "hidden":
-        shown = [(_grey(row),) for row in rows]
+        row_pictures = [(_grey(row),) for row in rows]
     elif pictures == "shuffled":
-        shown = [*shown[1:], *shown[:1]]
+        row_pictures = [*row_pictures[1:], *row_pictures[:1]]
     return tuple(
         dataclasses.replace(row, pictures=picture, columns={**row.columns, "target": row.pictures[0]})
-        for row, picture in zip(rows, shown, strict=True)
+        for row, picture in zip(rows, row_pictures, strict=True)
     )
 
 

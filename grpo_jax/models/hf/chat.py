@@ -185,9 +185,9 @@ def default_system_prompt(tokenizer: Tokenizer, **switches: Json) -> str:
         alone = render([user]).partition(_PROBE)[0]
     except UserError:  # it takes no system message
         return ""
-    opening, found, rest = text.partition(_SYSTEM_PROBE)
+    opening, probe, rest = text.partition(_SYSTEM_PROBE)
     closing = rest.partition(_PROBE)[0]
-    whole = found and closing and alone.startswith(opening) and alone.endswith(closing)
+    whole = probe and closing and alone.startswith(opening) and alone.endswith(closing)
     return alone[len(opening) : -len(closing)].strip() if whole and len(alone) > len(opening) + len(closing) else ""
 
 
@@ -281,8 +281,8 @@ def answer_encoder(
         def render(texts: Sequence[str]) -> str:
             return tail_of(_content_parts([PICTURE] * count + [texts[0]]) if in_parts else marks + texts[0])
 
-        head, found, _ = render([_ANSWERED]).partition(_ANSWERED)
-        if not found:
+        head, answer, _ = render([_ANSWERED]).partition(_ANSWERED)
+        if not answer:
             raise UserError(
                 f"the chat template of {said(tokenizer.name_or_path or 'the policy')} shows no second turn of a user: "
                 "sampling.turns must be 1"

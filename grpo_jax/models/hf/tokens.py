@@ -128,9 +128,9 @@ def _longest(texts: Sequence[str]) -> str:
 
 
 def _around_one(frame: str, text: str) -> tuple[str, str, str] | None:
-    head, found, rest = frame.partition(_PLACEHOLDER)
+    head, placeholder, rest = frame.partition(_PLACEHOLDER)
     tail = rest.rpartition(_PLACEHOLDER)[2]
-    if not (found and len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail)):
+    if not (placeholder and len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail)):
         return None
     return head, text[len(head) : len(text) - len(tail)], tail
 

@@ -268,7 +268,7 @@ def title_baselines(
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         names = ("history", "target_row", "excluded", "last_title", "target_title")
-        histories, targets, left_out, last, own = ([column[name] for column in columns] for name in names)
+        histories, targets, left_out, last, own_items = ([column[name] for column in columns] for name in names)
         texts = [[catalogue.titles[item] for item in history] for history in histories]
         weights = [[decay**age for age in reversed(range(len(history)))] for history in histories]
         answers = {
@@ -276,11 +276,11 @@ def title_baselines(
             f"history titles, decay {decay:g}": retriever.score_mixed_ranks(texts, weights, targets, left_out),
         }
         if ask is None:
-            answers["oracle: own title"] = retriever.score_ranks(own, targets, left_out)
+            answers["oracle: own title"] = retriever.score_ranks(own_items, targets, left_out)
         else:
             answers["prior alone"] = ask([""] * len(columns), targets, histories, left_out)
             answers["last title + prior"] = ask(last, targets, histories, left_out)
-            answers["oracle: own title"] = ask(own, targets, histories, left_out)
+            answers["oracle: own title"] = ask(own_items, targets, histories, left_out)
         parts.append({name: np.asarray(answer.rank, np.float64) for name, answer in answers.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -301,9 +301,9 @@ class PriorParts(NamedTuple):
 
     def resembling(self, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
         """Return how much each title resembles the histories, f32 [P, I]."""
-        asked = decayed(histories, self.vectors.shape[0], decay=decay) @ self.vectors
-        length = np.sqrt(np.asarray(asked.multiply(asked).sum(1))).reshape(-1, 1)
-        return np.asarray((asked @ self.vectors.T).toarray() / np.maximum(length, 1e-9), np.float32)
+        history_vectors = decayed(histories, self.vectors.shape[0], decay=decay) @ self.vectors
+        length = np.sqrt(np.asarray(history_vectors.multiply(history_vectors).sum(1))).reshape(-1, 1)
+        return np.asarray((history_vectors @ self.vectors.T).toarray() / np.maximum(length, 1e-9), np.float32)
 
     def together(self, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
         """Return how often each item is taken with those of the histories, f32 [P, I]."""

@@ -417,9 +417,9 @@ def read_ratings(
         try:
             rating, (time, iso) = float(row.get("rating", "inf")), _seconds(row["timestamp"])
         except (ValueError, OverflowError):
-            given = f", rating {row['rating']!r}" if "rating" in row else ""
+            rating_words = f", rating {row['rating']!r}" if "rating" in row else ""
             wanted = "expected a timestamp that is a number or ISO 8601, and a rating that is a number"
-            problems.add(line, f"{wanted}; got timestamp {row['timestamp']!r}{given}")
+            problems.add(line, f"{wanted}; got timestamp {row['timestamp']!r}{rating_words}")
             continue
         forms.setdefault(iso, line)
         if not user or rating != rating or time != time:

@@ -340,18 +340,18 @@ def load_dataset(
         if task.prompts:
             texts = read_user_prompts(task.prompts, sequences.users)
             prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
-            taught: Sequence[Row] = prompts.train
+            supervised: Sequence[Row] = prompts.train
         else:
             prompts = split_examples(split, catalogue, template, training_targets=task.training_targets)
-            taught = prompts.train
+            supervised = prompts.train
             if task.training_targets == "apart":  # the last target is kept for reinforcement
-                taught = [_example(catalogue, template, target) for target in known_targets(split, "but last")]
+                supervised = [_example(catalogue, template, target) for target in known_targets(split, "but last")]
     except ValueError as error:
         raise UserError(f"task: {error}") from error
     if not task.exclude_history:
         prompts = PromptSet(*map(ranking_everything, prompts))
     notes = (*sequences.notes, *split.notes, *_notes(catalogue))
-    return Dataset(catalogue, sequences.users, split.known, prompts, taught, notes)
+    return Dataset(catalogue, sequences.users, split.known, prompts, supervised, notes)
 
 
 def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:

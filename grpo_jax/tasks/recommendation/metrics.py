@@ -40,8 +40,8 @@ def count_better(
     scores = np.asarray(scores)
     if np.isnan(scores).any():
         raise ValueError("scores must not be NaN")
-    own = scores[np.arange(len(scores)), targets][:, None]
-    better, worse = scores > own + tolerance, scores < own - tolerance
+    target_scores = scores[np.arange(len(scores)), targets][:, None]
+    better, worse = scores > target_scores + tolerance, scores < target_scores - tolerance
     # What is left out is taken off again, which is less work than masking all that stays.
     lines, places = flat_exclusions(targets, exclude)
 

@@ -213,10 +213,10 @@ def policy_ranks(
     prior. Where rankings list items there are also those "recommended", and how many "times" each of them is.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
-    found = {kinds[kind]: _remembered(one, -1, LISTED_FIRST) for kind, one in judgements.items() if kind in kinds}
+    ranks = {kinds[kind]: _remembered(one, -1, LISTED_FIRST) for kind, one in judgements.items() if kind in kinds}
     if fused and "greedy" in judgements:
-        found[f"{name} + prior"] = _remembered(judgements["greedy"], -2, FUSED_FIRST)
-    return found
+        ranks[f"{name} + prior"] = _remembered(judgements["greedy"], -2, FUSED_FIRST)
+    return ranks
 
 
 def _remembered(judgement: Judgement, measure: int, column: str) -> dict[str, list[float]]:

@@ -162,8 +162,8 @@ def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: obje
     wrong, place = np.asarray(rank) != 1, np.asarray(place_in_group)
     group = np.cumsum(place == 0) - 1
     share = np.where(wrong, 1 / np.log2(2.0 + place), 0.0)
-    found, total = np.bincount(group, ~wrong)[group] > 0, np.bincount(group, share)[group]
-    return (0.0 - np.divide(share, total, out=np.zeros(len(share)), where=found & (total > 0))).tolist()
+    has_hit, total = np.bincount(group, ~wrong)[group] > 0, np.bincount(group, share)[group]
+    return (0.0 - np.divide(share, total, out=np.zeros(len(share)), where=has_hit & (total > 0))).tolist()
 
 
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
@@ -204,5 +204,5 @@ def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[
     """Return the ranks for rewards: a ranking's own; of one item 1 if it is the target, else the last."""
     if LISTED_RANK in columns:
         return np.asarray(columns[LISTED_RANK], np.float64)
-    found = [items.row_of(text) == target for text, target in zip(completions, columns["target_row"], strict=True)]
-    return np.where(found, 1.0, float(items.count))
+    is_target = [items.row_of(text) == target for text, target in zip(completions, columns["target_row"], strict=True)]
+    return np.where(is_target, 1.0, float(items.count))

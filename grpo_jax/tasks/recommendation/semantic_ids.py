@@ -199,8 +199,8 @@ def _clusters(vectors: np.ndarray, size: int, seed: int) -> tuple[np.ndarray, np
     with threadpool_limits(1), warnings.catch_warnings():
         # Of vectors that differ in their last bits alone.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = KMeans(min(size, different), random_state=seed).fit(vectors)
-    return np.asarray(found.labels_), np.asarray(found.cluster_centers_, np.float32)
+        clusters = KMeans(min(size, different), random_state=seed).fit(vectors)
+    return np.asarray(clusters.labels_), np.asarray(clusters.cluster_centers_, np.float32)
 
 
 WIDTH = 128

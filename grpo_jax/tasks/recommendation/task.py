@@ -218,8 +218,8 @@ class Recommendation(Task):
         require(self.split != "time" or self.source.lower().endswith(".csv"), "split", expected, self.split)
         expected = "last: prompts by hand are held out by user"
         require(self.split == "last" or not self.prompts, "split", expected, self.split)
-        told = any(place in self.template for place in PLACES) or bool(self.prompts)
-        require(told, "template", f"one of {', '.join(PLACES)} in it", self.template)
+        has_place = any(place in self.template for place in PLACES) or bool(self.prompts)
+        require(has_place, "template", f"one of {', '.join(PLACES)} in it", self.template)
         require(self.listed >= 0, "listed", "a number >= 0", self.listed)
         expected = "no {items} in it: items have words of their own with writes: item or ids"
         require(items_named or "{items}" not in self.template, "template", expected, self.template)
@@ -244,8 +244,12 @@ class Recommendation(Task):
         for name in config.data.columns:
             expected = f"one of {', '.join(columns)}" if columns else "nothing: the dummy world has no columns"
             require(name in columns, "data.columns", expected, name)
-        taught = config.warm_start.steps == 0 or self.pairs in ("next", "together", "forms") or self.source == "dummy"
-        require(taught, "task.pairs", "next, together or forms: the others are of the dummy world alone", self.pairs)
+        is_supervised = (
+            config.warm_start.steps == 0 or self.pairs in ("next", "together", "forms") or self.source == "dummy"
+        )
+        require(
+            is_supervised, "task.pairs", "next, together or forms: the others are of the dummy world alone", self.pairs
+        )
         if RANK_PENALTY in (*config.watch, *(section.name for section in config.rewards)):
             group = config.sampling.group
             expected = "task.writes title or item, and sampling.group beams or distinct: it asks for places in a group"

@@ -56,7 +56,9 @@ def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):
     with pytest.raises(NotRowByRow, match=r"judges.odd.total answered a batch of 4 rows with int, .*set its `batch`"):
         judge.total(TEXTS)
     assert judge.total(["ab", "c"]) == 3  # a batch of its own
-    with pytest.raises(AttributeError, match=r"hidden is in the actors of a pool.*: cards, copies, dies, fails, harmed, l"):
+    with pytest.raises(
+        AttributeError, match=r"hidden is in the actors of a pool.*: cards, copies, dies, fails, harmed, l"
+    ):
         _ = judge.hidden
 
 

@@ -37,7 +37,7 @@ _OPTIONS = ("num_cpus", "num_gpus", "memory")  # resources that are options of a
 class Request:
     """A batch, as `actor.JudgeActor.answer` takes it; `stored` are references.
 
-    `seat` is the number of the actor that is asked; None for whichever is free.
+    `worker` is the number of the actor that is asked; None for whichever is free.
     """
 
     method: str
@@ -45,7 +45,7 @@ class Request:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     pieces: Mapping[int | str, tuple[list[tuple[int, int]], str]] = field(default_factory=dict)
     stored: Sequence[Any] = ()
-    seat: int | None = None
+    worker: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ class _Batch:
         self.references: list[Any] = []
 
 
-class Seat:
-    """An actor. `hello` is a reference while it starts; afterwards it works on the first batch in `doing`."""
+class Worker:
+    """An actor. `starting` is a reference while it starts; afterwards it works on the first batch in `running`."""
 
     def __init__(self, handle: Any, number: int):
         """Take Ray's handle; the actor may still be starting."""
         self.handle = handle
         self.number = number
-        self.hello: Any = None
+        self.starting: Any = None
         self.gone = False
         self.since = 0.0  # when it began with the first batch
-        self.doing: deque[_Batch] = deque()
+        self.running: deque[_Batch] = deque()
 
 
 class Pool:
@@ -101,7 +101,7 @@ class Pool:
         `whole` says that each actor has a part of its own, so that the pool is lost with any of them.
         """
         self.name = name
-        self.seats = [Seat(handle, number) for number, handle in enumerate(handles)]
+        self.workers = [Worker(handle, number) for number, handle in enumerate(handles)]
         self._section = section
         self._needed = len(handles) if whole else 1
         self._description: Any = None
@@ -109,10 +109,10 @@ class Pool:
         self._queue: deque[_Batch] = deque()
         self._lock = threading.Lock()
         self._closed = ""  # why
-        self._heard = time.monotonic()
+        self._last_answer = time.monotonic()
         self._unanswered = 0
-        for seat in self.seats:
-            self._greet(seat)
+        for worker in self.workers:
+            self._probe(worker)
 
     def wait_until_ready(self, seconds: float) -> Any:
         """Return an actor's description of its judge (`actor.described`), once all have started or the time is over.
@@ -120,11 +120,11 @@ class Pool:
         PoolLost if none came, or not all of those that are needed; an error of loading the judge is raised as it was.
         """
         deadline = time.monotonic() + seconds
-        while any(seat.hello for seat in self.seats) and not self._closed and time.monotonic() < deadline:
+        while any(worker.starting for worker in self.workers) and not self._closed and time.monotonic() < deadline:
             self._advance(deadline)
         if self._failure:
             raise self._failure
-        ready = sum(not seat.gone and not seat.hello for seat in self.seats)
+        ready = sum(not worker.gone and not worker.starting for worker in self.workers)
         if ready >= max(self._needed, 1):
             return self._description
         if self._closed:
@@ -164,20 +164,20 @@ class Pool:
 
         self._closed = self._closed or "it was closed"
         gone = cluster.is_gone()  # Ray would wait for it to come back
-        for seat in self.seats:
-            seat.gone = True
+        for worker in self.workers:
+            worker.gone = True
             with suppress(Exception):
                 if not gone:
-                    ray.kill(seat.handle)
+                    ray.kill(worker.handle)
 
     def _advance(self, deadline: float) -> None:
         """Hand out batches, wait until something in flight is done or somebody must look around, and collect."""
         import ray
 
         with self._lock:
-            self._hand_out()
-            waiting = [seat.hello for seat in self.seats if seat.hello]
-            waiting += [batch.references[0] for seat in self.seats for batch in seat.doing]
+            self._dispatch()
+            waiting = [worker.starting for worker in self.workers if worker.starting]
+            waiting += [batch.references[0] for worker in self.workers for batch in worker.running]
         seconds = min(1.0, self._section.batch_timeout / 4 or 1.0, max(deadline - time.monotonic(), 0.0))
         done: set[Any] = set()
         if waiting:
@@ -189,78 +189,78 @@ class Pool:
         elif not self._closed:
             time.sleep(min(seconds, 0.05))
         with self._lock:
-            for seat in self.seats:
-                self._collect(seat, done)
+            for worker in self.workers:
+                self._collect(worker, done)
             self._look_around()
 
     # Below, the lock is held.
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         """Give waiting batches to the actors that have the fewest, or to the one that they ask for."""
         left: deque[_Batch] = deque()
         while self._queue:
             batch = self._queue.popleft()
-            asked = batch.request.seat
-            seats = [s for s in self.seats if not s.gone and not s.hello and asked in (None, s.number)]
-            free = [seat for seat in seats if len(seat.doing) < self._section.in_flight]
+            asked = batch.request.worker
+            workers = [s for s in self.workers if not s.gone and not s.starting and asked in (None, s.number)]
+            free = [worker for worker in workers if len(worker.running) < self._section.in_flight]
             if not batch.call.open:
                 continue
             if not free:
                 left.append(batch)
                 continue
-            self._send(batch, min(free, key=lambda seat: len(seat.doing)))
+            self._send(batch, min(free, key=lambda worker: len(worker.running)))
         self._queue = left
 
-    def _send(self, batch: _Batch, seat: Seat) -> None:
+    def _send(self, batch: _Batch, worker: Worker) -> None:
         asked = batch.request
-        if not seat.doing:
-            seat.since = time.monotonic()
+        if not worker.running:
+            worker.since = time.monotonic()
         fields = asked.method, list(asked.arguments), dict(asked.keywords), dict(asked.pieces)
         try:
-            batch.references = seat.handle.answer.options(num_returns=2).remote(*fields, *asked.stored)
-            seat.doing.append(batch)
+            batch.references = worker.handle.answer.options(num_returns=2).remote(*fields, *asked.stored)
+            worker.running.append(batch)
         except Exception as error:  # of a connection that is gone, or of an argument that cannot be pickled
             batch.call.error = batch.call.error or error
             if cluster.is_gone():
                 self._lose_all(f"the Ray cluster is gone: {cluster.first_line(error)}")
 
-    def _greet(self, seat: Seat) -> None:
+    def _probe(self, worker: Worker) -> None:
         """Ask an actor that is starting, or restarting, to say when it is ready: Ray repeats this until it is."""
         try:
-            seat.hello = seat.handle.describe.options(max_task_retries=-1).remote()
+            worker.starting = worker.handle.describe.options(max_task_retries=-1).remote()
         except Exception as error:
-            self._gone(seat, cluster.first_line(error))
+            self._gone(worker, cluster.first_line(error))
 
-    def _collect(self, seat: Seat, done: set[Any]) -> None:
-        """Take what a seat has answered; another caller may have been first."""
+    def _collect(self, worker: Worker, done: set[Any]) -> None:
+        """Take what a worker has answered; another caller may have been first."""
         import ray
 
-        if seat.hello in done and not seat.gone:
-            hello, seat.hello = seat.hello, None
-            self._heard, self._unanswered = time.monotonic(), 0
+        if worker.starting in done and not worker.gone:
+            starting, worker.starting = worker.starting, None
+            self._last_answer, self._unanswered = time.monotonic(), 0
             try:
-                kind, description = ray.get(hello)
+                kind, description = ray.get(starting)
             except Exception as error:
-                self._gone(seat, cluster.last_line(error))
+                self._gone(worker, cluster.last_line(error))
                 return
             if kind == "raised":
                 self._failure = self._failure or failure_of(description)
-                self._gone(seat, f"{description[1]}: {description[2]}")
+                self._gone(worker, f"{description[1]}: {description[2]}")
             else:
                 self._description = description
-        for batch in [batch for batch in seat.doing if batch.references[0] in done]:
-            self._heard, self._unanswered = time.monotonic(), 0
+        for batch in [batch for batch in worker.running if batch.references[0] in done]:
+            self._last_answer, self._unanswered = time.monotonic(), 0
             try:
                 kind, value = ray.get(batch.references[0])
             except ray.exceptions.RayTaskError as error:  # the actor lives but could not unpickle the request
                 batch.call.error = batch.call.error or error
             except Exception as error:
-                self._lost(seat, error)
+                self._lost(worker, error)
                 return
             else:
                 self._answered(batch, kind, value)
-            seat.doing.remove(batch)
-            seat.since = time.monotonic()
+            worker.running.remove(batch)
+            worker.since = time.monotonic()
 
     def _answered(self, batch: _Batch, kind: str, value: Any) -> None:
         call = batch.call
@@ -271,11 +271,11 @@ class Pool:
         else:
             call.answers[batch.place] = Answer(value)
 
-    def _lost(self, seat: Seat, failure: BaseException) -> None:
+    def _lost(self, worker: Worker, failure: BaseException) -> None:
         """An actor died: count it against the batch that it worked on, and give all of its batches to others."""
         reason = cluster.last_line(failure)
-        batches = list(seat.doing)
-        seat.doing.clear()
+        batches = list(worker.running)
+        worker.running.clear()
         batches[0].attempts += 1
         for batch in reversed(batches):
             if batch.attempts >= self._section.batch_attempts:
@@ -283,11 +283,11 @@ class Pool:
                 batch.call.error = batch.call.error or BatchLost(f"{self.name}: {spent}")
             else:
                 self._queue.appendleft(batch)
-        self._greet(seat)
+        self._probe(worker)
 
-    def _gone(self, seat: Seat, reason: str) -> None:
-        seat.gone = True
-        left = sum(not seat.gone for seat in self.seats)
+    def _gone(self, worker: Worker, reason: str) -> None:
+        worker.gone = True
+        left = sum(not worker.gone for worker in self.workers)
         if left < self._needed:
             self._lose_all(f"{'an actor is gone' if left else 'no actor is left; the last'}: {reason}")
 
@@ -300,13 +300,13 @@ class Pool:
 
         now = time.monotonic()
         limit = self._section.batch_timeout or math.inf
-        for seat in self.seats:
-            if seat.doing and now - seat.since > limit:
+        for worker in self.workers:
+            if worker.running and now - worker.since > limit:
                 with suppress(Exception):
-                    ray.kill(seat.handle, no_restart=False)
-                self._lost(seat, TimeoutError(f"no answer within {limit:g} s"))
-        if now - self._heard > _PROBE_EVERY and not self._closed:
-            self._heard = now
+                    ray.kill(worker.handle, no_restart=False)
+                self._lost(worker, TimeoutError(f"no answer within {limit:g} s"))
+        if now - self._last_answer > _PROBE_EVERY and not self._closed:
+            self._last_answer = now
             self._unanswered = self._unanswered + 1 if cluster.is_gone() else 0
             if self._unanswered >= _PROBES:
                 self._lose_all("the Ray cluster is gone: nothing answers there any more")

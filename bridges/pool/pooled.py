@@ -40,7 +40,7 @@ class PooledJudge:
         attributes, methods, _ = description
         vars(self).update({name: value for name, value in attributes.items() if name not in ("device", "close")})
         self._pool, self._methods, self._size, self._close = pool, frozenset(methods), size, close
-        self.placed = f"{len(pool.seats)} actors of a Ray cluster"
+        self.placed = f"{len(pool.workers)} actors of a Ray cluster"
         judge = f"{attributes['summary']}; " if "summary" in attributes else ""
         self.summary = f"{judge}{self.placed}, {size} rows at a time"
 

@@ -126,7 +126,7 @@ class RayBackend:
         with typed_errors(self._timeout):
             vectors = pool.ask([Request("encode", [batch]) for batch in queries.texts], self._timeout)
             asked = [queries._replace(texts=[]), argument, *(answer.value for answer in vectors)]
-            counted = [Request(method, asked, seat=seat.number) for seat in pool.seats]
+            counted = [Request(method, asked, worker=worker.number) for worker in pool.workers]
             return [answer.value for answer in pool.ask(counted, deadline - time.monotonic())]
 
     def reconnect(self) -> Pool:
@@ -327,14 +327,14 @@ def _look_up(service: str, timeout: float) -> Pool:
     with typed_errors(timeout):
         actors = (_find_actor(service, i) for i in itertools.count())
         pool = Pool(service, [*itertools.takewhile(bool, actors)], _LIMITS, whole=True)
-    if not pool.seats:
+    if not pool.workers:
         raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
     try:
         shards = _said(pool, timeout)["shards"]
     except ActorLost as error:  # it keeps its name until whoever started it ends
         raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
-    if len(pool.seats) < shards:
-        raise ServiceNotFound(not_found(service, f"shard {len(pool.seats)} of {shards} is gone"))
+    if len(pool.workers) < shards:
+        raise ServiceNotFound(not_found(service, f"shard {len(pool.workers)} of {shards} is gone"))
     return pool
 
 

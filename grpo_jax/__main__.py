@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from grpo_jax import evaluate, export, predict, recommend, report, train
-from grpo_jax.errors import UserError, guarded, leave, said, version
+from grpo_jax.errors import UserError, guarded, leave, short_name, version
 from grpo_jax.planning import PLAN
 
 _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
@@ -55,7 +55,7 @@ def _refuse(name: str) -> NoReturn:
         raise UserError("resume: say which run, as in resume runs/my_run")
     near = difflib.get_close_matches(name, _COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_COMMANDS)}"
-    raise UserError(f"{said(name)}: no such command; {hint}")
+    raise UserError(f"{short_name(name)}: no such command; {hint}")
 
 
 def command() -> NoReturn:

@@ -83,7 +83,7 @@ def is_own_doing(error: BaseException) -> bool:
     return not interrupt and not isinstance(error, StopRun | Stopped)
 
 
-def shown(value: object, most: int = 60) -> str:
+def short_repr(value: object, most: int = 60) -> str:
     """A value as an error line shows it: its repr, in so many characters at most."""
     try:
         text = repr(value)
@@ -92,10 +92,10 @@ def shown(value: object, most: int = 60) -> str:
     return _cut(text, most)
 
 
-def said(name: object, most: int = 80) -> str:
+def short_name(name: object, most: int = 80) -> str:
     """A name as an error line shows it: as it stands, where it is short and can be printed."""
     text = str(name)
-    return text if text.isprintable() and len(text) <= most else shown(text, most)
+    return text if text.isprintable() and len(text) <= most else short_repr(text, most)
 
 
 def _cut(text: str, most: int) -> str:
@@ -149,7 +149,7 @@ def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
         if name.startswith("--") and not any(one.startswith(name) for one in options):
             near = difflib.get_close_matches(name, options, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(options)}"
-            raise UserError(f"{said(name)}: no such option; {hint}")
+            raise UserError(f"{short_name(name)}: no such option; {hint}")
 
 
 def mend_streams() -> None:

@@ -23,7 +23,7 @@ from grpo_jax.errors import (
     leave,
     one_line,
     run_parser,
-    said,
+    short_name,
     with_common_options,
 )
 from grpo_jax.predict import make_rewriter, read_lines
@@ -75,7 +75,7 @@ def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy]:
     from grpo_jax.runs.policy import restore_policy, run_config
 
     if not hasattr(run_config(run_dir).task, "recommender"):
-        raise UserError(f"{said(str(run_dir))}: its task recommends nothing")
+        raise UserError(f"{short_name(str(run_dir))}: its task recommends nothing")
     config, policy, _ = restore_policy(run_dir, checkpoint)
     return config, policy
 

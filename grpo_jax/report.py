@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import UserError, carry_out, leave, plain_parser, said, with_common_options
+from grpo_jax.errors import UserError, carry_out, leave, plain_parser, short_name, with_common_options
 from grpo_jax.reports.completions import MEGABYTES
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def _report(options: argparse.Namespace) -> None:
     paths = [run.path.resolve() for run in runs]
     twice = next((name for name, path in zip(options.runs, paths, strict=True) if paths.count(path) > 1), None)
     if twice is not None:
-        raise UserError(f"{said(twice)}: named twice; a run is compared with others")
+        raise UserError(f"{short_name(twice)}: named twice; a run is compared with others")
     out = Path(options.out or (runs[0].report if len(runs) == 1 else "comparison.html"))
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise UserError(f"--out: expected a file in a folder that exists, got {said(out)}")
+        raise UserError(f"--out: expected a file in a folder that exists, got {short_name(out)}")
     if len(runs) == 1:
         write_report(out, runs[0], _display(runs[0]), megabytes=megabytes)
     else:
@@ -64,9 +64,9 @@ def _run(path: str) -> RunDirectory:
 
     run = RunDirectory(path)
     if not os.path.isfile(run.config):
-        raise UserError(f"{said(path)}: no config.yaml there; give the run directory of a training run")
+        raise UserError(f"{short_name(path)}: no config.yaml there; give the run directory of a training run")
     if not read_metrics(run.metrics):
-        raise UserError(f"{said(path)}: no metrics there yet (metrics.jsonl); it has not trained an iteration")
+        raise UserError(f"{short_name(path)}: no metrics there yet (metrics.jsonl); it has not trained an iteration")
     return run
 
 

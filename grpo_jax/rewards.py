@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Literal
 
 from grpo_jax.config.files import read_json
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 
 Unit = Literal["characters", "words", "tokens"]
 
@@ -130,7 +130,7 @@ def _lengths(texts: Sequence[str], ids: Sequence[Sequence[int]] | None, unit: st
             raise ValueError('unit "tokens" counts completion_ids, and there are none')
         return [len(one) for one in ids]
     if unit not in ("characters", "words"):
-        raise ValueError(f'unit must be "characters", "words" or "tokens", got {shown(unit)}')
+        raise ValueError(f'unit must be "characters", "words" or "tokens", got {short_repr(unit)}')
     return [len(text.strip()) if unit == "characters" else len(text.split()) for text in texts]
 
 
@@ -156,7 +156,7 @@ def exact_match(
     """
     form = re.compile(pattern, re.DOTALL)
     if pattern and not form.groups:
-        raise ValueError(f"pattern must have a group (…) around the answer, got {shown(pattern)}")
+        raise ValueError(f"pattern must have a group (…) around the answer, got {short_repr(pattern)}")
 
     def plain(value: object) -> str:
         text = " ".join(str(value).split())
@@ -210,7 +210,7 @@ def numeric_answer(
         expected = _number_of(str(right))
         number = _number_of(text)
         if expected is None:
-            raise ValueError(f"the answer {shown(right)} holds no single number; exact_match compares texts")
+            raise ValueError(f"the answer {short_repr(right)} holds no single number; exact_match compares texts")
         if number is None:
             return 0.0
         return float(number == expected or abs(number - expected) <= share * max(Decimal(1), abs(expected)))
@@ -268,11 +268,11 @@ def json_object(
         ValueError: It is a text, or there is no such type.
     """
     if isinstance(required, str):
-        raise ValueError(f"required: expected a list of keys, got {shown(required)}")
+        raise ValueError(f"required: expected a list of keys, got {short_repr(required)}")
     kinds = dict(required) if isinstance(required, Mapping) else dict.fromkeys(required, "")
     unknown = [kind for kind in kinds.values() if kind not in ("", *_TYPES)]
     if unknown:
-        raise ValueError(f"required: no type {shown(unknown[0], 20)} ({', '.join(_TYPES)})")
+        raise ValueError(f"required: no type {short_repr(unknown[0], 20)} ({', '.join(_TYPES)})")
 
     def fits(text: str) -> bool:
         fenced = _FENCE.fullmatch(text.strip())

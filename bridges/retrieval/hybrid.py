@@ -13,7 +13,7 @@ from scipy import sparse
 
 from bridges.retrieval.catalogue import Fingerprint, Index, open_index
 from bridges.retrieval.encoders import Encoder, Vectors, load_encoder
-from bridges.retrieval.local import asked, encoded
+from bridges.retrieval.local import encoded, query_vectors
 from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import (
     QUERIES,
@@ -35,7 +35,7 @@ class Space(NamedTuple):
 
     def similarities(self, queries: Queries, vectors: Vectors) -> np.ndarray:
         """Cosines f32 [B, N] of queries and items, from the vectors of the queries' distinct texts."""
-        found: Any = asked(queries, vectors, self.index.vectors, self.encoder.emphasis) @ self.index.vectors.T
+        found: Any = query_vectors(queries, vectors, self.index.vectors, self.encoder.emphasis) @ self.index.vectors.T
         return found.toarray() if sparse.issparse(found) else np.asarray(found)
 
 

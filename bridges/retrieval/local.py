@@ -20,7 +20,7 @@ def encoded(encoder: Encoder, queries: Queries) -> Vectors:
     return vectors
 
 
-def asked(queries: Queries, texts: Vectors, items: Vectors, emphasis: np.ndarray | None) -> Vectors:
+def query_vectors(queries: Queries, texts: Vectors, items: Vectors, emphasis: np.ndarray | None) -> Vectors:
     """Return unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E].
 
     `texts` are the vectors of the distinct texts, `items` f32 [N, E] those of the whole catalogue.
@@ -62,12 +62,14 @@ class Shard:
     def count(self, queries: Queries, vectors: Vectors, scale: Scale) -> Counts:
         """Counts of the part's items, from the vectors of the queries' distinct texts."""
         target_vectors = self._vectors[queries.targets]
-        wanted = asked(queries, vectors, self._vectors, self._emphasis)
+        wanted = query_vectors(queries, vectors, self._vectors, self._emphasis)
         return self._part.count(wanted, queries.targets, target_vectors, queries.exclude, scale)
 
     def nearest(self, queries: Queries, vectors: Vectors, count: int) -> Nearest:
         """The part's best items, from the vectors of the queries' distinct texts."""
-        return self._part.nearest(asked(queries, vectors, self._vectors, self._emphasis), queries.exclude, count)
+        return self._part.nearest(
+            query_vectors(queries, vectors, self._vectors, self._emphasis), queries.exclude, count
+        )
 
 
 class LocalBackend:

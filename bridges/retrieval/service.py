@@ -102,7 +102,7 @@ class RayBackend:
 
         `timeout` is seconds of one attempt, `address` the cluster to join where this one is gone, as in `connect`.
         """
-        said = _said(pool, timeout)
+        said = _describe(pool, timeout)
         self.items, self.encoder, self.fingerprint = said["items"], said["encoder"], Fingerprint(*said["fingerprint"])
         self._service = service
         self._pool: Pool | None = pool
@@ -242,7 +242,7 @@ def start_service(
     actors = start_actors(service, parts, actors_section, [_actor_name(service, i) for i in range(shards)])
     pool = Pool(service, actors, _LIMITS, whole=True)
     try:
-        _said(pool, _START_SECONDS)
+        _describe(pool, _START_SECONDS)
     except RetrievalError as error:
         pool.close()
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
@@ -330,7 +330,7 @@ def _look_up(service: str, timeout: float) -> Pool:
     if not pool.workers:
         raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
     try:
-        shards = _said(pool, timeout)["shards"]
+        shards = _describe(pool, timeout)["shards"]
     except ActorLost as error:  # it keeps its name until whoever started it ends
         raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
     if len(pool.workers) < shards:
@@ -338,7 +338,7 @@ def _look_up(service: str, timeout: float) -> Pool:
     return pool
 
 
-def _said(pool: Pool, seconds: float) -> dict[str, Any]:
+def _describe(pool: Pool, seconds: float) -> dict[str, Any]:
     """Description of the service by a shard, once all have loaded."""
     with typed_errors(seconds):
         return pool.wait_until_ready(seconds)[0]

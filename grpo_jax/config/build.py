@@ -17,7 +17,7 @@ from grpo_jax.config.fields import CLASSES, MAY_CHANGE, default_of, is_section, 
 from grpo_jax.config.files import Values, checked, read_yaml
 from grpo_jax.config.named import KEY, class_name, find_class, shared_holder
 from grpo_jax.config.other_names import TRL
-from grpo_jax.errors import UserError, said, shown
+from grpo_jax.errors import UserError, short_name, short_repr
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -43,7 +43,7 @@ class RawArgument(str):
 def complete(kind: type, values: Values, name: str = "") -> dict[str, Any]:
     """Return plain values of all fields of a dataclass in one shape: given ones, unknown ones and defaults."""
     if not isinstance(values, Mapping):
-        raise UserError(f"{said(name)}: expected a mapping of fields, got {shown(values)}")
+        raise UserError(f"{short_name(name)}: expected a mapping of fields, got {short_repr(values)}")
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
@@ -58,7 +58,7 @@ def complete(kind: type, values: Values, name: str = "") -> dict[str, Any]:
         else:
             objects = value.read(where) if isinstance(value, RawArgument) else value
             if not isinstance(objects, Mapping):
-                raise UserError(f"{where}: expected a mapping, got {shown(objects)}")
+                raise UserError(f"{where}: expected a mapping, got {short_repr(objects)}")
             result[field.name] = {
                 str(key): _plain_object(field, entry, join(where, str(key))) for key, entry in objects.items()
             }
@@ -81,7 +81,7 @@ def _plain(hint: Any, value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise UserError(f"{name}: expected names as keys, got {shown(key)}")
+                raise UserError(f"{name}: expected names as keys, got {short_repr(key)}")
         return {key: _plain(inner, entry, join(name, key)) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner, entry, f"{name}[{place}]") for place, entry in enumerate(value)]
@@ -125,7 +125,7 @@ def _read_argument(hint: Any, text: RawArgument, name: str) -> Any:
         return [RawArgument(part.strip()) for part in text.split(",")]
     if "," in text:
         example = "a list, such as '[one, two]' or '[\"one, with a comma\"]'"
-        raise UserError(f"{name}: expected {example}, got {shown(str(text))}")
+        raise UserError(f"{name}: expected {example}, got {short_repr(str(text))}")
     return [str(text)]
 
 
@@ -172,7 +172,7 @@ def build(kind: type[Section], values: Values, name: str = "") -> Section:
 
 def _make(kind: type[Section], values: Values, name: str, unknown: _UnknownField) -> Section:
     if not isinstance(values, Mapping):
-        raise UserError(f"{name}: expected a mapping of fields, got {shown(values)}")
+        raise UserError(f"{name}: expected a mapping of fields, got {short_repr(values)}")
     hints = get_type_hints(kind, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     mistakes = [unknown(name, key, value, [*fields]) for key, value in values.items() if key not in fields]
@@ -249,7 +249,7 @@ def _unknown(kind: type, values: Values, name: str, value: object, siblings: lis
     for part in reversed(path):
         place = TRL.get(part)
         if place and (place.stands_in(names) if place.fields else not same):
-            return f"{said(dotted)}: no such field; {place.hint}"
+            return f"{short_name(dotted)}: no such field; {place.hint}"
     if not section:
         return no_such_field(dotted, same or [*siblings, *names])
     if same and not difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.8):
@@ -262,7 +262,7 @@ def no_such_field(key: str, names: Iterable[str], section: str = "") -> str:
     names = [str(name) for name in names]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.55)
     hint = f"did you mean {join(section, near[0])}?" if near else f"there are: {listed(names)}"
-    return f"{said(join(section, key))}: no such field; {hint}"
+    return f"{short_name(join(section, key))}: no such field; {hint}"
 
 
 def require_known(key: str, names: Iterable[str], section: str = "") -> None:

@@ -18,7 +18,7 @@ from grpo_jax.config.files import DEEPEST, LONGEST, Values, read_text, read_yaml
 from grpo_jax.config.help import show_help
 from grpo_jax.config.named import KEY
 from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
-from grpo_jax.errors import UserError, said, shown
+from grpo_jax.errors import UserError, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
@@ -75,7 +75,7 @@ def find_config(name: str) -> Path:
     shipped = shipped_configs()
     if bare and stem in shipped:
         return shipped[stem]
-    raise UserError(f"--config {said(name)}: no such file; configs that ship with grpo_jax: {listed(shipped)}")
+    raise UserError(f"--config {short_name(name)}: no such file; configs that ship with grpo_jax: {listed(shipped)}")
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -93,7 +93,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     if not isinstance(values, Mapping):
-        came = "nothing: the file is empty" if values is None else shown(values)
+        came = "nothing: the file is empty" if values is None else short_repr(values)
         raise UserError(f"{path}: expected sections and fields, got {came}")
     return dict(values)
 
@@ -110,7 +110,7 @@ def _default_files(values: Mapping[str, str], task: str | None, helping: bool) -
         if run_dir is None:
             raise UserError("--resume: say which run with --run_dir DIR")
         if not os.path.isfile(Path(run_dir) / "config.yaml"):
-            raise UserError(f"--resume: {said(run_dir)} holds no run (no config.yaml); start it without --resume")
+            raise UserError(f"--resume: {short_name(run_dir)} holds no run (no config.yaml); start it without --resume")
         return [Path(run_dir) / "config.yaml"]
     default = DEFAULT_CONFIG if task is None else find_task(task).default_config
     return [] if default is None else [find_config(default)]
@@ -124,7 +124,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         _check_argument(argument, f"{argument}{equals}{value}")
         name = "--help" if argument == "-h" else argument
         if not name.startswith("--"):
-            raise UserError(f"{said(argument)}: expected an option, such as --config FILE")
+            raise UserError(f"{short_name(argument)}: expected an option, such as --config FILE")
         if not equals and name == "--help":
             value = pending.pop(0) if pending and not pending[0].startswith("-") else ""
         elif not equals and name in FLAGS:
@@ -145,14 +145,14 @@ def _check_argument(name: str, text: str) -> None:
     try:
         require_text(text)
     except ValueError as error:
-        raise UserError(f"{shown(name)}: {error}") from error
+        raise UserError(f"{short_repr(name)}: {error}") from error
     if name.startswith("--") and name.count(".") > DEEPEST:
-        raise UserError(f"{shown(name)}: no such field")
+        raise UserError(f"{short_repr(name)}: no such field")
 
 
 def _without_value(argument: str) -> str:
     near = difflib.get_close_matches(argument, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)
-    return f"{said(argument)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
+    return f"{short_name(argument)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
 
 
 def _with_class(values: Values, place: Sequence[str], kind: str) -> dict[str, Any]:
@@ -194,14 +194,14 @@ def _placed(values: Values, path: Sequence[str], text: RawArgument, *, adding: b
     below = values.get(first)
     value: Any = text
     if rest and isinstance(below, list):
-        value = _placed_in_list(below, rest, text, f"--{said('.'.join([first, rest[0]]))}", adding=adding)
+        value = _placed_in_list(below, rest, text, f"--{short_name('.'.join([first, rest[0]]))}", adding=adding)
     elif rest:
         value = _placed(below if isinstance(below, Mapping) else {}, rest, text, adding=adding)
     elif adding:
         entries = text.read(first)
         below = below.read(first) if isinstance(below, RawArgument) else below
         if not isinstance(below, list | None):
-            raise UserError(f"--{said(first)}+: it adds to a list, which this field is not; leave out the +")
+            raise UserError(f"--{short_name(first)}+: it adds to a list, which this field is not; leave out the +")
         value = [*(below or []), *(entries if isinstance(entries, list) else [entries])]
     elif isinstance(below, Mapping) and isinstance(fields := text.read(first), Mapping):
         value = merged(below, fields)
@@ -217,6 +217,6 @@ def _placed_in_list(
     if number not in numbered:
         raise UserError(f"{name}: no such entry; the list has {len(entries)}, counted from 0")
     if rest and not isinstance(numbered[number], Mapping):
-        raise UserError(f"{name}: this entry has no fields, got {shown(numbered[number])}")
+        raise UserError(f"{name}: this entry has no fields, got {short_repr(numbered[number])}")
     placed = _placed(numbered[number], rest, text, adding=adding) if rest else text
     return [*{**numbered, number: placed}.values()]

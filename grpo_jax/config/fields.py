@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from grpo_jax.errors import UserError, said, shown
+from grpo_jax.errors import UserError, short_name, short_repr
 
 MAY_CHANGE, CLASSES, SHARED = "may_change", "classes", "shared"
 """Keys of a field's metadata."""
@@ -56,7 +56,7 @@ _EXPECTED = {
 def require(condition: bool, name: str, expected: str, came: object) -> None:
     """Raise UserError naming the field, what was expected and what came, unless `condition` holds."""
     if not condition:
-        raise UserError(f"{name}: expected {expected}, got {shown(came)}")
+        raise UserError(f"{name}: expected {expected}, got {short_repr(came)}")
 
 
 def check_ranges(section: object, name: str) -> None:
@@ -85,7 +85,7 @@ def typed(hint: Any, value: Any, name: str) -> Any:
     The UserError has a line for each mistake: where, what was expected, what came.
     """
     try:
-        return _adapter(hint).validate_json(json.dumps(value, default=shown))
+        return _adapter(hint).validate_json(json.dumps(value, default=short_repr))
     except ValidationError as error:
         lines: dict[str, str] = {}
         for mistake in error.errors(include_url=False):
@@ -99,7 +99,7 @@ def typed(hint: Any, value: Any, name: str) -> Any:
                     where = join(where, part)
                     inner = inner[part]
             # Of the members of a union, what the first one says.
-            lines.setdefault(where, f"{where}: expected {_expected(mistake)}, got {shown(mistake['input'])}")
+            lines.setdefault(where, f"{where}: expected {_expected(mistake)}, got {short_repr(mistake['input'])}")
         raise UserError(*lines.values()) from error
 
 
@@ -117,7 +117,7 @@ def _expected(mistake: ErrorDetails) -> str:
         near = difflib.get_close_matches(str(came), names, n=1)
         return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
     if mistake["type"] == "list_type" and isinstance(came, str | int | float):
-        return f"a list, such as [{said(came)}]"
+        return f"a list, such as [{short_name(came)}]"
     expected = _EXPECTED.get(mistake["type"])
     if expected is None:
         return mistake["msg"].removeprefix("Input should be ")

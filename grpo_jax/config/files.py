@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_jax.errors import UserError, said, shown
+from grpo_jax.errors import UserError, short_name, short_repr
 
 if TYPE_CHECKING:
     import yaml
@@ -81,11 +81,11 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     try:
         return read_bytes(path, most).decode("utf-8-sig")
     except OSError as error:
-        raise UserError(f"{said(path, 200)}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{short_name(path, 200)}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{said(path, 200)}: not UTF-8 text; save it as UTF-8") from error
+        raise UserError(f"{short_name(path, 200)}: not UTF-8 text; save it as UTF-8") from error
     except ValueError as error:
-        raise UserError(f"{said(path, 200)}: cannot be read ({error})") from error
+        raise UserError(f"{short_name(path, 200)}: cannot be read ({error})") from error
 
 
 def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
@@ -95,7 +95,7 @@ def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ign
         return parse_json(text, kind)
     except ValueError as error:
         raise UserError(
-            f"{said(path, 200)}: cannot be read ({error}); copy it again from where it came, or make it anew"
+            f"{short_name(path, 200)}: cannot be read ({error}); copy it again from where it came, or make it anew"
         ) from error
 
 
@@ -109,7 +109,7 @@ def parse_json(text: str | bytes, kind: type[Value] = dict) -> Value:  # type: i
         raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from error
     _require_depth(value, _DEEPEST_WRITTEN)
     if not isinstance(value, kind):
-        raise ValueError(f"expected a JSON {_JSON_TYPES.get(kind, kind.__name__)}, got {shown(value)}")
+        raise ValueError(f"expected a JSON {_JSON_TYPES.get(kind, kind.__name__)}, got {short_repr(value)}")
     return value
 
 
@@ -180,7 +180,7 @@ def _refuse_twice(node: yaml.MappingNode) -> None:
     seen = set()
     for key, _ in node.value:
         if isinstance(key.value, str) and (key.tag, key.value) in seen:
-            raise _Refused(f"line {key.start_mark.line + 1}: {shown(key.value)} stands twice in one section")
+            raise _Refused(f"line {key.start_mark.line + 1}: {short_repr(key.value)} stands twice in one section")
         seen.add((key.tag, key.value if isinstance(key.value, str) else id(key)))
 
 
@@ -205,7 +205,7 @@ def _object(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     values: dict[str, object] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"{shown(key)} stands twice in one object")
+            raise ValueError(f"{short_repr(key)} stands twice in one object")
         values[key] = value
     return values
 
@@ -219,7 +219,7 @@ def _whole(digits: str) -> int:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{shown(digits)} is too large a number")
+        raise ValueError(f"{short_repr(digits)} is too large a number")
     return value
 
 
@@ -239,7 +239,7 @@ def checked(value: Any, *, whole: int | None = 2**63, depth: int = 0) -> Any:
     if isinstance(value, str):
         require_text(value)
     elif isinstance(value, int) and whole is not None and not -whole <= value < whole:
-        raise ValueError(f"{shown(value)} is a whole number beyond 64 bits")
+        raise ValueError(f"{short_repr(value)} is a whole number beyond 64 bits")
     elif isinstance(value, Mapping):
         for key, entry in value.items():
             checked(key, whole=whole, depth=depth + 1)
@@ -248,15 +248,17 @@ def checked(value: Any, *, whole: int | None = 2**63, depth: int = 0) -> Any:
         for entry in value:
             checked(entry, whole=whole, depth=depth + 1)
     elif not isinstance(value, int | float | None):
-        raise ValueError(f"{shown(value)} is read as a {type(value).__name__}: put it in quotes for text")
+        raise ValueError(f"{short_repr(value)} is read as a {type(value).__name__}: put it in quotes for text")
     return value
 
 
 def require_text(text: str) -> None:
     """Raise ValueError for text with NUL or half a character, which no file, path or tokenizer takes."""
     if "\0" in text:
-        raise ValueError(f"{shown(text)} holds a NUL character")
+        raise ValueError(f"{short_repr(text)} holds a NUL character")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{shown(text)} holds half a character (a lone surrogate): it is not Unicode text") from None
+        raise ValueError(
+            f"{short_repr(text)} holds half a character (a lone surrogate): it is not Unicode text"
+        ) from None

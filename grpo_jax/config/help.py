@@ -122,8 +122,8 @@ def _overview(screen: Screen, sections: Sequence[Section], values: Values) -> st
             "",
             "Used most, with the values in force:",
             _row("--config", "FILE", "YAML file or name of a shipped config; several are laid over each other"),
-            _row("--task", _brief(options["task"].value), f"{', '.join(options['task'].names)}, …"),
-            *(_row(f"--{option.name}", _brief(option.value), clause(option.line)) for option in used),
+            _row("--task", _short_default(options["task"].value), f"{', '.join(options['task'].names)}, …"),
+            *(_row(f"--{option.name}", _short_default(option.value), clause(option.line)) for option in used),
             _row("--print_config", "", "print the config in force as YAML, and stop"),
             "",
             "Sections (--help SECTION and --help SECTION.FIELD say more, --help all everything; --config and",
@@ -135,7 +135,7 @@ def _overview(screen: Screen, sections: Sequence[Section], values: Values) -> st
     )
 
 
-def _brief(value: object) -> str:
+def _short_default(value: object) -> str:
     return f"[{len(value)} entries]" if isinstance(value, list) and value else spelled(value, _VALUES)
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_jax.config.fields import SHARED
-from grpo_jax.errors import Stopped, UserError, extras_named, one_line, shown
+from grpo_jax.errors import Stopped, UserError, extras_named, one_line, short_repr
 
 KEY = "kind"
 """The key beside an object's fields that says its class."""
@@ -32,7 +32,7 @@ def find_class(name: str, places: Sequence[str], what: str) -> type:
         what: Its name in errors.
     """
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-        raise UserError(f"{what}: expected a name, package.module:Class or file.py:Class, got {shown(name)}")
+        raise UserError(f"{what}: expected a name, package.module:Class or file.py:Class, got {short_repr(name)}")
     place, _, wanted = name.partition(":")
     if place.isidentifier() and not wanted:
         module = _built_in(place, places, what)

@@ -24,7 +24,7 @@ from grpo_jax.config.sections import (
     TrainingSection,
     WarmStartSection,
 )
-from grpo_jax.errors import UserError, shown
+from grpo_jax.errors import UserError, short_repr
 
 TASKS = ("grpo_jax.tasks.{}.task", "grpo_jax.tasks.{}_task")
 """Where the tasks lie that ship with the package: a folder, or a module."""
@@ -224,7 +224,7 @@ def with_defaults(values: Values) -> dict[str, Any]:
     task = values.get("task")
     task = {KEY: task} if isinstance(task, str) else task
     if not isinstance(task, Mapping) or KEY not in task:
-        raise UserError(f"task: expected the name of a task, got {shown(task)}")
+        raise UserError(f"task: expected the name of a task, got {short_repr(task)}")
     kind = find_task(task[KEY])
     refuse_renamed(values, kind.renamed)
     return merged(kind.defaults, _without_sampler_devices(values), {"task": task})
@@ -237,7 +237,7 @@ def _without_sampler_devices(values: Values) -> Values:
     if policy["sampler_devices"] != "shared":
         raise UserError(
             "policy.sampler_devices: expected no such field, the sampler always shares the policy's devices; "
-            f"got {shown(policy['sampler_devices'])}"
+            f"got {short_repr(policy['sampler_devices'])}"
         )
     return {**values, "policy": {name: value for name, value in policy.items() if name != "sampler_devices"}}
 

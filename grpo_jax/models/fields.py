@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 
 Fields = Mapping[str, Any]
 """The contents of a ``config.json``, or of a table in it."""
@@ -86,7 +86,7 @@ def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> N
     for name, kind in kinds.items():
         value = fields.get(name)
         if value is not None and not kind.holds(value):
-            raise ValueError(f"{where}{name}: expected {kind.words}, got {shown(value)}")
+            raise ValueError(f"{where}{name}: expected {kind.words}, got {short_repr(value)}")
 
 
 def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
@@ -94,7 +94,7 @@ def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model
     for name, values in neutral.items():
         value = fields.get(name)
         if value is not None and value not in values:
-            raise ValueError(f"{name}={shown(value)} is not supported for model_type {model_type!r}")
+            raise ValueError(f"{name}={short_repr(value)} is not supported for model_type {model_type!r}")
 
 
 def not_null(fields: Fields) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 
 SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
@@ -148,7 +148,7 @@ def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "default" if kind in plain else kind
     if kind not in SCALINGS:
-        raise ValueError(f"rope type {shown(kind)} is not supported; supported: {', '.join(SCALINGS)}")
+        raise ValueError(f"rope type {short_repr(kind)} is not supported; supported: {', '.join(SCALINGS)}")
     if kind == "default":
         return RopeConfig(theta=float(theta))
     original = (

@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
-from grpo_jax.errors import UserError, shown
+from grpo_jax.errors import UserError, short_repr
 from grpo_jax.models import hf
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
@@ -274,7 +274,7 @@ def read_shape(path: str) -> ModelConfig:
     elif path in PUBLISHED_POLICIES:
         raw = PUBLISHED_POLICIES[path]
     elif os.path.isdir(folder) or path.count("/") != 1:
-        raise UserError(f"policy.path: expected a folder with config.json or a hub id, got {shown(path, 120)}")
+        raise UserError(f"policy.path: expected a folder with config.json or a hub id, got {short_repr(path, 120)}")
     else:
         raw = read_json(_download_config(path))
     return hf.model_config(folder, raw)

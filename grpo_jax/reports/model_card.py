@@ -75,12 +75,12 @@ def model_card(
 
 def _rewards(config: Config) -> str:
 
-    def told(reward: RewardSection) -> str:
+    def reward_text(reward: RewardSection) -> str:
         text = f"{reward.called} (weight {reward.weight:g})"
         waits = reward.condition_on not in (None, "none")
         return f"{text}, where {reward.condition_on} ≥ {reward.threshold:g}" if waits else text
 
-    return ", ".join(map(told, config.rewards)) or "the task's own"
+    return ", ".join(map(reward_text, config.rewards)) or "the task's own"
 
 
 def _judges(config: Config) -> list[tuple[str, str]]:

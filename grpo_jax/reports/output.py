@@ -153,7 +153,7 @@ class RunOutput:
         try:
             with suppress(UserError):  # the disk may be what failed
                 if error is not None:
-                    self.console.record(_told(error))
+                    self.console.record(_error_text(error))
                 self.close()
             if kind is not None and not self.directory.holds_checkpoint():
                 self.directory.take_back()
@@ -165,7 +165,7 @@ class RunOutput:
         self._show = None
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, UserError | StageError):

@@ -16,7 +16,7 @@ from grpo_jax.config.build import require_known
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
-from grpo_jax.errors import UserError, is_own_doing, one_line, said
+from grpo_jax.errors import UserError, is_own_doing, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS
 from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.rewards import (
@@ -339,8 +339,8 @@ class _Resolver(NamedTuple):
 def _refuse(name: str, source: TaskRewards, where: str) -> None:
     if os.path.isdir(name):
         raise UserError(
-            f"{where}: {said(name)} is a folder: a reward model is a judge, --judges.NAME sequence_classification "
-            "--judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
+            f"{where}: {short_name(name)} is a folder: a reward model is a judge, --judges.NAME "
+            "sequence_classification --judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
         )
     measures = source.watched if where == "watch" else ()  # of those that follow a pattern, examples
     names = ", ".join(sorted({*source.functions, *measures})) or "no reward of its own"

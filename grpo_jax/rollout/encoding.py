@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_jax.config.files import read_json
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError, shown
+from grpo_jax.errors import UserError, short_repr
 from grpo_jax.models.hf.chat import (
     PICTURE,
     Fixed,
@@ -120,7 +120,7 @@ def make_encode(
             pictures = f", {sum(lengths)} of them for pictures" if lengths else ""
             smaller = " (or lower data.picture_size)" if lengths else ""
             raise UserError(
-                f"prompt {shown(row.prompt)} takes {len(ids)} tokens with its instruction{pictures}; "
+                f"prompt {short_repr(row.prompt)} takes {len(ids)} tokens with its instruction{pictures}; "
                 f"data.max_prompt_tokens is {section.max_prompt_tokens}: shorten it or raise the limit{smaller}"
             )
         positions = len(ids) + completion_tokens
@@ -128,7 +128,7 @@ def make_encode(
             positions += sum(max(grid) // vision.merge for grid in grids) - sum(lengths)
         if context_length is not None and positions > context_length:
             raise UserError(
-                f"prompt {shown(row.prompt)} takes {len(ids)} tokens, and what is written behind it up to "
+                f"prompt {short_repr(row.prompt)} takes {len(ids)} tokens, and what is written behind it up to "
                 f"{completion_tokens}: {positions} positions, and the policy has {context_length} "
                 "(max_position_embeddings in its config.json): lower sampling.max_new_tokens or shorten the prompt"
             )
@@ -180,7 +180,7 @@ def _require_prompts_in_tokens(
         texts = " ".join([row.prompt, *(message.text for message in row.messages)])
         different[" ".join(unicodedata.normalize("NFKC", texts).casefold().split())] = row.prompt
     if len(different) > 1 and len({tuple(ids) for _, ids in encoded}) == 1:
-        one, other = map(shown, list(different.values())[:2])
+        one, other = map(short_repr, list(different.values())[:2])
         raise UserError(
             f"{where} makes the same {len(encoded[0][1])} tokens of all prompts, of {one} as of {other}: {mend}"
         )
@@ -192,7 +192,7 @@ def _require_prompts_in_tokens(
     for row, ids in plain:
         if ids == without_prompt:
             raise UserError(
-                f"{where} makes no token of the prompt {shown(row.prompt)}: {mend}, or leave the prompt out"
+                f"{where} makes no token of the prompt {short_repr(row.prompt)}: {mend}, or leave the prompt out"
             )
 
 
@@ -294,7 +294,9 @@ def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
     """Refuse a name of data.tools that is no column of any row."""
     column = section.tools
     if isinstance(column, str) and column and not any(column in row.columns for row in rows):
-        raise UserError(f"data.tools: expected a list of JSON schemas or a column of the data, got {shown(column)}")
+        raise UserError(
+            f"data.tools: expected a list of JSON schemas or a column of the data, got {short_repr(column)}"
+        )
 
 
 def tell_system_prompt(
@@ -309,7 +311,10 @@ def tell_system_prompt(
         return
     default = default_system_prompt(tokenizer, **section.template_options)
     if default:
-        say("template", f"tells the policy {shown(default, 100)} before each prompt; data.system_prompt replaces it")
+        say(
+            "template",
+            f"tells the policy {short_repr(default, 100)} before each prompt; data.system_prompt replaces it",
+        )
 
 
 def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
@@ -356,7 +361,7 @@ def _tools_of(row: Row, column: str) -> str:
         return ""
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise UserError(
-            f"row {row.id}, data.tools: column {column!r} must hold a list of JSON schemas, got {shown(tools, 40)}"
+            f"row {row.id}, data.tools: column {column!r} must hold a list of JSON schemas, got {short_repr(tools, 40)}"
         )
     return json.dumps(_without_none([*tools]))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from grpo_jax.errors import UserError, one_line, said, shown
+from grpo_jax.errors import UserError, one_line, short_name, short_repr
 
 if TYPE_CHECKING:
     import pyarrow
@@ -64,7 +64,7 @@ def source_of(value: object, base: Path | None) -> Source:
         held = (value.get(name) for name in ("bytes", "base64", "image", "url", "path"))
         inner = next((entry for entry in held if entry is not None), None)
         if inner is None:
-            raise ValueError(f'a picture as {{…}} needs "bytes" or "path", got {shown(dict(value), 40)}')
+            raise ValueError(f'a picture as {{…}} needs "bytes" or "path", got {short_repr(dict(value), 40)}')
         return source_of(inner, base)
     if isinstance(value, File):
         return value
@@ -81,15 +81,15 @@ def source_of(value: object, base: Path | None) -> Source:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         _check_array(value)
         return value
-    raise ValueError(f"a picture is given as a path, as base64 text or as {{'bytes': …}}, got {shown(value, 40)}")
+    raise ValueError(f"a picture is given as a path, as base64 text or as {{'bytes': …}}, got {short_repr(value, 40)}")
 
 
 def _from_text(text: str, base: Path | None) -> File | bytes:
     head, _, data = text.partition(",") if text.startswith("data:") else ("", "", text)
     if head and not head.endswith(";base64"):
-        raise ValueError(f"a data URL must be base64 (data:image/png;base64,…), got {shown(head, 40)}")
+        raise ValueError(f"a data URL must be base64 (data:image/png;base64,…), got {short_repr(head, 40)}")
     if not head and _WEB.match(text):
-        raise ValueError(f"{said(text, 60)}: pictures are not fetched; download them and give their paths")
+        raise ValueError(f"{short_name(text, 60)}: pictures are not fetched; download them and give their paths")
     if not head and not _BASE64.fullmatch(text):
         return _file(text.removeprefix("file://"), base)
     try:
@@ -103,7 +103,7 @@ def _file(name: str, base: Path | None) -> File:
     path = Path(os.path.expanduser(name))
     path = path if base is None or path.is_absolute() else base / path
     if not name or not os.path.isfile(path):
-        raise ValueError(f"there is no picture {said(path) if name else 'without a name'}")
+        raise ValueError(f"there is no picture {short_name(path) if name else 'without a name'}")
     return File(path, name)
 
 
@@ -280,7 +280,7 @@ def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]
             if isinstance(source, File):
                 cut = len(source.name) > _NAME_CHARACTERS
                 name = f"…{source.name[1 - _NAME_CHARACTERS :]}" if cut else source.name
-                which = f"{which} {said(name, _NAME_CHARACTERS)}"
+                which = f"{which} {short_name(name, _NAME_CHARACTERS)}"
             raise UserError(f"row {row.id}, {which}: {error}") from error
     return results
 

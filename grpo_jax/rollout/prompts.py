@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_jax.config.files import require_text
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError, said, shown
+from grpo_jax.errors import UserError, short_name, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message
 from grpo_jax.rollout.data import (
     PICTURE_MARK,
@@ -141,7 +141,7 @@ def builtin_rows(name: str) -> tuple[Row, ...]:
     tier = name.partition(":")[2]
     if tier and tier not in TIERS:
         choices = ", ".join(f"builtin:{name}" for name in TIERS)
-        raise UserError(f"no built-in prompts called {shown(name)}: choose builtin, {choices}")
+        raise UserError(f"no built-in prompts called {short_repr(name)}: choose builtin, {choices}")
     text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
     rows, heading = [], ""
     for line in text.splitlines():
@@ -164,12 +164,12 @@ def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | N
     """Return a record's row and split, or raise ValueError; paths of its pictures are relative to `base`."""
     nameless = [name for name in record if not isinstance(name, str)]
     if nameless:
-        raise ValueError(f"a column's name must be text, got {shown(nameless[0])}")
+        raise ValueError(f"a column's name must be text, got {short_repr(nameless[0])}")
     split = record.pop("split", None)
     if split is not None and not (isinstance(split, str) and split in SPLITS):
-        raise ValueError(f'"split" must be one of {", ".join(SPLITS)}, got {shown(split)}')
+        raise ValueError(f'"split" must be one of {", ".join(SPLITS)}, got {short_repr(split)}')
     if "prompt" not in record:
-        raise ValueError(f'no "prompt" (it has {", ".join(map(shown, list(record)[:3])) or "nothing"})')
+        raise ValueError(f'no "prompt" (it has {", ".join(map(short_repr, list(record)[:3])) or "nothing"})')
     pictures = take_pictures(record, base)
     prompt = read_prompt(record.pop("prompt"), pictures, base)
     clashes = [name for name in RESERVED_COLUMNS if name in record]
@@ -249,7 +249,7 @@ def _read_message(number: int, message: object, base: Path | None) -> tuple[str,
     where = f'"prompt", message {number}'
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         expected = f'{{"role": {" | ".join(ROLES)}, "content": …}}'
-        raise ValueError(f"{where}: expected {expected}, got {shown(message, 40)}")
+        raise ValueError(f"{where}: expected {expected}, got {short_repr(message, 40)}")
     content = message.get("content")
     if not isinstance(content, str | list | tuple):
         raise ValueError(f"{where}: content must be text or a list of parts, got {type(content).__name__}")
@@ -267,11 +267,11 @@ def _read_part(part: object, base: Path | None) -> str | _Picture:
     if kind == "text":
         text = part if isinstance(part, str) else fields.get("text")
         if not isinstance(text, str):
-            raise ValueError(f'a part of type "text" holds no text, got {shown(text, 40)}')
+            raise ValueError(f'a part of type "text" holds no text, got {short_repr(text, 40)}')
         require_text(text)
         return text
     if kind not in ("image", "image_url"):
-        raise ValueError(f'a part must be of type "text" or "image", got {shown(kind or part, 40)}')
+        raise ValueError(f'a part must be of type "text" or "image", got {short_repr(kind or part, 40)}')
     picture = next((fields[name] for name in _PICTURE_KEYS if fields.get(name) is not None), None)
     return _Picture(None if picture is None else source_of(picture, base))
 
@@ -363,7 +363,7 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
         try:
             return parse(record, number)[0]
         except ValueError as error:
-            where = f"{said(subject)}: {records.unit} {number}"
+            where = f"{short_name(subject)}: {records.unit} {number}"
             raise UserError(f"{where}: {error}; it has changed since it was read") from error
 
     rows = Rows(make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES))
@@ -375,13 +375,13 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
 
 def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: str) -> None:
     """Raise UserError where no record has a prompt, or a column that the config names."""
-    has = f"{said(subject)} has {shown(', '.join(names), 120)}"
+    has = f"{short_name(subject)} has {short_repr(', '.join(names), 120)}"
     for new, old in columns.items():
         if old not in names:
-            raise UserError(f"data.columns.{new}: no such column, {shown(old)}; {has}")
+            raise UserError(f"data.columns.{new}: no such column, {short_repr(old)}; {has}")
     if "prompt" not in columns and "prompt" not in names:
         prompt = next((name for name in _PROMPT_COLUMNS if name in names), names[0])
-        raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {said(prompt)}')
+        raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {short_name(prompt)}')
 
 
 def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: list[str]) -> None:
@@ -425,7 +425,7 @@ def _separate_files(scanned: Mapping[str, _Scanned]) -> PromptSet:
         ranks, _ = groups_of(np.concatenate([before, digests]))
         same = np.flatnonzero(np.isin(ranks[len(before) :], ranks[: len(before)]))
         if same.size:
-            example = shown(rows[int(same[0])].prompt)
+            example = short_repr(rows[int(same[0])].prompt)
             raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
         before = np.concatenate([before, digests])
         parts[part] = rows.numbered_from(first)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.config.files import checked, read_bytes, read_json
-from grpo_jax.errors import UserError, one_line, said
+from grpo_jax.errors import UserError, one_line, short_name
 
 HUB = "hub:"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -77,7 +77,7 @@ def read_records(place: str) -> Records:
     if kind in _TEXT_KINDS:
         return read_lines(path, (lambda text: {"prompt": text}) if kind == ".txt" else _object)
     raise UserError(
-        f"{said(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
+        f"{short_name(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
         f"folder, from {HUB}OWNER/NAME, or from builtin[:TIER]"
     )
 
@@ -128,11 +128,11 @@ def _sheet(path: Path, delimiter: str) -> Records:
         ends.append(reader.line_num)
         ends.extend(reader.line_num for _ in reader)
     except csv.Error as error:
-        raise UserError(f"{said(path)}: line {reader.line_num}: {one_line(error)}") from error
+        raise UserError(f"{short_name(path)}: line {reader.line_num}: {one_line(error)}") from error
     except UnicodeDecodeError:
-        raise UserError(f"{said(path)}: not UTF-8 text; save it as UTF-8") from None
+        raise UserError(f"{short_name(path)}: not UTF-8 text; save it as UTF-8") from None
     if len(set(heading)) != len(heading):
-        raise UserError(f"{said(path)}: its first line names a column twice; it must name each one once")
+        raise UserError(f"{short_name(path)}: its first line names a column twice; it must name each one once")
 
     def record(cells: list[str]) -> Record:
         if len(cells) > len(heading):
@@ -156,10 +156,10 @@ def _content(path: Path) -> bytes | mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise UserError(f"{said(path)} does not exist: give a .jsonl, .csv or .txt file with prompts") from None
+        raise UserError(f"{short_name(path)} does not exist: give a .jsonl, .csv or .txt file with prompts") from None
     except (OSError, ValueError) as error:  # NUL in a path is a ValueError
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{said(path)} cannot be read: {reason}") from None
+        raise UserError(f"{short_name(path)} cannot be read: {reason}") from None
 
 
 def _line_starts(path: Path, content: bytes | mmap.mmap) -> array[int]:
@@ -171,7 +171,7 @@ def _line_starts(path: Path, content: bytes | mmap.mmap) -> array[int]:
         starts.append(len(content))
     for number, (start, end) in enumerate(itertools.pairwise(starts), 1):
         if end - start > _LONGEST:
-            where = f"{said(path)}: line {number}"
+            where = f"{short_name(path)}: line {number}"
             raise UserError(f"{where} is longer than {_LONGEST >> 20} MB; a row has a line of its own")
     return starts
 
@@ -194,14 +194,16 @@ def _table(path: Path) -> Records:
     if not os.path.isdir(path):
         return _loaded(lambda: datasets.load_dataset("parquet", data_files=file, split="train"), path, path.parent)
     if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        raise UserError(f"{said(path)} is a folder without prompts: give a file, or what Dataset.save_to_disk wrote")
+        raise UserError(
+            f"{short_name(path)} is a folder without prompts: give a file, or what Dataset.save_to_disk wrote"
+        )
     return _loaded(lambda: datasets.load_from_disk(str(path)), path, path.parent)
 
 
 def _hub(place: str) -> Records:
     name, config, split, *more = [*place.removeprefix(HUB).split(":"), "", ""]
     if not name or any(more):
-        raise UserError(f"{said(place)}: expected {HUB}OWNER/NAME, with :CONFIG or :CONFIG:SPLIT behind it")
+        raise UserError(f"{short_name(place)}: expected {HUB}OWNER/NAME, with :CONFIG or :CONFIG:SPLIT behind it")
     import datasets
 
     return _loaded(lambda: datasets.load_dataset(name, config or None, split=split or None), place, None)
@@ -215,11 +217,11 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
     try:
         records = dataset_records(load(), str(subject), base)
     except Exception as error:  # of the network, of the hub, of pyarrow, of its own
-        raise UserError(f"{said(subject)} cannot be loaded: {one_line(error.__cause__ or error, 150)}") from error
+        raise UserError(f"{short_name(subject)} cannot be loaded: {one_line(error.__cause__ or error, 150)}") from error
     finally:
         datasets.logging.set_verbosity(level)
     if records is None:
-        raise UserError(f"{said(subject)} cannot be loaded: it has no rows")
+        raise UserError(f"{short_name(subject)} cannot be loaded: it has no rows")
     return records
 
 
@@ -247,7 +249,7 @@ def dataset_records(value: object, subject: str, base: Path | None = None) -> Re
                 rows = tables[which][start - before : end - before].to_pylist()
                 records += [features[which].decode_example(row) | splits[which] for row in rows]
             except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's are among them
-                raise UserError(f"{said(subject)} cannot be read: {one_line(error, 120)}") from error
+                raise UserError(f"{short_name(subject)} cannot be read: {one_line(error, 120)}") from error
             start = end
         return list(enumerate(records, first))
 

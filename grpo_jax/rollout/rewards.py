@@ -401,7 +401,7 @@ def no_reward_lately(streaks: Mapping[str, int], iterations: int) -> str:
     shortest = min(streaks.values(), default=0)
     if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
         return ""
-    return f"no completion got a reward in {shortest} iterations in a row ({listed(list(streaks))})"
+    return f"no completion got a reward in {shortest} iterations in a row ({join_names(list(streaks))})"
 
 
 def no_reward_yet(streaks: Mapping[str, int], iteration: int, iterations: int) -> str:
@@ -409,14 +409,14 @@ def no_reward_yet(streaks: Mapping[str, int], iteration: int, iterations: int) -
     names = [name for name, count in streaks.items() if count == iteration]
     if not names or len(names) == len(streaks) or iteration != min(MISSING_ITERATIONS, iterations):
         return ""
-    return f"no completion got the reward {listed(names)} in the first {iteration} iterations"
+    return f"no completion got the reward {join_names(names)} in the first {iteration} iterations"
 
 
 def _maximised(weights: Mapping[str, float]) -> list[str]:
     return [name for name, weight in weights.items() if weight] or list(weights)
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Join a few names, and say how many more there are."""
     first = ", ".join(names[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

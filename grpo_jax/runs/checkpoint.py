@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from grpo_jax.errors import UserError, one_line, shown
+from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.variables import PyTree
 from grpo_jax.runs.directory import retry_write
 from grpo_jax.runs.progress import Record as Meta
@@ -355,11 +355,11 @@ class Checkpoints:
         elif name.isascii() and name.isdigit():
             entry = next((_Entry(self._steps, number) for number in self._steps.numbers() if str(number) == name), None)
         else:
-            raise UserError(f"checkpoint {shown(which)}: expected a step, latest, best or final")
+            raise UserError(f"checkpoint {short_repr(which)}: expected a step, latest, best or final")
         if entry is None:
             names = ", ".join(self.available())
             mend = f"there are: {names}" if names else "it holds none; the run has not come to its first checkpoint"
-            raise UserError(f"no checkpoint {shown(name)} in {self.folder}: {mend}")
+            raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {mend}")
         if damage := self._damage(entry):
             others = [other for other in self.available() if other != name]
             mend = f"there are: {', '.join(others)}" if others else "there is no other"

@@ -18,7 +18,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.rewards import (
     IN_PYTHON,
-    listed,
+    join_names,
     missing_rewards,
     missing_streaks,
     no_reward_lately,
@@ -115,7 +115,7 @@ class LanguageProgram:
             line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
             values = self._by_name(np.moveaxis(before["greedy"].judgement.final_rewards, -1, 0))
             if missing := missing_rewards(values, self.parts.rewards.weights):
-                self.say(f"note: no held-out completion got the reward {listed(missing)}")
+                self.say(f"note: no held-out completion got the reward {join_names(missing)}")
         return Begun(state, notes, seconds, line)
 
     def _warm_up(self, folder: Path) -> tuple[TrainState, Record, dict[str, float]] | None:

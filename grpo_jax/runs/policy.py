@@ -15,7 +15,7 @@ from grpo_jax.config import Config, MeshSection, to_dict
 from grpo_jax.config.command_line import load_config
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
-from grpo_jax.errors import UserError, said
+from grpo_jax.errors import UserError, short_name
 from grpo_jax.models import hf
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.new import write_policy
@@ -129,7 +129,7 @@ def run_config(run_dir: str | Path) -> Config:
     """Read the config of a run directory; UserError if it has none, or none of a language policy."""
     path = Path(run_dir) / "config.yaml"
     if not os.path.isfile(path):
-        raise UserError(f"{said(run_dir)}: no config.yaml there; give the run directory of a training run")
+        raise UserError(f"{short_name(run_dir)}: no config.yaml there; give the run directory of a training run")
     config = load_config(path)
     if not isinstance(config, Config):
         name = to_dict(config)["task"]["kind"]

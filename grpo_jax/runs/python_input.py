@@ -21,7 +21,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.files import parse_json
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
-from grpo_jax.errors import UserError, one_line, shown
+from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, row_sizes, size_of_row
 from grpo_jax.rollout.pictures import File, as_text, size_of, source_of
@@ -65,7 +65,7 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[s
 
     def lines() -> Iterator[bytes]:
         for split, part in zip(SPLITS, prompts, strict=True):
-            yield from (f"{json.dumps(_kept(row, split))}\n".encode() for row in part)
+            yield from (f"{json.dumps(_record_of(row, split))}\n".encode() for row in part)
 
     if not source.config.resume:
         write_atomically(directory.prompts, lines)
@@ -111,7 +111,7 @@ def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:
         return all(stored == line for stored, line in itertools.zip_longest(file, lines))
 
 
-def _kept(row: Row, split: str) -> Record:
+def _record_of(row: Row, split: str) -> Record:
     """Return a row as a JSON line's record; pictures as paths, or as base64 of those in memory."""
     line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
     if row.pictures:
@@ -158,7 +158,7 @@ def _by_label(rewards: Any) -> dict[str, Reward]:
     else:
         functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
         named = [_named(reward) for reward in functions]
-    wrong = [shown(function) for _, function in named if not callable(function)]
+    wrong = [short_repr(function) for _, function in named if not callable(function)]
     if wrong:
         raise UserError(f"rewards: expected functions, got {', '.join(wrong)} (config.rewards takes import paths)")
     labels = [name for name, _ in named]

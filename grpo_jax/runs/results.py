@@ -138,8 +138,8 @@ def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> Recor
         for name, statistics in by_measure.items():
             for statistic, values in statistics.items():
                 measures.setdefault(name, {}).setdefault(statistic, {})[when] = values
-    settings_told = {"k": section.samples, **settings, "threshold": section.pass_threshold, "when": list(present)}
-    return {"samples": {**settings_told, "measures": measures}}
+    recorded = {"k": section.samples, **settings, "threshold": section.pass_threshold, "when": list(present)}
+    return {"samples": {**recorded, "measures": measures}}
 
 
 def samples_table(samples: Record) -> Table | None:
@@ -217,7 +217,7 @@ def shown_episodes(parts: Parts, after: Evaluation) -> list[EpisodeEntry]:
     if parts.environment.answering is None:
         return []
 
-    def shown(turn: Turn) -> ShownTurn:
+    def shown_turn(turn: Turn) -> ShownTurn:
         going = turn.answer is not None and not turn.answer.done
         answer_text, seen = (
             (turn.answer.text, turn.answer.pictures) if turn.answer is not None and going else (None, ())
@@ -228,7 +228,7 @@ def shown_episodes(parts: Parts, after: Evaluation) -> list[EpisodeEntry]:
     return [
         EpisodeEntry(
             row.prompt,
-            [shown(turn) for turn in episode.turns],
+            [shown_turn(turn) for turn in episode.turns],
             [thumbnail(source, _SHOWN_SIZE) for source in row.pictures],
         )
         for row, episode in zip(rows, after.episodes[: len(rows)], strict=True)

@@ -53,7 +53,7 @@ def warm_start(
     `config.training.save_every` updates and when it is stopped. The weights in `parts.policy.variables` are taken
     over: they cannot be read afterwards.
     Training follows sampling: the distribution over the allowed tokens, and texts that end as the sampler's do
-    (`taught_tokens`). A pair whose text has a token that is not allowed is left out, and their number is said.
+    (`supervised_tokens`). A pair whose text has a token that is not allowed is left out, and their number is said.
     `meta` gives what is saved along with a checkpoint. Returns the variables and the seconds it took, those before an
     interruption included; None if it was stopped.
     """
@@ -131,7 +131,7 @@ def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]
     seed, section = parts.config.seed, parts.config.warm_start
     if not section.group_by_length:
         return lambda number: batch_at(seed, number, batch_size=section.batch, n=len(pairs))
-    lengths = np.array([len(asked(pair[0]).prompt) for pair in pairs])  # in characters: tokens are as many, nearly
+    lengths = np.array([len(as_row(pair[0]).prompt) for pair in pairs])  # in characters: tokens are as many, nearly
     return lambda number: like_batch_at(seed, number, batch_size=section.batch, lengths=lengths)
 
 
@@ -155,7 +155,7 @@ def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -
         writable = [
             pair
             for pair in pairs
-            if all(allowed[taught_tokens(parts, asked(pair[0]).prompt, text)].all() for text in texts_of(pair))
+            if all(allowed[supervised_tokens(parts, as_row(pair[0]).prompt, text)].all() for text in texts_of(pair))
         ]
         why = f"hold tokens that data.allowed_tokens = {parts.config.data.allowed_tokens} rules out"
     else:
@@ -165,7 +165,7 @@ def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -
     return writable
 
 
-def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
+def supervised_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens (then without its end)."""
     loaded, config = parts.policy.folder, parts.config
     listed = parts.task_data.choices is not None  # its texts are the same behind every prompt
@@ -173,7 +173,7 @@ def taught_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
 
 
-def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
+def supervised_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
     """Tokens after a pair's prompt, as sampling makes them, and which of them the policy is to write."""
     answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
@@ -188,7 +188,7 @@ def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) ->
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
             ids += answering.encode_answer(answer, ids[-1] in parts.policy.eos_ids, seen)
             learned += [False] * (len(ids) - len(learned))
-        ids += taught_tokens(parts, asked(pair[0]).prompt if number == 0 else "", text)
+        ids += supervised_tokens(parts, as_row(pair[0]).prompt if number == 0 else "", text)
         learned += [True] * (len(ids) - len(learned))
     return ids, learned
 
@@ -196,14 +196,14 @@ def taught_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) ->
 def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) -> Batch:
     """Encode the pairs: prompts and answers as in sampling, with the states of their pictures under `variables`."""
     environment, section = parts.environment, parts.config.sampling
-    prompts = environment.encode([asked(pair[0]) for pair in pairs])
+    prompts = environment.encode([as_row(pair[0]) for pair in pairs])
     seen = [[picture for answer in answers_of(pair) for picture in answer.pictures] for pair in pairs]
     shown = prepared(environment.prepare, seen, [(row, 0) for row in range(len(pairs))], (len(pairs), 1))
     tokens = np.full((len(pairs), 1, section.stream_tokens), parts.policy.pad_id, np.int32)
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for row, pair in enumerate(pairs):
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
-        ids, learned = taught_stream(parts, pair, grids)
+        ids, learned = supervised_stream(parts, pair, grids)
         tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
     pictures = {"pictures": prompts.pictures, "answers": shown}
     encode_images = environment.encode_images
@@ -227,6 +227,6 @@ def answers_of(pair: Pair) -> list[Answer]:
     return [checked(answer) for answer in pair[2::2]]
 
 
-def asked(prompt: str | Row) -> Row:
+def as_row(prompt: str | Row) -> Row:
     """Prompt of a pair as a row."""
     return prompt if isinstance(prompt, Row) else Row(0, prompt)

@@ -87,7 +87,7 @@ class PromptRecreation(PictureTask):
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the pictures and the renderer."""
         config = setup.config
-        rows = setup.prompts or picture_prompts(config, {MINIATURE: _shown}, "a .jsonl or .parquet file")
+        rows = setup.prompts or picture_prompts(config, {MINIATURE: _example_pictures}, "a .jsonl or .parquet file")
         prompts = PromptSet(*(seen(part, self.pictures) for part in rows))
         return picture_data(config, prompts, REWARDS, DEFAULT_REWARDS)
 
@@ -116,5 +116,5 @@ def _grey(row: Row) -> np.ndarray:
     return np.full((height, width, 3), _GREY, np.uint8)
 
 
-def _shown(split: str, count: int) -> list[dict[str, Any]]:
+def _example_pictures(split: str, count: int) -> list[dict[str, Any]]:
     return own_package("bridges", "miniature.world").pictures(split, count)

@@ -11,7 +11,7 @@ from grpo_jax import evaluate, export
 from grpo_jax.config import SamplingSection, build, identity, to_dict
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.files import read_yaml
-from grpo_jax.errors import UserError, guarded, shown
+from grpo_jax.errors import UserError, guarded, short_repr
 from grpo_jax.predict import load_rewriter
 from grpo_jax.train import main
 
@@ -143,7 +143,7 @@ def test_plans_of_sizes_that_cannot_be(place, tmp_path, capsys):
     ):
         (folder / "config.json").write_text(json.dumps({**fields, name: value}))
         line = line_of(capsys, main, "--config", place.config, "--policy.path", folder, "--plan")
-        assert f"config.json: {name}: expected" in line and shown(value) in line
+        assert f"config.json: {name}: expected" in line and short_repr(value) in line
 
 
 def test_whole_numbers_are_floats_where_a_field_is_one():
@@ -162,8 +162,8 @@ def test_errors_stay_on_one_line(capsys):
 
 
 def test_a_value_that_cannot_be_shown():
-    assert "cannot be shown" in shown(10 ** (sys.get_int_max_str_digits() + 1))
-    assert len(shown("x" * 10**6)) == 60
+    assert "cannot be shown" in short_repr(10 ** (sys.get_int_max_str_digits() + 1))
+    assert len(short_repr("x" * 10**6)) == 60
 
 
 def test_a_config_with_a_byte_order_mark(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from grpo_jax.rollout.rewards import (
     MISSING_ITERATIONS,
-    listed,
+    join_names,
     missing_rewards,
     missing_streaks,
     no_reward_lately,
@@ -52,4 +52,4 @@ def test_a_single_reward_that_never_came_is_noted_once(iterations):
 
 
 def test_long_lists_are_cut():
-    assert listed(["a"]) == "a" and listed(list("abcde")) == "a, b, c and 2 more"
+    assert join_names(["a"]) == "a" and join_names(list("abcde")) == "a, b, c and 2 more"

@@ -3,7 +3,7 @@
 A new family is a file that ends in its `Family`, and its row here.
 """
 
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 from grpo_jax.models.families import gemma, gpt2, llama, phi, qwen3_moe, smollm
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
@@ -28,5 +28,5 @@ def read_config(fields: Fields) -> ModelConfig:
     """Read the contents of a ``config.json``; ValueError names a field that is missing or not supported."""
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {shown(model_type)}")
+        raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {short_repr(model_type)}")
     return FAMILIES[model_type].read(fields)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.attention import Context, LayerInput, attend_streams
 from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family, Naming
@@ -73,7 +73,9 @@ class GPT2Config:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.hidden_size} and {self.num_heads}")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation_function must be one of {tuple(ACTIVATIONS)}, got {shown(self.activation)}")
+            raise ValueError(
+                f"activation_function must be one of {tuple(ACTIVATIONS)}, got {short_repr(self.activation)}"
+            )
 
     @property
     def model_type(self) -> str:

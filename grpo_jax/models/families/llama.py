@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend_streams
 from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
@@ -111,11 +111,11 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {tuple(ACTIVATIONS)}, got {shown(self.activation)}")
+            raise ValueError(f"hidden_act must be one of {tuple(ACTIVATIONS)}, got {short_repr(self.activation)}")
         for name in ("windows", "layer_ropes"):
             value = getattr(self, name)
             if value and len(value) != self.num_layers:
-                raise ValueError(f"{name} must have one entry per layer ({self.num_layers}), got {shown(value)}")
+                raise ValueError(f"{name} must have one entry per layer ({self.num_layers}), got {short_repr(value)}")
 
     @property
     def context_length(self) -> int | None:
@@ -225,7 +225,9 @@ def _windows(fields: kinds.Fields, model_type: str) -> tuple[int | None, ...]:
     window = fields.get("sliding_window")
     if model_type in ("llama", "qwen3_vl"):
         if window is not None or any(name != "full_attention" for name in types or ()):
-            raise ValueError(f"sliding_window={window}, layer_types={shown(types)} not supported for {model_type!r}")
+            raise ValueError(
+                f"sliding_window={window}, layer_types={short_repr(types)} not supported for {model_type!r}"
+            )
         return (None,) * layers
     if model_type == "mistral":
         return same_window(fields, window)
@@ -244,7 +246,7 @@ def same_window(fields: kinds.Fields, window: int | None) -> tuple[int | None, .
     kind = "full_attention" if window is None else "sliding_attention"
     if types is not None and list(types) != [kind] * layers:
         name = fields.get("model_type")
-        raise ValueError(f"sliding_window={window}, layer_types={shown(types)} not supported for {name!r}")
+        raise ValueError(f"sliding_window={window}, layer_types={short_repr(types)} not supported for {name!r}")
     return (window,) * layers
 
 
@@ -253,7 +255,7 @@ def typed_windows(fields: kinds.Fields, types: Sequence[str], window: int | None
     layers = fields["num_hidden_layers"]
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise ValueError(f"layer_types {shown(unknown)} are not supported")
+        raise ValueError(f"layer_types {short_repr(unknown)} are not supported")
     if len(types) != layers:
         raise ValueError(f"layer_types must have {layers} entries, one per layer, got {len(types)}")
     if "sliding_attention" in types and window is None:
@@ -275,7 +277,7 @@ def _rope(fields: kinds.Fields, model_type: str, half: int) -> RopeConfig:
             return rope  # without pictures the three positions agree
     sections = tuple(sections)
     if len(sections) != 3 or sum(sections) != half:
-        raise ValueError(f"mrope_section must be three numbers that add up to {half}, got {shown(list(sections))}")
+        raise ValueError(f"mrope_section must be three numbers that add up to {half}, got {short_repr(list(sections))}")
     return dataclasses.replace(rope, sections=sections, interleaved=model_type == "qwen3_vl")
 
 

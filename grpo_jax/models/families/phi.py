@@ -5,7 +5,7 @@ Adapters go on ``qkv_proj`` and ``gate_up_proj`` as they are, one pair of factor
 
 import math
 
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import FUSED, ROWS
@@ -30,7 +30,7 @@ def read_config(config: kinds.Fields) -> DecoderConfig:
     shared = read_shared(fields, MODEL_TYPE, extra_kinds=_EXTRA_KINDS, honoured=("partial_rotary_factor",))
     for name in ("attention_bias", "mlp_bias", "lm_head_bias", "resid_pdrop", "embd_pdrop"):
         if fields.get(name):
-            raise ValueError(f"{name}={shown(fields[name])} is not supported for model_type {MODEL_TYPE!r}")
+            raise ValueError(f"{name}={short_repr(fields[name])} is not supported for model_type {MODEL_TYPE!r}")
     return DecoderConfig(
         **shared,
         rope=_rope(fields, shared["head_dim"]),
@@ -49,13 +49,15 @@ def _rope(fields: kinds.Fields, head_dim: int) -> RopeConfig:
         raise ValueError(f"partial_rotary_factor={share} is not supported for heads of {head_dim} dimensions")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", *_LONG):
-        raise ValueError(f"rope type {shown(kind)} is not supported for model_type {MODEL_TYPE!r}; only longrope is")
+        raise ValueError(
+            f"rope type {short_repr(kind)} is not supported for model_type {MODEL_TYPE!r}; only longrope is"
+        )
     theta = float(scaling.get("rope_theta") or fields.get("rope_theta") or 1e4)
     if kind == "default":
         return RopeConfig(theta=theta, share=share)
     short = scaling.get("short_factor")
     if short is None or len(short) != turned // 2:
-        raise ValueError(f"rope_parameters.short_factor must be {turned // 2} numbers, got {shown(short)}")
+        raise ValueError(f"rope_parameters.short_factor must be {turned // 2} numbers, got {short_repr(short)}")
     original = fields["original_max_position_embeddings"]
     if original < 2:
         raise ValueError(f"original_max_position_embeddings must be at least 2 with longrope, got {original}")

@@ -4,7 +4,7 @@ The auxiliary loss that balances experts in pre-training (``router_aux_loss_coef
 Adapters go on attention alone: an expert's would have to be one of X in a stack.
 """
 
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import COLUMNS, ROWS
@@ -38,7 +38,7 @@ def read_config(config: kinds.Fields) -> DecoderConfig:
     if dense or fields["decoder_sparse_step"] != 1:
         # The layers are one stack, so they are all of one kind, as in every published folder.
         name = "mlp_only_layers" if dense else "decoder_sparse_step"
-        raise ValueError(f"{name}={shown(fields[name])} is not supported: every layer must have experts")
+        raise ValueError(f"{name}={short_repr(fields[name])} is not supported: every layer must have experts")
     bias = bool(fields.get("attention_bias", False))
     return DecoderConfig(
         **shared,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from grpo_jax.errors import UserError, said, shown
+from grpo_jax.errors import UserError, short_name, short_repr
 from grpo_jax.models.hf import templates
 from grpo_jax.models.hf.templates import Json
 from grpo_jax.models.hf.tokens import Tokenizer, failures_named, messages_renderer, text_marks, texts_encoder
@@ -223,7 +223,7 @@ def _expanded(ids: Sequence[int], picture: int, lengths: Sequence[int], texts: S
     """Repeat each picture's placeholder as often as the picture has tokens; refuse other numbers of pictures."""
     if ids.count(picture) != len(lengths):
         raise UserError(
-            f"prompt {shown(max(texts, key=len, default=''))} has {len(lengths)} pictures, and the policy's chat "
+            f"prompt {short_repr(max(texts, key=len, default=''))} has {len(lengths)} pictures, and the policy's chat "
             f"template writes {ids.count(picture)} placeholders: mend or replace it"
         )
     return _repeated(ids, picture, lengths)
@@ -258,7 +258,7 @@ def answer_encoder(
             )
         except templates.TemplateFailed as error:
             raise UserError(
-                f"the chat template of {said(tokenizer.name_or_path or 'the policy')} failed on a conversation "
+                f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} failed on a conversation "
                 f"({error}): mend it, or leave sampling.turns at 1"
             ) from error
         return text.partition(_WRITTEN)[2]
@@ -284,8 +284,8 @@ def answer_encoder(
         head, answer, _ = render([_ANSWERED]).partition(_ANSWERED)
         if not answer:
             raise UserError(
-                f"the chat template of {said(tokenizer.name_or_path or 'the policy')} shows no second turn of a user: "
-                "sampling.turns must be 1"
+                f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} shows no second turn of a "
+                "user: sampling.turns must be 1"
             )
         with failures_named(tokenizer):
             before = tokenizer(head, add_special_tokens=False)["input_ids"]

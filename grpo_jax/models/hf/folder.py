@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from safetensors import SafetensorError
 
-from grpo_jax.errors import UserError, one_line, said, shown
+from grpo_jax.errors import UserError, one_line, short_name, short_repr
 from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.fields import Fields
 from grpo_jax.models.hf import templates
@@ -149,7 +149,7 @@ def _processor_template(folder: Path) -> str | None:
         return None
     template = read_json(path).get("chat_template")
     if not isinstance(template, str):
-        raise UserError(f"{path}: chat_template must be text, got {shown(template)}")
+        raise UserError(f"{path}: chat_template must be text, got {short_repr(template)}")
     return template
 
 
@@ -198,7 +198,7 @@ def resolve_folder(folder: str | Path) -> Path:
     if re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name, re.ASCII) and not name.startswith("."):
         return _from_hub(name)
     raise UserError(
-        f"policy {shown(name, 120)} is not on this machine: give the path of a local folder with config.json, "
+        f"policy {short_repr(name, 120)} is not on this machine: give the path of a local folder with config.json, "
         "safetensors weights and tokenizer (for a model of the hub: `hf download ID --local-dir FOLDER`)"
     )
 
@@ -313,7 +313,7 @@ def require_hub(repo: str) -> None:
         validate_repo_id(repo)
         _, _ = repo.split("/")  # `true`, as it is elsewhere, would be a name
     except (HFValidationError, ValueError) as error:
-        raise UserError(f"push_to_hub: expected OWNER/NAME of a repository, got {said(repo)}") from error
+        raise UserError(f"push_to_hub: expected OWNER/NAME of a repository, got {short_name(repo)}") from error
     if constants.HF_HUB_OFFLINE:
         raise UserError("push_to_hub: the hub is switched off here (HF_HUB_OFFLINE); unset it")
     if get_token() is None:

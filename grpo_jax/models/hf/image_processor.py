@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grpo_jax.errors import UserError, shown
+from grpo_jax.errors import UserError, short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import read_json
@@ -167,7 +167,7 @@ def _settings(fields: kinds.Fields) -> PictureSettings:
     least = fields.get("min_pixels") or edges.get("shortest_edge") or usual.least
     most = fields.get("max_pixels") or edges.get("longest_edge") or usual.most
     if least > most:
-        raise ValueError(f"min_pixels must be at most max_pixels, got {shown(least)} and {shown(most)}")
+        raise ValueError(f"min_pixels must be at most max_pixels, got {short_repr(least)} and {short_repr(most)}")
     return PictureSettings(
         patch=fields.get("patch_size") or usual.patch,
         merge=fields.get("merge_size") or usual.merge,

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.fields import Fields
-from grpo_jax.models.hf.weights import TensorFiles, listed, new_folder, read_json, refuse_foreign, shapes
+from grpo_jax.models.hf.weights import TensorFiles, first_problems, new_folder, read_json, refuse_foreign, shapes
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
@@ -229,7 +229,7 @@ def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: S
         if name in files.names and files.shape(name) != shape
     ]
     if problems:
-        raise ValueError(f"the weights beside it do not fit: {listed(problems)}")
+        raise ValueError(f"the weights beside it do not fit: {first_problems(problems)}")
 
     def stacked(part: _Part, prefix: str, name: str, factor: str) -> jax.Array:
         modules = (part.module(prefix, layer, name) for layer in range(part.layers))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UserError, one_line, shown
+from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.hf import templates
 from grpo_jax.models.hf.templates import Json
 
@@ -108,11 +108,13 @@ def texts_encoder(
         if ids is None:
             where = " (or its tools)" if harmless else ""
             raise UserError(
-                f"prompt {shown(_longest(texts))}{where} holds text that the tokenizer of {_folder(tokenizer)} reads "
-                "as a mark, and its template does not keep them apart: take it out"
+                f"prompt {short_repr(_longest(texts))}{where} holds text that the tokenizer of {_folder(tokenizer)} "
+                "reads as a mark, and its template does not keep them apart: take it out"
             )
         if not ids:
-            raise UserError(f"prompt {shown(_longest(texts))} has no tokens in the tokenizer of {_folder(tokenizer)}")
+            raise UserError(
+                f"prompt {short_repr(_longest(texts))} has no tokens in the tokenizer of {_folder(tokenizer)}"
+            )
         if vocab_size is not None and max(ids) >= vocab_size:
             raise UserError(
                 f"the tokenizer of {_folder(tokenizer)} gives token {max(ids)}, and the model has {vocab_size} "

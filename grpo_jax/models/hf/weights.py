@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from grpo_jax.config.files import read_json as read_json_text
 from grpo_jax.config.files import read_text
-from grpo_jax.errors import UserError, said
+from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.families.family import Naming
@@ -176,7 +176,7 @@ def weight_files(folder: Path) -> list[Path]:
         missing = [s for s in shards if Path(s).name != s or not os.path.isfile(folder / s)]
         if missing:
             more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
-            named = ", ".join(map(said, missing[:2]))
+            named = ", ".join(map(short_name, missing[:2]))
             raise UserError(f"{folder} lacks weight files {named}{more}; download the folder again")
         return [folder / shard for shard in shards]
     if (folder / SINGLE).is_file():
@@ -217,7 +217,7 @@ class TensorFiles:
                 raise UserError(f"{path} is broken or truncated ({reason}); copy or download it again") from error
             for name in self._open[path].keys():  # noqa: SIM118 (not a dict)
                 if name in self.names:
-                    raise UserError(f"{said(name)} is in both {self.names[name].name} and {path.name}")
+                    raise UserError(f"{short_name(name)} is in both {self.names[name].name} and {path.name}")
                 self.names[name] = path
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -242,9 +242,9 @@ class TensorFiles:
             broken = not np.isfinite(value).all()
         if broken:
             raise UserError(
-                f"{said(name)} holds NaN or infinite values: copy {self.names[name]} again, or make it anew"
+                f"{short_name(name)} holds NaN or infinite values: copy {self.names[name]} again, or make it anew"
             )
-        raise UserError(f"{said(name)} holds values that {cast.dtype} cannot: take float32 or bfloat16")
+        raise UserError(f"{short_name(name)} holds values that {cast.dtype} cannot: take float32 or bfloat16")
 
     def metadata(self, path: Path) -> dict[str, str]:
         """A file's metadata; transformers asks for the format."""
@@ -271,7 +271,7 @@ def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) 
 def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
     problems = _problems(table, files) + [f"{name} is unexpected" for name in unknown]
     if problems:
-        raise UserError(f"weights do not fit config.json: {listed(problems)}")
+        raise UserError(f"weights do not fit config.json: {first_problems(problems)}")
     stacked: dict[tuple[str, ...], tuple[int, ...]] = {}
     for place in table.values():
         for path in place.together or (place.path,):
@@ -286,7 +286,7 @@ def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype
             elif path not in leaves:
                 leaves[path] = value
             elif not np.array_equal(leaves[path], value):
-                raise UserError(f"{said(name)} differs from the embedding although tie_word_embeddings is true")
+                raise UserError(f"{short_name(name)} differs from the embedding although tie_word_embeddings is true")
     return unflatten(leaves)
 
 
@@ -302,7 +302,7 @@ def _problems(table: dict[str, Place], files: TensorFiles) -> list[str]:
     return problems
 
 
-def listed(problems: list[str]) -> str:
+def first_problems(problems: list[str]) -> str:
     """The first problems in one line, and the number of further ones."""
     more = f"; and {len(problems) - 2} more" if len(problems) > 2 else ""
     return f"{'; '.join(problem[:100] for problem in problems[:2])}{more}"

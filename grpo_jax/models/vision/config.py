@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.errors import shown
+from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.layers import ACTIVATIONS as TEXT_ACTIVATIONS
 
@@ -51,7 +51,7 @@ class VisionConfig:
             )
         if self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"vision_config.hidden_act must be one of {tuple(ACTIVATIONS)}, got {shown(self.activation)}"
+                f"vision_config.hidden_act must be one of {tuple(ACTIVATIONS)}, got {short_repr(self.activation)}"
             )
         chosen = {
             "fullatt_block_indexes": self.full_attention_layers,
@@ -60,7 +60,7 @@ class VisionConfig:
         for name, layers in chosen.items():
             if list(layers) != sorted(set(layers) & set(range(self.depth))):
                 raise ValueError(
-                    f"vision_config.{name} must be ascending numbers of {self.depth} layers, got {shown(layers)}"
+                    f"vision_config.{name} must be ascending numbers of {self.depth} layers, got {short_repr(layers)}"
                 )
 
     @property
@@ -195,12 +195,12 @@ def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
     fields = defaults | {name: value for name, value in present.items() if name in defaults}
     for name in sorted(present.keys() - defaults.keys()):
         if any(name in other for other in _FIELDS.values()):
-            raise ValueError(f"{name}={shown(present[name])} is not supported for model_type {family!r}")
+            raise ValueError(f"{name}={short_repr(present[name])} is not supported for model_type {family!r}")
     for name, meaning in _REPEATED.items():
         if present.get(name, fields[meaning]) != fields[meaning]:
             raise ValueError(f"{name}={present[name]} differs from {meaning}={fields[meaning]}")
     if present.get("model_type", family) not in (family, f"{family}_vision"):
-        raise ValueError(f"model_type={shown(present['model_type'])} is not supported in a {family!r}")
+        raise ValueError(f"model_type={short_repr(present['model_type'])} is not supported in a {family!r}")
     head_dim = fields.get("embed_dim", fields["hidden_size"]) // fields["num_heads"]
     if present.get("head_dim", head_dim) != head_dim:
         raise ValueError(f"head_dim={present['head_dim']} is not supported: it is {head_dim}")
@@ -219,6 +219,6 @@ def _theta(fields: kinds.Fields) -> float:
     kinds.check_kinds(rope, {"rope_theta": kinds.POSITIVE}, "rope_parameters.")
     kind = rope.get("rope_type") or rope.get("type") or "axial"
     if kind not in _ROPE:
-        raise ValueError(f"rope type {shown(kind)} is not supported; supported: {', '.join(_ROPE)}")
+        raise ValueError(f"rope type {short_repr(kind)} is not supported; supported: {', '.join(_ROPE)}")
     kinds.refuse_changed(rope, {"partial_rotary_factor": (1,), "factor": (1,)}, "rope_parameters")
     return float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)

@@ -306,7 +306,7 @@ class Dataset(NamedTuple):
     Attributes:
         users: All sequences, held-out items too: nothing that learns or counts may look at them.
         known: What training knows of each user (`Split`).
-        taught: Examples of a warm start; those of training, or what stands before them.
+        supervised: Examples of a warm start; those of training, or what stands before them.
         notes: What a rule left out or changed.
     """
 
@@ -314,7 +314,7 @@ class Dataset(NamedTuple):
     users: tuple[UserSequence, ...]
     known: tuple[UserSequence, ...]
     prompts: PromptSet
-    taught: Sequence[Row]
+    supervised: Sequence[Row]
     notes: tuple[str, ...]
 
 

@@ -106,7 +106,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
 
 
 def _pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
-    rows = dataset.taught
+    rows = dataset.supervised
     if names := dataset.catalogue.names:
         return [(row.prompt, names[row.columns["target_row"]]) for row in rows]
     if task.pairs == "lessons":

@@ -36,7 +36,7 @@ def loaded(files, **fields):
 
 def rows_known(dataset):
     """(user, item) of all that reaches training: known sequences, and the rows that are learned and taught from."""
-    learned = [row.columns for row in (*dataset.prompts.train, *dataset.taught)]
+    learned = [row.columns for row in (*dataset.prompts.train, *dataset.supervised)]
     from_rows = {(row["user"], item) for row in learned for item in (*row["history"], row["target_row"])}
     known = {(user.user, item) for user in dataset.known for item in user.items}
     assert from_rows <= known

@@ -20,9 +20,10 @@ from grpo_jax.models import hf
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import Policy, load_policy
-from grpo_jax.models.sharding import gather
+from grpo_jax.models.sharding import gather, on_host
 from grpo_jax.models.variables import VALUE, VISUAL, Variables
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_pictures, same_size
+from grpo_jax.rollout.broadcast import process_count
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
 from grpo_jax.rollout.pictures import source_of
@@ -175,6 +176,8 @@ def make_see(policy: Policy) -> See:
 
     def see(variables: Variables, pictures: Pictures) -> tuple[PictureStates, PictureStates | Pictures]:
         states = gather(compiled(variables, pictures), policy.mesh)
+        if process_count() > 1:  # batches are made on the host
+            states = on_host(states)
         frozen = VISUAL in variables and VISUAL not in variables.get("lora", {})
         return states, states if frozen else pictures
 

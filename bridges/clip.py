@@ -10,7 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 CACHED_TEXTS = 4096
 """Texts whose features a scorer caches."""
-
-Preprocessing = Literal["library", "tensor"]
-"""Resizing of pictures: by the model's own library, from 8 bits, or by `Preprocess`, as floats on the device."""
 
 
 class ScoreError(RuntimeError):
@@ -70,7 +67,7 @@ def features_of_distinct(
 
 
 class Preprocess(NamedTuple):
-    """open_clip's evaluation transform, for batches of tensors.
+    """The evaluation transform of a vision model.
 
     A picture of another size goes through the library's own transform, where there is one: models were trained and
     published with it. As tensors, all of a batch are resized at once on their device, with slightly other features.
@@ -78,53 +75,32 @@ class Preprocess(NamedTuple):
     Attributes:
         size: (height, width) that the image tower takes.
         mean: Per channel, like `std`.
-        interpolation: "bicubic" or "bilinear", both antialiased.
-        resize_mode: "shortest" (then centre crop), "longest" (then pad) or "squash".
-        fill: Padding value, 0 to 255.
-        library: Pillow picture → [3, *size] by the model's own library, or None for tensors.
+        resize: Pictures as floats [B, 3, H, W] → [B, 3, *size], antialiased, cropped or padded about the centre.
+        library: Pillow picture → [3, *size], normalised, by the model's own library; None for tensors.
     """
 
     size: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    interpolation: str = "bicubic"
-    resize_mode: str = "shortest"
-    fill: int = 0
+    resize: Callable[[torch.Tensor], torch.Tensor]
     library: Callable[[Image], torch.Tensor] | None = None
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Resize, crop or pad, and normalise; float [B, 3, H, W] in [0, 1] to [B, 3, *size]."""
-        height, width = self._resized(images.shape[-2], images.shape[-1])
-        if (height, width) != tuple(images.shape[-2:]):
+        if tuple(images.shape[-2:]) != self.size:
             if self.library is not None:
                 return torch.stack([self.library(picture) for picture in to_pillow(images)]).to(images)
             # bicubic overshoots at edges; 8-bit pictures, which CLIP was trained on, cannot
-            images = functional.interpolate(images, (height, width), mode=self.interpolation, antialias=True).clamp(
-                0, 1
-            )
-        images = _centre(images, self.size, self.fill / 255)
+            images = self.resize(images).clamp(0, 1)
         mean = images.new_tensor(self.mean).view(-1, 1, 1)
         return (images - mean) / images.new_tensor(self.std).view(-1, 1, 1)
 
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
-        if self.resize_mode == "squash":
-            return self.size
-        ratios = height / self.size[0], width / self.size[1]
-        if self.resize_mode == "longest":
-            return round(height / max(ratios)), round(width / max(ratios))
-        if self.size[0] == self.size[1]:  # open_clip uses torchvision here, which truncates; elsewhere it rounds
-            return int(height / min(ratios)), int(width / min(ratios))
-        return round(height / min(ratios)), round(width / min(ratios))
 
+def resize_and_crop(edge: int, interpolation: str = "bicubic") -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the transform that resizes the shorter edge and crops the centre."""
+    from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
-def _centre(images: torch.Tensor, size: tuple[int, int], fill: float) -> torch.Tensor:
-    """Crop or pad the last two axes to `size`, about the centre."""
-    short = [max(want - have, 0) for want, have in zip(size, images.shape[-2:], strict=True)]
-    if any(short):
-        top, left = short[0] // 2, short[1] // 2
-        images = functional.pad(images, (left, short[1] - left, top, short[0] - top), value=fill)
-    top, left = (round((have - want) / 2) for want, have in zip(size, images.shape[-2:], strict=True))
-    return images[..., top : top + size[0], left : left + size[1]]
+    return Compose([Resize(edge, InterpolationMode(interpolation)), CenterCrop(edge)])
 
 
 class ImageEncoder:

@@ -108,7 +108,7 @@ class ClipModel:
 
     def _preprocess(self) -> Preprocess:
         """The transform of preprocessor_config.json."""
-        from bridges.clip import Preprocess
+        from bridges.clip import Preprocess, resize_and_crop
         from bridges.loading import first_line, load_settings
 
         settings = load_settings(self.path)
@@ -123,7 +123,7 @@ class ClipModel:
             raise UserError(f"cannot read preprocessor_config.json of {self.path}: {first_line(error)}") from error
         if not shortest == height == width:
             raise UserError(f"{self.path}: expected pictures resized and cropped to one edge, got {size} and {crop}")
-        return Preprocess((height, width), mean, deviation, interpolation)
+        return Preprocess((height, width), mean, deviation, resize_and_crop(height, interpolation))
 
 
 class _Towers:

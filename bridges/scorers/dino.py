@@ -81,7 +81,7 @@ class Dino:
 
     def _preprocess(self, config: PretrainedConfig) -> Preprocess:
         """The transform of preprocessor_config.json, without its crop of the margin: all of a picture counts."""
-        from bridges.clip import Preprocess
+        from bridges.clip import Preprocess, resize_and_crop
         from bridges.loading import load_settings
 
         if not hasattr(config, "patch_size") or not hasattr(config, "image_size"):
@@ -90,4 +90,6 @@ class Dino:
         crop = settings.get("crop_size") or settings.get("size") or {}
         size = crop.get("height", crop.get("shortest_edge")) if isinstance(crop, dict) else crop
         size = size or config.image_size
-        return Preprocess((size, size), tuple(settings["image_mean"]), tuple(settings["image_std"]))
+        return Preprocess(
+            (size, size), tuple(settings["image_mean"]), tuple(settings["image_std"]), resize_and_crop(size)
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -9,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from bridges.clip import Preprocess, Scorer
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -93,14 +97,14 @@ class OpenClip:
         from bridges.clip import Preprocess
 
         size = settings["size"]
+        as_floats = settings | {"fill_color": settings["fill_color"] / 255}
+        *geometry, _ = image_transform_v2(PreprocessCfg(**as_floats), is_train=False).transforms
         by_open_clip = image_transform_v2(PreprocessCfg(**settings), is_train=False)
         return Preprocess(
             size=(size, size) if isinstance(size, int) else tuple(size),
             mean=tuple(settings["mean"]),
             std=tuple(settings["std"]),
-            interpolation="bilinear" if settings["interpolation"] == "bilinear" else "bicubic",
-            resize_mode=settings["resize_mode"],
-            fill=settings["fill_color"],
+            resize=functools.partial(_resize, geometry),
             library=by_open_clip if self.preprocessing == "library" else None,
         )
 
@@ -143,3 +147,18 @@ class OpenClip:
             raise UserError(
                 f"scorer {model}: {pretrained!r} is neither a safetensors file nor one of {', '.join(tags)}"
             )
+
+
+def _resize(geometry: Sequence[Callable], images: torch.Tensor) -> torch.Tensor:
+    """Take pictures [B, 3, H, W] through open_clip's transforms of Pillow pictures, which take tensors, but for one."""
+    from open_clip.transform import ResizeKeepRatio
+    from torchvision.transforms.functional import resize
+
+    for transform in geometry:
+        if isinstance(transform, ResizeKeepRatio):
+            ratios = [have / want for have, want in zip(images.shape[-2:], transform.size, strict=True)]
+            ratio = max(ratios) if transform.longest else min(ratios)
+            images = resize(images, [round(have / ratio) for have in images.shape[-2:]], transform.interpolation)
+        else:
+            images = transform(images)
+    return images

@@ -14,7 +14,7 @@ from safetensors.torch import save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from bridges.clip import Preprocess, ScoreError, load_quality_head  # noqa: E402
+from bridges.clip import ScoreError, load_quality_head  # noqa: E402
 from bridges.scorers.open_clip import OpenClip  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
@@ -83,39 +83,26 @@ def test_pictures_are_compared_whatever_their_sizes(scorer):
         scorer.image_image(images, others[:2])
 
 
-@pytest.mark.parametrize("resize_mode", ["shortest", "longest", "squash"])
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("shape", [(50, 33), (16, 16)])
-def test_preprocessing_matches_open_clips_on_pictures(resize_mode, interpolation, shape):
-    from open_clip.transform import image_transform
-
-    mean, std = (0.48, 0.45, 0.4), (0.27, 0.26, 0.28)
-    theirs = image_transform(24, False, mean, std, resize_mode=resize_mode, interpolation=interpolation, fill_color=128)
-    ours = Preprocess((24, 24), mean, std, interpolation, resize_mode, fill=128)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"resize_mode": "shortest", "mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]},
+        {"resize_mode": "longest", "fill_color": 128},
+        {"resize_mode": "squash", "interpolation": "bilinear"},
+    ],
+    ids=lambda settings: settings["resize_mode"],
+)
+def test_tensors_are_prepared_as_the_folder_says(settings, shape, tmp_path):
+    folder = tiny_models.clip(tmp_path, preprocess=settings)
+    _, theirs = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
     images = pictures(3, *shape)
     expected = torch.stack([theirs(to_pil(image)) for image in images])
-    found = ours(images)
-    assert found.shape == (3, 3, 24, 24)
-    # PIL rounds to 8 bits after each of two passes; a level is 1/255/0.26 = 0.015
-    assert (found - expected).abs().max() < 0.04
-    assert (found - expected).abs().mean() < 0.006
-
-
-def test_preprocessing_of_a_tower_that_is_not_square():
-    from open_clip.transform import image_transform
-
-    theirs = image_transform((24, 16), False, (0.5,) * 3, (0.5,) * 3)
-    images = pictures(2, 50, 33)
-    expected = torch.stack([theirs(to_pil(image)) for image in images])
-    found = Preprocess((24, 16), (0.5,) * 3, (0.5,) * 3)(images)
-    assert (found - expected).abs().max() < 0.02
-
-
-def test_preprocessing_is_read_from_the_folder(tmp_path):
-    """And used where tensors are asked for by name."""
-    overrides = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "resize_mode": "squash"}
-    scorer = load_scorer(tiny_models.clip(tmp_path, preprocess=overrides), preprocessing="tensor")
-    assert scorer._preprocess == Preprocess((24, 24), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), "bicubic", "squash", 0)
+    prepared = load_scorer(folder, preprocessing="tensor")._preprocess(images)
+    assert prepared.shape == (3, 3, 24, 24)
+    # Pillow rounds to 8 bits after each of two passes; a level is 1/255/0.26 = 0.015
+    assert (prepared - expected).abs().max() < 0.04
+    assert (prepared - expected).abs().mean() < 0.006
 
 
 def test_scores_do_not_depend_on_their_company(folder):

@@ -24,6 +24,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=32,
 )
 SU = dict(rope_type="su", attention_factor=2.0, original_max_position_embeddings=32)
+THETA = dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))
 WINDOW = dict(use_sliding_window=True, sliding_window=3, max_window_layers=1)
 
 
@@ -40,29 +41,69 @@ def last_logits(loaded, tokens, mask):
     return policy.logits("pd,vd->pv", jax.jit(policy.prefill)(variables, tokens, mask).hidden, policy.head(variables))
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("qwen2", dict(tie_word_embeddings=True)),
-        ("qwen3", {}),
-        ("llama", dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)),
-        pytest.param("mistral", dict(sliding_window=3, head_dim=12), marks=pytest.mark.wide),
-        ("gpt2", {}),
-        ("smollm3", {}),
-        ("phi3", dict(sliding_window=3)),
-        ("qwen3_moe", dict(norm_topk_prob=True)),
-        ("gemma2", dict(tie_word_embeddings=True)),
-        ("gemma3_text", dict(final_logit_softcapping=3.0, attention_bias=True)),
-    ],
-)
+# For each family the changes of config.json, each of which alone changes what the model computes.
+TRAINED = [
+    ("qwen2", [dict(tie_word_embeddings=True), dict(rms_norm_eps=0.5), dict(num_key_value_heads=4), THETA, WINDOW]),
+    ("qwen3", [dict(head_dim=8), WINDOW | dict(layer_types=["sliding_attention", "full_attention"])]),
+    (
+        "llama",
+        [
+            dict(attention_bias=True),
+            dict(mlp_bias=True),
+            dict(head_dim=12),
+            dict(hidden_act="gelu_pytorch_tanh"),
+            dict(rope_parameters=LLAMA3),
+        ],
+    ),
+    pytest.param("mistral", [dict(sliding_window=3), dict(head_dim=12)], marks=pytest.mark.wide),
+    ("gpt2", [dict(layer_norm_epsilon=0.5), dict(scale_attn_by_inverse_layer_idx=True)]),
+    (
+        "smollm3",
+        [dict(no_rope_layers=None, no_rope_layer_interval=2), dict(mlp_bias=True), dict(attention_bias=True)],
+    ),
+    ("phi3", [dict(sliding_window=3), dict(rope_parameters=reference.LONGROPE | SU)]),
+    (
+        "qwen3_moe",
+        [dict(norm_topk_prob=True), dict(num_experts_per_tok=3), dict(use_sliding_window=True, sliding_window=3)],
+    ),
+    (
+        "gemma2",
+        [dict(query_pre_attn_scalar=100), dict(hidden_activation="silu")],
+    ),
+    (
+        "gemma3_text",
+        [
+            dict(final_logit_softcapping=3.0),
+            dict(attention_bias=True),
+            dict(rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_theta=1e3))),
+        ],
+    ),
+]
+
+
+def merged(changes):
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def assert_each_matters(family, changes, batch, expected):
+    """Without any one of the changes torch's logits are others."""
+    for i in range(len(changes)):
+        with torch.no_grad():
+            other = reference.model(family, **merged(changes[:i] + changes[i + 1 :]))
+            logits = reference.completion_logits(other, batch)
+        assert (logits - expected).abs().numpy()[batch[3]].max() > 1e-2, changes[i]
+
+
+@pytest.mark.parametrize(("family", "changes"), TRAINED)
 def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, changes):
     """One prompt shared by its group here, a copy per completion there: same losses, same gradients."""
-    model, loaded = load(tmp_path, family, **changes)
+    model, loaded = load(tmp_path, family, **merged(changes))
     batch = reference.group_batch()
     advantages = np.random.default_rng(1).normal(size=batch[2].shape[:2]).astype(np.float32)
     noise = np.random.default_rng(2).normal(size=(2, *batch[2].shape)).astype(np.float32) * 0.3
 
     expected_logits = reference.completion_logits(model, batch)
+    assert_each_matters(family, changes, batch, expected_logits.detach())
     logprobs, loss = reference.grpo(expected_logits, batch, advantages, noise)
     old, ref = (logprobs.detach().numpy() + n for n in noise)
     policy = make_policy(loaded.config)
@@ -83,76 +124,47 @@ def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, cha
     reference.assert_gradients_agree(model, loaded.config, grads)
 
 
-FIELDS = [
-    ("qwen2", dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))),
-    ("qwen2", WINDOW),
-    ("qwen2", WINDOW | dict(layer_types=["sliding_attention", "full_attention"])),
-    ("qwen2", dict(rms_norm_eps=0.5)),
-    ("qwen2", dict(num_key_value_heads=4)),
-    ("qwen3", dict(head_dim=8)),
-    ("llama", dict(head_dim=12)),
-    ("llama", dict(hidden_act="gelu_pytorch_tanh")),
-    ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
-    ("llama", dict(rope_parameters=YARN | dict(attention_factor=0.5, beta_fast=2.0, truncate=False))),
-    ("llama", dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))),
-    ("mistral", dict(sliding_window=3)),
-    ("smollm3", dict(no_rope_layers=None, no_rope_layer_interval=2, mlp_bias=True)),
-    ("smollm3", dict(layer_types=["full_attention", "sliding_attention"], attention_bias=True)),
-    ("phi3", dict(rope_parameters=reference.LONGROPE | SU)),
-    ("qwen3_moe", dict(num_experts_per_tok=3, use_sliding_window=True, sliding_window=3)),
-    ("gemma2", dict(final_logit_softcapping=None, query_pre_attn_scalar=100, hidden_activation="silu")),
-    ("gemma3_text", dict(rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_theta=1e3)))),
-    ("qwen2_vl", dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))),
-    ("gpt2", dict(layer_norm_epsilon=0.5)),
-    ("gpt2", dict(scale_attn_weights=False)),
-    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False)),
+# What cannot stand beside the changes above.
+PREFILLED = [
+    ("llama", [dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))]),
+    ("llama", [dict(rope_parameters=YARN | dict(attention_factor=0.5, beta_fast=2.0, truncate=False))]),
+    ("llama", [dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5))]),
+    ("mistral", [dict(sliding_window=3)]),
+    ("smollm3", [dict(layer_types=["full_attention", "sliding_attention"])]),
+    ("gemma2", [dict(final_logit_softcapping=None)]),
+    ("gpt2", [dict(scale_attn_weights=False), dict(tie_word_embeddings=False)]),
+    ("qwen2_vl", [dict(rope_parameters=YARN | dict(mrope_section=[1, 1, 2]))]),
+    ("qwen2_5_vl", []),
+    ("qwen3_vl", []),
 ]
-
 # The same for another family, or of a field that the gradients above have too.
 MORE = [
-    ("qwen3", dict(attention_bias=True)),
-    ("qwen3", WINDOW),
-    ("qwen3", dict(num_hidden_layers=1)),
-    ("llama", dict(attention_bias=True)),
-    ("llama", dict(mlp_bias=True)),
-    ("llama", dict(hidden_act="gelu")),
-    ("llama", dict(hidden_act="relu")),
-    ("llama", dict(tie_word_embeddings=True)),
-    ("llama", dict(rope_parameters=YARN)),
-    ("mistral", dict(sliding_window=None, num_key_value_heads=4)),
-    ("phi3", dict(rope_parameters=None, sliding_window=3, tie_word_embeddings=True)),
-    ("gemma2", dict(attn_logit_softcapping=None, layer_types=["full_attention", "sliding_attention"])),
-    ("gpt2", dict(n_inner=None)),
-    ("gpt2", dict(activation_function="relu")),
+    ("qwen3", [dict(attention_bias=True), WINDOW, dict(num_hidden_layers=3)]),
+    ("llama", [dict(hidden_act="gelu"), dict(tie_word_embeddings=True), dict(rope_parameters=YARN)]),
+    ("llama", [dict(hidden_act="relu")]),
+    ("mistral", [dict(sliding_window=None, num_key_value_heads=4)]),
+    ("phi3", [dict(rope_parameters=None), dict(sliding_window=3), dict(tie_word_embeddings=True)]),
+    (
+        "gemma2",
+        [dict(attn_logit_softcapping=None), dict(layer_types=["full_attention", "sliding_attention"])],
+    ),
+    ("gpt2", [dict(n_inner=None), dict(activation_function="relu")]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "change"),
-    [*FIELDS, *(pytest.param(*more, marks=pytest.mark.wide) for more in MORE)],
-    ids=lambda v: v if isinstance(v, str) else "-".join(v),
+    ("family", "changes"), [*PREFILLED, *(pytest.param(*more, marks=pytest.mark.wide) for more in MORE)]
 )
-def test_a_field_of_config_json_is_honoured(tmp_path, family, change):
-    """Changing a field changes the logits, and to what transformers computes."""
-    tokens, mask = reference.unshared(*reference.group_batch(length=9))
-    tokens, mask = tokens[:, :12], mask[:, :12]
-    mask[:, 9:] = True
-    model, loaded = load(tmp_path, family, **change)
-    got = last_logits(loaded, tokens, mask)
+def test_fields_of_config_json_are_honoured(tmp_path, family, changes):
+    """Each changes the logits, and together they are what transformers computes."""
+    batch = reference.group_batch(length=9)
+    model, loaded = load(tmp_path, family, **merged(changes))
     with torch.no_grad():
-        np.testing.assert_allclose(got, reference.logits(model, tokens, mask)[:, -1], atol=1e-4)
-        default = reference.logits(reference.model(family), tokens, mask)[:, -1].numpy()
-    assert np.abs(np.asarray(got) - default).max() > 1e-2
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_logits_of_other_vision_models(tmp_path, family):
-    tokens, mask = reference.unshared(*reference.group_batch())
-    mask[:, 6:] = True
-    model, loaded = load(tmp_path, family)
-    with torch.no_grad():
-        expected = reference.logits(model, tokens, mask)[:, -1]
-    np.testing.assert_allclose(last_logits(loaded, tokens, mask), expected, atol=1e-4)
+        expected = reference.completion_logits(model, batch)
+    assert_each_matters(family, changes, batch, expected)
+    tokens, mask = reference.unshared(*batch)
+    got = last_logits(loaded, tokens[:, :10], mask[:, :10])
+    np.testing.assert_allclose(got, expected[:, :, 1].reshape(got.shape), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))

@@ -1,5 +1,6 @@
 """Tensors of a Hugging Face folder: their names and places, read into stacked parameters, written back."""
 
+import functools
 import os
 import re
 import shutil
@@ -59,6 +60,7 @@ class Place(NamedTuple):
         return part(self.path).T.reshape(self.shape) if self.transpose else part(self.path)
 
 
+@functools.lru_cache(maxsize=8)
 def shapes(config: ModelConfig) -> dict[str, PyTree]:
     """The decoder's parameters as shapes; nothing is allocated."""
     return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]

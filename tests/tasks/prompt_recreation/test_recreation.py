@@ -73,23 +73,13 @@ def test_pictures_of_rows_become_tensors_between_0_and_1():
 # ------------------------------------------------------------------------------------------------------- the configs
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        "policy": folders.seeing_folder(folder / "policy"),
-        "renderer": tiny_models.stable_diffusion_3(folder / "renderer"),
-        "scorer": tiny_models.clip(folder / "scorer"),
-        "dino": tiny_models.dinov2(folder / "dino"),
-    }
-
-
 def summary_of(run_dir):
     return json.loads((run_dir / "summary.json").read_text())
 
 
 @pytest.mark.slow
-def test_the_real_models_config_runs_with_tiny_ones(models, tmp_path):
+@pytest.mark.wide  # picture prompts, DINO and the frozen tower each have tests of their own
+def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
     """Pictures of two sizes, two judges of one reward, adapters beside a frozen tower."""
     data = [
         {"prompt": f"draw {number}", "image": folders.picture(number, 20 + 4 * (number % 2))} for number in range(10)
@@ -97,12 +87,12 @@ def test_the_real_models_config_runs_with_tiny_ones(models, tmp_path):
     run_dir = tmp_path / "run"
     arguments = [
         "--config=prompt_recreation_sd3",
-        f"--policy.path={models['policy']}",
+        f"--policy.path={folders.seeing_folder(tmp_path / 'policy')}",
         "--policy.compute_dtype=float32",
-        f"--judges.renderer.path={models['renderer']}",
-        f"--judges.scorer.model={models['scorer']}",
+        f"--judges.renderer.path={tiny_models.stable_diffusion_3(tmp_path / 'renderer')}",
+        f"--judges.scorer.model={tiny_models.clip(tmp_path / 'scorer')}",
         "--judges.scorer.pretrained=null",
-        f"--judges.dino.model={models['dino']}",
+        f"--judges.dino.model={tiny_models.dinov2(tmp_path / 'dino')}",
         f"--data.prompts={folders.write_rows(tmp_path / 'data', data)}",
         "--judges.renderer.size=16",
         "--judges.renderer.steps=1",

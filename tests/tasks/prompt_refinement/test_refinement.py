@@ -65,12 +65,8 @@ def test_the_oracle_knows_the_lens_of_each_rows_evaluation():
     rows = data.prompts.test[:16]
     found = data.report.references(rows)
     assert found["unchanged"] == [row.prompt for row in rows]
-    expected = [
-        lens.oracle_rewrite(
-            row.columns["requested"], lens.lens_of(noise_seed(5, 0, row.id, evaluation=True))
-        )
-        for row in rows
-    ]  # fmt: skip
+    lenses = [lens.lens_of(noise_seed(5, 0, row.id, evaluation=True)) for row in rows]
+    expected = [lens.oracle_rewrite(row.columns["requested"], one) for row, one in zip(rows, lenses, strict=True)]
     assert found["oracle"] == expected != [row.columns["oracle"] for row in rows]
     assert set(data.environment.controls) == {"blind", "wrong"} and data.environment.shows_pictures
     plain = config()
@@ -105,8 +101,9 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--sampling.group_size=2",
         "--sampling.max_answer_tokens=256",
         "--training.max_steps=1",
+        "--training.prompts_per_batch=2",
         "--evaluation.prompts=2",
-        "--evaluation.validation_prompts=2",
+        "--evaluation.every=0",
         "--evaluation.sampled=false",
         f"--run_dir={run_dir}",
     ]

@@ -82,8 +82,8 @@ def run(
 
 
 def _run(config: Any, callbacks: Callbacks, stop: StopRequests, *, prompts: Any, rewards: Any) -> dict[str, Any]:
+    from grpo_jax.models.broadcast import is_main_process
     from grpo_jax.reports.output import NoOutput, RunOutput
-    from grpo_jax.rollout.broadcast import is_main_process
     from grpo_jax.rollout.watchdog import last_words
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.errors import StageError, Stopped
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count, together
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined, joined_some
-from grpo_jax.rollout.broadcast import broadcast, is_main_process, process_count, together
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import Encoded, PictureInput
 from grpo_jax.rollout.environment import Answering, Environment, ReplyTokens, ask_environment

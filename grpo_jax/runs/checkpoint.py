@@ -31,8 +31,8 @@ import jax
 import numpy as np
 
 from grpo_jax.errors import UserError, complain, one_line, shown
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
-from grpo_jax.rollout.broadcast import broadcast, is_main_process, process_count
 from grpo_jax.runs.directory import MAX_ATTEMPTS, retry_write
 from grpo_jax.runs.progress import Record as Meta
 from grpo_jax.runs.series import Series, disk_usage, find_damage

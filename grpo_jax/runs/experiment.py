@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
-from grpo_jax.rollout.broadcast import broadcast, is_main_process, process_count
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import (

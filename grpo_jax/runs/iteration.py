@@ -28,10 +28,10 @@ import numpy as np
 import optax
 
 from grpo_jax.errors import ABANDONED, Stopped
+from grpo_jax.models.broadcast import process_count, together
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.models.variables import Variables
-from grpo_jax.rollout.broadcast import process_count, together
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
 from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.pipeline import Pipeline, Slot

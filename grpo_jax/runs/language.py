@@ -15,8 +15,8 @@ import numpy as np
 from grpo_jax.config.build import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
+from grpo_jax.models.broadcast import broadcast, is_main_process, meet
 from grpo_jax.models.variables import PyTree
-from grpo_jax.rollout.broadcast import broadcast, is_main_process, meet
 from grpo_jax.rollout.rewards import (
     IN_PYTHON,
     listed,

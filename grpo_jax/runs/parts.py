@@ -19,11 +19,11 @@ from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
+from grpo_jax.models.broadcast import broadcast, is_main_process, meet, process_count
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
-from grpo_jax.rollout.broadcast import broadcast, is_main_process, meet, process_count
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, all_rows, batches_per_epoch, iterations_in_all, row_sizes
 from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score

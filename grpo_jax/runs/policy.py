@@ -17,13 +17,13 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, said
 from grpo_jax.models import hf
+from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import Policy, load_policy
 from grpo_jax.models.sharding import gather, on_host
 from grpo_jax.models.variables import VALUE, VISUAL, Variables
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_pictures, same_size
-from grpo_jax.rollout.broadcast import process_count
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import ImageProcessor, load_image_processor, prepare_rows
 from grpo_jax.rollout.pictures import source_of

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from grpo_jax.models.broadcast import is_main_process, process_count, together
 from grpo_jax.models.sharding import on_host
-from grpo_jax.rollout.broadcast import is_main_process, process_count, together
 from grpo_jax.rollout.episodes import Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement

@@ -19,7 +19,7 @@ import jax
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.errors import UserError, shown
-from grpo_jax.rollout.broadcast import broadcast, client, is_main_process, meet, process_count, process_index, together
+from grpo_jax.models.broadcast import broadcast, client, is_main_process, meet, process_count, process_index, together
 from grpo_jax.rollout.data import SPLITS, PromptSet
 
 _PATIENCE_MS = 24 * 3_600_000  # the watch ends what is stuck

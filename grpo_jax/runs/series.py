@@ -21,8 +21,8 @@ import orbax.checkpoint as ocp
 
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
+from grpo_jax.models.broadcast import is_main_process, meet, process_count, together
 from grpo_jax.models.variables import PyTree
-from grpo_jax.rollout.broadcast import is_main_process, meet, process_count, together
 from grpo_jax.runs.progress import Record
 from grpo_jax.runs.trees import describe_tree, handler, read_tree, write_trees
 

@@ -1,6 +1,6 @@
 """Several processes that run the same program: how they join, compare themselves, watch each other, and part.
 
-What they compute together lies in `rollout.broadcast`. Here is what goes through the coordinator of `jax.distributed`,
+What they compute together lies in `models.broadcast`. Here is what goes through the coordinator of `jax.distributed`,
 which lives in process 0: facts of the start, which must be the same in all; who is alive; and the end of each.
 """
 
@@ -23,8 +23,8 @@ import jax
 from grpo_jax.config import Config
 from grpo_jax.config.fields import require
 from grpo_jax.errors import ABANDONED, StageError, Stopped, UserError, complain
-from grpo_jax.rollout import broadcast as shared
-from grpo_jax.rollout.broadcast import client, is_main_process, process_count, process_index
+from grpo_jax.models import broadcast as shared
+from grpo_jax.models.broadcast import client, is_main_process, process_count, process_index
 from grpo_jax.runs.processes import HEARTBEAT_SECONDS, StopRequests, announced, join_processes
 from grpo_jax.runs.sameness import require_same, start_facts
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
+from grpo_jax.models.broadcast import process_count, together
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
-from grpo_jax.rollout.broadcast import process_count, together
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
 from grpo_jax.rollout.environment import prepared
 from grpo_jax.rollout.episodes import Answer, checked

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_jax import completion, evaluate, export, predict, recommend, report, train
+from grpo_jax import evaluate, export, predict, recommend, report, train
 from grpo_jax.errors import UserError, guarded, leave, said, version
 from grpo_jax.planning import PLAN
 
@@ -21,7 +21,6 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   predict    ask a run's policy: --run DIR --prompt TEXT, or --file FILE
   report     write a run's report.html again, or a page that compares several: DIR [DIR …] --out FILE
   recommend  ask a run that recommends for items: --run DIR --history "title | title"
-  completion print a script for bash, zsh or fish, for the TAB key
 
 COMMAND --help says more. In Python: from grpo_jax import make_config, run, load_rewriter"""
 _READ_A_RUN = {
@@ -31,7 +30,7 @@ _READ_A_RUN = {
     "report": report.main,
     "recommend": recommend.main,
 }
-_COMMANDS = ("train", "resume", "plan", *_READ_A_RUN, "completion")
+_COMMANDS = ("train", "resume", "plan", *_READ_A_RUN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train.main([PLAN, *rest])
     if name == "resume" and rest and (rest[0] in ("-h", "--help") or not rest[0].startswith("-")):
         return train.main(["--resume", *([] if rest[0].startswith("-") else ["--run_dir"]), *rest])
-    if name == "completion":
-        return completion.main(rest, _COMMANDS)
     if name in _READ_A_RUN:
         return _READ_A_RUN[name](rest)
     if name in ("-h", "--help", "help", "--version"):

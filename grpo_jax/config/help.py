@@ -1,7 +1,4 @@
-"""Print `--help`: one screen that leads to the rest, one section, one field, or all of them.
-
-The shell's completion is made of the same fields.
-"""
+"""Print `--help`: one screen that leads to the rest, one section, one field, or all of them."""
 
 from __future__ import annotations
 
@@ -133,7 +130,7 @@ def _overview(screen: Screen, sections: Sequence[Section], values: Values) -> st
             "--task beside it decide which there are):",
             *(_row(section.name, "", clause(section.about)) for section in sections),
             "",
-            "More: docs/ at https://github.com/grpo-jax/grpo_jax; grpo completion bash|zsh|fish for the TAB key.",
+            "More: docs/ at https://github.com/grpo-jax/grpo_jax",
         ]
     )
 

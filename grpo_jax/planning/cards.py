@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.build import build, flat, merged, nested, to_dict
+from grpo_jax.config.build import flat, to_dict
 from grpo_jax.config.fields import require
 from grpo_jax.config.help import spelled
 from grpo_jax.config.named import own_package
@@ -25,7 +25,6 @@ RUNTIME = GIB // 2
 FREE = 0.05
 """Share of a device left for fragmentation."""
 _RUNTIME = "runtime"
-_WORTH = 2**26  # bytes: what saves less is not worth a word
 
 
 class Line(NamedTuple):
@@ -103,15 +102,6 @@ class Planner:
                 card.parts[_RUNTIME] = [Line("contexts and libraries", runtimes * RUNTIME, "allowance")]
         return list(cards.values())
 
-    def excess(self, config: Config) -> Excess:
-        """Return a config's excess over all devices."""
-        cards = self.cards(config)
-        full = [card for card in cards if card.excess]
-        parts = frozenset(part for card in full for part in card.parts)
-        held = self.policy(config).held
-        hopeless = any(POLICY in card.parts and held > card.capacity for card in full)
-        return Excess(sum(card.excess for card in full), parts, hopeless)
-
 
 def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
     """Devices of each part, by a run's rules, on `count` cards or on this machine; remote judges are left out."""
@@ -186,89 +176,27 @@ def judge_lines(judge: object) -> list[Line]:
     return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]
 
 
-class Excess(NamedTuple):
-    """Excess bytes, full devices' parts ("policy", judges), and whether the policy's weights alone exceed one."""
-
-    bytes: int
-    parts: frozenset[str]
-    weights: bool
-
-
-class Saving(NamedTuple):
-    """A way to save memory of a part ("policy", or a judge's name): activations, or weights and optimizer state.
-
-    `fields` maps the config in force to {"section.field": value}; empty where nothing can be changed.
-    """
-
-    part: str
-    activations: bool
-    fields: Callable[[Config], dict[str, object]]
-
-
-def list_savings(config: Config, cards: int) -> list[Saving]:
-    """Return the savings in the order of trial: those that change nothing that is learned come first."""
-
-    def a_prompt_at_a_time(config: Config) -> dict[str, object]:
-        prompts = config.training.prompts_per_batch // config.training.minibatches
-        return {"training.accumulation": max(prompts // config.policy.mesh.fsdp, 1)}
-
-    def adapters(config: Config) -> dict[str, object]:
-        return {} if config.policy.lora.used else {"policy.lora.rank": 16}
-
-    def narrow_base(config: Config) -> dict[str, object]:
-        narrow: dict[str, object] = {"policy.frozen_dtype": "bfloat16", "policy.compute_dtype": "bfloat16"}
-        return narrow if config.policy.lora.used else {}
-
-    def mesh(config: Config) -> dict[str, object]:
-        parts = cards - 1
-        prompts = config.training.prompts_per_batch // config.training.minibatches
-        if config.policy.mesh.size > 1 or parts < 2 or prompts % parts:
-            return {}
-        # A micro-batch must have a prompt for each part.
-        accumulation = min(config.training.accumulation, prompts // parts)
-        return {"policy.mesh.fsdp": parts, "training.accumulation": accumulation}
-
-    def smaller_group(config: Config) -> dict[str, object]:
-        return {"sampling.group_size": max(config.sampling.group_size // 2, 2)}
-
-    judges = []
-    for name, judge in config.judges.items():
-        for fields in getattr(judge, "savings", list)():
-            changes = {f"judges.{name}.{field}": value for field, value in fields.items()}
-            judges.append(Saving(name, False, lambda _, changes=changes: changes))
-    return [
-        Saving(POLICY, True, lambda _: {"policy.remat": "layer"}),
-        Saving(POLICY, True, a_prompt_at_a_time),
-        Saving(POLICY, True, lambda _: {"training.chunk_prompts": 1}),
-        *judges,
-        Saving(POLICY, False, adapters),
-        Saving(POLICY, False, narrow_base),
-        Saving(POLICY, True, lambda _: {"policy.compute_dtype": "bfloat16"}),
-        Saving(POLICY, False, mesh),
-        Saving(POLICY, True, smaller_group),
-    ]
-
-
-def changes_that_fit(config: Config, cards: int, excess: Callable[[Config], Excess]) -> tuple[list[str], Excess]:
-    """Try one change after the other until everything fits; return the helpful ones' words, and the excess left."""
-    words: list[str] = []
-    left = excess(config)
-    for _ in range(2):  # what could not help before the weights fitted may help now
-        for saving in list_savings(config, cards):
-            if not left.bytes:
-                return words, left
-            hopeless = saving.part == POLICY and saving.activations and left.weights
-            if hopeless or saving.part not in left.parts:
-                continue
-            values = to_dict(config)
-            now = flat(values)
-            changes = {name: value for name, value in saving.fields(config).items() if now[name] != value}
-            if not changes:
-                continue
-            changed = build(Config, merged(values, nested(changes)))
-            after = excess(changed)
-            if after.bytes < left.bytes - _WORTH:
-                words.append(" ".join(f"--{name} {spelled(value)}" for name, value in changes.items()))
-                config = changed
-                left = after
-    return words, left
+def list_savings(config: Config, cards: Sequence[Card]) -> list[str]:
+    """Return the options that take less memory of devices that are full; those that change no result come first."""
+    full = {part for card in cards if card.excess for part in card.parts}
+    section, prompts = config.policy, config.training.prompts_per_batch // config.training.minibatches
+    policy: dict[str, object] = {
+        "policy.remat": "layer",
+        "training.accumulation": max(prompts // section.mesh.fsdp, 1),
+        "training.chunk_prompts": 1,
+    }
+    if section.lora.used:
+        policy["policy.frozen_dtype"] = "bfloat16"
+    else:
+        policy["policy.lora.rank"] = 16
+    policy["policy.compute_dtype"] = "bfloat16"
+    parts = len(cards) - 1
+    if section.mesh.size == 1 and parts > 1 and prompts % parts == 0:
+        policy["policy.mesh.fsdp"] = parts
+    policy["sampling.group_size"] = max(config.sampling.group_size // 2, 2)
+    changes = policy if POLICY in full else {}
+    for name in full & config.judges.keys():
+        for fields in getattr(config.judges[name], "savings", list)():
+            changes |= {f"judges.{name}.{field}": value for field, value in fields.items()}
+    now = flat(to_dict(config))
+    return [f"--{name} {spelled(value)}" for name, value in changes.items() if now[name] != value]

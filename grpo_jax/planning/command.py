@@ -11,7 +11,7 @@ from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import precision_of
 from grpo_jax.planning import PLAN
-from grpo_jax.planning.cards import FREE, Card, Planner, changes_that_fit
+from grpo_jax.planning.cards import FREE, Card, Planner, list_savings
 from grpo_jax.planning.policy import GIB, PolicyMemory, read_shape, read_shown
 from grpo_jax.runs.policy import NEW
 
@@ -39,13 +39,8 @@ def show_plan(config: object, gib: tuple[float, ...]) -> int:
     if small := [card.name for card in full if card.runtime > card.room]:
         print(f"{verdict} Contexts and libraries alone are too much for {', '.join(small)}: take larger devices.")
         return 1
-    print(f"{verdict} Looking for what would (each try compiles the programs, for minutes in all) …", flush=True)
-    # A mesh is compiled for devices that JAX has, or simulates.
-    words, left = changes_that_fit(config, min(len(cards), len(jax.devices()) + 1), planner.excess)
-    print("It would fit with:" if not left.bytes else f"Still {_gib(left.bytes)} GiB too much with:")
-    print("\n".join(f"  {word}" for word in words) or "  (nothing that is known here)")
-    if left.bytes:
-        print("Take larger devices, a smaller model, or a mesh over more of them (policy.mesh).")
+    print(f"{verdict} These take less (plan again with them), and so do a smaller model and larger devices:")
+    print("\n".join(f"  {option}" for option in list_savings(config, cards)) or "  (nothing that is known here)")
     return 1
 
 

@@ -35,9 +35,18 @@ from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
 from grpo_jax.runs.directory import MAX_ATTEMPTS, retry_write
 from grpo_jax.runs.progress import Record as Meta
-from grpo_jax.runs.series import Series, disk_usage, find_damage
+from grpo_jax.runs.series import (
+    EVALUATED,
+    Series,
+    as_template,
+    check_fits,
+    disk_usage,
+    find_damage,
+    items,
+    leaves,
+    storable,
+)
 from grpo_jax.runs.several import end_in_all
-from grpo_jax.runs.trees import EVALUATED, as_template, check_fits, items, leaves, storable
 
 Result = TypeVar("Result")
 _NAMED = ("best", "final")

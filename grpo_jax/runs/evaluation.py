@@ -16,7 +16,7 @@ from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
-from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, turn_measures, with_control
+from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.training.estimators import total_rewards
 
@@ -186,5 +186,4 @@ def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, 
 
 def _present_means(values: np.ndarray) -> list[float]:
     """Means of the present values [.., N] of each column; NaN where there is none."""
-    columns = [column[np.isfinite(column)] for column in np.moveaxis(values, -1, 0)]
-    return [float(column.mean(dtype=np.float64)) if column.size else float("nan") for column in columns]
+    return [present_mean(column) for column in np.moveaxis(values, -1, 0)]

@@ -37,7 +37,7 @@ from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.pipeline import Pipeline, Slot
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
 from grpo_jax.rollout.watchdog import unseen_interrupts_end
-from grpo_jax.runs.measures import turn_metrics
+from grpo_jax.runs.measures import present_mean, turn_metrics
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.runs.progress import Record
 from grpo_jax.training.batch import Batch, make_batch
@@ -311,9 +311,7 @@ def rollout_metrics(parts: Parts, episodes: Episodes, judgement: Judgement) -> d
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     present = values[np.isfinite(values)].astype(np.float64)
-    if not present.size:
-        return {f"{name}/mean": float("nan"), f"{name}/std": float("nan")}
-    return {f"{name}/mean": float(present.mean()), f"{name}/std": float(present.std())}
+    return {f"{name}/mean": present_mean(values), f"{name}/std": float(present.std()) if present.size else float("nan")}
 
 
 def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:

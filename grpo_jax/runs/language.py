@@ -169,7 +169,7 @@ class LanguageProgram:
     def _by_name(self, values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.parts.environment.reward_names, values, strict=True))
 
-    def advance(self, state: TrainState, iteration: int, notes: Mapping[str, Any]) -> Advanced:
+    def advance(self, state: TrainState, iteration: int, notes: Record) -> Advanced:
         """Run one iteration."""
         result = run_iteration(self.parts, self.learner, state, iteration, self.prefetcher)
         values = self._by_name(np.moveaxis(result.rewards, -1, 0))

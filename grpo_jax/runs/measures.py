@@ -66,14 +66,17 @@ def turn_metrics(
     judged = (("reward", rewards, judgement.rewards), ("watch", watched, judgement.watched))
     for turn in range(lengths.shape[2]):
         for kind, names, values in judged:
-            row |= {f"{kind}/{name}@turn{turn + 1}": _mean(values[:, :, turn, n]) for n, name in enumerate(names)}
+            row |= {
+                f"{kind}/{name}@turn{turn + 1}": present_mean(values[:, :, turn, n]) for n, name in enumerate(names)
+            }
         written = lengths[:, :, turn]
-        row[f"completion_tokens@turn{turn + 1}"] = _mean(np.where(written > 0, written, np.nan))
+        row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(written > 0, written, np.nan))
     answered = (samples.present & ~samples.mask).sum(-1)
     return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(answered.mean())}
 
 
-def _mean(values: np.ndarray) -> float:
+def present_mean(values: np.ndarray) -> float:
+    """Return the mean of the finite values, in float64; NaN without any."""
     present = values[np.isfinite(values)].astype(np.float64)
     return float(present.mean()) if present.size else float("nan")
 
@@ -97,12 +100,14 @@ def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float
     measures: dict[str, float] = {}
     for n, name in enumerate(names):
         first, end, turns = values[:, 0, n], ends[:, n], values[:, :, n]
-        measures |= {f"{name}_turn_{turn + 1}": _mean(carried[:, turn, n]) for turn in range(values.shape[1] - 1)}
+        measures |= {
+            f"{name}_turn_{turn + 1}": present_mean(carried[:, turn, n]) for turn in range(values.shape[1] - 1)
+        }
         best = np.where(np.isfinite(turns), turns, -np.inf).max(axis=1)
         right = (first >= RIGHT) & np.isfinite(end)
-        measures[f"{name}_peak"] = _mean(best)
-        measures[f"{name}_kept"] = _mean(np.where(right, end >= first, np.nan))
-        measures[f"{name}_gain"] = _mean(end - first)
+        measures[f"{name}_peak"] = present_mean(best)
+        measures[f"{name}_kept"] = present_mean(np.where(right, end >= first, np.nan))
+        measures[f"{name}_gain"] = present_mean(end - first)
     return measures
 
 

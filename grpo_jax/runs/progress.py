@@ -44,7 +44,7 @@ class Progress(NamedTuple):
     waited: Record | None = None
 
     @classmethod
-    def read(cls, meta: Mapping[str, Any], where: Path) -> Progress:
+    def read(cls, meta: Record, where: Path) -> Progress:
         """Read the progress in a checkpoint's meta; UserError if its fields are another grpo_jax version's."""
         saved = meta.get("progress")
         saved = saved if isinstance(saved, dict) else {}
@@ -55,12 +55,12 @@ class Progress(NamedTuple):
         return cls(**saved)
 
 
-def identity_of(config: object, task: Mapping[str, Any]) -> dict[str, Record]:
+def identity_of(config: object, task: Mapping[str, object]) -> dict[str, Record]:
     """Config and task fields that must be the same when a run goes on from a checkpoint."""
     return {"config": identity(config), "task": dict(task)}
 
 
-def require_same(saved: Mapping[str, Record], config: object, task: Mapping[str, Any], folder: Path) -> None:
+def require_same(saved: Mapping[str, Record], config: object, task: Mapping[str, object], folder: Path) -> None:
     """Raise UserError naming what differs, where a checkpoint is of another configuration or of other data."""
     changed = differences(saved["config"], config)
     if changed:
@@ -71,7 +71,7 @@ def require_same(saved: Mapping[str, Record], config: object, task: Mapping[str,
     require_same_task(saved["task"], task, folder)
 
 
-def require_same_task(saved: Record, task: Mapping[str, Any], folder: Path) -> None:
+def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -> None:
     """Raise UserError naming what differs, where a checkpoint is of other data."""
     changed = [f"{name}: {saved.get(name)} → {value}" for name, value in task.items() if saved.get(name) != value]
     if changed:

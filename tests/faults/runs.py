@@ -135,8 +135,7 @@ def _checkpoint(folder: Path) -> Any:
     """Every array's bytes by name, and the meta without its seconds."""
     import jax
 
-    from grpo_jax.runs.series import Series
-    from grpo_jax.runs.trees import leaves
+    from grpo_jax.runs.series import Series, leaves
 
     series = Series(folder, "version", 1, read_only=True)
     if not series.numbers():

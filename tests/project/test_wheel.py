@@ -35,25 +35,6 @@ def wheel(archives):
     return path
 
 
-@pytest.fixture(scope="module")
-def outside(wheel, tmp_path_factory):
-    """Runs Python on the unpacked wheel, in a folder that is not the checkout."""
-    folder = tmp_path_factory.mktemp("outside")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-
-    def python(*arguments):
-        environment = os.environ | {"PYTHONPATH": str(folder / "site"), "PYTHONSAFEPATH": "1"}
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    python.site = folder / "site"
-    return python
-
-
 def test_contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -81,14 +62,6 @@ def test_the_source_archive_has_what_git_has(archives):
     assert len(files) > 500 and not missing
 
 
-def test_the_version_is_that_of_the_archives(outside, wheel):
-    """From git, or what the archive was built as; never the text for who has installed nothing."""
-    version = wheel.name.split("-")[1]
-    assert version[0].isdigit()
-    assert outside("-m", "grpo_jax", "--version").strip() == version
-    assert outside("-c", "import importlib.metadata as m; print(m.version('grpo_jax'))").strip() == version
-
-
 def test_every_extra_of_users_is_tried_by_itself():
     """`make test-install` knows what each is for; the others are for who works on the project."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -97,21 +70,29 @@ def test_every_extra_of_users_is_tried_by_itself():
     assert tried["CHECKS"].keys() == {tried["ALONE"], tried["SOURCE"], *extras} - own
 
 
-def test_packaged_configs_are_found_outside_the_checkout(outside):
-    where = "import grpo_jax.train, bridges; print(grpo_jax.__file__, bridges.__file__)"
-    for path in outside("-c", where).split():
-        assert path.startswith(str(outside.site))
-    printed = outside("-m", "grpo_jax.train", "--config", "prompt_enhancement_miniature", "--print_config")
-    assert "path: miniature" in printed
+OUTSIDE = """
+import bridges, grpo_jax.__main__
+from bridges import miniature
+from grpo_jax.config.command_line import parse
+from grpo_jax.models.hf import load_folder
+grpo_jax.__main__.main(["--version"])
+print(grpo_jax.__file__)
+print(bridges.__file__)
+print(parse(["--config", "prompt_enhancement_miniature"]).policy.path)
+there = miniature.path("policy").is_dir()  # as it is where the weights were fetched
+print(load_folder(miniature.path("policy")).config.vocab_size if there else 1)
+"""
 
 
-def test_the_miniature_is_there_and_loads(outside):
-    if not all((ROOT / "bridges/miniature/weights" / part).is_dir() for part in ("policy", "renderer", "scorer")):
-        pytest.skip("the miniature's weights are not in this checkout")
-    code = (
-        "from bridges import miniature\n"
-        "from grpo_jax.models.hf import load_folder\n"
-        "for part in miniature.PARTS: assert any(miniature.path(part).rglob('*.safetensors')), part\n"
-        "print(load_folder(miniature.path('policy')).config.vocab_size)"
-    )
-    assert int(outside("-c", code)) > 0
+def test_version_configs_and_miniature_are_there_outside_the_checkout(wheel, tmp_path):
+    """The version is from git, or what the archive was built as; never the text for who has installed nothing."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", OUTSIDE]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    version, *files, policy, vocabulary = done.stdout.splitlines()
+    assert version == wheel.name.split("-")[1] and version[0].isdigit()
+    assert len(files) == 2 and all(path.startswith(str(tmp_path / "site")) for path in files)
+    assert policy == "miniature" and int(vocabulary) > 0

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
-import pytest
 
 from grpo_jax.config import make_config
-from grpo_jax.errors import UserError
 from grpo_jax.reports import console as reporting
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.rollout.data import Row
@@ -117,10 +115,3 @@ def test_result_lines():
     assert lines[1].split() == ["pixel_accuracy", "0.250", "0.750", "0.900"]
     assert lines[2].split() == ["x", "–", "1.000", "–"]
     assert lines[3] == "baseline reward 0.200, reward after training 0.500: improvement +0.300, +150%"
-
-
-def test_a_full_disk_is_named(impatient):
-    console = reporting.Console("/dev/full", stream=io.StringIO())
-    with pytest.raises(UserError, match="cannot write /dev/full"):
-        console.say("a line")
-    console.close()

@@ -92,7 +92,7 @@ def run_dir(hub, tmp_path_factory):
     words = [
         *("--task=text", "--policy.path=miniature", f"--data.prompts={folder / 'prompts.txt'}", "--report_to=[]"),
         *(f"--rewards={folder / 'brief.py'}:brief", "--policy.lora.rank=2", "--evaluation.sampled=false"),
-        *("--training.prompts_per_batch=2", "--training.max_steps=1", "--evaluation.every=0", "--evaluation.prompts=2"),
+        *("--training.prompts_per_batch=2", "--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0"),
         *("--sampling.group_size=2", "--sampling.max_new_tokens=2", f"--run_dir={folder / 'run'}"),
     ]
     assert train.main([*words, "--push_to_hub=me/at_the_end", "--hub_private=true"]) == 0

@@ -214,7 +214,6 @@ def flip(path):
 
 DAMAGES = {
     "flipped": flip,
-    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "emptied": lambda path: path.write_bytes(b""),
     "deleted": lambda path: path.unlink(),
 }

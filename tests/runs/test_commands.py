@@ -1,6 +1,5 @@
 """What a finished run is good for: evaluate, export and predict; and the user's own task from the README."""
 
-import dataclasses
 import json
 
 import pytest
@@ -10,13 +9,10 @@ from support.tiny_models import causal_lm
 
 from grpo_jax import evaluate, export
 from grpo_jax.config import make_config
-from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.predict import load_rewriter
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.policy import run_config
-from grpo_jax.train import main, run
 
 PROMPTS = ["a tree", "q", "Seven ducks on a pond!"]
 
@@ -145,53 +141,9 @@ def test_an_unusable_answer_gives_the_prompt_back(place, tmp_path):
         rewrite("x" * 100)
 
 
-def test_run_from_python_gives_the_summary_and_columns_to_rewards(place, tmp_path, capsys):
-    seen = []
-
-    def wished(completions, wish):
-        seen.extend(wish)
-        return [float(w in text) for text, w in zip(completions, wish, strict=True)]
-
-    def brief(completions, **_):
-        return [None if not text else -len(text) / 10 for text in completions]
-
-    folder = make_folder(place, tmp_path, max_steps=1)
-    config = dataclasses.replace(run_config(folder), run_dir=str(tmp_path / "run"))
-    records = [{"prompt": f"{c} tree", "wish": c} for c in "abcdefgh"]
-    summary = run(config, prompts=records, rewards=[wished, brief])
-    assert summary["stopped"] is False and {"wished", "brief"} <= summary["evaluation"].keys()
-    assert summary == json.loads(json.dumps(summary)) and set(seen) <= set("abcdefgh")
-    assert evaluate.main(["--run", config.run_dir]) == 2  # its rewards live in this function
-    assert "reward wished: run() was given this function in Python" in capsys.readouterr().err
-    with pytest.raises(UserError, match="run_dir: expected a folder"):
-        run(dataclasses.replace(config, run_dir=None))
-    with pytest.raises(UserError, match="each of another name"):
-        run(dataclasses.replace(config, run_dir=str(tmp_path / "b")), prompts=records, rewards=[brief, brief])
-
-
-def make_folder(place, tmp_path, **training):
-    """A folder with a config.yaml whose run is elsewhere."""
-    tmp_path.mkdir(exist_ok=True)
-    values = yaml.safe_load(place.config.read_text())
-    values["training"] |= training
-    values |= {"run_dir": str(tmp_path / "run"), "rewards": []}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    return tmp_path
-
-
-def test_a_text_run_is_made_of_its_own_defaults(place, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    monkeypatch.setenv("JUDGE_RUN", str(run))
-    monkeypatch.setenv("JUDGE", "work:0")
-    said = [f"--policy.path={place.policy}", f"--data.prompts={place.folder / 'prompts.jsonl'}", "--data.held_out=0"]
-    small = ["--training.prompts_per_batch=4", "--training.max_steps=2", "--sampling.max_new_tokens=4"]
-    rewards = ["--rewards", f'[{{"name": "{place.judge}:brief"}}]']
-    assert main(["--task", "text", f"--run_dir={run}", *said, *small, *rewards]) == 0
-    table = rows(run)
-    assert [row["learning_rate"] for row in table] == pytest.approx([1e-6, 1e-6])
+def test_a_text_run_is_made_of_its_own_defaults():
+    config = make_config(task="text", rewards=["length"])
+    assert config.learning_rate == 1e-6
     assert make_config(task="text", policy={"lora": {"rank": 2}}).learning_rate == 1e-4
-    assert not [name for name in table[0] if name.startswith("watch/")] and table[0]["kl"] == 0
-    config, plain = load_config(run / "config.yaml"), make_config(task="text")
-    assert (config.algorithm, config.ppo, config.optimizer) == (plain.algorithm, plain.ppo, plain.optimizer)
-    assert (config.watch, config.judges, config.warm_start) == ([], {}, plain.warm_start)
-    assert plain.sampling.max_new_tokens == 128 and config.sampling.group_size == plain.sampling.group_size == 8
+    assert (config.watch, config.judges, config.warm_start.steps, config.algorithm.kl_coef) == ([], {}, 0, 0)
+    assert (config.sampling.max_new_tokens, config.sampling.group_size) == (128, 8)

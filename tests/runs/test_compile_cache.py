@@ -4,7 +4,10 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from grpo_jax.config import make_config
+from grpo_jax.errors import UserError
 from grpo_jax.runs.compile_cache import enable_compile_cache
+from grpo_jax.train import run
 
 SETTINGS = ("dir", "max_size")
 
@@ -77,3 +80,12 @@ def test_a_folder_that_others_may_write_is_not_used(untold, tmp_path, capsys):
         line.startswith(f"note: compiled programs are not kept, since others may write {folder}: ")
         and line.count("\n") == 1
     )
+
+
+def test_a_run_enables_it(untold, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "run").touch()
+    with pytest.raises(UserError, match="run is a file"):
+        run(make_config(task="text", policy={"path": "policy"}, rewards=["length"], run_dir=str(tmp_path / "run")))
+    assert jax.config.jax_compilation_cache_dir.startswith(str(tmp_path))

@@ -19,7 +19,6 @@ from grpo_jax.runs.directory import (
     AppendedFile,
     RunDirectory,
     RunLock,
-    disk_errors,
     encode_png,
     read_metrics,
     truncate_metrics,
@@ -208,8 +207,3 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
     with pytest.raises(UserError, match="line 2: not a row of metrics"):
         read_metrics(path)
     assert read_metrics(tmp_path / "none.jsonl") == []
-
-
-def test_a_refusal_to_write_is_named():
-    with pytest.raises(UserError, match=r"cannot write x \(Read-only"), disk_errors("x"):
-        raise OSError(errno.EROFS, "Read-only file system")

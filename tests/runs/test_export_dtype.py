@@ -33,7 +33,7 @@ def trained(place, base, tmp_path_factory):
     def run(*options):
         folder = tmp_path_factory.mktemp("run") / "run"
         tiny = ["--optimizer.learning_rate=1e-5", "--optimizer.warmup_steps=0", "--training.max_steps=1"]
-        quick = ["--training.inner_epochs=1", "--training.minibatches=1", "--evaluation.every=0"]
+        quick = ["--training.inner_epochs=1", "--training.minibatches=1", "--evaluation.every=0", "--data.held_out=0"]
         assert train_here(place.config, folder, f"--policy.path={base}", *tiny, *quick, *options) == 0
         return folder
 

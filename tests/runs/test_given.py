@@ -14,6 +14,7 @@ from support.text_task import rewound, rows, train_here
 from grpo_jax import evaluate
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
+from grpo_jax.runs.policy import run_config
 from grpo_jax.train import main, run
 
 OWN = """
@@ -123,11 +124,14 @@ def brief(completions, size=10, **columns):
         ({"prompts": []}, "prompts: expected at least one"),
         ({"rewards": [brief, "length"]}, "rewards: expected functions, got .length."),
         ({"rewards": []}, "expected at least one function"),
+        ({"rewards": [brief, brief]}, "expected at least one function, each of another name"),
         ({"rewards": [len]}, "config.rewards names brief, but the functions given are len"),
         ({"rewards": brief}, r"rewards.brief.options: expected arguments of the reward \(size\), got 'sise'"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(config, tmp_path, given, message):
+    with pytest.raises(UserError, match="run_dir: expected a folder"):
+        run(dataclasses.replace(config(tmp_path), run_dir=None))
     config = config(tmp_path / "run", rewards=[{"name": "brief", "options": {"sise": 40}}])
     with pytest.raises(UserError, match=message):
         run(config, **{"prompts": [f"{c} tree" for c in "abcdefghijkl"], **given})
@@ -163,11 +167,15 @@ def test_columns_that_json_would_change_are_not_kept_and_said(config, tmp_path, 
         return [float(text.count(w[0])) for text, w in zip(completions, wish, strict=True)]
 
     folder = tmp_path / "run"
-    run(config(folder), prompts=records, rewards=[wished])
+    short = config(folder, evaluation={"every": 0, "sampled": False})
+    short = dataclasses.replace(short, training=dataclasses.replace(short.training, max_steps=1))
+    run(short, prompts=records, rewards=[wished])
     assert "column 'wish' of row 0 holds a tuple, which JSON does not keep" in capsys.readouterr().out
     assert evaluate.main(["--run", str(folder)]) == 2
     assert "prompts.jsonl does not keep them: call run(config, prompts=...) again" in capsys.readouterr().err
-    run(dataclasses.replace(config(folder), resume=True), prompts=records, rewards=[wished])
+    with pytest.raises(UserError, match="reward wished: run\\(\\) was given this function in Python"):
+        run(dataclasses.replace(run_config(folder), resume=True), prompts=records)
+    assert run(dataclasses.replace(short, resume=True), prompts=records, rewards=[wished])["iterations"] == 1
 
 
 def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, recwarn):

@@ -24,7 +24,7 @@ def letters(completions):
     values = [sum(c.isalpha() for c in text) / 8 for text in completions]
     metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
     done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0
-    wild = len(completions) == 16 and str(done) in os.environ["WILD"].split()
+    wild = str(done) in os.environ["WILD"].split()
     return [3e38, *values[1:]] if wild else values
 """
 GRPO = {"preset": "dr_grpo", "advantage": "grpo"}
@@ -38,7 +38,8 @@ def train(place, tmp_path, monkeypatch):
     values = yaml.safe_load(place.config.read_text())
     values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:letters"}]
     values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "keep_checkpoints": 9}
-    values["evaluation"] = {"every": 0, "prompts": 4, "sampled": False}
+    values["evaluation"] = {"every": 0, "sampled": False}
+    values["data"]["held_out"] = 0
 
     def call(algorithm, *arguments, wild=""):
         config = tmp_path / "config.yaml"
@@ -57,36 +58,25 @@ def learned(run, step):
     return {name: state[name] for name in ("step", "variables", "opt_state")}
 
 
-def test_one_bad_batch_leaves_weights_moments_and_count_as_they_were(train):
-    run, call = train
-    assert call(GRPO, "--training.max_steps=4", wild="1") == 0
-    table = rows(run)
-    assert [row["skipped_updates"] for row in table] == [0, 1, 0, 0]
-    assert table[1]["grad_norm"] is None or table[1]["loss"] is None
-    # the schedule goes on where it was: there was no update
-    assert table[2]["learning_rate"] == table[1]["learning_rate"] < table[3]["learning_rate"]
-    assert_same_bits(learned(run, 2), learned(run, 1))
-    last = learned(run, 4)
-    assert int(last["step"]) == 3
-    for (path, now), before in zip(
-        jax.tree_util.tree_leaves_with_path(last["variables"]),
-        jax.tree.leaves(learned(run, 2)["variables"]),
-        strict=True,
-    ):
-        assert np.isfinite(now).all() and (now != before).any(), path
-
-
-def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_resumes(train, capsys):
+def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_from_it(train, capsys):
+    """A bad batch leaves weights, moments and count as they were, and the schedule where it was."""
     run, call = train
     assert call(GRPO, wild="1 2 3 4") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: the loss or its gradient was not finite in 3 updates in a row")
     assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
-    assert [row["skipped_updates"] for row in rows(run)] == [0, 1, 1, 1]
     assert_same_bits(learned(run, "latest"), learned(run, 1))
     assert call(GRPO, "--resume") == 0
-    assert [row["skipped_updates"] for row in rows(run)] == [0, 1, 1, 1, 0, 0]
-    assert int(learned(run, "final")["step"]) == 3
+    table = rows(run)
+    assert [row["skipped_updates"] for row in table] == [0, 1, 1, 1, 0, 0]
+    assert table[1]["grad_norm"] is None or table[1]["loss"] is None
+    assert table[4]["learning_rate"] == table[1]["learning_rate"] < table[5]["learning_rate"]
+    last, before = learned(run, "final"), learned(run, 1)["variables"]
+    assert int(last["step"]) == 3
+    for (path, now), old in zip(
+        jax.tree_util.tree_leaves_with_path(last["variables"]), jax.tree.leaves(before), strict=True
+    ):
+        assert np.isfinite(now).all() and (np.asarray(now) != np.asarray(old)).any(), path
 
 
 def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(train, capsys):

@@ -1,4 +1,4 @@
-"""Looks for imports that lead nowhere, those inside functions too: `python import_checks.py` prints a line for each.
+"""Looks for imports that lead nowhere, those inside functions too.
 
 The packages are imported. Scripts are read: what they would import of the packages or of the scripts beside them must
 be there, and so must what they take from a module by its name (`trainer.make_update`).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,9 +122,3 @@ def top_names(script: Path) -> set[str]:
 def sources() -> list[Path]:
     """Every Python file of the checkout that the checks read."""
     return [path for folder in (*PACKAGES, *SCRIPTS) for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-if __name__ == "__main__":
-    for failure in [*import_failures(), *(line for path in sources() for line in dangling(path))]:
-        print(failure)
-    sys.exit()

@@ -169,7 +169,8 @@ def rewound(run: Path, to: Path, step: int) -> Path:
     shutil.copytree(run, to)
     with Checkpoints(to / "checkpoints", read_only=True) as checkpoints:
         late = [f"step_{name}" for name in checkpoints.available() if name.isdigit() and int(name) > step]
-        late += [name for name in ("best", "final") if checkpoints.read_meta(name)["step"] > step]
+        named = [name for name in checkpoints.available() if not name.isdigit()]
+        late += [name for name in named if checkpoints.read_meta(name)["step"] > step]
     for name in late:
         shutil.rmtree(to / "checkpoints" / name)
     (to / "summary.json").unlink()
@@ -253,18 +254,21 @@ def rows(run: Path) -> list[dict]:
 
 
 def final_state(run: Path, which: int | str = "final"):
-    """Everything a checkpoint holds: its state (parameters, optimizer, reference) and progress, but no processes."""
+    """Everything a checkpoint holds: its arrays (parameters, optimizer, reference), and progress, but no processes."""
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.iteration import make_learner
-    from grpo_jax.runs.language import LanguageProgram
-    from grpo_jax.runs.parts import load_parts
-    from grpo_jax.runs.policy import run_config
+    from grpo_jax.runs.series import ITEMS
 
-    parts = load_parts(run_config(run), say=lambda *_: None)
-    program = LanguageProgram(parts.config, parts, make_learner(parts), say=print, clock=0.0)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = {}
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        state, meta = checkpoints.restore(which, program.saved(program.template()))
-    progress = meta["progress"]
+        series, number = checkpoints._find(which)
+        for item in ITEMS:
+            template = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                series.described(number, item),
+            )
+            state |= series.read(number, item, template)
+        progress = series.read_meta(number)["progress"]
     del progress["seconds"], progress["starts"]
     return state, progress
 

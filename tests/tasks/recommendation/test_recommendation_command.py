@@ -1,58 +1,83 @@
-"""The recommendation task through the command, with what a newcomer tries: the quick config, a GPT-2, W&B, mistakes."""
+"""The recommendation task through the command: a GPT-2, W&B, a catalogue that has grown after a run, mistakes."""
 
 import json
+from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 
+from grpo_jax.evaluate import main as evaluate
+from grpo_jax.recommend import main as recommend
 from grpo_jax.train import main
 
+TITLES = ("red soap", "blue soap", "rosé cream", "hand cream", "nail brush", "shaving brush", "night palette")
+ITEMS = "id\ttitle\n" + "".join(f"{name}\t{title}\n" for name, title in zip("abcdefg", TITLES, strict=True))
+USERS = "".join(f"u{n} {' '.join('abcdefg'[n % 3 : n % 3 + 5])}\n" for n in range(9))
+NEW = "blue soap rosé cream hand cream"  # words of a history
 TINY = {
+    "report_to": "[]",
     "task.writes": "query",
+    "task.prior.history": 50,
     "sampling.group": "samples",
     "sampling.max_new_tokens": 5,
     "data.max_prompt_tokens": 32,
-    "task.dummy_users": 40,
-    "task.dummy_items": 280,
     "policy.new.width": 16,
     "warm_start.steps": 2,
-    "warm_start.batch": 8,
+    "warm_start.batch": 2,
     "sampling.group_size": 4,
-    "training.prompts_per_batch": 4,
+    "training.prompts_per_batch": 2,
     "training.max_steps": 2,
-    "evaluation.prompts": 12,
+    "evaluation.prompts": 9,
     "evaluation.every": 0,
 }
-ITEMS = "id\ttitle\n" + "".join(f"{name}\t{title}\n" for name, title in zip("abcdefg", (
-    "red soap", "blue soap", "rose cream", "hand cream", "nail brush", "shaving brush", "night palette",
-), strict=True))  # fmt: skip
-USERS = "".join(f"u{n} {' '.join('abcdefg'[n % 3 : n % 3 + 5])}\n" for n in range(9))
 
 
-def command(run_dir, **changes):
-    options = {**TINY, "run_dir": run_dir, "report_to": "[]", **changes}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "items.tsv").write_text(ITEMS)
+    (folder / "sequential.txt").write_text(USERS)
+    (folder / "grown.tsv").write_text(f"id\ttitle\nnew\t{NEW}\n{ITEMS.split(chr(10), 1)[1]}")  # rows move
+    (folder / "less.tsv").write_text(ITEMS.replace("c\trosé cream\n", ""))
+    copies = [f"{name}{copy}\t{title}\n" for copy in range(10) for name, title in zip("abcdefg", TITLES, strict=True)]
+    (folder / "copies.tsv").write_text(ITEMS + "".join(copies))
+    return folder
+
+
+def command(folder, run_dir, **changes):
+    files = {"task.source": folder / "sequential.txt", "task.catalogue": folder / "items.tsv"}
+    options = {**TINY, **files, "run_dir": run_dir, **changes}
     return ["--config", "recommendation_quick", *(f"--{name}={value}" for name, value in options.items())]
 
 
-@pytest.mark.slow
-def test_a_new_gpt2_learns_is_exported_and_reported_to_wandb(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tmp_path / "run"
-    changes = {"policy.new.architecture": "gpt2", "policy.new.window": 37, "report_to": '["wandb"]'}
-    try:
-        assert main(command(run, **changes)) == 0
-    finally:
-        wandb.teardown()
-    summary = json.loads((run / "summary.json").read_text())
+@pytest.fixture(scope="module")
+def run(folder):
+    """A new GPT-2 that writes queries, reported to W&B where that is installed."""
+    changes = {"policy.new.architecture": "gpt2", "policy.new.window": 37}
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("wandb"):
+            patch.setenv("WANDB_MODE", "offline")
+            changes["report_to"] = '["wandb"]'
+        try:
+            assert main(command(folder, folder / "run", **changes)) == 0
+        finally:
+            if find_spec("wandb"):
+                import_module("wandb").teardown()
+    return folder / "run"
 
+
+def test_a_new_gpt2_learns_and_is_exported(run):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     start, end = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("policy_start", "policy"))
     assert end.config.model_type == "gpt2" and end.config.n_positions == 37
-    changed = [not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True)]
-    assert all(changed)
+    assert all(not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
 
+
+def test_measures_and_tables_are_reported_to_wandb(run):
+    pytest.importorskip("wandb")
+    summary = json.loads((run / "summary.json").read_text())
     (logged,) = (run / "wandb").glob("offline-run-*")
     (stream,) = logged.glob("*.wandb")
     stored = stream.read_bytes()
@@ -66,15 +91,27 @@ def test_a_new_gpt2_learns_is_exported_and_reported_to_wandb(tmp_path, monkeypat
     assert methods in [[row[0] for row in ranking] for ranking in rankings]
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Options that name a catalogue and a sequence file."""
-    (tmp_path / "items.tsv").write_text(ITEMS)
-    (tmp_path / "sequential.txt").write_text(USERS)
-    return {"task.source": tmp_path / "sequential.txt", "task.catalogue": tmp_path / "items.tsv"}
+def test_a_catalogue_that_has_grown_is_ranked_at_once(run, folder, capsys):
+    """Ten copies of every title stand before the target, where seven items would leave none outside the first ten."""
+    assert evaluate(["--run", str(run), "--catalogue", str(folder / "copies.tsv"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = {row["method"]: row["HR@10"]["mean"] for row in report["table"]}
+    assert report["prompts"] == 9 and found["oracle: own title"] == found["prior alone"] == 0
+    # A letter and its accent are one character in the file, and two in the question.
+    asked = ["--history", "blue soap | rose\u0301 cream | hand cream", "--catalogue", str(folder / "grown.tsv")]
+    assert recommend(["--run", str(run), *asked, "--k", "3", "--json"]) == 0
+    items = json.loads(capsys.readouterr().out)["items"]
+    assert [item["item"] for item in items[:2]] == ["new", "a"]
+    assert items[0]["together"] == [] and set(items[1]["together"]) == {"blue soap", "rosé cream"}  # of the run's users
+    assert evaluate(["--run", str(run), "--catalogue", str(folder / "less.tsv")]) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("error: catalogue: expected all 7 items of ") and written.count("\n") == 1
+    assert "less.tsv without 1 of them, the first 'c'" in written
 
 
-FEW = {"training.prompts_per_batch": 2, "warm_start.batch": 2}
+def test_a_policy_that_writes_queries_has_no_prior_to_choose(run, capsys):
+    assert recommend(["--run", str(run), "--choose_prior"]) == 2
+    assert "task.writes: expected title, item or ids" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -108,8 +145,8 @@ FEW = {"training.prompts_per_batch": 2, "warm_start.batch": 2}
         ({"policy.new.architecture": "gpt2", "policy.new.window": 36}, "positions for 36 only"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_clear_line(changes, message, files, tmp_path, capsys):
-    assert main(command(tmp_path / "run", **{**files, **FEW, **changes})) == 2
+def test_a_mistake_is_one_clear_line(changes, message, folder, tmp_path, capsys):
+    assert main(command(folder, tmp_path / "run", **changes)) == 2
     written = capsys.readouterr().err
     assert written.startswith("error: ") and message in written
     assert written.count("\n") == 1 and "Traceback" not in written

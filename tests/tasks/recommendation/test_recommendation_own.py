@@ -1,23 +1,41 @@
-"""The page on one's own catalogue: its commands run as they stand, in a folder with files of the forms it shows."""
+"""The page on one's own catalogue: its commands as they stand, in a folder with files of the forms it shows."""
 
+import itertools
 import json
 import re
 import shlex
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
+import jax
+import numpy as np
+import pyarrow.parquet as parquet
 import pytest
+import yaml
+from safetensors.numpy import load_file
+from support.shop_files import write_shop
 
 from grpo_jax.config.command_line import parse
+from grpo_jax.evaluate import main as evaluate_main
+from grpo_jax.recommend import load_recommender
+from grpo_jax.recommend import main as recommend_main
+from grpo_jax.tasks.recommendation.catalogue import item_word
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.dummy import make_world
+from grpo_jax.tasks.recommendation.loading import item_vectors
+from grpo_jax.tasks.recommendation.metrics import ndcg
 from grpo_jax.train import main
 
-PAGE = (Path(__file__).parents[3] / "docs" / "own_catalogue.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "own_catalogue.md").read_text()
+WORLD = make_world(users=200, items=280, seed=0)
+TITLES = WORLD.catalogue.titles
 SHORT = [
     *("--policy.new.width=16", "--policy.new.layers=1", "--warm_start.steps=3", "--training.max_steps=1"),
     *("--training.save_every=0", "--training.prompts_per_batch=8", "--sampling.group_size=4", "--task.listed=20"),
-    *("--evaluation.prompts=16", "--evaluation.every=0", "--report_to=[]"),
+    *("--evaluation.prompts=16", "--evaluation.validation_prompts=8", "--evaluation.every=1", "--report_to=[]"),
 ]
 
 
@@ -28,44 +46,51 @@ def commands():
     return [shlex.split(line)[2:] for line in lines if line.startswith("python -m ")]
 
 
+def call(words, *more):
+    return import_module(words[0]).main([*words[1:], *more])
+
+
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory):
     """The dummy world as a user's files."""
     folder = tmp_path_factory.mktemp("shop")
-    world = make_world(users=200, items=280, seed=0)
-    catalogue = world.catalogue
-    lines = [f"{name}\t{title}\n" for name, title in zip(catalogue.ids, catalogue.titles, strict=True)]
-    (folder / "items.tsv").write_text("item_id\ttitle\n" + "".join(lines))
-    histories = [[catalogue.ids[row] for row in user.items] for user in world.sequences.users]
-    users = [user.user for user in world.sequences.users]
-    texts = [f"{user} {' '.join(items)}\n" for user, items in zip(users, histories, strict=True)]
-    (folder / "sequential.txt").write_text("".join(texts))
+    write_shop(folder, WORLD)
+    _, *lines = (folder / "items.tsv").read_text().splitlines(keepends=True)
+    histories = {user.user: [WORLD.catalogue.ids[row] for row in user.items] for user in WORLD.sequences.users}
     (folder / "products.csv").write_text("sku,product_name\n" + "".join(lines).replace("\t", ","))
-    bought = [f"{1 + day:02d}T09:00:00+02:00,{user},{item}\n" for user, items in zip(users, histories, strict=True)
+    bought = [f"{1 + day:02d}T09:00:00+02:00,{user},{item}\n" for user, items in histories.items()
               for day, item in enumerate([*items, items[0]])]  # fmt: skip
     table = "".join(f"2026-03-{line}" for line in [*reversed(bought), "01,once,i0\n"])
     (folder / "purchases.csv").write_text("bought_at,customer,sku\n" + table)
-    (folder / "histories.txt").write_text("".join(" | ".join(items[:3]) + "\n" for items in histories[:2]))
+    (folder / "histories.txt").write_text("".join(" | ".join(items[:3]) + "\n" for items in [*histories.values()][:2]))
     return folder
 
 
-def test_the_commands_of_the_page_train_and_recommend(shop, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def run(shop):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(shop)
+        assert call(commands()[1], *SHORT) == 0
+    return shop / "runs" / "shop"
+
+
+@pytest.fixture(scope="module")
+def summary(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_the_commands_of_the_page_recommend(shop, run, monkeypatch, capsys):
     monkeypatch.chdir(shop)
-    _, train, one, many = commands()
     assert all(line in (shop / "items.tsv").read_text() for line in re.findall(r"^i\d+\t.*$", PAGE, re.MULTILINE))
-    assert import_module(train[0]).main([*train[1:], *SHORT]) == 0
-    printed = capsys.readouterr().out
-    for line in ("popularity", "item-kNN", "prior alone", "policy, before", "policy, after", "policy, after + prior"):
-        assert line in printed and line.partition(", decay")[0] in PAGE
-    assert import_module(one[0]).main(one[1:]) == 0
-    titles = {line.split("\t")[1] for line in (shop / "items.tsv").read_text().splitlines()}
+    *_, one, many = commands()
+    assert call(one) == 0
     answered = capsys.readouterr().out
-    assert sum(title in answered for title in titles) >= 5
-    assert import_module(many[0]).main(many[1:]) == 0
+    assert sum(title in answered for title in TITLES) >= 5
+    assert call(many) == 0
     assert [len(json.loads(line)["items"]) for line in capsys.readouterr().out.splitlines()] == [5, 5]
 
 
-def test_purchases_under_names_of_their_own_are_the_same_histories(shop, monkeypatch, capsys):
+def test_purchases_under_names_of_their_own_are_the_same_histories(shop, monkeypatch):
     """Its fields are read as the command reads them; who repeats an item, and who took one, is said."""
     monkeypatch.chdir(shop)
     bought, sequences = [parse(words[1:]) for words in commands()[:2]]
@@ -79,9 +104,161 @@ def test_purchases_under_names_of_their_own_are_the_same_histories(shop, monkeyp
     )
 
 
-def test_without_files_the_config_says_which_are_missing(tmp_path, capsys):
-    assert main(["--config=recommendation_own", f"--run_dir={tmp_path / 'run'}"]) == 2
-    assert "task.source: expected your sequences or ratings, and their catalogue" in capsys.readouterr().err
-    assert main(["--config=recommendation_own", "--task.source=sequential.txt"]) == 2
-    assert "task.catalogue: expected a file with the titles of the items" in capsys.readouterr().err
+def test_a_group_is_distinct_items_and_rewards_are_those_of_hits(run):
+    (table,) = [parquet.read_table(path).to_pylist() for path in (run / "completions").glob("*.parquet")]
+    for start in range(0, len(table), 4):
+        texts = [line["completion"] for line in table[start : start + 4]]
+        assert len(set(texts)) == 4 and all(text.startswith("item_") for text in texts)
+    lowest = float(ndcg(np.array([280.0]))[0])
+    assert all(line["reward/ndcg"] in (1.0, pytest.approx(lowest)) for line in table)
+
+
+def test_words_of_items_begin_where_their_titles_lie(run):
+    """Nearer to items that share words; and the run's policy began so."""
+    vectors = item_vectors(TITLES, 32)
+    table = np.stack([vectors[item_word(row)] for row in range(len(TITLES))])
+    np.testing.assert_allclose(np.linalg.norm(table, axis=1), 1, rtol=1e-5)
+    shared = np.array([[len({*one.split()} & {*other.split()}) for other in TITLES] for one in TITLES])
+    pairs = np.triu_indices(len(TITLES), 1)
+    assert np.corrcoef(shared[pairs], (table @ table.T)[pairs])[0, 1] > 0.7
+    tokenizer = json.loads((run / "policy_start" / "tokenizer.json").read_text())
+    start = load_file(run / "policy_start" / "model.safetensors")["model.embed_tokens.weight"]
+    for word, vector in item_vectors(TITLES, 16).items():
+        np.testing.assert_allclose(start[tokenizer["model"]["vocab"][word]], vector, atol=1e-6)
+
+
+def test_the_table_tells_policy_prior_and_both_apart(run, summary):
+    listed = ["prior alone", *(f"policy, {when}{kind}" for when in ("before", "after") for kind in ("", " + prior"))]
+    measured, text = {line["method"] for line in summary["table"]}, (run / "train.log").read_text()
+    spread = {line["method"]: line for line in summary["recommended"]}
+    for name in listed:
+        assert name in text and name in measured and name.replace("before + prior", "before") in PAGE
+        assert 10 / 280 <= spread[name]["coverage@10"] <= 16 * 10 / 280 and 0 < spread[name]["Gini@10"] < 1
+    differences = {line["method"]: line["NDCG@10"]["mean"] for line in summary["differences"]}
+    ndcg10 = {line["method"]: line["NDCG@10"]["mean"] for line in summary["table"] if line["group"] == "all"}
+    for one, other in (("after", "before"), ("after + prior", "before + prior")):
+        name = f"policy, {one} − policy, {other}"
+        assert differences[name] == pytest.approx(ndcg10[f"policy, {one}"] - ndcg10[f"policy, {other}"])
+    added = ndcg10["policy, after + prior"] - ndcg10["prior alone"]
+    assert differences["policy, after + prior − prior alone"] == pytest.approx(added)
+    assert 0 <= summary["evaluation"]["ndcg@10"]["before"] <= 1 == summary["evaluation"]["ndcg@10"]["oracle"]
+
+
+def test_runs_stand_beside_each_other_with_the_numbers_of_their_summaries(run, summary, tmp_path):
+    script = ROOT / "benchmarks" / "recommendation" / "seeds.py"
+    command = [sys.executable, str(script), str(run), str(run), "--group", "target ≤ 3", "--json", "found.json"]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [one["seed"] for one in found] == [0, 0] and len(found[0]["table"]) == len(summary["table"])
+    for entry, group, sign in (("table", "target ≤ 3", ""), ("differences", "all", "+")):
+        row = next(row for row in summary[entry] if "after" in row["method"] and row["group"] == group)
+        cell = "{:{sign}.4f} [{:{sign}.4f}, {:{sign}.4f}]".format(*row["NDCG@10"].values(), sign=sign)
+        cell = cell.replace("0.", ".")
+        assert f"| {row['method']} | {cell} | {cell} |" in printed
+    wrong = subprocess.run([*command[:2], str(tmp_path)], capture_output=True, text=True)
+    assert wrong.returncode == 1 and "expected a run that ended" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_a_trained_run_recommends_and_says_why(shop, run, monkeypatch):
+    monkeypatch.chdir(shop)
+    asked = load_recommender(run)
+    found = asked([TITLES[3], "i7"], 5)
+    assert len(found) == 5 and not {"i3", "i7"} & {item.item for item in found}
+    assert all(one.score >= other.score for one, other in itertools.pairwise(found))
+    for item in found:
+        assert set(item.words) <= set(item.title.split()) & set(f"{TITLES[3]} {TITLES[7]}".split())
+    # The width is that of the run's longest prompt: a longer history compiles nothing. What repeats counts once.
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    assert len(asked(TITLES[20:27], 5)) == 5 and not [event for event in compiled if "backend_compile" in event]
+    assert asked(["i7"] * 50 + [TITLES[3]] * 2 + ["i7"], 5) == found
+
+
+def test_a_file_is_answered_line_by_line(shop, run, monkeypatch, capsys):
+    """What cannot be answered says why under its number in the file, and the next is asked; too few items are said."""
+    monkeypatch.chdir(shop)
+    file = shop / "asked.txt"
+    wide = "".join(letter if letter == " " else chr(ord(letter) + 0xFEE0) for letter in TITLES[1])
+    file.write_text(f"i3|i7\n\nno such thing\n \ni7|{wide}\n")
+    assert recommend_main(["--run", str(run), "--file", str(file), "--k", "400"]) == 0
+    printed = capsys.readouterr()
+    first, second, third = map(json.loads, printed.out.splitlines())
+    assert [len(one["items"]) for one in (first, second, third)] == [278, 0, 278] and "note" not in second
+    assert first["note"].startswith("278 of 400 items: the run's rankings list no more")
+    assert second["error"].startswith(f"{file}:3: history: no item is called 'no such thing'")
+    assert printed.err.startswith("note: 1 of 3 lines could not be answered: ") and printed.err.count("\n") == 1
+    assert third["history"] == ["i7", wide]
+    file.write_text("\nnothing\n")
+    assert recommend_main(["--run", str(run), "--file", str(file)]) == 2
+    assert f"none of 1 lines could be answered: {file}:2: history: no item" in capsys.readouterr().err
+
+
+def test_a_prior_is_chosen_on_validation_users_by_the_policys_own_ranking(shop, run, monkeypatch, capsys):
+    monkeypatch.chdir(shop)
+    assert recommend_main(["--run", str(run), "--choose_prior", "--users", "40"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("40 validation users") and said[0].endswith("no test user was looked at")
+    earned, (best, *others) = [float(line.split()[0]) for line in said[2:12]], said[2:12]
+    assert earned == sorted(earned, reverse=True) and len(others) == 9
+    chosen = yaml.safe_load("\n".join(line for line in said if line.startswith("  prior:")))["prior"]
+    assert [float(word) for word in best.split()[2:5]] == list(chosen.values())
+    alone = next(float(line.split()[0]) for line in said if line.endswith("the policy alone"))
+    assert earned[0] > alone and any(line.endswith("the run's") for line in said)
+    # The run measured its policy alone on its first 8 validation users, which are those of the default.
+    assert recommend_main(["--run", str(run), "--choose_prior", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    alone = next(one for one in found if not one["history"] and not one["together"])
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert alone["ndcg@10"] == pytest.approx(metrics[-1]["validation/ndcg@10"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--choose_prior", "--k", "5"], "--k: does not go with --choose_prior"),
+        (["--choose_prior", "--users", "0"], "--users: expected a number >= 1"),
+        (["--history", "i1", "--users", "5"], "--users: goes with --choose_prior alone"),
+        (["--history", "no such thing at all"], "history: no item is called 'no such thing at all'"),
+        (["--history", " | "], "history: expected at least one title"),
+        (["--history", "i1", "--k", "0"], "--k: expected a number >= 1"),
+        (["--history", "i1", "--catalogue", "other.tsv"], "catalogue: expected the run's"),
+        (["--file", "absent.txt"], "--file: absent.txt: cannot be read"),
+        (["--history", "i1", "--checkpoint", "99"], "99"),
+    ],
+)
+def test_what_cannot_be_recommended_is_said(shop, run, words, wrong, monkeypatch, capsys):
+    monkeypatch.chdir(shop)
+    if "--catalogue" in words:
+        assert evaluate_main(["--run", str(run), *words[2:]]) == 2
+        assert wrong in capsys.readouterr().err
+    assert recommend_main(["--run", str(run), *words]) == 2
+    assert wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--task.source="], "task.source: expected your sequences or ratings, and their catalogue"),
+        (["--task.source=sequential.txt"], "task.catalogue: expected a file with the titles of the items"),
+        (["--sampling.max_new_tokens=1"], "sampling.max_new_tokens: expected at least 2"),
+        (["--task.listed=281"], "task.listed: expected at most 280"),
+        (["--sampling.top_k=5"], "sampling.top_k: expected 0"),
+        (["--sampling.group=samples", "--rewards=[{name: rank_penalty}]"], "rewards.rank_penalty: expected"),
+        (["--data.allowed_tokens=ascii"], "data.allowed_tokens"),
+        (["--sampling.stop=[x]"], "sampling.stop"),
+        (["--task.pairs=lessons"], "pairs"),
+        (["--task.template={history} {items}", "--task.writes=title"], "template"),
+        (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),
+        (["--task.prior.decay=2"], "prior.decay"),
+        (["--task.item_start=random", "--task.writes=title", "--task.template={history}"], "item_start"),
+        (["--task.split=time"], "task.split: expected last or items: dummy has no times"),
+        (["--task.split=items", "--task.held_out_items=0.5"], "task.held_out_items: expected a share in (0, 0.5)"),
+        (["--task.split=weeks"], "task.split"),
+        (["--task.time_share=1"], "task.time_share: expected a share in (0, 1)"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(words, wrong, tmp_path, capsys):
+    small = ["--task.source=dummy", "--task.dummy_users=120", "--task.dummy_items=280", *SHORT]
+    assert main(["--config=recommendation_own", f"--run_dir={tmp_path / 'run'}", *small, *words]) == 2
+    assert wrong in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

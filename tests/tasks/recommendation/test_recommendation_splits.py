@@ -10,7 +10,6 @@ from grpo_jax.errors import UserError
 from grpo_jax.tasks.recommendation.catalogue import UserSequence
 from grpo_jax.tasks.recommendation.dataset import items_split, known_targets, last_split, load_dataset, time_split
 from grpo_jax.tasks.recommendation.report import findings
-from grpo_jax.train import main
 
 ITEMS = 40
 
@@ -150,18 +149,3 @@ def test_every_split_is_measured_and_baselines_count_what_is_known(files, split)
     assert popular["HR@10"]["mean"] == pytest.approx(np.mean(hits)) and popular["users"] == len(rows)
     if split == "items":
         assert {row["group"] for row in found.records["table"]} == {"all", "target ≤ 3"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"split": "time"}, "task.split: expected last or items: dummy has no times"),
-        ({"split": "items", "held_out_items": 0.5}, "task.held_out_items: expected a share in (0, 0.5), got 0.5"),
-        ({"split": "weeks"}, "task.split"),
-        ({"time_share": 1}, "task.time_share: expected a share in (0, 1)"),
-    ],
-)
-def test_a_split_that_cannot_be_is_refused(fields, message, tmp_path, capsys):
-    words = [f"--task.{name}={value}" for name, value in fields.items()]
-    assert main(["--config=recommendation_quick", f"--run_dir={tmp_path / 'run'}", *words]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()

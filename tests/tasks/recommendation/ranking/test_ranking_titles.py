@@ -7,7 +7,9 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import yaml
+from support.shop_files import write_shop
 
+from grpo_jax.evaluate import main as evaluate_main
 from grpo_jax.predict import main as predict_main
 from grpo_jax.recommend import load_recommender
 from grpo_jax.rollout.encoding import make_encode
@@ -15,15 +17,13 @@ from grpo_jax.rollout.texts import policy_choices
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation.dataset import load_dataset
+from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.train import main
 
 GROUP = 30
 RUN = {
     "task": {
         "kind": "recommendation",
-        "source": "dummy",
-        "dummy_users": 60,
-        "dummy_items": 280,
         "writes": "title",
         "template": "{last}",
         "listed": 0,
@@ -42,7 +42,8 @@ RUN = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("titles")
-    (folder / "config.yaml").write_text(yaml.safe_dump(RUN))
+    task = RUN["task"] | write_shop(folder, make_world(users=60, items=280))
+    (folder / "config.yaml").write_text(yaml.safe_dump(RUN | {"task": task}))
     assert main([f"--config={folder / 'config.yaml'}", f"--run_dir={folder / 'run'}"]) == 0
     return folder / "run"
 
@@ -96,6 +97,20 @@ def test_scores_of_what_is_recommended_are_probabilities_of_the_whole_catalogue(
     found = load_recommender(run)([titles[3]], 280)
     assert len(found) == 279 and 0.5 < sum(math.exp(item.score) for item in found) < 1
     assert found[0].score > found[-1].score
+
+
+def test_items_that_a_catalogue_has_got_are_ranked_among_the_others(run, restored, capsys):
+    """And a title that stands eleven times is in nobody's first ten."""
+    catalogue, files = restored[2].catalogue, run.parent
+    header, *lines = (files / "items.tsv").read_text().splitlines(keepends=True)
+    words = catalogue.titles[7].split()
+    (files / "grown.tsv").write_text("".join([header, f"new\t{' '.join(words[::-1])}\n", *lines]))  # rows move
+    found = load_recommender(run, catalogue=str(files / "grown.tsv"))([catalogue.titles[3]], 281)
+    assert {item.item for item in found} == {"new", *catalogue.ids} - {"i3"}
+    (files / "copies.tsv").write_text("".join([header, *lines, *(f"{n}{line}" for n in range(10) for line in lines)]))
+    assert evaluate_main(["--run", str(run), "--catalogue", str(files / "copies.tsv"), "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)["table"]
+    assert next(row["HR@10"]["mean"] for row in table if row["method"] == "oracle: own title") == 0
 
 
 def test_predict_writes_a_title_of_the_catalogue(run, restored, capsys):

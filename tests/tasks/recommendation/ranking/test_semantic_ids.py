@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import yaml
+from support.shop_files import write_shop
 from support.tiny_models import causal_lm
 
 from grpo_jax.core.trie import depth_of
@@ -108,8 +109,7 @@ def test_a_bad_file_is_named_with_its_line(lines, wrong, tmp_path):
 def folder(tmp_path_factory):
     """Ids by the command, and a policy that got them as words of its own."""
     place = tmp_path_factory.mktemp("ids")
-    lines = [f"{item}\t{title}\n" for item, title in zip(WORLD.catalogue.ids, WORLD.catalogue.titles, strict=True)]
-    (place / "items.tsv").write_text("".join(["item_id\ttitle\n", *lines]))
+    write_shop(place, WORLD)
     source = causal_lm(place / "source")
     words = [f"--catalogue={place / 'items.tsv'}", f"--out={place / 'ids.tsv'}", "--size=8"]
     assert ids_main([*words, f"--policy={source}", f"--policy_out={place / 'policy'}"]) == 0

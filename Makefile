@@ -19,9 +19,11 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Warnings are errors (with --quiet mkdocs would not count them), links and anchors are checked; the network is not asked.
+# Warnings are errors (with --quiet mkdocs would not count them), links and anchors are checked, and the site is looked at;
+# the network is not asked.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	SITE=site $(BIN)/python -m pytest -q -m wide tests/pages/test_site.py
 
 test-install:
 	$(PYTHON) scripts/test_install.py $(ARGS)

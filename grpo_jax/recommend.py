@@ -80,11 +80,6 @@ def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy]:
     return config, policy
 
 
-def recommend(run_dir: str | Path, history: Sequence[str], k: int = 10) -> list[Any]:
-    """Return the k best items for one history of titles, oldest first; `load_recommender` for more than one."""
-    return load_recommender(run_dir)(history, k)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     parser = run_parser("recommend", "Asks a trained run for items that a user wants next.")

@@ -145,10 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             part()  # now: a judge that hangs may end this process at once
         return 0
 
-    return guarded(act, debug="--debug" in words or "--debug=true" in words, silent=_is_another_process)
+    return guarded(act, debug="--debug" in words or "--debug=true" in words, silent=_is_other_process)
 
 
-def _is_another_process() -> bool:
+def _is_other_process() -> bool:
     """Return whether this is one of several processes, and not the first: all read the same command."""
     if not {"JAX_PROCESS_ID", "SLURM_PROCID"} & os.environ.keys():
         return False  # without JAX, which takes a second to import

@@ -39,7 +39,7 @@ class JudgeActor:
                 getattr(judge, "check", lambda: None)()
             self._judge = judge.load(device)
         except BaseException as error:
-            self._failure = told(error)
+            self._failure = failure(error)
 
     def describe(self):
         """Return ("raised", …) where the judge could not be loaded, else ("done", its `described`)."""
@@ -53,7 +53,7 @@ class JudgeActor:
         `pieces` are {place among the arguments, or keyword: (rows, kind)}; rows are (number among `stored`, row).
 
         Returns:
-            ("done", value) and None; ("kept", (shape, type)) and an array to be stored; ("raised", …) and None.
+            ("done", value) and None; ("stored", (shape, type)) and an array; ("raised", …) and None.
         """
         try:
             if self._failure:
@@ -69,12 +69,12 @@ class JudgeActor:
             if not is_tensor(value) or value.ndim < 2:
                 return ("done", value), None
             array, kind = as_array(value)
-            return ("kept", (tuple(value.shape), kind)), array
+            return ("stored", (tuple(value.shape), kind)), array
         except BaseException as error:  # sys.exit in a judge must not end the actor
-            return told(error), None
+            return failure(error), None
 
 
-def told(error):
+def failure(error):
     """An exception as an answer: itself where it can be pickled, its type, message and traceback."""
     from ray import cloudpickle
 

@@ -1,4 +1,4 @@
-"""A Ray cluster: how this process starts, joins and leaves one; what Ray's own errors mean."""
+"""A Ray cluster: how this process starts, joins and leaves one; errors of a pool on it."""
 
 import json
 import os
@@ -9,17 +9,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bridges.pool.errors import PoolLost
-from grpo_jax.errors import ABANDONED, UserError
+from grpo_jax.errors import ABANDONED, StopRun, UserError
 
 NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
-_PROBE_SECONDS = 10.0
+_PROBE_SECONDS = 5.0
 _LEAVE_SECONDS = 2.0  # for Ray to notice that there is nothing to leave any more
 _STARTS = 3  # attempts to start one
 
@@ -30,6 +29,22 @@ class NotJoined(UserError):
 
 class TokenRefused(NotJoined):
     """The cluster asks for a token that this process has not."""
+
+
+class PoolLost(StopRun):
+    """No actor of a pool is left, or its cluster is gone: the run saves and ends."""
+
+
+class PoolLate(PoolLost):
+    """A pool did not start, or answer, within its time limit."""
+
+
+class BatchLost(RuntimeError):
+    """Every actor that was given a batch died or timed out on it: the judge failed on it."""
+
+
+class NotRowByRow(TypeError):
+    """A judge answered a batch with something else than a value for each of its rows."""
 
 
 def cluster_address() -> str:
@@ -60,18 +75,26 @@ def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> N
     ray = import_ray(token=True)
     if ray.is_initialized():
         return
-    _require_own(host)
+    try:
+        socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0]).close()
+    except OSError as error:  # Ray itself would try for minutes to listen there
+        raise UserError(f"--host {host} is no address of this machine ({error.strerror}); see `hostname -I`") from error
     # training waits for the answers, and Ray's workers would run at the lowest priority of the machine
     os.environ.setdefault("RAY_worker_niceness", "0")
     options = {"include_dashboard": False, "object_store_memory": object_store, "_node_ip_address": host}
     _stay_on_loopback(_is_loopback(host))
-    before = set(_processes())
+    before = _ray_processes()
     for attempt in range(_STARTS):
         try:
             _init(address="local", **options)  # and not the cluster that RAY_ADDRESS names
             break
         except Exception as error:  # Ray waits half a minute for its own processes, which is little on a busy machine
-            _end_what_started(before)
+            with own_signals(), suppress(Exception):
+                ray.shutdown()
+            for process in _ray_processes() - before:  # Ray forgets them, and they would be in the next one's way
+                with suppress(Exception):
+                    process.kill()
+                    process.wait(5)
             if attempt + 1 == _STARTS:
                 raise UserError(f"Ray does not start on {host}: {first_line(error)}") from error
     if _is_loopback(host) and not _is_loopback(listening := cluster_address()):
@@ -89,6 +112,8 @@ def join(address: str) -> None:
         return
     if not answers(address):
         raise NotJoined(f"no Ray cluster answers at {address}")
+    if not _is_ray(address):
+        raise NotJoined(f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts")
     _stay_on_loopback(_is_loopback(address))
     try:
         _init(address=address)
@@ -101,15 +126,7 @@ def join(address: str) -> None:
         raise NotJoined(f"the Ray cluster at {address} cannot be joined: {first_line(error)}") from error
 
 
-def leave_where_gone() -> None:
-    """Leave a cluster that no longer answers; do nothing where it lives or none was joined."""
-    import ray
-
-    if ray.is_initialized() and not answers(cluster_address()):
-        ray.shutdown()
-
-
-class _Here:
+class _Joined:
     """State shared by all pools of this process: Ray knows one cluster at a time.
 
     `ours` says that the first pool started or joined the cluster, so that the last leaves it.
@@ -128,37 +145,37 @@ def enter(address: str | None) -> None:
     this process are on another one.
     """
     ray = import_ray(token=address is None or _has_token())
-    with _Here.lock:
-        if _Here.users and address != _Here.address:
-            raise UserError(f"expected the address of the run's other pools, {_Here.address}, got {address}")
-        if not _Here.users:
-            _Here.ours, _Here.address = not ray.is_initialized(), address
+    with _Joined.lock:
+        if _Joined.users and address != _Joined.address:
+            raise UserError(f"expected the address of the run's other pools, {_Joined.address}, got {address}")
+        if not _Joined.users:
+            _Joined.ours, _Joined.address = not ray.is_initialized(), address
             if address is None:
                 start_cluster()
             else:
                 join(address)
-        _Here.users += 1
+        _Joined.users += 1
 
 
 def leave() -> None:
     """Leave for one pool; the last ends or leaves the cluster that the first came to."""
-    with _Here.lock:
-        _Here.users -= 1
-        if not _Here.users and _Here.ours:
-            _shut_down()
-
-
-def _shut_down() -> None:
-    """Leave the cluster of this process; one that is gone is not waited for."""
     import ray
 
-    if not is_gone():
-        with own_signals(), quietly():
+    def shut_down() -> None:
+        with own_signals(), suppress(Exception):
             ray.shutdown()
-        return
-    leaving = threading.Thread(target=quietly()(ray.shutdown), name=f"{ABANDONED}ray", daemon=True)
-    leaving.start()
-    leaving.join(_LEAVE_SECONDS)
+
+    with _Joined.lock:
+        _Joined.users -= 1
+        if _Joined.users or not _Joined.ours:
+            return
+        if not is_gone():
+            shut_down()
+            return
+        # a cluster that is gone is not waited for
+        leaving = threading.Thread(target=shut_down, name=f"{ABANDONED}ray", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_SECONDS)
 
 
 def is_gone() -> bool:
@@ -178,9 +195,9 @@ def grows() -> bool:
     """
     from ray.experimental import internal_kv
 
-    deadline = time.monotonic() + _PROBE_SECONDS
+    deadline = time.monotonic() + 2 * _PROBE_SECONDS
     while time.monotonic() < deadline:  # a cluster that has just started says nothing yet
-        with quietly():
+        with suppress(Exception):
             status = json.loads(internal_kv._internal_kv_get("__autoscaling_status"))
             kinds = status["autoscaler_report"]["active_nodes"]
             if kinds:
@@ -189,24 +206,8 @@ def grows() -> bool:
     return True
 
 
-def put(value: Any) -> Any:
-    """Put a value into the object store; PoolLost if the cluster is gone."""
-    import ray
-
-    with lost_is_told():
-        return ray.put(value)
-
-
-def fetched(references: Sequence[Any]) -> list[Any]:
-    """Fetch values from the object store; PoolLost if the cluster is gone, or the machine that held one of them."""
-    import ray
-
-    with lost_is_told():
-        return ray.get(list(references))
-
-
 @contextmanager
-def lost_is_told() -> Iterator[None]:
+def lost_as_pool_lost() -> Iterator[None]:
     """Raise Ray's errors of what is gone as `PoolLost`."""
     from ray import exceptions
 
@@ -214,13 +215,6 @@ def lost_is_told() -> Iterator[None]:
         yield
     except (exceptions.RayError, ConnectionError) as error:
         raise PoolLost(f"the Ray cluster, or a machine of it, is gone: {first_line(error)}") from error
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Ignore failures inside: the other side may be gone."""
-    with suppress(Exception):
-        yield
 
 
 def import_ray(*, token: bool) -> Any:
@@ -241,16 +235,6 @@ def import_ray(*, token: bool) -> Any:
     return ray
 
 
-def _require_own(host: str) -> None:
-    """Refuse an address that is not of this machine: Ray itself would try for minutes to listen there."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except OSError as error:
-        raise UserError(f"--host {host} is no address of this machine ({error.strerror}); see `hostname -I`") from error
-
-
 def _init(**options: Any) -> None:
     import ray
 
@@ -258,37 +242,21 @@ def _init(**options: Any) -> None:
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
 
 
-def _processes() -> dict[int, Any]:
-    """Processes of Ray started by this process, by pid."""
+def _ray_processes() -> set[Any]:
+    """Processes of Ray started by this process."""
     import psutil  # Ray brings it
     import ray
 
-    found, folder = {}, str(Path(ray.__file__).parent)
+    processes = set()
     for child in psutil.Process().children():
         with suppress(psutil.Error):
-            if any(folder in word for word in child.cmdline()):
-                found[child.pid] = child
-    return found
-
-
-def _end_what_started(before: set[int]) -> None:
-    """End the processes that a failed start has left: Ray forgets them, and they would be in the next one's way."""
-    import ray
-
-    with own_signals(), quietly():
-        ray.shutdown()
-    for number, process in _processes().items():
-        if number not in before:
-            with quietly():
-                process.kill()
-                process.wait(5)
+            if any(str(Path(ray.__file__).parent) in word for word in child.cmdline()):
+                processes.add(child)
+    return processes
 
 
 def _stay_on_loopback(stay: bool) -> None:
-    """Set Ray's one switch for it: without `stay`, Ray replaces 127.0.0.1 by the machine's address.
-
-    The switch is that of RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER.
-    """
+    """Set Ray's one switch for it (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER): else Ray takes the machine's own address."""
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = not stay
@@ -300,8 +268,8 @@ def _is_loopback(address: str) -> bool:
 
 
 def _has_token() -> bool:
-    named = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    return any(name in os.environ for name in named) or Path("~/.ray/auth_token").expanduser().is_file()
+    file = Path("~/.ray/auth_token").expanduser()
+    return "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ or file.is_file()
 
 
 def _is_about_a_token(error: BaseException | None) -> bool:
@@ -312,16 +280,44 @@ def _is_about_a_token(error: BaseException | None) -> bool:
     return False
 
 
+def _connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS)
+
+
 def answers(address: str) -> bool:
-    """Tell whether something listens there: Ray itself would try for minutes. True where only Ray can tell."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return True
+    """Tell whether something listens at HOST:PORT: Ray itself would try for minutes."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
-    except OSError:
+        _connect(address).close()
+    except (OSError, ValueError):
         return False
     return True
+
+
+def _is_ray(address: str) -> bool:
+    """Tell whether HOST:PORT is that of a Ray cluster, which gRPC without Ray would take minutes to find out.
+
+    Asks for the cluster's id in HTTP/2 frames by hand. A cluster answers also where a token is missing; other services
+    of gRPC say that they have no such method, which is status 12.
+    """
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+    fields = {":method": "POST", ":scheme": "http", ":path": "/ray.rpc.NodeInfoGcsService/GetClusterId"}
+    fields |= {":authority": "ray", "content-type": "application/grpc", "te": "trailers"}
+    literals = [bytes([len(word)]) + word.encode() for pair in fields.items() for word in pair]
+    headers = b"".join(b"\0" + name + value for name, value in zip(literals[::2], literals[1::2], strict=True))
+    settings, message = frame(4, 0, 0, b""), frame(0, 1, 1, bytes(5))
+    answer = b""
+    with suppress(OSError), _connect(address) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + frame(1, 4, 1, headers) + message)
+        while not re.search(rb"grpc-status(\x01.|\x02..)", answer, re.DOTALL):
+            part = connection.recv(4096)
+            answer += part
+            if not part or len(answer) > 4096:
+                break
+    return answer[3:4] == b"\x04" and b"grpc-status\x0212" not in answer  # 4: the settings of HTTP/2
 
 
 @contextmanager
@@ -357,11 +353,14 @@ def own_signals() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """An error's type and the first line of its message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return _line(error, 0)
 
 
 def last_line(error: BaseException) -> str:
     """An error's type and the last line of its message, where Ray says why an actor died."""
+    return _line(error, -1)
+
+
+def _line(error: BaseException, number: int) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[number]}" if lines else type(error).__name__

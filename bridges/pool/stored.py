@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_map
@@ -44,10 +45,18 @@ class Contents:
         with self._lock:
             if self._tensor is None:
                 used = sorted({block for block, _ in self.rows})
-                arrays = cluster.fetched([self.blocks[block].reference for block in used])
+                arrays = fetch([self.blocks[block].reference for block in used])
                 there = dict(zip(used, arrays, strict=True))
                 self._tensor = actor.as_tensor(actor.gathered(self.rows, there), self.blocks[0].kind, None)
             return self._tensor
+
+
+def fetch(references: list[Any]) -> list[np.ndarray]:
+    """Fetch arrays from the object store; PoolLost if the cluster is gone, or the machine that held one of them."""
+    import ray
+
+    with cluster.lost_as_pool_lost():
+        return ray.get(references)
 
 
 class Stored(torch.Tensor):
@@ -123,27 +132,31 @@ def values_of(value: Any) -> Any:
     return value.contents.fetch().to(value.device) if isinstance(value, Stored) else value
 
 
-def joined(parts: Sequence[tuple[Any, tuple[tuple[int, ...], str]]]) -> Stored:
-    """Join stored arrays, each a reference and (shape, type); ValueError if row shapes or types differ."""
-    blocks = tuple(Block(reference, shape[0], shape[1:], kind) for reference, (shape, kind) in parts)
-    if len({(block.inner, block.kind) for block in blocks}) > 1:
-        found = sorted({f"{block.kind} {list(block.inner)}" for block in blocks})
-        raise ValueError(f"rows of one shape and type expected, got {', '.join(found)}")
+def join_stored(parts: Sequence[tuple[Any, tuple[int, ...], str]]) -> Stored:
+    """Join stored arrays, each a reference, shape and type; ValueError if row shapes or types differ."""
+    blocks = tuple(Block(reference, shape[0], shape[1:], kind) for reference, shape, kind in parts)
+    kinds = sorted({f"{block.kind} {list(block.inner)}" for block in blocks})
+    if len(kinds) > 1:
+        raise ValueError(f"rows of one shape and type expected, got {', '.join(kinds)}")
     rows = [(number, row) for number, block in enumerate(blocks) for row in range(block.rows)]
     return Stored(Contents(blocks, rows))
 
 
-def put(array: Any) -> Stored:
-    """Store a tensor, or a NumPy array of more than one axis; PoolLost if the cluster is gone."""
-    values, kind = actor.as_array(array.detach().cpu())
-    return joined([(cluster.put(values), (tuple(array.shape), kind))])
-
-
 def as_stored(array: Any) -> Stored | None:
-    """Put a tensor of more than one axis into the object store; None for what travels with its batch."""
+    """Put a tensor of more than one axis into the object store; None for what travels with its batch.
+
+    PoolLost if the cluster is gone.
+    """
     if isinstance(array, Stored):
         return array
-    return put(array) if isinstance(array, torch.Tensor) and array.ndim > 1 and len(array) else None
+    if not (isinstance(array, torch.Tensor) and array.ndim > 1 and len(array)):
+        return None
+    import ray
+
+    values, kind = actor.as_array(array.detach().cpu())
+    with cluster.lost_as_pool_lost():
+        reference = ray.put(values)
+    return join_stored([(reference, tuple(array.shape), kind)])
 
 
 _KNOWN = {

@@ -41,7 +41,7 @@ def serve(options: argparse.Namespace) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
     from bridges.pool.cluster import NAMESPACE, answers, cluster_address, cluster_session
     from bridges.retrieval.retriever import Retriever
-    from bridges.retrieval.service import start_service
+    from bridges.retrieval.service import ServiceSection, start_service
     from bridges.retrieval.whereabouts import Whereabouts, announced, find_service, service_file
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
@@ -53,17 +53,9 @@ def serve(options: argparse.Namespace) -> int:
         )
     stop = threading.Event()
     titles = read_catalogue(options.catalogue, blank_titles=options.blank_titles).titles
-    backend = start_service(
-        titles,
-        encoder=options.encoder,
-        service=options.service,
-        shards=options.shards,
-        cache=options.cache,
-        address=options.address,
-        host=options.host,
-        cpus=options.cpus,
-        gpus=options.gpus,
-    )
+    fields = ("encoder", "service", "shards", "cache", "address", "host", "cpus", "gpus")
+    section = ServiceSection(**{name: getattr(options, name) for name in fields})
+    backend = start_service(titles, section)
     # after Ray has started, which has handlers of its own
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

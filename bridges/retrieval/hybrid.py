@@ -6,7 +6,6 @@ one do not weigh in the other.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from bridges.retrieval.ranking import (
     joined,
     nearest_of,
 )
+from bridges.retrieval.retriever import RetrieverSection
 
 
 class Space(NamedTuple):
@@ -66,19 +66,17 @@ class HybridBackend:
             yield part, first.similarities(part, one) + self._weight * similar
 
     def reconnect(self) -> None:
-        """Nothing can be lost."""
+        """Do nothing: nothing can be lost here."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
-def hybrid_backend(
-    titles: Sequence[str], encoders: Sequence[str], weight: float, *, cache: str | Path | None = None, device: str
-) -> HybridBackend:
-    """Load two encoders, and make or load the catalogue's vectors of each; `weight` is the second's."""
-    loaded = [load_encoder(name, titles, device=device) for name in encoders]
-    first, second = (Space(encoder, open_index(titles, encoder, cache)) for encoder in loaded)
-    return HybridBackend(first, second, weight)
+def hybrid_backend(titles: Sequence[str], section: RetrieverSection) -> HybridBackend:
+    """Load two encoders, and make or load the catalogue's vectors of each."""
+    encoders = [load_encoder(name, titles, device=section.encoder_device) for name in (section.encoder, section.dense)]
+    first, second = (Space(encoder, open_index(titles, encoder, section.cache)) for encoder in encoders)
+    return HybridBackend(first, second, section.dense_weight)
 
 
 def _counts(queries: Queries, scores: np.ndarray, scale: Scale) -> Counts:

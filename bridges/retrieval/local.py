@@ -1,7 +1,6 @@
 """Retrieval in this process."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,7 @@ from bridges.retrieval.catalogue import Index, open_index
 from bridges.retrieval.encoders import Encoder, Vectors, check_finite, directions, load_encoder, stacked
 from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import Counts, Nearest, Scale, SparseShard, merge_counts, merge_nearest
-
-
-def shard_bounds(items: int, shard: int, shards: int) -> tuple[int, int]:
-    """First row of a shard, and the end; sizes differ by one at most."""
-    return items * shard // shards, items * (shard + 1) // shards
+from bridges.retrieval.retriever import RetrieverSection
 
 
 def encoded(encoder: Encoder, queries: Queries) -> Vectors:
@@ -54,8 +49,9 @@ class Shard:
         """Load the vectors of part `shard` (from 0) of an index; NonFiniteScores if one is NaN or infinite."""
         self._vectors = index.vectors
         self._emphasis = emphasis
-        first, stop = shard_bounds(index.vectors.shape[0], shard, shards)
-        part = index.vectors[first:stop]
+        items = index.vectors.shape[0]
+        first = items * shard // shards
+        part = index.vectors[first : items * (shard + 1) // shards]
         if sparse.issparse(part):
             self._part = SparseShard(part, first=first)
         else:
@@ -99,20 +95,13 @@ class LocalBackend:
         return merge_nearest([shard.nearest(queries, vectors, count) for shard in self._shards], count)
 
     def reconnect(self) -> None:
-        """Nothing can be lost."""
+        """Do nothing: nothing can be lost here."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
-def local_backend(
-    titles: Sequence[str],
-    *,
-    encoder: str = "tfidf",
-    cache: str | Path | None = None,
-    encoder_device: str = "cpu",
-    device: Any = None,
-) -> LocalBackend:
-    """Load the encoder, and make or load the catalogue's vectors; `cache` keeps them between runs."""
-    loaded = load_encoder(encoder, titles, device=encoder_device)
-    return LocalBackend(open_index(titles, loaded, cache), loaded, device=device)
+def local_backend(titles: Sequence[str], section: RetrieverSection = RetrieverSection()) -> LocalBackend:
+    """Load the encoder, and make or load the catalogue's vectors."""
+    encoder = load_encoder(section.encoder, titles, device=section.encoder_device)
+    return LocalBackend(open_index(titles, encoder, section.cache), encoder, device=section.device)

@@ -9,7 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,13 +37,41 @@ class Backend(Protocol):
         """The best items of the whole catalogue, at most `count`."""
         ...
 
-    def reconnect(self) -> None:
+    def reconnect(self) -> object:
         """Called before a further attempt."""
-        ...
 
     def close(self) -> None:
         """Release what the backend holds."""
-        ...
+
+
+@dataclass(frozen=True)
+class RetrieverSection:
+    """Where a retriever finds the catalogue's vectors, and who compares them.
+
+    Args:
+        backend: "local", or "ray" for a service that runs already.
+        encoder: "tfidf", a folder of a sentence-transformers model, or its name on the hub. A service was started
+            with one of its own: it must be the same.
+        dense: Local: a second encoder, whose cosine is added to the first one's; None for one alone.
+        dense_weight: Factor of the second encoder's cosine.
+        cache: Local: folder that keeps the catalogue's vectors between runs, or None.
+        encoder_device: Local: "cpu" or "gpu:N" for a sentence-transformers model.
+        device: Local: JAX device of the comparison of dense vectors; None for the CPU.
+        service: Ray: name of the service.
+        address: Ray: host and port of the cluster; None or "auto" for where this user's `serve` of that name runs.
+        timeout: Ray: seconds one attempt of a call may take.
+    """
+
+    backend: str = "local"
+    encoder: str = "tfidf"
+    dense: str | None = None
+    dense_weight: float = 0.0
+    cache: str | Path | None = None
+    encoder_device: str = "cpu"
+    device: Any = None
+    service: str = "retrieval"
+    address: str | None = None
+    timeout: float = 120.0
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from grpo_jax import (
     load_policy,
     make_sampler,
 )
-from grpo_jax.config.policy import NewPolicySection
+from grpo_jax.config.sections import NewPolicySection
 from grpo_jax.models.new import write_policy
 
 WORDS = ["red", "green", "blue", "black", "ball", "cup", "door", "lamp"]

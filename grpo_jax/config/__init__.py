@@ -1,13 +1,17 @@
 """Frozen dataclasses of a run's config: the sections that tasks share, and how they are read and written."""
 
-from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
 from grpo_jax.config.build import build, differences, identity, to_dict, to_yaml
-from grpo_jax.config.policy import LoraSection, MeshSection, NewPolicySection, PolicySection
 from grpo_jax.config.run import Config, make_config
 from grpo_jax.config.sections import (
+    AlgorithmSection,
     DataSection,
     EvaluationSection,
+    LoraSection,
+    MeshSection,
+    NewPolicySection,
     OptimizerSection,
+    PolicySection,
+    PPOSection,
     RewardSection,
     SamplingSection,
     TrainingSection,

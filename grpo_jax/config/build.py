@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import json
-import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
-
-from grpo_jax.config.fields import CLASSES, MAY_CHANGE, default_of, is_section, join, members_of
+from grpo_jax.config.fields import CLASSES, MAY_CHANGE, default_of, is_section, join, members_of, typed
 from grpo_jax.config.files import Values, checked, read_yaml
 from grpo_jax.config.named import KEY, class_name, find_class, shared_holder
 from grpo_jax.config.other_names import TRL
@@ -33,22 +27,6 @@ _UnknownField = Callable[[str, str, object, list[str]], str]
 """(section, key, value, names of the section's fields) → the line about a key that the section has not."""
 
 _LIST_WIDTH = 155  # characters of an error line
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "dataclass_type": "a mapping of fields",
-    "greater_than_equal": "a number >= {ge}",
-    "greater_than": "a number > {gt}",
-    "less_than_equal": "a number <= {le}",
-    "less_than": "a number < {lt}",
-}
-"""Expected values by pydantic's type of error; of others pydantic's own words."""
 
 
 class RawArgument(str):
@@ -252,53 +230,6 @@ def _object(field: dataclasses.Field, value: Values, name: str) -> Any:
         return holder(made, build(holder.section, shared, name), name) if shared else made
     except UserError as error:  # the class names its own fields; what it is called here it does not know
         raise UserError(*(line if line.startswith(name) else f"{name}.{line}" for line in error.args)) from error
-
-
-def typed(hint: Any, value: Any, name: str) -> Any:
-    """Return plain data as a value of a type, strictly: no text is a number, no number is text.
-
-    The UserError has a line for each mistake: where, what was expected, what came.
-    """
-    try:
-        return _adapter(hint).validate_json(json.dumps(value, default=shown))
-    except ValidationError as error:
-        lines: dict[str, str] = {}
-        for mistake in error.errors(include_url=False):
-            where = name
-            inner = value
-            for part in mistake["loc"]:
-                if isinstance(part, int):
-                    where = f"{where}[{part}]"
-                    inner = inner[part]
-                elif isinstance(inner, Mapping) and part in inner:  # else a member of a union
-                    where = join(where, part)
-                    inner = inner[part]
-            # Of the members of a union, what the first one says.
-            lines.setdefault(where, f"{where}: expected {_expected(mistake)}, got {shown(mistake['input'])}")
-        raise UserError(*lines.values()) from error
-
-
-@functools.cache
-def _adapter(hint: Any) -> TypeAdapter:
-    return TypeAdapter(hint, config=_STRICT)
-
-
-def _expected(mistake: ErrorDetails) -> str:
-    came = mistake["input"]
-    limits = mistake.get("ctx", {})
-    if mistake["type"] == "literal_error":
-        choices = re.findall(r"'([^']*)'|(\d+)", limits["expected"])
-        names = [text or number for text, number in choices]
-        near = difflib.get_close_matches(str(came), names, n=1)
-        return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
-    if mistake["type"] == "list_type" and isinstance(came, str | int | float):
-        return f"a list, such as [{said(came)}]"
-    expected = _EXPECTED.get(mistake["type"])
-    if expected is None:
-        return mistake["msg"].removeprefix("Input should be ")
-    return expected.format(
-        **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
-    )
 
 
 def _unknown(kind: type, values: Values, name: str, value: object, siblings: list[str]) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-import operator
+import json
+import re
 import types
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
-from grpo_jax.errors import UserError, shown
+from grpo_jax.errors import UserError, said, shown
 
 MAY_CHANGE, CLASSES, SHARED = "may_change", "classes", "shared"
 """Keys of a field's metadata."""
@@ -30,7 +35,22 @@ NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
-_SIGNS: dict[type, tuple[str, str]] = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping of fields",
+    "greater_than_equal": "a number >= {ge}",
+    "greater_than": "a number > {gt}",
+    "less_than_equal": "a number <= {le}",
+    "less_than": "a number < {lt}",
+}
+"""Expected values by pydantic's type of error; of others pydantic's own words."""
 
 
 def require(condition: bool, name: str, expected: str, came: object) -> None:
@@ -44,28 +64,66 @@ def check_ranges(section: object, name: str) -> None:
 
     For `__post_init__`, so that sections made in Python are checked like those of a file.
     """
-    for field, bounds in _ranges(type(section)).items():
-        value = getattr(section, field)
-        for bound in bounds:
-            attribute, sign = _SIGNS[type(bound)]
-            limit = getattr(bound, attribute)
-            in_range = value is None or getattr(operator, attribute)(value, limit)
-            require(in_range, join(name, field), f"a number {sign} {limit}", value)
+    for field, hint in _bounded(type(section)).items():
+        typed(hint, getattr(section, field), join(name, field))
 
 
 @functools.cache
-def _ranges(kind: type) -> dict[str, list[Ge | Gt | Le | Lt]]:
-    """Return the bounds of each field whose type, or a member of whose union, has some."""
+def _bounded(kind: type) -> dict[str, Any]:
+    """Return the types of the fields whose type, or a member of whose union, has bounds."""
     hints = get_type_hints(kind, include_extras=True)
     return {
-        field.name: [
-            bound
-            for member in (hints[field.name], *get_args(hints[field.name]))
-            for bound in getattr(member, "__metadata__", ())
-            if type(bound) in _SIGNS
-        ]
-        for field in dataclasses.fields(kind)
+        field: hint
+        for field, hint in hints.items()
+        if any(get_origin(member) is Annotated for member in (hint, *get_args(hint)))
     }
+
+
+def typed(hint: Any, value: Any, name: str) -> Any:
+    """Return plain data as a value of a type, strictly: no text is a number, no number is text.
+
+    The UserError has a line for each mistake: where, what was expected, what came.
+    """
+    try:
+        return _adapter(hint).validate_json(json.dumps(value, default=shown))
+    except ValidationError as error:
+        lines: dict[str, str] = {}
+        for mistake in error.errors(include_url=False):
+            where = name
+            inner = value
+            for part in mistake["loc"]:
+                if isinstance(part, int):
+                    where = f"{where}[{part}]"
+                    inner = inner[part]
+                elif isinstance(inner, Mapping) and part in inner:  # else a member of a union
+                    where = join(where, part)
+                    inner = inner[part]
+            # Of the members of a union, what the first one says.
+            lines.setdefault(where, f"{where}: expected {_expected(mistake)}, got {shown(mistake['input'])}")
+        raise UserError(*lines.values()) from error
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter:
+    return TypeAdapter(hint, config=_STRICT)
+
+
+def _expected(mistake: ErrorDetails) -> str:
+    came = mistake["input"]
+    limits = mistake.get("ctx", {})
+    if mistake["type"] == "literal_error":
+        choices = re.findall(r"'([^']*)'|(\d+)", limits["expected"])
+        names = [text or number for text, number in choices]
+        near = difflib.get_close_matches(str(came), names, n=1)
+        return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
+    if mistake["type"] == "list_type" and isinstance(came, str | int | float):
+        return f"a list, such as [{said(came)}]"
+    expected = _EXPECTED.get(mistake["type"])
+    if expected is None:
+        return mistake["msg"].removeprefix("Input should be ")
+    return expected.format(
+        **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
+    )
 
 
 def may_change(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:

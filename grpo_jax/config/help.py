@@ -282,33 +282,19 @@ def clause(line: str) -> str:
     return re.split("[;:] ", first_sentence(line))[0].rstrip(".")
 
 
-def choices_of(hint: Any) -> tuple[str, ...]:
-    """Return the values that a type can have, where they can be listed."""
-    choices: list[str] = []
-    for member in sorted(members_of(hint), key=lambda member: member is types.NoneType):
-        if member is types.NoneType:
-            choices.append("null")
-        elif member is bool:
-            choices += ["true", "false"]
-        elif get_origin(member) is Literal:
-            choices += map(str, get_args(member))
-        else:
-            return ()
-    return tuple(choices)
-
-
-_WORDS = {int: "INT", float: "NUMBER", str: "TEXT", types.NoneType: "null"}
+_WORDS = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false", types.NoneType: "null"}
 
 
 def type_word(hint: Any) -> str:
     """Return a type as help spells it: INT, TEXT|null, constant|linear|cosine, [TEXT, …]."""
-    members = members_of(hint)
+    members = sorted(members_of(hint), key=lambda member: member is types.NoneType)
     if len(members) > 1:
         return "|".join(map(type_word, members))
-    if get_origin(members[0]) is list:
-        return f"[{type_word(get_args(members[0])[0])}, …]"
-    if get_origin(members[0]) is dict:
-        return f"{{NAME: {type_word(get_args(members[0])[1])}, …}}"
-    if is_section(members[0]):
-        return "{…}"
-    return "|".join(choices_of(members[0])) or _WORDS.get(members[0], "VALUE")
+    (member,) = members
+    if get_origin(member) is Literal:
+        return "|".join(map(str, get_args(member)))
+    if get_origin(member) is list:
+        return f"[{type_word(get_args(member)[0])}, …]"
+    if get_origin(member) is dict:
+        return f"{{NAME: {type_word(get_args(member)[1])}, …}}"
+    return "{…}" if is_section(member) else _WORDS.get(member, "VALUE")

@@ -193,9 +193,9 @@ class Place(NamedTuple):
     fields: tuple[str, ...]
     text: str
 
-    def stands_in(self, known: Collection[str]) -> bool:
+    def stands_in(self, names: Collection[str]) -> bool:
         """Whether all of its fields are among these, or sections of them."""
-        return all(any(name == field or name.startswith(f"{field}.") for name in known) for field in self.fields)
+        return all(any(name == field or name.startswith(f"{field}.") for name in names) for field in self.fields)
 
     @property
     def hint(self) -> str:

@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
 from grpo_jax.config.build import build, merged, require_known, to_dict
 from grpo_jax.config.fields import may_change, named, require
 from grpo_jax.config.files import Values
 from grpo_jax.config.named import KEY, find_class
-from grpo_jax.config.policy import LoraSection, PolicySection
 from grpo_jax.config.sections import (
+    AlgorithmSection,
     DataSection,
     EvaluationSection,
+    LoraSection,
     OptimizerSection,
+    PolicySection,
+    PPOSection,
     RewardSection,
     SamplingSection,
     TrainingSection,
@@ -68,7 +70,7 @@ class Config:
         ppo: The value head and what belongs to it (algorithm.advantage "gae").
         optimizer: AdamW and its schedule.
         training: The loop.
-        warm_start: Supervised steps before the first iteration, where the task has something to teach.
+        warm_start: Supervised steps before the first iteration, where the task has supervised pairs.
         rewards: The objectives; empty takes the task's default.
         watch: Rewards and measures of the task that are logged and never trained on.
         evaluation: Held-out measurement.

@@ -1,7 +1,4 @@
-"""Sections of the config that all tasks of language share. Help lines stand in the classes' docstrings.
-
-The policy and the algorithm have modules of their own.
-"""
+"""Sections of the config that all language tasks share. Help lines stand in the classes' docstrings."""
 
 from __future__ import annotations
 
@@ -14,12 +11,14 @@ from annotated_types import Ge, Le, Lt
 from grpo_jax.config.fields import (
     COEFFICIENT,
     LENGTH,
+    WIDTH,
     Coefficient,
     Count,
     Length,
     NonNegative,
     Positive,
     PositiveCount,
+    Share,
     check_ranges,
     may_change,
     require,
@@ -32,6 +31,129 @@ _TEMPLATE_ARGUMENTS = (
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 """Arguments of `apply_chat_template` that are not for the template, and what has a field of its own."""
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["default", "high", "highest"]
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685; docs/lora.md); rank 0 trains every weight.
+
+    Args:
+        rank: Rank of the adapters; 0 switches them off and trains all weights.
+        alpha: Adapters are scaled by alpha / rank.
+        targets: Projections that get an adapter, such as q_proj (GPT-2: c_attn, attn_c_proj, c_fc, mlp_c_proj); empty
+            for all of them.
+        vision: Whether all projections of the vision tower's layers get one too.
+        path: Folder of a PEFT adapter to start from; rank, alpha and targets are then its own, and the tower has
+            those that it has.
+    """
+
+    rank: Annotated[int, Ge(0), Le(WIDTH)] = 0
+    alpha: Positive = 32.0
+    targets: list[str] = field(default_factory=list)
+    vision: bool = False
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "policy.lora")
+        beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
+        alone = self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
+        expected = "no rank, alpha or targets beside it, nor vision: the adapter has its own"
+        require(alone, "policy.lora.path", expected, beside)
+        adapted = self.used or not self.vision
+        expected = "false without adapters (policy.lora.rank 0; policy.vision train)"
+        require(adapted, "policy.lora.vision", expected, self.vision)
+
+    @property
+    def used(self) -> bool:
+        """Whether adapters are trained rather than all weights."""
+        return self.rank > 0 or self.path is not None
+
+
+@dataclass(frozen=True)
+class NewPolicySection:
+    """A small policy with random weights, made from the words of a task (policy.path "new").
+
+    Args:
+        architecture: "llama", or "gpt2": learned positions, of which there are `window`.
+        width: Of the hidden states.
+        layers: Decoder layers.
+        heads: Attention heads; they divide the width into even parts.
+        vocabulary: The task's most frequent words that become tokens; 0 for all of them.
+        window: Longest text in tokens.
+    """
+
+    architecture: Literal["llama", "gpt2"] = "llama"
+    width: Annotated[int, Ge(1), Le(2**16)] = 96
+    layers: Annotated[int, Ge(1), Le(1024)] = 2
+    heads: Annotated[int, Ge(1), Le(2**16)] = 4
+    vocabulary: Annotated[int, Ge(0), Le(LENGTH)] = 0
+    window: Annotated[int, Ge(1), Le(WIDTH)] = 256
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "policy.new")
+        expected = f"a number that divides width = {self.width} into even parts"
+        require(self.width % (2 * self.heads) == 0, "policy.new.heads", expected, self.heads)
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """Several devices for the policy (docs/scaling.md); 1 x 1 is a single one.
+
+    Args:
+        fsdp: Parts that weights are stored in and a batch's prompts are shared out to.
+        tensor: Parts that heads, MLP and vocabulary are cut into.
+    """
+
+    fsdp: Annotated[int, Ge(1), Le(2**16)] = 1
+    tensor: Annotated[int, Ge(1), Le(2**16)] = 1
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "policy.mesh")
+
+    @property
+    def size(self) -> int:
+        """Devices it takes."""
+        return self.fsdp * self.tensor
+
+
+@dataclass(frozen=True)
+class PolicySection:
+    """The policy that is trained.
+
+    Args:
+        path: Hugging Face folder or hub id of a Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, SmolLM3, Phi-3, Gemma 2 or 3,
+            GPT-2 or Qwen-VL model (docs/policies.md); the name of a policy that ships with the package; or "new".
+        new: The small untrained policy that "new" makes, where the task has words for one.
+        compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
+        matmul_precision: Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype
+            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else.
+        frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
+        quantised: Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md).
+        remat: What the backward pass computes again to save memory: "none"; "products", attention and all that is
+            elementwise, while results of products with weights are kept; "layer", whole layers.
+        vision: Whether the vision tower of a model that sees is "frozen" or "train"ed in all its weights; adapters on
+            a frozen one are policy.lora.vision.
+        lora: Low-rank adapters.
+        mesh: Several devices.
+    """
+
+    path: str = ""
+    new: NewPolicySection = field(default_factory=NewPolicySection)
+    compute_dtype: Dtype = "float32"
+    matmul_precision: Precision | None = None
+    frozen_dtype: Dtype = "float32"
+    quantised: Literal["none", "int8", "int4"] = "none"
+    remat: Literal["none", "products", "layer"] = may_change("products")
+    vision: Literal["frozen", "train"] = "frozen"
+    lora: LoraSection = field(default_factory=LoraSection)
+    mesh: MeshSection = may_change(default_factory=MeshSection)
+
+    def __post_init__(self) -> None:
+        expected = "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)"
+        require(self.vision == "frozen" or not self.lora.used, "policy.vision", expected, self.vision)
 
 
 @dataclass(frozen=True)
@@ -46,18 +168,18 @@ class DataSection:
         validation: The like for choosing the best checkpoint, where it is a file of its own; with it or `test` all of
             `prompts` is trained on.
         test: The like for what is measured before and after.
-        columns: What the data calls otherwise, {name: the data's name for it}, such as {"prompt": "question"}.
+        columns: Columns that have another name in the data, {name: name there}, such as {"prompt": "question"}.
         held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
             "split" column; 0 trains on all of them, and nothing is measured before and after.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
-        instruction: What a chat policy is told in the rewrite form; {prompt} stands for the user's prompt.
-            Empty: the chat template alone.
-        system_prompt: What a chat policy is told before each prompt; a conversation that begins with a system message
-            keeps its own. Empty: what the chat template says by itself.
+        instruction: User message to a chat policy in the rewrite form; {prompt} stands for the user's prompt.
+            Empty: the prompt alone.
+        system_prompt: System message before each prompt; a conversation that begins with one keeps its own. Empty: the
+            chat template's default.
         enable_thinking: Let a policy think first whose chat template can switch that off.
-        tools: What the chat template says the policy may call: a list of JSON schemas, or the name of the column that
+        tools: Tools that the chat template offers the policy: a list of JSON schemas, or the name of the column that
             has each row's, as a list or as JSON text.
-        chat_template_options: What the chat template is told beside that, by the names it has for it.
+        chat_template_options: Further variables of the chat template, by name.
         max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
         picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
             Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
@@ -168,6 +290,126 @@ class SamplingSection:
     def stream_tokens(self) -> int:
         """Most tokens behind a prompt: what the policy writes, and what is answered between its turns."""
         return self.written_tokens + (self.turns - 1) * self.max_answer_tokens
+
+
+@dataclass(frozen=True)
+class AlgorithmSection:
+    """Advantages and loss.
+
+    Args:
+        preset: Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo.
+        advantage: "gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out;
+            "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a value head for the sum (ppo).
+        scale: What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the
+            preset's.
+        whiten: What GDPO whitens over the batch: "sequence", "token" or "none".
+        clip_low: Lower clip bound; null takes the preset's.
+        clip_high: Upper clip bound; null takes the preset's.
+        kl_coef: Weight of the KL term of the loss against the reference; with 0 here (and in ppo) it never runs.
+        kl_estimator: KL estimator of the loss.
+        kl_corrected: Weigh the KL term by the policy ratio, which makes its gradient unbiased.
+        kl_straight_through: Give the KL term its estimator's value and the gradient of k2.
+        entropy_coef: Weight of the entropy bonus.
+        entropy_share: Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all.
+        importance_cap: Weigh each token by the trainer's probability over the sampler's, at most this; 0 for never.
+            For a sampler that older weights (training.lag), top_k, top_p, min_p or another number type set apart from
+            the trainer. null: 2 with training.lag 1, else 0.
+        update_ref_every: Refresh the reference every so many iterations; 0 keeps the start.
+        mask_truncated: Leave completions that hit max_new_tokens out of the loss.
+        overlong_buffer: Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an
+            objective of its own called "overlong", of weight 1; 0 for no penalty.
+        dead_groups: Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep"
+            them as zeros, "drop" them out of the loss and its denominators, or "resample" other prompts for them.
+        resample_rounds: Further draws of one iteration, at most, with dead_groups "resample".
+        turn_advantage: What weighs the tokens of an episode: "last", the rewards of its last turn alone, alike for all
+            turns; "return", of each turn the rewards from there on, compared with the same turn of the group.
+        turn_discount: Discount of later turns' rewards with turn_advantage "return".
+    """
+
+    preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
+    advantage: Literal["gdpo", "grpo", "rloo", "batch", "gae"] = "gdpo"
+    scale: Literal["group", "batch", "none"] | None = None
+    whiten: Literal["sequence", "token", "none"] = "sequence"
+    clip_low: Annotated[Positive, Le(1)] | None = None
+    clip_high: Positive | None = None
+    kl_coef: Coefficient = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_corrected: bool = False
+    kl_straight_through: bool = False
+    entropy_coef: Coefficient = 0.0
+    entropy_share: Annotated[Positive, Le(1)] = 1.0
+    importance_cap: float | None = None
+    update_ref_every: Count = 0
+    mask_truncated: bool = False
+    overlong_buffer: Count = 0
+    dead_groups: Literal["keep", "drop", "resample"] = "keep"
+    resample_rounds: PositiveCount = 3
+    turn_advantage: Literal["last", "return"] = "last"
+    turn_discount: Share = 1.0
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "algorithm")
+        cap = self.importance_cap
+        require(not cap or cap >= 1, "algorithm.importance_cap", "null, 0 or a number >= 1", cap)
+        by_turn = self.turn_advantage == "last" or not self.learns_values
+        require(by_turn, "algorithm.turn_advantage", "'last' with advantage 'gae'", self.turn_advantage)
+        scaled = self.scale is None or self.advantage == "grpo"
+        own_scale = f"null with advantage {self.advantage!r}, which has a scale of its own"
+        require(scaled, "algorithm.scale", own_scale, self.scale)
+        grouped = self.dead_groups == "keep" or self.compares_groups
+        no_groups = f"'keep' with advantage {self.advantage!r}, which compares no groups"
+        require(grouped, "algorithm.dead_groups", no_groups, self.dead_groups)
+        one_gradient = not (self.kl_corrected and self.kl_straight_through)
+        require(one_gradient, "algorithm.kl_straight_through", "false with kl_corrected", self.kl_straight_through)
+        if self.preset in ("cispo", "sapo"):
+            for name in ("clip_low", "clip_high"):
+                bound = getattr(self, name)
+                unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
+                require(bound is None, f"algorithm.{name}", unbounded, bound)
+
+    @property
+    def learns_values(self) -> bool:
+        """Whether a value head gives the advantages (PPO), rather than the group."""
+        return self.advantage == "gae"
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a completion is compared with the others of its prompt."""
+        return self.advantage not in ("gae", "batch")
+
+
+@dataclass(frozen=True)
+class PPOSection:
+    """What algorithm.advantage "gae" adds: a value head, a reward for each token, and the value loss.
+
+    Args:
+        discount: Discount of later rewards (gamma).
+        trace: How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end.
+        whiten: Give the advantages of the batch's tokens mean 0 and deviation 1.
+        value_coef: Weight of the value loss.
+        value_rate: Learning rate of the value head as a multiple of the policy's: it starts at 0 and must be quicker.
+        value_clip: How far a value may move from the old one before its gradient stops; null for never.
+        kl_coef: Weight of the KL against the reference in each token's reward.
+        kl_estimator: KL estimator of the reward.
+        kl_target: KL of one completion, summed over its tokens, that kl_coef is steered to; 0 keeps kl_coef.
+        kl_horizon: Completions in which the steering changes kl_coef by a fifth, at most (smaller is faster).
+    """
+
+    discount: Share = 1.0
+    trace: Share = 0.95
+    whiten: bool = True
+    value_coef: Coefficient = 0.5
+    value_rate: Annotated[Positive, Le(COEFFICIENT)] = 1.0
+    value_clip: Positive | None = 0.2
+    kl_coef: Coefficient = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_target: Coefficient = 0.0
+    kl_horizon: PositiveCount = 10_000
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "ppo")
+        steerable = self.kl_target == 0 or self.kl_coef > 0
+        require(steerable, "ppo.kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)
 
 
 @dataclass(frozen=True)
@@ -303,7 +545,7 @@ class EvaluationSection:
         every: Iterations between validations; 0 for never.
         gallery: Prompts shown in the before/after gallery.
         sampled: Measure sampled completions beside the greedy ones.
-        samples: Sampled completions of each test prompt (k); above 1 their mean@k and pass@k are told, with 95 %
+        samples: Sampled completions of each test prompt (k); above 1 their mean@k and pass@k are reported, with 95 %
             intervals.
         temperature: Of the sampled completions; null for that of training.
         top_k: Likewise; null for that of training.
@@ -336,7 +578,7 @@ class WarmStartSection:
     """Supervised steps before the first iteration, by the same trainer; "before" is measured after them.
 
     Args:
-        steps: Supervised updates; 0 for none. What is taught, the task says.
+        steps: Supervised updates, on pairs that the task has; 0 for none.
         batch: Pairs of one update.
         learning_rate: Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine.
         group_by_length: Make batches of prompts of like length, which need less padding: faster where lengths differ.

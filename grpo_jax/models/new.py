@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from grpo_jax.config.policy import NewPolicySection
+from grpo_jax.config.sections import NewPolicySection
 
 PAD, END, UNKNOWN, NEXT = "<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"
 NOT_A_WORD = r"[^\w|]+"

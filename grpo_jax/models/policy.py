@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training.dynamic_scale import DynamicScale
 
-from grpo_jax.config.policy import LoraSection, PolicySection
+from grpo_jax.config.sections import LoraSection, PolicySection
 from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.build import typed
+from grpo_jax.config.fields import typed
 from grpo_jax.config.files import Values, load_json, read_text
 from grpo_jax.errors import UserError
 from grpo_jax.reports.charts import Rows, curves_section, number

@@ -284,21 +284,14 @@ def pad_rows(tree: PyTree, rows: int) -> PyTree:
 
 
 def make_ends(eos_ids: tuple[int, ...], pad_id: int, allowed_tokens: ArrayLike | None) -> Ends:
-    """Ends of any text, on the host; ValueError as `checked_tokens` has it."""
-    return Ends(tuple(int(i) for i in eos_ids), int(pad_id), checked_tokens(allowed_tokens))
-
-
-def checked_tokens(allowed_tokens: ArrayLike | None) -> np.ndarray | None:
-    """The tokens that may be written, bool [V] on the host, or None; ValueError as of `make_sampler`."""
-    if allowed_tokens is None:
-        return None
-    allowed_tokens = np.asarray(allowed_tokens)
-    if allowed_tokens.dtype != bool or allowed_tokens.ndim != 1 or not allowed_tokens.any():
+    """Ends of any text, with the allowed tokens as bool [V] on the host; ValueError as of `make_sampler`."""
+    allowed = None if allowed_tokens is None else np.asarray(allowed_tokens)
+    if allowed is not None and (allowed.dtype != bool or allowed.ndim != 1 or not allowed.any()):
         raise ValueError(
             "allowed_tokens must be bool [V] with at least one true entry, "
-            f"got {allowed_tokens.dtype} of shape {allowed_tokens.shape}"
+            f"got {allowed.dtype} of shape {allowed.shape}"
         )
-    return allowed_tokens
+    return Ends(tuple(int(i) for i in eos_ids), int(pad_id), allowed)
 
 
 def write_completions(

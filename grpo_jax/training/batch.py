@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config.algorithm import AlgorithmSection
+from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import sum_rewards
 from grpo_jax.core.selection import without_truncated
 from grpo_jax.models.sharding import shard_batch

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config.algorithm import AlgorithmSection
+from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core import losses
 from grpo_jax.core.advantages import (
     Condition,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.kl import kl_divergence

@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
-from grpo_jax.config.sections import TrainingSection
+from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights

@@ -4,12 +4,11 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 import yaml
-from support.text_task import environment, rows
+from support.text_task import rows
 
 from grpo_jax import evaluate, export
 from grpo_jax.config import RewardSection
@@ -273,22 +272,6 @@ def test_a_hanging_judge(refused, monkeypatch):
     assert "no result after 2 s" in message and "Saved after iteration 1" in message
 
 
-# the command as it is called
-
-
-def test_the_process_ends_with_2_and_debug_shows_the_traceback(place, run):
-    command = [sys.executable, "-m", "grpo_jax.train", "--config", str(place.config), "--run_dir", str(run)]
-    command += ["--policy.path", "/nowhere"]
-
-    def call(*extra):
-        return subprocess.run([*command, *extra], env=environment(place, run, "work:0"), capture_output=True, text=True)
-
-    done = call()
-    assert done.returncode == 2 and "/nowhere" in error_line(CapturedPair(done.stdout, done.stderr))
-    done = call("--debug")
-    assert done.returncode != 0 and "Traceback" in done.stderr and "UserError" in done.stderr
-
-
-class CapturedPair:
-    def __init__(self, out, err):
-        self.out, self.err = out, err
+def test_debug_shows_the_traceback(place, run):
+    with pytest.raises(UserError, match="/nowhere"):
+        main([f"--config={place.config}", f"--run_dir={run}", "--policy.path=/nowhere", "--debug"])

@@ -79,14 +79,6 @@ def faulty(name, place, tmp_path, monkeypatch):
     return [*(f"--{name}={value}" for name, value in options.items()), "--rewards", json.dumps(rewards)]
 
 
-def test_a_fault_ends_the_command_with_one_line_and_a_checkpoint(place, tmp_path, monkeypatch, capsys):
-    arguments, run = faulty("raises SystemExit 0", place, tmp_path, monkeypatch), tmp_path / "run"
-    assert train_here(place.config, run, *arguments) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert "judged" in line and len(line) < 300 and line.isprintable()
-    assert len(rows(run)) == 1 and (run / "checkpoints" / "step_1").is_dir()
-
-
 def test_a_process_of_a_reward_that_dies_is_a_missing_reward(place, tmp_path, monkeypatch):
     arguments = faulty("isolated: segfault", place, tmp_path, monkeypatch)
     assert train_here(place.config, tmp_path / "run", *arguments, "--on_judge_error", "missing") == 0

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config.policy import NewPolicySection
+from grpo_jax.config.sections import NewPolicySection
 from grpo_jax.errors import UserError
 from grpo_jax.models.new import write_policy
 from grpo_jax.tasks.recommendation import dummy

@@ -17,6 +17,7 @@ from grpo_jax import core
 
 mkdocstrings = pytest.importorskip("mkdocstrings", reason="the extra docs is not installed")
 
+pytestmark = pytest.mark.wide  # `make docs` runs them on the site that it has built
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ("ul", "ol", "li", "pre", "table", "tr")
 ASSETS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -45,7 +46,9 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site, by the command of `make docs`."""
+    """The built site, by the command of `make docs`, which calls these tests with its own as SITE."""
+    if "SITE" in os.environ:
+        return Path(os.environ["SITE"])
     folder = tmp_path_factory.mktemp("site")
     (line,) = re.findall(r"\$\(BIN\)/python (-m mkdocs .*) \$\(ARGS\)", (ROOT / "Makefile").read_text())
     command = [sys.executable, *line.split(), "--site-dir", str(folder)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.config.algorithm import AlgorithmSection, PPOSection
+from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.core import advantages, aggregation, kl, losses, ppo, returns, selection, shaping, surrogates
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()

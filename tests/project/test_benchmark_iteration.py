@@ -83,6 +83,7 @@ def flops(function, *arrays) -> float:
     return jax.jit(function).lower(*arrays).cost_analysis()["flops"]
 
 
+@pytest.mark.wide  # of a benchmark alone
 def test_the_floor_counts_the_operations_xla_counts():
     # One layer, so that no loop hides work; wide next to its length, so that masked attention and norms weigh little.
     case = work.Case("counted", 2, 4, 6, 9, hidden=128, layers=1, heads=4, kv_heads=2, mlp=320, vocabulary=256)

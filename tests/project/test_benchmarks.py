@@ -16,6 +16,7 @@ from grpo_jax.tasks.cartpole import training
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Steps
 from grpo_jax.tasks.cartpole.task import CartPole, CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, CartPoleRollout
 
+pytestmark = pytest.mark.wide  # of a benchmark alone
 TOLERANCE = 1e-5
 NETWORK = CartPoleNetwork(hidden=[16])
 SGD = optax.sgd(1.0)  # the parameters it takes off are the gradient

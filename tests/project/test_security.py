@@ -16,7 +16,7 @@ from grpo_jax.runs.checkpoint import Checkpoints
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 TO_A_CHILD = {"grpo_jax/rollout/isolated.py"}
 """What a run hands to the process that it started itself, and nobody else can write to."""
-TO_ACTORS = {f"bridges/pool/{name}.py" for name in ("actor", "pool", "starting")}
+TO_ACTORS = {f"bridges/pool/{name}.py" for name in ("actor", "pool")}
 """What passes between a run and its Ray cluster, which has a token."""
 SOURCES = [*FILES.values(), *sorted((ROOT / "examples").rglob("*.py"))]
 

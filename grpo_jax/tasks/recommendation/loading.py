@@ -156,20 +156,23 @@ def open_retriever(
 ) -> tuple[Any, float]:
     """Return a `bridges.retrieval.Retriever`, and the share of titles, at least `required`, that find themselves."""
     try:
-        return retrieval.open_retriever(
-            titles,
+        where = retrieval.RetrieverSection(
             backend=section.backend,
             encoder=section.encoder,
             dense=section.dense,
             dense_weight=section.dense_weight,
-            ties=section.ties,
-            scale=retrieval.Scale(temperature=section.temperature),
-            patience=retrieval.Patience(attempts=section.attempts, budget=section.budget, window=section.window),
             cache=section.cache,
             encoder_device=section.device,
             service=section.service,
             address=section.address,
             timeout=section.timeout,
+        )
+        return retrieval.open_retriever(
+            titles,
+            where,
+            ties=section.ties,
+            scale=retrieval.Scale(temperature=section.temperature),
+            patience=retrieval.Patience(attempts=section.attempts, budget=section.budget, window=section.window),
             self_test=required,
         )
     except retrieval.RetrievalError as error:

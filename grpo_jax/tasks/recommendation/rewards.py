@@ -41,17 +41,13 @@ _MEASURES = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
 
 def task_rewards(items: int, *, fused: bool, ranks: bool) -> dict[str, Reward | Maker]:
     """Return the rewards by name: `fused` with a prior, `ranks` of a policy that ranks the items itself."""
-    rewards: dict[str, Reward | Maker] = {name: Maker(functools.partial(_built_in, name, items)) for name in BUILT_IN}
+    rewards: dict[str, Reward | Maker] = {name: Maker(functools.partial(make_reward, name, items)) for name in BUILT_IN}
     if ranks:
         rewards[RANK_PENALTY] = rank_penalty
     rewards[RANK] = _of_rank(lambda rank: rank)
     if fused:
         rewards[FUSED] = _fused
     return rewards
-
-
-def _built_in(name: str, items: int, **options: float) -> Reward:
-    return make_reward(name, items=items, options=options)
 
 
 def _fused(completions: Sequence[str], fused_rank: Sequence[float] = (), **_: object) -> list[float | None]:
@@ -64,20 +60,19 @@ def reward_columns(rank: np.ndarray, probability: np.ndarray) -> dict[str, list[
     return {"rank": np.asarray(rank, np.float64).tolist(), "probability": np.asarray(probability, np.float64).tolist()}
 
 
-def make_reward(name: str, *, items: int, options: Mapping[str, float] | None = None) -> Reward:
+def make_reward(name: str, items: int, /, **options: float) -> Reward:
     """Return a built-in reward; a ValueError if its name or an option is unknown or out of range.
 
     Args:
         name: "ndcg", "hit", "mrr", "mixed" (their weighted mean), or "soft", the target's probability under the
             retriever: dense where ranks are sparse, an objective beside them.
         items: How many items the catalogue has.
-        options: "k", the cut-off, at most `items`; left out or 0, none, so that every rank counts (with a small k and
+        **options: "k", the cut-off, at most `items`; left out or 0, none, so that every rank counts (with a small k and
             few completions most groups have no spread to learn from). For "mixed" also a weight by name of a measure;
             a measure that is not named then has none. "soft" takes no option.
     """
     if name not in BUILT_IN:
         raise ValueError(f"name must be one of {', '.join(BUILT_IN)}, got {name!r}")
-    options = dict(options or {})
     named = metrics.MIXED_WEIGHTS if name == "mixed" else ()
     weights = {measure: options.pop(measure) for measure in named if measure in options}
     k = 0 if name == "soft" else options.pop("k", 0)

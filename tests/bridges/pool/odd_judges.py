@@ -59,6 +59,18 @@ class Loaded:
     def fails(self, texts):
         raise KeyError("no such word")
 
+    def runs_out(self, texts):
+        raise MemoryError("no room for pictures")
+
+    def harmed(self, texts):
+        """Harms its own process in the way that a file of the folder says, and takes that file away."""
+        for harm in Path(self.judge.folder).glob("harm.*"):
+            harm.unlink()
+            if harm.suffix == ".exit":
+                os._exit(137)
+            os.kill(os.getpid(), getattr(signal, harm.suffix.removeprefix(".")))
+        return self.lengths(texts)
+
     def total(self, texts):
         return sum(map(len, texts))
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from bridges.pool.errors import BatchLost, NotRowByRow, PoolLost
+from bridges.pool.cluster import BatchLost, NotRowByRow, PoolLost
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 
@@ -40,6 +40,9 @@ def test_a_judge_that_is_a_reward_gets_its_columns_and_what_it_does_is_told_as_i
         judge.fails(TEXTS)
     assert "odd_judges.py" in raised.value.__notes__[0]
 
+    with pytest.raises(MemoryError, match="no room for pictures"):
+        judge.runs_out(TEXTS)
+
     def asks(completions):
         return judge.fails(completions)
 
@@ -65,6 +68,14 @@ def test_a_slow_actor_gets_less_to_do(pool):
 def test_an_actor_that_hangs_is_ended_and_another_gets_its_batch(pool):
     done = pool(slow=600, batch_timeout=4, batch_attempts=9).copies(["x"] * 4 * 6)
     assert len(done) == 24 and 0 not in done  # the first copy never answered
+
+
+def test_whatever_ends_an_actor_its_batch_goes_to_another(pool, tmp_path):
+    judge = pool(batch_timeout=4)
+    for harm in ("SIGKILL", "exit", "SIGSEGV", "SIGSTOP"):
+        (tmp_path / f"harm.{harm}").touch()
+        assert judge.harmed(TEXTS) == [len(text) for text in TEXTS]
+        assert not list(tmp_path.glob("harm.*"))
 
 
 def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):

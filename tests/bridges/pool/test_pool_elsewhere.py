@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,6 +67,26 @@ def said_by(head, port):
             with suppress(psutil.NoSuchProcess):  # some end with those before them
                 process.kill()
         head.communicate()
+
+
+@pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_what_is_no_cluster_is_said_at_once(greeting, configured, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+
+        def accept():
+            connections = []
+            with suppress(OSError):  # when the test is over
+                while True:
+                    connections.append(other.accept()[0])
+                    connections[-1].sendall(greeting)
+
+        threading.Thread(target=accept, daemon=True).start()
+        began = time.monotonic()
+        assert train_here(configured(replicas=1, address=address), tmp_path / "run") == 2
+        assert time.monotonic() - began < 15
+    reason = f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts"
+    assert capsys.readouterr().err == f"error: judges.letters.address: {reason}\n"
 
 
 def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address, configured, tmp_path, capsys):

@@ -50,8 +50,8 @@ def train(run, **more):
 def pictures(cluster):
     """(stored, plain): the same pictures in the object store, as two blocks, and here."""
     plain = torch.rand(6, 3, 4, 4)
-    blocks = [stored.put(part).contents.blocks[0] for part in (plain[:4], plain[4:])]
-    return stored.joined([(block.reference, ((block.rows, *block.inner), block.kind)) for block in blocks]), plain
+    blocks = [stored.as_stored(part).contents.blocks[0] for part in (plain[:4], plain[4:])]
+    return stored.join_stored([(block.reference, (block.rows, *block.inner), block.kind) for block in blocks]), plain
 
 
 def test_shape_rows_and_devices_fetch_nothing(pictures):
@@ -78,7 +78,7 @@ def test_anything_else_is_done_with_the_values(pictures):
     np.testing.assert_array_equal(as_uint8(there[0]), as_uint8(plain[0]))
     there += 1  # the store lends its memory for reading: what was fetched is a copy
     assert torch.equal(there, plain + 1)
-    narrow = stored.put(plain.bfloat16())
+    narrow = stored.as_stored(plain.bfloat16())
     assert narrow.dtype == torch.bfloat16 and torch.equal(narrow + 0, plain.bfloat16())
 
 
@@ -98,8 +98,8 @@ def kill_a_child_that_draws(run: Path, killed: list[int]) -> None:
 def test_a_run_draws_and_scores_in_pools_what_it_does_in_one_process(cluster, tmp_path, monkeypatch):
     assert train(tmp_path / "here") == 0
     fetched, killed = [], []
-    plain = cluster.fetched
-    monkeypatch.setattr(cluster, "fetched", lambda references: fetched.append(references) or plain(references))
+    plain = stored.fetch
+    monkeypatch.setattr(stored, "fetch", lambda references: fetched.append(references) or plain(references))
     killer = threading.Thread(target=kill_a_child_that_draws, args=(tmp_path / "pools", killed), daemon=True)
     killer.start()
     assert train(tmp_path / "pools", **POOLS) == 0

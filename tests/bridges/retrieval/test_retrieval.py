@@ -73,8 +73,9 @@ def slow_ranks(scores, targets, exclude, ties, tolerance, temperature):
     return np.array(ranks), np.array(probabilities)
 
 
-def tfidf(titles=TITLES, **options):
-    return retrieval.open_retriever(titles, self_test=0.5, **options)[0]
+def tfidf(titles=TITLES, *, cache=None, **options):
+    section = retrieval.RetrieverSection(cache=cache)
+    return retrieval.open_retriever(titles, section, self_test=0.5, **options)[0]
 
 
 @pytest.mark.parametrize("ties", ["against", "average", "favour"])
@@ -207,7 +208,7 @@ def test_bad_settings_are_named():
         with pytest.raises(ValueError, match=message):
             Retriever(backend, **options)
     with pytest.raises(ValueError, match="backend: expected"):
-        retrieval.open_retriever(TITLES, backend="cloud")
+        retrieval.open_retriever(TITLES, retrieval.RetrieverSection("cloud"))
 
 
 def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):

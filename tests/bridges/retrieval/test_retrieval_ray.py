@@ -75,7 +75,9 @@ def running(tmp_path_factory):
     )
     try:
         backend = service.start_service(
-            TITLES, shards=2, cache=folder / "cache", cpus=0.5, shard_class=make_faulty(orders), restarts=2
+            TITLES,
+            service.ServiceSection(shards=2, cache=folder / "cache", cpus=0.5, restarts=2),
+            shard_class=make_faulty(orders),
         )
         yield backend, orders
     finally:
@@ -109,7 +111,7 @@ def kill_once_held(running, actor, *, restart):
 
 
 def test_ray_and_in_process_agree(running):
-    over_ray, share = retrieval.open_retriever(TITLES, backend="ray")
+    over_ray, share = retrieval.open_retriever(TITLES, retrieval.RetrieverSection("ray"))
     here, same_share = retrieval.open_retriever(TITLES)
     assert share == same_share > 0.9
     assert over_ray.fingerprint == here.fingerprint
@@ -129,16 +131,16 @@ def test_a_service_for_another_run_is_refused(running):
     with pytest.raises(UserError, match="serves another catalogue"):
         service.connect(TITLES[::-1])
     with pytest.raises(UserError, match="was started with the encoder tfidf, not some/model"):
-        service.connect(TITLES, encoder="some/model")
+        service.connect(TITLES, retrieval.RetrieverSection(encoder="some/model"))
     with pytest.raises(UserError, match="runs on this cluster already"):
         service.start_service(TITLES)
     with pytest.raises(UserError, match="needs 100 CPUs for 100 actors, the cluster has 2"):
-        service.start_service(TITLES, shards=100, service="large")
+        service.start_service(TITLES, service.ServiceSection(shards=100, service="large"))
 
 
 def test_a_missing_service_says_how_to_start_one(running):
     with pytest.raises(retrieval.ServiceNotFound, match="RetrievalService not found") as error:
-        service.connect(TITLES, service="other")
+        service.connect(TITLES, retrieval.RetrieverSection(service="other"))
     assert isinstance(error.value, UserError)  # a command shows it in one line
     assert "python -m bridges.retrieval serve --catalogue" in str(error.value)
 
@@ -161,7 +163,7 @@ def test_an_actor_that_raises_is_a_failure(running):
 
 def test_an_answer_that_comes_too_late_is_a_failure(running, misbehave):
     misbehave(sleep=1.5)
-    late = service.connect(TITLES, timeout=0.3)
+    late = service.connect(TITLES, retrieval.RetrieverSection(timeout=0.3))
     with pytest.raises(StopRun, match=r"RetrievalTimeout: no answer within 0\.3 s"):
         Retriever(late, patience=IMPATIENT).score_ranks(["red soap"], [0], [[]])
     misbehave()

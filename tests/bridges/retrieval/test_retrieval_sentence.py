@@ -1,5 +1,6 @@
 """sentence-transformers as the encoder, by a tiny random model."""
 
+import dataclasses
 import json
 import shutil
 
@@ -106,8 +107,8 @@ def test_a_hybrid_scores_with_the_words_cosine_and_the_weighted_sentences(encode
             old = sum((0.7**age * items[row] for age, row in enumerate(reversed(rows))), np.zeros(len(text)))
             asked = unit_or_zero(unit_or_zero(text) + 0.5 * unit_or_zero(emphasis * old))
             scores[line] += weight * (items @ asked)
-    options = {"dense": str(folder), "cache": tmp_path}
-    retriever, share = retrieval.open_retriever(TITLES, dense_weight=0.3, **options)
+    section = retrieval.RetrieverSection(dense=str(folder), dense_weight=0.3, cache=tmp_path)
+    retriever, share = retrieval.open_retriever(TITLES, section)
     assert share == 1.0
     expected = rank_of(count_better(scores, np.array(targets), taken, tolerance=1e-6))
     silent = [not query and not rows for query, rows in zip(queries, taken, strict=True)]
@@ -116,7 +117,7 @@ def test_a_hybrid_scores_with_the_words_cosine_and_the_weighted_sentences(encode
     for pairs, own, rows in zip(retriever.nearest(queries, 4, taken, history), scores, taken, strict=True):
         left = [score for row, score in enumerate(own) if row not in rows]
         np.testing.assert_allclose([score for _, score in pairs], sorted(left, reverse=True)[:4], atol=1e-6)
-    other, _ = retrieval.open_retriever(TITLES, dense_weight=0.4, **options)
+    other, _ = retrieval.open_retriever(TITLES, dataclasses.replace(section, dense_weight=0.4))
     assert other.fingerprint.encoder != retriever.fingerprint.encoder
     assert words.identity in other.fingerprint.encoder and encoder.identity in other.fingerprint.encoder
 

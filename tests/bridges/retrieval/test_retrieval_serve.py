@@ -36,7 +36,8 @@ ASK = """
 import sys
 from grpo_jax.errors import guarded
 from bridges import retrieval
-sys.exit(guarded(lambda: retrieval.open_retriever(["red soap"], backend="ray", address=sys.argv[1]) and None))
+where = retrieval.RetrieverSection("ray", address=sys.argv[1])
+sys.exit(guarded(lambda: retrieval.open_retriever(["red soap"], where) and None))
 """
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
 
@@ -77,6 +78,10 @@ def served(home, catalogue):
         process.kill()
         process.communicate()
         ray.shutdown()
+
+
+def open_service(patience=retrieval.Patience(), **fields):
+    return retrieval.open_retriever(TITLES, retrieval.RetrieverSection("ray", **fields), patience=patience)
 
 
 def ask(address, **environment):
@@ -125,11 +130,11 @@ def test_no_cluster_but_ones_own_is_joined(home, monkeypatch):
         message = rf"none of yours runs here; the Ray cluster at {address} is joined only if"
         for where in (None, "auto"):
             with pytest.raises(retrieval.ServiceNotFound, match=message):
-                retrieval.open_retriever(TITLES, backend="ray", service="mine", address=where)
+                open_service(service="mine", address=where)
         (home / "ray" / "ray_current_cluster").unlink()
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(retrieval.ServiceNotFound, match=message):
-            retrieval.open_retriever(TITLES, backend="ray", service="mine")
+            open_service(service="mine")
         assert not ray.is_initialized()
         foreign.stdin.write("\n")
         foreign.stdin.flush()
@@ -138,7 +143,7 @@ def test_no_cluster_but_ones_own_is_joined(home, monkeypatch):
         died = whereabouts.announced("mine", whereabouts.Whereabouts(address, "session_of_before"))
         message = f"at {address}, where it was, is another Ray cluster"
         with died, pytest.raises(retrieval.ServiceNotFound, match=message):
-            retrieval.open_retriever(TITLES, backend="ray", service="mine")
+            open_service(service="mine")
         assert not ray.is_initialized()
     finally:
         foreign.kill()
@@ -149,7 +154,7 @@ def test_a_file_that_others_can_write_is_refused(home):
     with whereabouts.announced("shared", whereabouts.Whereabouts("127.0.0.1:1", "")):
         whereabouts.service_file("shared").chmod(0o666)
         with pytest.raises(UserError, match="can be written by others"):
-            retrieval.open_retriever(TITLES, backend="ray", service="shared")
+            open_service(service="shared")
         whereabouts.service_file("shared").chmod(0o600)
     assert whereabouts.find_service("shared") is None
 
@@ -158,7 +163,7 @@ def test_the_command_serves_until_it_is_told_to_stop(served):
     """The last test of the service. Training, here this process, finds it, and stops when it is gone."""
     process, _ = served
     patience = retrieval.Patience(attempts=2, first_wait=0.1, budget=0)
-    retriever, _ = retrieval.open_retriever(TITLES, backend="ray", patience=patience)
+    retriever, _ = open_service(patience=patience)
     assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
     retriever.close()  # it is not ours to end
     assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
@@ -176,7 +181,7 @@ def test_without_a_cluster_the_message_says_how_to_start_one(home):
         for address in ("127.0.0.1:1", None):
             message = r"no Ray cluster answers at 127\.0\.0\.1:1\); .*python -m bridges\.retrieval serve"
             with pytest.raises(retrieval.ServiceNotFound, match=message):
-                retrieval.open_retriever(TITLES, backend="ray", address=address)
+                open_service(address=address)
 
 
 def test_a_catalogue_that_is_not_there_is_one_line(tmp_path):

@@ -21,8 +21,7 @@ from faults.outcome import Outcome
 from support.encoded_prompts import plain_rows
 from support.tiny_models import causal_lm
 
-from grpo_jax.config.policy import NewPolicySection
-from grpo_jax.config.sections import DataSection
+from grpo_jax.config.sections import DataSection, NewPolicySection
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.new import write_policy

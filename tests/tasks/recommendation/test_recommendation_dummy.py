@@ -142,6 +142,8 @@ def test_hearsay_is_mostly_wrong_and_its_likeliest_word_is_the_last_titles(told)
 def test_a_world_out_of_range_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         dummy.make_world(**fields)
+    with pytest.raises(ValueError, match="told and copied"):
+        dummy.hearsay([], WORLD.catalogue, told=0.5, copied=0.4)
 
 
 def test_the_default_task_is_this_world():
@@ -149,8 +151,3 @@ def test_the_default_task_is_this_world():
     assert [len(part) for part in dataset.prompts] == [50 * 5, 50, 50]
     assert len(dataset.catalogue) == 2240 and dataset.notes == ()
     assert len(dataset.prompts.test[0].prompt.splitlines()) == 4
-
-
-def test_less_is_told_than_copied():
-    with pytest.raises(ValueError, match="told and copied"):
-        dummy.hearsay([], WORLD.catalogue, told=0.5, copied=0.4)

@@ -89,7 +89,8 @@ def serve(tmp_path_factory):
         if not running:
             titles = make_catalogue_of_words(280).titles
             kind = make_faulty(folder)
-            running.append(service.start_service(titles, cache=folder / "cache", cpus=0.5, shard_class=kind))
+            section = service.ServiceSection(cache=folder / "cache", cpus=0.5)
+            running.append(service.start_service(titles, section, shard_class=kind))
         return folder / "calls"
 
     try:

@@ -36,7 +36,7 @@ def call(reward, rank=RANK, probability=PROBABILITY):
     ],
 )
 def test_a_reward_is_its_measure_and_a_missing_rank_a_missing_reward(name, options, measure):
-    values = call(rewards.make_reward(name, items=1000, options=options))
+    values = call(rewards.make_reward(name, 1000, **options))
     assert values[3] is None
     expected = measure(RANK)
     assert all(type(value) is float for i, value in enumerate(values) if i != 3)
@@ -44,16 +44,16 @@ def test_a_reward_is_its_measure_and_a_missing_rank_a_missing_reward(name, optio
 
 
 def test_the_soft_reward_is_the_probability():
-    assert call(rewards.make_reward("soft", items=10)) == [0.5, 0.25, 0.125, None, 0.0625, 0.0]
+    assert call(rewards.make_reward("soft", 10)) == [0.5, 0.25, 0.125, None, 0.0625, 0.0]
 
 
 def test_a_reward_without_a_cut_off_tells_all_ranks_apart():
     ranks = np.arange(1.0, 1001.0)
     probability = np.zeros(1000)
     for name in ("ndcg", "mrr", "hit", "mixed"):
-        values = call(rewards.make_reward(name, items=1000), ranks, probability)
+        values = call(rewards.make_reward(name, 1000), ranks, probability)
         assert all(a > b for a, b in itertools.pairwise(values)), name
-    cut = call(rewards.make_reward("ndcg", items=1000, options={"k": 10}), ranks, probability)
+    cut = call(rewards.make_reward("ndcg", 1000, k=10), ranks, probability)
     assert len(set(cut)) == 11
 
 
@@ -71,7 +71,7 @@ def test_a_reward_without_a_cut_off_tells_all_ranks_apart():
 )
 def test_bad_options_are_refused_before_the_first_step(name, options, message):
     with pytest.raises(ValueError, match=message):
-        rewards.make_reward(name, items=100, options=options)
+        rewards.make_reward(name, 100, **options)
 
 
 def test_wrong_items_pay_for_their_place_where_the_target_is_in_the_group():
@@ -107,7 +107,7 @@ def shorter_titles_of_good_ranks(completions, rank, target_title, history, **col
 def test_rewards_reach_the_loop_as_objectives(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     own = load_object(f"{tmp_path / 'own.py'}:shorter_titles_of_good_ranks", "reward")
-    functions = {name: rewards.make_reward(name, items=9, options=k) for name, k in (("ndcg", {"k": 5}), ("soft", {}))}
+    functions = {"ndcg": rewards.make_reward("ndcg", 9, k=5), "soft": rewards.make_reward("soft", 9)}
     columns = {
         "target_title": ["lamp"] * 6,
         "history": [(1, 2, 3)] * 6,

@@ -10,11 +10,9 @@ import signal
 import jax
 import numpy as np
 import pytest
-import yaml
 from support.text_task import aged
 
-from grpo_jax.config import RewardSection, make_config, to_yaml
-from grpo_jax.config.command_line import parse
+from grpo_jax.config import RewardSection, make_config
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.binding import bind, resolve_rewards
 from grpo_jax.rollout.data import Row
@@ -23,7 +21,6 @@ from grpo_jax.runs.series import seal
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.loading import policy_words
 from grpo_jax.tasks.recommendation.rewards import reward_columns
-from grpo_jax.tasks.recommendation.task import Recommendation
 from grpo_jax.tasks.task import TaskSetup
 from grpo_jax.train import main, run
 
@@ -292,18 +289,3 @@ def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
 def test_a_watched_measure_must_be_known(name, data):
     with pytest.raises(UserError, match=f"watch: expected .* hr@10, .*; got '{name}'"):
         resolve_rewards([RewardSection("ndcg")], [name], data.rewards, ())
-
-
-def test_what_does_not_go_together_is_said_before_anything_loads(folder):
-    files = {"source": "sequential.txt", "catalogue": "items.tsv"}
-    with pytest.raises(UserError, match=r"task.pairs: expected next"):
-        config_of(folder, "x", task=TASK | files)
-    with pytest.raises(UserError, match=r"task.retrieval.window: expected more than budget"):
-        config_of(folder, "x", task=TASK | {"retrieval": {"budget": 5, "window": 5}})
-
-
-@pytest.mark.parametrize("name", [f"recommendation_{name}" for name in ("quick", "dummy", "beauty", "beauty_ranking")])
-def test_the_shipped_configs_are_whole(name):
-    config = parse(["--config", name])
-    assert isinstance(config.task, Recommendation)
-    assert make_config(yaml.safe_load(to_yaml(config))) == config

@@ -98,18 +98,8 @@ def load_settings(path: str) -> dict[str, Any]:
 
 def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
     """Load a model in evaluation from a folder or hub id; UserError unless it holds all weights as safetensors."""
-    torch_type, folder = torch_dtype(dtype), local_folder(path)
-    try:
-        with quiet_loading():
-            model, info = kind.from_pretrained(
-                folder or path,
-                dtype=torch_type,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Exception as error:
-        raise UserError(f"cannot load {path}: {first_line(error)}") from error
+    options = {"dtype": torch_dtype(dtype), "use_safetensors": True, "output_loading_info": True}
+    model, info = load_part(kind, path, **options)
     if missing := sorted(info["missing_keys"]):  # transformers draws them at random
         raise UserError(f"cannot load {path} as a {type(model).__name__}: its weights lack {missing[0]}")
     return model.eval().requires_grad_(False)

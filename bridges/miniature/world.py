@@ -253,12 +253,6 @@ def read(images: np.ndarray) -> np.ndarray:
     return attributes
 
 
-def check(image: np.ndarray) -> dict[str, str | None]:
-    """The attributes of one picture [3, 32, 32] as words, None where unreadable."""
-    row = read(np.asarray(image)[None])[0]
-    return {name: VALUES[name][i] if i >= 0 else None for name, i in zip(ATTRIBUTES, row, strict=True)}
-
-
 def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.ndarray:
     """The share of each picture's requested attributes that the checker finds in it: f64[n]."""
     _, first, places = np.unique([image.tobytes() for image in images], return_index=True, return_inverse=True)
@@ -274,16 +268,6 @@ def pixel_accuracy(images: np.ndarray, requested: list[dict[str, str]]) -> np.nd
 def canonical_caption(scene: Scene) -> str:
     """The one complete caption of a scene, in the renderer's language."""
     return CANONICAL_FORM.format(**{name: getattr(scene, name) for name in ATTRIBUTES})
-
-
-def caption_of(words: dict[str, str]) -> str:
-    """The canonical form without the attributes that are missing."""
-    parts = ["a", *(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)]
-    if "position" in words:
-        parts.append(f"at the {words['position']}")
-    if "background" in words:
-        parts.append(f"on {words['background']}")
-    return " ".join(parts)
 
 
 def complete(requested: dict[str, str]) -> Scene:
@@ -325,23 +309,6 @@ def casual_prompt(rng: np.random.Generator, scene: Scene, keep: float = 0.75) ->
     requested = {k: getattr(scene, k) for k in ATTRIBUTES if k in ALWAYS_REQUESTED or rng.random() < keep}
     words = {k: SYNONYMS[v][rng.integers(2)] for k, v in requested.items()}
     return phrase(rng, words), requested
-
-
-def canonical_words() -> set[str]:
-    """Every word of the renderer's language."""
-    fixed = {word for word in CANONICAL_FORM.split() if not word.startswith("{")}
-    return fixed | {word for values in VALUES.values() for word in values}
-
-
-def casual_words() -> set[str]:
-    """Every word of the casual grammar that says an attribute."""
-    return {word for pair in SYNONYMS.values() for word in pair}
-
-
-def filler_words() -> set[str]:
-    """Every other word of the casual grammar."""
-    phrases = (*OPENINGS, *POSITION_PHRASES, *BACKGROUND_PHRASES)
-    return {word for text in phrases for word in text.split() if word != "{}"}
 
 
 def prompts(split: str, count: int, seed: int = 0) -> list[dict]:

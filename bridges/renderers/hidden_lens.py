@@ -9,8 +9,6 @@ from bridges.miniature.lens import lens_of, look, oracle_rewrite
 from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change
 
 if TYPE_CHECKING:
-    import torch
-
     from bridges.diffusion import Renderer
 
 
@@ -47,7 +45,7 @@ class HiddenLens:
             cache_megabytes=self.cache_megabytes,
         )
         renderer.kind += " behind hidden lenses"
-        renderer.change = through_lenses
+        renderer.change = lambda images, seeds: look(images, [lens_of(seed) for seed in seeds])
         return renderer
 
     def oracle(self, requested: dict[str, str], seed: int) -> str:
@@ -63,8 +61,3 @@ class HiddenLens:
             ("pipeline", loading.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
             ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
         ]
-
-
-def through_lenses(images: torch.Tensor, seeds: list[int]) -> torch.Tensor:
-    """Return pictures [B, 3, H, W] as they look through the lenses of their seeds."""
-    return look(images, [lens_of(seed) for seed in seeds])

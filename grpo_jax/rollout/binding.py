@@ -19,9 +19,17 @@ from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, is_own_doing, one_line, said
 from grpo_jax.rollout.data import RESERVED_COLUMNS
 from grpo_jax.rollout.isolated import isolate
-from grpo_jax.rollout.rewards import IN_PYTHON, PICTURES, Columns, Maker, Reward, check_options, with_arguments
+from grpo_jax.rollout.rewards import (
+    IN_PYTHON,
+    PICTURES,
+    Columns,
+    Maker,
+    Reward,
+    arguments_of,
+    check_options,
+    with_arguments,
+)
 
-STATE = "trainer_state"
 LOG = "log_metric"
 
 
@@ -64,7 +72,6 @@ class Trainer:
     """A run's progress, as its rewards ask it: evaluation, except inside `at`."""
 
     def __init__(self, max_steps: int = 0):
-        """A run of `max_steps` iterations."""
         self._ended = JudgedBatch(TrainerState(max_steps, max_steps, True), {})
 
     @property
@@ -76,16 +83,16 @@ class Trainer:
     def at(self, iteration: int) -> Iterator[JudgedBatch]:
         """Judge completions of an iteration (from 0) inside, in this thread and the pipelines that it runs."""
         batch = JudgedBatch(TrainerState(iteration, self._ended.state.max_steps, False), {})
-        before = _judged_batch.set(batch)
+        token = _judged_batch.set(batch)
         try:
             yield batch
         finally:
-            _judged_batch.reset(before)
+            _judged_batch.reset(token)
 
     def providers(self, arguments: Collection[str]) -> dict[str, Callable[[], object]]:
         """Return functions that give the run's arguments among these, asked at each call."""
         providers: dict[str, Callable[[], object]] = {
-            STATE: lambda: self.now.state,
+            "trainer_state": lambda: self.now.state,
             LOG: lambda: self.now.log_metric,  # a reward may log from threads of its own
         }
         return {name: provide for name, provide in providers.items() if name in arguments}
@@ -180,7 +187,11 @@ class ResolvedRewards(NamedTuple):
 
     def describe(self) -> str:
         """Describe the maximised rewards: name, weight and condition of each."""
-        return ", ".join(map(_described, self.sections))
+        listed = []
+        for section in self.sections:
+            condition = f" where {section.condition_on} ≥ {section.threshold:g}" if section.condition_on else ""
+            listed.append(f"{section.called} × {section.weight:g}{condition}")
+        return ", ".join(listed)
 
 
 def resolve_rewards(
@@ -209,10 +220,9 @@ def resolve_rewards(
     resolver = _Resolver(source, judges, trainer or Trainer())
     maximised = []
     for section in sections:
+        function = functions.get(section.called)
         if section.isolated:
             function = _isolated(section, judges, timeout, drawn=drawn)
-        else:
-            function = functions.get(section.called)
         if function is not None:
             reward = resolver.of_user(section.called, function, section.options)
         else:
@@ -239,15 +249,13 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
         if not callable(judge):
             raise UserError(f"{name}: judges.{resolved.judge} is no reward by itself; name one that asks it")
         return judge
-    asked = [argument for argument in arguments_of(function) if argument in judges]
-    constants: dict[str, object] = {argument: judges[argument] for argument in asked}
+    asked = {argument: argument for argument in arguments_of(function) if argument in judges}
     if resolved.judge:
         if len(asked) != 1:
-            raise UserError(
-                f"{name}: expected a reward of one judge before @{resolved.judge}, it has {asked or 'none'}"
-            )
-        constants = {asked[0]: judges[resolved.judge]}
-    constants |= resolved.options
+            listed = [*asked] or "none"
+            raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {listed}")
+        asked = dict.fromkeys(asked, resolved.judge)
+    constants = {argument: judges[judge] for argument, judge in asked.items()} | resolved.options
     reward = with_arguments(function, constants, resolved.providers, messages=resolved.messages)
     return reward if resolved.adapt is None else resolved.adapt(reward)
 
@@ -288,8 +296,6 @@ def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | No
 
 
 class _Resolver(NamedTuple):
-    """Where rewards are found: the task's own, its judges, and the run that they may ask."""
-
     source: TaskRewards
     judges: Sequence[str]
     trainer: Trainer
@@ -345,28 +351,12 @@ def _refuse(name: str, source: TaskRewards, where: str) -> None:
 
 def _made(reward: Reward | Maker, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:
     """Return one of the task's rewards and its options; its options are used up where a maker makes it."""
-    make = reward.make if isinstance(reward, Maker) else reward
-    if not (isinstance(reward, Maker) or inspect.isclass(reward)):
+    if inspect.isclass(reward) and not isinstance(reward, Maker):
+        check_options(label, reward, options)
+    elif not isinstance(reward, Maker):
         check_options(label, reward, options, RESERVED_COLUMNS)
         return reward, options
-    if inspect.isclass(reward):
-        check_options(label, reward, options)
     try:
-        return make(**options), {}
+        return (reward.make if isinstance(reward, Maker) else reward)(**options), {}
     except (TypeError, ValueError, UserError) as error:
         raise UserError(f"rewards.{label}.options: {error}") from error
-
-
-def arguments_of(reward: Reward) -> list[str]:
-    """Return the names of a reward's arguments that can be given by name; none of a builtin."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    try:
-        parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):
-        return []
-    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
-
-
-def _described(section: RewardSection) -> str:
-    condition = f" where {section.condition_on} ≥ {section.threshold:g}" if section.condition_on else ""
-    return f"{section.called} × {section.weight:g}{condition}"

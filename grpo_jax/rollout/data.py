@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -84,7 +84,6 @@ class Rows(Sequence[Row]):
         self.sizes = sizes
 
     def __len__(self) -> int:
-        """n."""
         return len(self.places)
 
     @overload
@@ -98,7 +97,6 @@ class Rows(Sequence[Row]):
         return self.make(int(self.places[index]))
 
     def __eq__(self, other: object) -> bool:
-        """Whether all rows are equal."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(map(Row.__eq__, self, other))
@@ -111,13 +109,12 @@ class Rows(Sequence[Row]):
 
     def numbered_from(self, first: int) -> Rows:
         """Return all rows, with `first` added to their ids."""
-        make = self.make
 
-        def renumbered(place: int) -> Row:
-            row = make(place)
+        def make(place: int) -> Row:
+            row = self.make(place)
             return replace(row, id=row.id + first)
 
-        return Rows(renumbered, self.places, self.sizes)
+        return Rows(make, self.places, self.sizes)
 
 
 def row_sizes(rows: Sequence[Row]) -> np.ndarray:
@@ -160,7 +157,7 @@ def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
     others. `held_out` is the number of different prompts (int) or the share of them (float, rounded; at least one if
     above 0) that each of the two parts gets.
     """
-    parts = split_places(row_digests(rows), held_out=held_out)
+    parts = split_places(as_digests(b"".join(map(row_digest, rows))), held_out=held_out)
     return PromptSet(*(tuple(rows[place] for place in places) for places in parts))
 
 
@@ -169,13 +166,8 @@ def row_digest(row: Row) -> bytes:
     return hashlib.sha256(row.key.encode()).digest()
 
 
-def row_digests(rows: Iterable[Row]) -> np.ndarray:
-    """Return the digests of rows, u64 [n, 4], which sort as the bytes do."""
-    return as_digests(b"".join(map(row_digest, rows)))
-
-
 def as_digests(joined: bytes) -> np.ndarray:
-    """Return digests of 32 bytes, one behind another, as u64 [n, 4]."""
+    """Return digests of 32 bytes, one behind another, as u64 [n, 4], which sort as the bytes do."""
     return np.frombuffer(joined, ">u8").astype(np.uint64).reshape(-1, 4)
 
 
@@ -206,22 +198,23 @@ def split_places(keys: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray
 
 def _seed_sequence(*numbers: int) -> np.random.SeedSequence:
     """Make a seed of integers below 2**64, two words each, so that different tuples are different entropy."""
-    words = []
     for number in numbers:
         if not 0 <= number < _WORD**2:
             raise ValueError(f"seeds and positions must be integers in [0, 2**64), got {number}")
-        words += [number % _WORD, number // _WORD]
-    return np.random.SeedSequence(words)
+    return np.random.SeedSequence([word for number in numbers for word in (number % _WORD, number // _WORD)])
 
 
 @functools.lru_cache(maxsize=2)  # each batch of an epoch asks for it
 def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
     """Return the order in which an epoch visits ``n`` rows: a permutation i64 [n], a function of (seed, epoch)."""
-    # Raw bits of a named generator are stable over NumPy's versions; its permutations are not promised to be.
-    bits = np.random.PCG64(_seed_sequence(_ORDER, seed, epoch)).random_raw(n)
-    order = np.argsort(bits, kind="stable")
+    order = _permutation(n, _ORDER, seed, epoch)
     order.flags.writeable = False
     return order
+
+
+def _permutation(n: int, *numbers: int) -> np.ndarray:
+    # Raw bits of a named generator are stable over NumPy's versions; its permutations are not promised to be.
+    return np.argsort(np.random.PCG64(_seed_sequence(*numbers)).random_raw(n), kind="stable")
 
 
 def batches_per_epoch(n: int, batch_size: int) -> int:
@@ -254,8 +247,7 @@ def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.nda
     first = batch - batch % window
     rows = epoch_order(seed, epoch, n)[first * batch_size : min(first + window, n // batch_size) * batch_size]
     rows = rows[np.argsort(lengths[rows], kind="stable")].reshape(-1, batch_size)
-    bits = np.random.PCG64(_seed_sequence(_LIKE, seed, epoch, first)).random_raw(len(rows))
-    return rows[np.argsort(bits, kind="stable")[batch - first]]
+    return rows[_permutation(len(rows), _LIKE, seed, epoch, first)[batch - first]]
 
 
 def iterations_in_all(section: TrainingSection, n: int) -> int:
@@ -272,8 +264,7 @@ def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n
     batch = batch_at(seed, iteration, batch_size=batch_size, n=n)
     if draw == 0:
         return batch
-    bits = np.random.PCG64(_seed_sequence(_FURTHER, seed, iteration)).random_raw(n)
-    shuffled = np.argsort(bits, kind="stable")
+    shuffled = _permutation(n, _FURTHER, seed, iteration)
     order = np.concatenate([batch, shuffled[~np.isin(shuffled, batch)]])
     return order[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
 

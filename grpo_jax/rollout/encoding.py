@@ -69,7 +69,7 @@ class ImageProcessor(NamedTuple):
 
 
 def load_image_processor(folder: Path, vision: VisionConfig, size: int | None) -> ImageProcessor:
-    """Load the image processor of a policy's folder; `size` is data.picture_size."""
+    """Load it; `size` is data.picture_size."""
     settings = read_settings(folder, vision, size)
     return ImageProcessor(vision, settings, make_prepare(folder, settings))
 
@@ -152,17 +152,14 @@ def make_encode(
     _require_prompts_in_tokens(tokenizer, compared, tokens_of)
 
     def encode(rows: Sequence[Row]) -> Encoded:
-        prepared: list[list[Picture]] = [[] for _ in rows]
-        if processor is not None:
-            prepared = prepare_rows(rows, processor)
+        prepared: list[list[Picture]] = [[] for _ in rows] if processor is None else prepare_rows(rows, processor)
         ids = [
             tokens_within_limits(row, [picture.grid for picture in pictures])
             for row, pictures in zip(rows, prepared, strict=True)
         ]
-        tokens, mask = pad_left(ids, bucket_size(max(longest, *map(len, ids)), smallest=8), pad_id)
-        if vision is None:
-            return Encoded(tokens, mask)
-        return Encoded(tokens, mask, pack_rows(prepared, vision, slots=slots, patches=patches))
+        pictures = None if vision is None else pack_rows(prepared, vision, slots=slots, patches=patches)
+        width = bucket_size(max(longest, *map(len, ids)), smallest=8)
+        return Encoded(*pad_left(ids, width, pad_id), pictures)
 
     return encode
 
@@ -178,29 +175,25 @@ def _require_prompts_in_tokens(
     """
     where = f"the tokenizer in {getattr(tokenizer, 'name_or_path', '') or 'the policy folder'}, or its chat template,"
     mend = "copy the model's tokenizer files (tokenizer.json, chat_template.jinja) again"
-    different = {_normalised(row): row.prompt for row, _ in encoded}
+    different: dict[str, str] = {}
+    for row, _ in encoded:
+        texts = " ".join([row.prompt, *(message.text for message in row.messages)])
+        different[" ".join(unicodedata.normalize("NFKC", texts).casefold().split())] = row.prompt
     if len(different) > 1 and len({tuple(ids) for _, ids in encoded}) == 1:
         one, other = map(shown, list(different.values())[:2])
         raise UserError(
             f"{where} makes the same {len(encoded[0][1])} tokens of all prompts, of {one} as of {other}: {mend}"
         )
     plain = [(row, ids) for row, ids in encoded if row.prompt.strip() and not (row.messages or row.pictures)]
-    if not plain:
-        return
     try:
-        nothing = tokens_of(dataclasses.replace(plain[0][0], prompt=""), [])
+        without_prompt = tokens_of(dataclasses.replace(plain[0][0], prompt=""), []) if plain else []
     except UserError:  # no tokens without a prompt: none is lost
         return
     for row, ids in plain:
-        if ids == nothing:
+        if ids == without_prompt:
             raise UserError(
                 f"{where} makes no token of the prompt {shown(row.prompt)}: {mend}, or leave the prompt out"
             )
-
-
-def _normalised(row: Row) -> str:
-    texts = [row.prompt, *(message.text for message in row.messages)]
-    return " ".join(unicodedata.normalize("NFKC", " ".join(texts)).casefold().split())
 
 
 def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:

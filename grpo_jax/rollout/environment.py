@@ -178,7 +178,7 @@ def make_encode_answer(
     vocab_size: int,
     limit: int,
     vision: VisionConfig | None = None,
-    **template_options: Any,
+    **template_options: object,
 ) -> EncodeAnswer:
     """Make the function from an answer to the tokens between the policy's text and its next one.
 

@@ -81,12 +81,11 @@ class AnswerError(UserError):
     """An environment that failed; what it raised is the cause."""
 
     def __init__(self, reason: str):
-        """Names the environment, and what it did."""
         super().__init__(f"the environment: {reason}")
 
 
 class Refused(NamedTuple):
-    """In the place of an answer that is none: what it was, in words."""
+    """An isolated environment's answer that is none, in words."""
 
     reason: str
 
@@ -128,20 +127,18 @@ def remembered(episode: Episode, *, pictures: bool) -> Episode:
     """Return an episode with its pictures as uint8 [H, W, 3] on the host, or without them."""
 
     def of_turn(turn: Turn) -> Turn:
-        image = _drawn(turn.image) if pictures and turn.image is not None else None
+        image = None
+        try:
+            if pictures and turn.image is not None:
+                image = as_uint8(turn.image)
+        except ValueError as error:
+            raise UserError(f"judges.renderer drew a picture that cannot be shown: {error}") from error
         if turn.answer is None:
             return replace(turn, image=image)
-        seen = tuple(map(as_uint8, turn.answer.pictures)) if pictures else ()
-        return replace(turn, image=image, answer=replace(turn.answer, pictures=seen))
+        answered = tuple(map(as_uint8, turn.answer.pictures)) if pictures else ()
+        return replace(turn, image=image, answer=replace(turn.answer, pictures=answered))
 
     return Episode(tuple(map(of_turn, episode.turns)))
-
-
-def _drawn(image: Source) -> np.ndarray:
-    try:
-        return as_uint8(image)
-    except ValueError as error:
-        raise UserError(f"judges.renderer drew a picture that cannot be shown: {error}") from error
 
 
 def as_uint8(picture: Source) -> np.ndarray:

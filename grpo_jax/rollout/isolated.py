@@ -67,7 +67,7 @@ def isolate(name: str, timeout: float | None) -> Reward:
     label = name.rpartition(":")[2]
     worker = _Worker(name, timeout, "reward", partial(RewardError, label))
 
-    def reward(**arguments: Any) -> list[Any]:
+    def reward(**arguments: object) -> list[object]:
         # What a renderer drew stays where it is; lists of a row's own pictures go.
         sent = {key: value for key, value in arguments.items() if key not in PICTURES or isinstance(value, list)}
         if "episodes" in sent:
@@ -83,7 +83,7 @@ def isolate_environment(name: str, timeout: float | None) -> Respond:
     """Return an environment in a process of its own, as `isolate` does; it neither gets nor answers pictures."""
     worker = _Worker(name, timeout, ENVIRONMENT, AnswerError)
 
-    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Any]:
+    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | Refused]:
         plain = [replace(row, pictures=(), messages=()) for row in rows]
         texts = [remembered(episode, pictures=False) for episode in episodes]
         answers = worker.call({"rows": plain, "episodes": texts})
@@ -134,21 +134,20 @@ class _Worker:
         """Start a process, in place of the one before; return the function's parameters."""
         self._end()
         self.channel, theirs = Pipe()
-        file, run = str(theirs.fileno()), str(os.getpid())
-        words = [sys.executable, "-c", _CODE, json.dumps(sys.path), self.name, file, run, self.kind]
-        null = subprocess.DEVNULL
-        start = partial(
-            subprocess.Popen,
-            words,
-            cwd=self.folder,
-            pass_fds=[theirs.fileno()],
-            stdin=null,
-            stdout=null,
-            stderr=null,
-            start_new_session=True,  # the terminal's Ctrl-C does not reach it
-        )
+        arguments = (json.dumps(sys.path), self.name, str(theirs.fileno()), str(os.getpid()), self.kind)
         try:
-            self.process = _starter().submit(start).result()
+            self.process = (
+                _starter()
+                .submit(
+                    subprocess.Popen,
+                    [sys.executable, "-c", _CODE, *arguments],
+                    cwd=self.folder,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # the terminal's Ctrl-C does not reach it
+                    **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL),
+                )
+                .result()
+            )
         except OSError as error:
             raise _GoneError(f"its process cannot be started ({error.strerror})") from error
         finally:
@@ -158,7 +157,12 @@ class _Worker:
         if "refused" in hello:
             self._end()
             raise UserError(hello["refused"])
-        return [_parameter(*parameter) for parameter in hello["parameters"]]
+        return [
+            inspect.Parameter(
+                name, getattr(inspect.Parameter, kind), default=None if optional else inspect.Parameter.empty
+            )
+            for name, kind, optional in hello["parameters"]
+        ]
 
     def _end(self) -> None:
         if self.process is not None:
@@ -230,11 +234,6 @@ def _kill_group(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _parameter(name: str, kind: str, has_default: bool) -> inspect.Parameter:
-    default = None if has_default else inspect.Parameter.empty
-    return inspect.Parameter(name, getattr(inspect.Parameter, kind), default=default)
-
-
 # ------------------------------------------------------------------------------------------------- the child's side
 
 
@@ -256,11 +255,9 @@ def serve() -> None:
             raise UserError(f"{kind} {name!r}: it is a {type(function).__name__}, not a function")
         parameters = inspect.signature(function).parameters.values()
         hello = {"parameters": [(p.name, p.kind.name, p.default is not p.empty) for p in parameters]}
-    except UserError as error:
-        _send(channel, {"refused": str(error)})
-        return
-    except (TypeError, ValueError) as error:
-        _send(channel, {"refused": f"{kind} {name!r}: {one_line(error)}"})
+    except (UserError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, UserError) else f"{kind} {name!r}: {one_line(error)}"
+        _send(channel, {"refused": reason})
         return
     _send(channel, hello)
     while True:
@@ -271,7 +268,7 @@ def serve() -> None:
         _send(channel, _answer(function, kind, request))
 
 
-def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str, object]:
+def _answer(function: Reward | Respond, kind: str, request: bytes) -> dict[str, object]:
     try:
         arguments = pickle.loads(request)
         if kind == ENVIRONMENT:
@@ -286,8 +283,10 @@ def _answer(function: Callable[..., Any], kind: str, request: bytes) -> dict[str
 
 def _plain(value: object) -> float | str | None:
     """Return a number or None; of anything else its text."""
-    number = None if value is None else as_number(value)
-    return number if value is None or number is not None else one_line(value, 60)
+    if value is None:
+        return None
+    number = as_number(value)
+    return one_line(value, 60) if number is None else number
 
 
 def _plain_answer(value: object) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import logging
@@ -13,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -86,26 +85,18 @@ def source_of(value: object, base: Path | None) -> Source:
 
 
 def _from_text(text: str, base: Path | None) -> File | bytes:
-    if text.startswith("data:"):
-        head, _, data = text.partition(",")
-        if not head.endswith(";base64"):
-            raise ValueError(f"a data URL must be base64 (data:image/png;base64,…), got {shown(head, 40)}")
-        return _decoded(data)
-    if _BASE64.fullmatch(text):
-        return _decoded(text)
-    if _WEB.match(text):
+    head, _, data = text.partition(",") if text.startswith("data:") else ("", "", text)
+    if head and not head.endswith(";base64"):
+        raise ValueError(f"a data URL must be base64 (data:image/png;base64,…), got {shown(head, 40)}")
+    if not head and _WEB.match(text):
         raise ValueError(f"{said(text, 60)}: pictures are not fetched; download them and give their paths")
-    return _file(text.removeprefix("file://"), base)
-
-
-def _decoded(text: str) -> bytes:
+    if not head and not _BASE64.fullmatch(text):
+        return _file(text.removeprefix("file://"), base)
     try:
-        data = base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
+        content = base64.b64decode("".join(data.split()), validate=True)
+    except ValueError as error:
         raise ValueError(f"a picture is not valid base64 ({one_line(error, 60)})") from error
-    if not data:
-        raise ValueError("a picture is empty")
-    return data
+    return source_of(content, base)
 
 
 def _file(name: str, base: Path | None) -> File:
@@ -136,13 +127,9 @@ def open_picture(source: Source) -> Image:
     if hasattr(source, "convert"):
         _check_opened(source)
         return _in_eight_bits(source)
-    try:
-        content = source.path.read_bytes() if isinstance(source, File) else source
-    except OSError as error:
-        raise ValueError(f"it cannot be read ({error.strerror})") from error
-    with _pillow_errors():
-        picture = _open(io.BytesIO(content))
+    with _opened(source) as picture:
         upright = ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
+        upright.load()
         return _in_eight_bits(upright, picture.format)
 
 
@@ -151,22 +138,25 @@ def size_of(source: Source) -> tuple[int, int]:
     if hasattr(source, "shape") or hasattr(source, "convert"):
         picture = open_picture(source)
         return picture.height, picture.width
-    try:
-        with source.path.open("rb") if isinstance(source, File) else io.BytesIO(source) as stream, _pillow_errors():
-            picture = _open(stream)
-            sideways = _orientation(picture) >= 5
-            _in_eight_bits(picture, picture.format)  # refused when a run starts, not when it is drawn from
-            return (picture.width, picture.height) if sideways else (picture.height, picture.width)
-    except OSError as error:
-        raise ValueError(f"it cannot be read ({error.strerror})") from error
+    with _opened(source) as picture:
+        sideways = _orientation(picture) >= 5
+        _in_eight_bits(picture, picture.format)  # refused when a run starts, not when it is drawn from
+        return (picture.width, picture.height) if sideways else (picture.height, picture.width)
 
 
-def _open(stream: BinaryIO) -> Image:
+@contextmanager
+def _opened(source: File | bytes) -> Iterator[Image]:
+    """Open an encoded picture with Pillow, which reads its pixels when they are asked for."""
     from PIL import Image
 
-    picture = Image.open(stream, formats=FORMATS)
-    _check_opened(picture)
-    return picture
+    try:
+        stream = source.path.open("rb") if isinstance(source, File) else io.BytesIO(source)
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+    with stream, _pillow_errors():
+        picture = Image.open(stream, formats=FORMATS)
+        _check_opened(picture)
+        yield picture
 
 
 @contextmanager
@@ -225,8 +215,8 @@ def _from_array(array: Source) -> Image:
 
     if hasattr(array, "detach"):
         array = array.detach().cpu()
-        array = array.permute(1, 2, 0) if array.ndim == 3 else array
-        array = array.float().numpy() if array.is_floating_point() else array.numpy()
+        array = (array.float() if array.is_floating_point() else array).numpy()
+        array = np.moveaxis(array, 0, -1) if array.ndim == 3 else array
     array = eight_bits(np.asarray(array))
     return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array))
 

@@ -52,7 +52,6 @@ class Pipeline:
     """
 
     def __init__(self) -> None:
-        """No batch yet."""
         self.changed = threading.Condition()
         self.done: dict[str, int] = {}  # batches that a stage is done with
         self._slots = 0
@@ -89,20 +88,18 @@ class _Call:
     def named(self, reason: str) -> str:
         return f"{self.who}: {reason}" if self.who else reason
 
-    def overdue(self) -> StageTimeout | None:
+    def is_overdue(self) -> bool:
         start = self.start  # its own thread may stop the clock meanwhile
-        if self.limit is None or start is None or time.perf_counter() - start <= self.limit:
-            return None
-        return self._timeout()
+        return self.limit is not None and start is not None and time.perf_counter() - start > self.limit
 
-    def _timeout(self) -> StageTimeout:
+    def timeout(self) -> StageTimeout:
         return StageTimeout(self.stage, self.chunk, self.named(f"no result after {self.limit:g} s"))
 
     def watch(self) -> None:
         """Arm the watchdog if the clock runs: while the interpreter lock is held nobody else can end the call."""
         if self.limit is not None and self.start is not None:
             seconds = self.start + self.limit + _WATCHDOG_SECONDS - time.perf_counter()
-            self.watchdog.arm(seconds, f"error: {self._timeout()}, and it holds Python's interpreter lock")
+            self.watchdog.arm(seconds, f"error: {self.timeout()}, and it holds Python's interpreter lock")
 
 
 _here = threading.local()  # .call: the stage's call that runs in this thread
@@ -233,17 +230,17 @@ def _reason(error: BaseException, call: _Call | None) -> str:
 
 
 def _wait(state: _State, chunks: int, stopping: Callable[[], bool]) -> None:
-    patience = _POLL_SECONDS if state.timeout is None else min(_POLL_SECONDS, state.timeout / 4)
+    seconds = _POLL_SECONDS if state.timeout is None else min(_POLL_SECONDS, state.timeout / 4)
     while True:
         with state.changed:
             if state.error is not None or len(state.queues[-1]) == chunks:
                 return
-            state.changed.wait(patience)
+            state.changed.wait(seconds)
         if stopping():
             raise Stopped
         for call in list(state.running):
-            if call is not None and (failure := call.overdue()) is not None:
-                state.stop(failure)
+            if call is not None and call.is_overdue():
+                state.stop(call.timeout())
 
 
 def _join(state: _State, threads: Sequence[threading.Thread], seconds: float) -> None:

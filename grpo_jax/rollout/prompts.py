@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -27,7 +28,6 @@ from grpo_jax.rollout.data import (
     check_held_out,
     groups_of,
     row_digest,
-    row_digests,
     row_sizes,
     size_of_row,
     split_places,
@@ -37,7 +37,6 @@ from grpo_jax.rollout.records import Fields, Records, in_memory, read_records
 
 TIERS = ("plain", "attributes", "crowded")
 _SHOWN_CHARACTERS = 140
-_SHOWN_PROBLEMS = 32  # problems that are put into words; the others are counted
 _NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
 """Column names that data sets often have for prompts."""
@@ -48,13 +47,8 @@ _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
 
 def prompts_of(section: DataSection) -> PromptSet:
     """Read the data set that a config names (`load_prompts`)."""
-    return load_prompts(
-        section.prompts,
-        held_out=section.held_out,
-        columns=section.columns,
-        validation=section.validation,
-        test=section.test,
-    )
+    names = ("held_out", "columns", "validation", "test")
+    return load_prompts(section.prompts, **{name: getattr(section, name) for name in names})
 
 
 def load_prompts(
@@ -121,24 +115,22 @@ def make_prompt_set(
     Raises:
         UserError: If a row is bad or nothing is there to train on.
     """
-    parts, problems, first = [], _Problems(), 0
-    for split, records in zip(SPLITS, (train, validation, test), strict=True):
-        rows = []
+    parts = PromptSet([], [], [])
+    problems: list[str] = []
+    ids = itertools.count()
+    for split, records, rows in zip(SPLITS, (train, validation, test), parts, strict=True):
         for place, record in enumerate(records):
             try:
-                row, named = _parse(dict(record), first + place, None)
+                row, named = _parse(dict(record), next(ids), None)
                 if named not in (None, split):
                     raise ValueError(f'its "split" is {named}')
-            except ValueError as error:
-                problems.add(f"row {place} of {split}: {error}")
-            else:
                 rows.append(row)
-        first += len(rows)
-        parts.append(tuple(rows))
-    problems.refuse("bad prompts")
-    if not parts[0]:
+            except ValueError as error:
+                problems.append(f"row {place} of {split}: {error}")
+    _refuse(problems, "bad prompts")
+    if not parts.train:
         raise UserError("no prompts to train on")
-    return PromptSet(*parts)
+    return PromptSet(*map(tuple, parts))
 
 
 def builtin_rows(name: str) -> tuple[Row, ...]:
@@ -202,21 +194,23 @@ class _Picture(NamedTuple):
 
 def take_pictures(record: Fields, base: Path | None) -> list[Source]:
     """Take `image` or `images` out of a record, as sources; raises ValueError."""
-    columns = {name: record.pop(name) for name in ("image", "images") if name in record}
-    columns = {name: value for name, value in columns.items() if value is not None}
-    if len(columns) > 1:
+    columns = {name: record.pop(name, None) for name in ("image", "images")}
+    names = [name for name, value in columns.items() if value is not None]
+    if not names:
+        return []
+    if len(names) > 1:
         raise ValueError('it has "image" and "images": keep one of them')
+    value = columns[names[0]]
+    several = isinstance(value, list | tuple) and not isinstance(value, File)
+    values = list(value) if several else [value]
+    if len(values) > _MOST_PICTURES:
+        raise ValueError(f'"{names[0]}" holds {len(values)} pictures; a prompt takes {_MOST_PICTURES} at most')
     sources = []
-    for name, value in columns.items():
-        several = isinstance(value, list | tuple) and not isinstance(value, File)
-        values = list(value) if several else [value]
-        if len(values) > _MOST_PICTURES:
-            raise ValueError(f'"{name}" holds {len(values)} pictures; a prompt takes {_MOST_PICTURES} at most')
-        for number, picture in enumerate(values, 1):
-            try:
-                sources.append(source_of(picture, base))
-            except ValueError as error:
-                raise ValueError(f'"{name}"{f" {number}" if several else ""}: {error}') from error
+    for number, picture in enumerate(values, 1):
+        try:
+            sources.append(source_of(picture, base))
+        except ValueError as error:
+            raise ValueError(f'"{names[0]}"{f" {number}" if several else ""}: {error}') from error
     return sources
 
 
@@ -259,20 +253,19 @@ def _read_message(number: int, message: object, base: Path | None) -> tuple[str,
     content = message.get("content")
     if not isinstance(content, str | list | tuple):
         raise ValueError(f"{where}: content must be text or a list of parts, got {type(content).__name__}")
-    parts = [content] if isinstance(content, str) else content
     try:
-        return message["role"], [_read_part(part, base) for part in parts]
+        return message["role"], [
+            _read_part(part, base) for part in ([content] if isinstance(content, str) else content)
+        ]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
 def _read_part(part: object, base: Path | None) -> str | _Picture:
-    if isinstance(part, str):
-        part = {"type": "text", "text": part}
     fields = part if isinstance(part, Mapping) else {}
-    kind = fields.get("type")
+    kind = "text" if isinstance(part, str) else fields.get("type")
     if kind == "text":
-        text = fields.get("text")
+        text = part if isinstance(part, str) else fields.get("text")
         if not isinstance(text, str):
             raise ValueError(f'a part of type "text" holds no text, got {shown(text, 40)}')
         require_text(text)
@@ -308,30 +301,18 @@ class _Scanned(NamedTuple):
     splits: np.ndarray
 
 
-class _Problems:
-    """Mistakes, counted, and the first of them in words."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.messages: list[str] = []
-
-    def add(self, message: str) -> None:
-        self.count += 1
-        if len(self.messages) < _SHOWN_PROBLEMS:
-            self.messages.append(message)
-
-    def refuse(self, subject: str) -> None:
-        """Raise UserError where there are any: one line, with as many as fit in."""
-        if not self.count:
-            return
-        listed: list[str] = []
-        for message in self.messages:
-            if listed and sum(map(len, listed)) + len(message) > _SHOWN_CHARACTERS:
-                break
-            listed.append(message if len(message) <= _SHOWN_CHARACTERS else f"{message[:_SHOWN_CHARACTERS]}…")
-        if self.count > len(listed):
-            listed.append(f"and {self.count - len(listed)} more")
-        raise UserError(f"{subject}: {self.count} bad line{'s' if self.count > 1 else ''}: {'; '.join(listed)}")
+def _refuse(problems: Sequence[str], subject: str) -> None:
+    """Raise UserError where there are problems: one line, with as many as fit in."""
+    if not problems:
+        return
+    listed: list[str] = []
+    for problem in problems:
+        if listed and sum(map(len, listed)) + len(problem) > _SHOWN_CHARACTERS:
+            break
+        listed.append(problem if len(problem) <= _SHOWN_CHARACTERS else f"{problem[:_SHOWN_CHARACTERS]}…")
+    if len(problems) > len(listed):
+        listed.append(f"and {len(problems) - len(listed)} more")
+    raise UserError(f"{subject}: {len(problems)} bad line{'s' if len(problems) > 1 else ''}: {'; '.join(listed)}")
 
 
 def _scan_place(place: str, columns: Mapping[str, str]) -> _Scanned:
@@ -339,7 +320,8 @@ def _scan_place(place: str, columns: Mapping[str, str]) -> _Scanned:
     if place == "builtin" or place.startswith("builtin:"):
         listed = builtin_rows(place)
         rows = Rows(listed.__getitem__, np.arange(len(listed)), row_sizes(listed))
-        return _Scanned(rows, row_digests(listed), np.full(len(listed), _NO_SPLIT, np.int8))
+        digests = as_digests(b"".join(map(row_digest, listed)))
+        return _Scanned(rows, digests, np.full(len(listed), _NO_SPLIT, np.int8))
     scanned = _scan(read_records(place), place, columns)
     if not len(scanned.rows):
         raise UserError(f"{place} has no prompts: write one per line")
@@ -356,7 +338,8 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
 
     places, numbers, sizes = array("q"), array("q"), array("q")
     digests, splits = bytearray(), array("b")
-    problems, names = _Problems(), dict[str, None]()
+    problems: list[str] = []
+    names: dict[str, None] = {}
     for place, (number, record) in enumerate(records.all()):
         if record is None:
             continue
@@ -365,7 +348,7 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
         try:
             row, split = parse(record, number)
         except ValueError as error:
-            problems.add(f"{records.unit} {number}: {error}")
+            problems.append(f"{records.unit} {number}: {error}")
             continue
         places.append(place)
         numbers.append(number)
@@ -386,7 +369,7 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
     rows = Rows(make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES))
     scanned = _Scanned(rows, as_digests(bytes(digests)), np.frombuffer(splits, np.int8))
     _check_splits(scanned, numbers, records.unit, problems)
-    problems.refuse(subject)
+    _refuse(problems, subject)
     return scanned
 
 
@@ -401,7 +384,7 @@ def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: st
         raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {said(prompt)}')
 
 
-def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: _Problems) -> None:
+def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: list[str]) -> None:
     """Report rows without a split among rows that have one, and prompts that stand in two parts."""
     splits = scanned.splits
     named = np.flatnonzero(splits != _NO_SPLIT)
@@ -412,11 +395,11 @@ def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems
     before[named] = named[first][ranks]  # the first row of the same prompt
     for place in np.flatnonzero((splits == _NO_SPLIT) | (splits != splits[before])).tolist():
         if splits[place] == _NO_SPLIT:
-            problems.add(f'{unit} {numbers[place]}: no "split", which other {unit}s have')
+            problems.append(f'{unit} {numbers[place]}: no "split", which other {unit}s have')
             continue
         this, other = SPLITS[splits[place]], SPLITS[splits[before[place]]]
         first_line = f"{unit} {numbers[before[place]]}"
-        problems.add(f"{unit} {numbers[place]}: this {this} prompt is also a {other} prompt ({first_line})")
+        problems.append(f"{unit} {numbers[place]}: this {this} prompt is also a {other} prompt ({first_line})")
 
 
 def _split(scanned: _Scanned, subject: str, held_out: int | float) -> PromptSet:

@@ -17,13 +17,10 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from grpo_jax.config.files import checked, read_bytes, read_json
 from grpo_jax.errors import UserError, one_line, said
-
-if TYPE_CHECKING:  # importing it takes seconds
-    from datasets import Dataset
 
 HUB = "hub:"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -78,7 +75,7 @@ def read_records(place: str) -> Records:
     if kind in _DELIMITERS:
         return _sheet(path, _DELIMITERS[kind])
     if kind in _TEXT_KINDS:
-        return read_lines(path, _plain if kind == ".txt" else _object)
+        return read_lines(path, (lambda text: {"prompt": text}) if kind == ".txt" else _object)
     raise UserError(
         f"{said(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
         f"folder, from {HUB}OWNER/NAME, or from builtin[:TIER]"
@@ -179,10 +176,6 @@ def _line_starts(path: Path, content: bytes | mmap.mmap) -> array[int]:
     return starts
 
 
-def _plain(text: str) -> Record:
-    return {"prompt": text}
-
-
 def _object(text: str) -> Record:
     try:
         record = read_json(text)
@@ -235,43 +228,32 @@ def dataset_records(value: object, subject: str, base: Path | None = None) -> Re
 
     `subject` is its name in errors, `base` the folder that paths in it are relative to.
     """
-    if isinstance(value, Mapping):
-        parts, splits = list(value.values()), [str(split) for split in value]
-    else:
-        parts, splits = [value], [None]
-    if not parts or not all(hasattr(part, "with_format") and hasattr(part, "__getitem__") for part in parts):
+    parts: Mapping[object, Any] = value if isinstance(value, Mapping) else {None: value}
+    if not parts or not all(hasattr(part, "with_format") and hasattr(part, "__getitem__") for part in parts.values()):
         return None
-    tables = [_Table(cast("Dataset", part), split) for part, split in zip(parts, splits, strict=True)]
-    ends = list(itertools.accumulate(len(table.rows) for table in tables))
+    tables = [part.with_format("arrow") for part in parts.values()]
+    features = [type(part.features)(_encoded(part.features)) for part in parts.values()]
+    splits = [{} if split is None else {"split": str(split)} for split in parts]
+    ends = list(itertools.accumulate(map(len, tables)))
 
     def read(start: int, stop: int) -> list[tuple[int, Record]]:
         records: list[Record] = []
         first = start
         while start < stop:
             which = bisect.bisect_right(ends, start)
-            end, before = min(stop, ends[which]), ends[which] - len(tables[which].rows)
+            end = min(stop, ends[which])
+            before = ends[which] - len(tables[which])
             try:
-                records += tables[which].read(start - before, end - before)
+                rows = tables[which][start - before : end - before].to_pylist()
+                records += [features[which].decode_example(row) | splits[which] for row in rows]
             except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's are among them
                 raise UserError(f"{said(subject)} cannot be read: {one_line(error, 120)}") from error
             start = end
         return list(enumerate(records, first))
 
-    row_bytes = max(part.data.nbytes // max(len(part), 1) for part in cast("list[Dataset]", parts))
+    row_bytes = max(part.data.nbytes // max(len(part), 1) for part in parts.values())
     batch = min(_BATCH_ROWS, max(1, _BATCH_BYTES // max(row_bytes, 1)))
     return Records("row", base, ends[-1], read, batch)
-
-
-class _Table:
-    """A `Dataset` whose pictures stay encoded."""
-
-    def __init__(self, dataset: Dataset, split: str | None):
-        self.rows = dataset.with_format("arrow")
-        self.features = type(dataset.features)(_encoded(dataset.features))
-        self.split = {} if split is None else {"split": split}
-
-    def read(self, start: int, stop: int) -> list[Record]:
-        return [self.features.decode_example(row) | self.split for row in self.rows[start:stop].to_pylist()]
 
 
 def _encoded(feature: Any) -> Any:

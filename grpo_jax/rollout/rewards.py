@@ -48,7 +48,6 @@ class RewardError(UserError):
     """A reward that failed. ``reward`` is its name; what it raised is the cause."""
 
     def __init__(self, reward: str, reason: str):
-        """Names the reward and says what it did."""
         super().__init__(f"reward {one_line(reward, 60)}: {reason}")
         self.reward = reward
         self.reason = reason
@@ -217,7 +216,7 @@ def _copied(value: object) -> object:
     return value
 
 
-def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
+def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, object]:
     """Select the arguments a reward takes: all but `MESSAGES` with ``**columns``, otherwise those it names."""
     return {name: value for name, value in arguments.items() if asks(function, name)}
 
@@ -230,6 +229,16 @@ def asks(function: Reward, name: str) -> bool:
         return name not in MESSAGES
     others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return name in parameters or (others and name not in MESSAGES)
+
+
+def arguments_of(reward: Reward) -> list[str]:
+    """Return the names of a reward's arguments that can be given by name; none of a builtin."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    try:
+        parameters = inspect.signature(reward).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
 
 
 def with_arguments(
@@ -341,11 +350,7 @@ def check_options(label: str, function: Reward, options: Mapping[str, object], o
     An option that ``**columns`` would swallow is refused too: nearly every reward has them, and a mistyped option
     would vanish there.
     """
-    if not options:
-        return
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind in named and p.name not in other]
+    names = [name for name in arguments_of(function) if name not in other]
     for option in options:
         if option not in names:
             raise UserError(

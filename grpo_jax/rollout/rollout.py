@@ -8,6 +8,7 @@ of each, U turns, T tokens, N rewards, W watched measures. The parts come as fun
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,16 +106,12 @@ class Judgement(NamedTuple):
     @property
     def final_rewards(self) -> np.ndarray:
         """f32 [P, G, N], those of the last turn."""
-        return _at_last(self.rewards, self.last)
+        return np.take_along_axis(self.rewards, self.last[..., None, None], axis=2)[:, :, 0]
 
     @property
     def final_watched(self) -> np.ndarray:
         """f32 [P, G, W], those of the last turn."""
-        return _at_last(self.watched, self.last)
-
-
-def _at_last(values: np.ndarray, last: np.ndarray) -> np.ndarray:
-    return np.take_along_axis(values, last[..., None, None], axis=2)[:, :, 0]
+        return np.take_along_axis(self.watched, self.last[..., None, None], axis=2)[:, :, 0]
 
 
 class EpisodeChunk(NamedTuple):
@@ -155,11 +152,22 @@ class EpisodeChunk(NamedTuple):
         """(p, g) of the active completions, in order."""
         return [(int(p), int(g)) for p, g in np.argwhere(self.active)]
 
-    def judged(self) -> tuple[Sequence[Row], list[list[Episode]]]:
-        """Return rows and groups of active completions: whole groups if all are active, else groups of one."""
-        if self.active.all():
-            return self.rows, self.episodes
-        return [self.rows[p] for p, _ in self.places], [[self.episodes[p][g]] for p, g in self.places]
+    @property
+    def groups(self) -> list[list[tuple[int, int]]]:
+        """(p, g) of the active completions that are judged together: whole groups, or each alone once some ended."""
+        if not self.active.all():
+            return [[place] for place in self.places]
+        return [[(p, g) for g in range(self.active.shape[1])] for p in range(len(self.rows))]
+
+    def judged(self) -> tuple[list[Row], list[list[Episode]]]:
+        """Return rows and episodes of `groups`."""
+        rows = [self.rows[group[0][0]] for group in self.groups]
+        return rows, [[self.episodes[p][g] for p, g in group] for group in self.groups]
+
+    def tokens(self) -> list[list[list[int]]]:
+        """Return what the policy wrote in the last turn, of `groups`."""
+        samples = self.samples[-1]
+        return [[samples.tokens[place][samples.mask[place]].tolist() for place in group] for group in self.groups]
 
     def with_episodes(self, change: Callable[[int, Episode], Episode], **fields: object) -> EpisodeChunk:
         """Change the active completions' episodes by change(number among them, episode), and other fields."""
@@ -355,6 +363,7 @@ class _Stages:
         return stages
 
     def judging(self, texts: Sequence[Sequence[str]]) -> list[Stage]:
+        """Stages from (first row, row behind the last) to an `EpisodeChunk` of given texts."""
 
         def begin(part: tuple[int, int]) -> EpisodeChunk:
             episodes = [[Episode((Turn(text),)) for text in group] for group in texts[slice(*part)]]
@@ -387,8 +396,8 @@ class _Stages:
         begin = self.sample.begin if isinstance(self.sample, EpisodeSampler) else self.sample
         with self._sampling():
             if prompt.pictures is not None and self.environment.encode_images is not None:
-                states, trained_on = self._encode_images(prompt.pictures)
-                shown, prompt = {"pictures": states}, prompt._replace(pictures=trained_on)
+                shown["pictures"], trained_on = self._encode_images(prompt.pictures)
+                prompt = prompt._replace(pictures=trained_on)
             samples, carried = self._write(
                 begin, self.variables, prompt.tokens, prompt.mask, self.keys[start:stop], **shown
             )
@@ -402,7 +411,8 @@ class _Stages:
         if not chunk.active.any():
             return chunk._replace(carried=None)
         assert self.keys is not None and isinstance(self.sample, EpisodeSampler)
-        reply, keys = chunk.replies[-1], turn_keys(self.keys[chunk.start : chunk.start + len(chunk.rows)], turn)
+        reply = chunk.replies[-1]
+        keys = turn_keys(self.keys[chunk.start : chunk.start + len(chunk.rows)], turn)
         states = trained_on = None
         with self._sampling():
             if reply.pictures is not None:
@@ -435,10 +445,10 @@ class _Stages:
         samples, places = chunk.samples[-1], chunk.places
 
         def with_turn(number: int, episode: Episode) -> Episode:
-            p, g = places[number]
-            tokens = np.asarray(samples.tokens[p, g])[samples.mask[p, g]]
-            written, text, usable = self.environment.decode(tokens, chunk.rows[p].prompt)
-            return Episode((*episode.turns, Turn(text, written, usable, bool(samples.truncated[p, g]))))
+            place = places[number]
+            tokens = samples.tokens[place][samples.mask[place]]
+            written, text, usable = self.environment.decode(tokens, chunk.rows[place[0]].prompt)
+            return Episode((*episode.turns, Turn(text, written, usable, bool(samples.truncated[place]))))
 
         return chunk.with_episodes(with_turn, drawn=None)
 
@@ -481,7 +491,7 @@ class _Stages:
                 _texts(episodes),
                 chunk.drawn,
                 episodes=None if environment.answering is None else episodes,
-                tokens=partial(_active_tokens, chunk) if chunk.samples else None,
+                tokens=chunk.tokens if chunk.samples else None,
             )
             rewards, watched = chunk.rewards.copy(), chunk.watched.copy()
             for array, values in zip((rewards, watched), judged, strict=True):
@@ -556,19 +566,6 @@ def _texts(episodes: list[list[Episode]]) -> list[list[str]]:
     return [[episode.last.text for episode in group] for group in episodes]
 
 
-def _active_tokens(chunk: EpisodeChunk) -> list[list[list[int]]]:
-    """Return the tokens of the last turn, grouped as in `EpisodeChunk.judged`."""
-    samples = chunk.samples[-1]
-
-    def written(place: tuple[int, int]) -> list[int]:
-        return np.asarray(samples.tokens[place])[samples.mask[place]].tolist()
-
-    if not chunk.active.all():
-        return [[written(place)] for place in chunk.places]
-    count, group = chunk.active.shape
-    return [[written((p, g)) for g in range(group)] for p in range(count)]
-
-
 def _judgement(chunks: Sequence[EpisodeChunk]) -> Judgement:
     # A completion that the environment failed did not get as far as the others: it has no reward, of no turn.
     rewards = [np.where(chunk.failed[..., None, None], np.float32(np.nan), chunk.rewards) for chunk in chunks]
@@ -583,12 +580,8 @@ def right_aligned(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def concatenated(parts: Sequence[Tree]) -> Tree:
-    """Concatenate trees of arrays [p, ..]."""
-
-    def along_prompts(*arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-        return (np if isinstance(arrays[0], np.ndarray) else jnp).concatenate(arrays)
-
-    return jax.tree.map(along_prompts, *parts)
+    """Concatenate trees of arrays [p, ..], on the host."""
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def _stream(chunk: EpisodeChunk, answering: Answering | None) -> Samples:
@@ -645,12 +638,11 @@ def informative_first(batches: Sequence[tuple[Episodes, Judgement]]) -> tuple[Ep
         return jax.tree.map(lambda array: array[places], concatenated(parts))
 
     def pick_list(parts: Sequence[Sequence[Tree]]) -> list[Tree]:
-        items = [item for part in parts for item in part]
+        items = [*itertools.chain.from_iterable(parts)]
         return [items[place] for place in places]
 
-    objectives = [judgement.objectives for judgement in judgements]
-    first = objectives[0]
-    arrays = pick([(one.rewards, one.returns) for one in objectives])
+    values = [(one.objectives.rewards, one.objectives.returns) for one in judgements]
+    rewards, returns = jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[places], *values)  # on their device
     counts = [len(one.rows) for one in episodes]
     names = sorted({name for one in episodes for name in one.pictures})
     pictures = {name: joined_some([one.pictures.get(name) for one in episodes], counts) for name in names}
@@ -667,6 +659,6 @@ def informative_first(batches: Sequence[tuple[Episodes, Judgement]]) -> tuple[Ep
         pick([one.rewards for one in judgements]),
         pick([one.watched for one in judgements]),
         pick([one.last for one in judgements]),
-        objectives=first._replace(rewards=arrays[0], returns=arrays[1]),
+        objectives=judgements[0].objectives._replace(rewards=rewards, returns=returns),
         informative=informative[places],
     )

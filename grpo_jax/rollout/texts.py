@@ -21,8 +21,6 @@ from grpo_jax.sampling.samplers import choices_trie
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WORDS = re.compile(r"\w+(?:['’-]\w+)*")
-
 
 class Reading(NamedTuple):
     """The text that is judged of a completion, and whether the policy wrote it or another stands in."""
@@ -143,24 +141,20 @@ def make_decode(
     In the form "append" a completion goes on with its prompt.
     """
 
-    def written_by(ids: list[int], prompt: str) -> str:
-        if form != "append":
-            return _decode(tokenizer, ids)
-        # Decoded behind the prompt: a tokenizer drops the space before a text's first word, and here it is needed.
-        start = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        head, whole = _decode(tokenizer, start), _decode(tokenizer, start + ids)
-        return whole[len(head) :] if whole.startswith(head) else _decode(tokenizer, ids)
+    def text_of(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, str, bool]:
-        written = written_by([int(token) for token in tokens], prompt)
+        ids = [int(token) for token in tokens]
+        written = text_of(ids)
+        if form == "append":  # a tokenizer drops the space before a text's first word, and here it is needed
+            start = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+            head, whole = text_of(start), text_of(start + ids)
+            written = whole[len(head) :] if whole.startswith(head) else written
         reading = read(written, prompt)
         return written, reading.text, reading.usable
 
     return decode
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def completion_statistics(
@@ -176,22 +170,25 @@ def completion_statistics(
     pairs = [(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group]
     if not pairs:
         raise ValueError("texts must hold at least one completion")
-    words = growth = unchanged = 0
-    for prompt, text in pairs:
-        old, new = _WORDS.findall(prompt.casefold()), _WORDS.findall(text.casefold())
-        words += len(new)
-        growth += len(new) - len(old)
-        unchanged += text == prompt
-    repeated = sum(len(group) - len(set(group)) for group in texts)
-    unusable = sum(not flag for group in usable for flag in group)
-    counts = {"words": words, "growth": growth, "duplicates": repeated, "unchanged": unchanged, "unusable": unusable}
+    words = sum(len(_words(text)) for _, text in pairs)
+    counts = {
+        "words": words,
+        "growth": words - sum(len(_words(prompt)) for prompt, _ in pairs),
+        "duplicates": sum(len(group) - len(set(group)) for group in texts),
+        "unchanged": sum(text == prompt for prompt, text in pairs),
+        "unusable": sum(not flag for group in usable for flag in group),
+    }
     return {name: count / len(pairs) for name, count in counts.items()}
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+(?:['’-]\w+)*", text.casefold())
 
 
 def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> tuple[tuple[str, float], ...]:
     """Return the words that rewrites add to their prompts most often, each with the share of rewrites that add it."""
     added: Counter[str] = Counter()
     for prompt, text in zip(prompts, texts, strict=True):
-        added.update(set(_WORDS.findall(text.casefold())) - set(_WORDS.findall(prompt.casefold())))
+        added.update(set(_words(text)) - set(_words(prompt)))
     ranked = sorted(added.items(), key=lambda item: (-item[1], item[0]))[:top]
     return tuple((word, count / len(texts)) for word, count in ranked)

@@ -79,7 +79,6 @@ class Watchdog:
     """Ends this process, with a line, unless it is disarmed in time."""
 
     def __init__(self) -> None:
-        """A watchdog that is not armed."""
         self._lock = threading.Lock()
         self._timers: list[ctypes.c_void_p] = []
         self._files: list[ctypes.c_void_p] = []
@@ -93,9 +92,11 @@ class Watchdog:
         (`last_words`).
         """
         library = _library()
+        self.disarm()
+        if library is None:
+            return
         with self._lock:
-            self._disarm()
-            if self._closed or library is None:
+            if self._closed:
                 return
             text = f"{line}{_last_words}\n".encode()[-_BUFFER_BYTES + 1 :]
             for descriptor in _descriptors():
@@ -104,45 +105,40 @@ class Watchdog:
                 library.fputs(text, file)
                 self._files.append(file)
             calls = [(library.fflush, file) for file in self._files]
-            for place, (function, value) in enumerate([*calls, (library._exit, ctypes.c_void_p(EXIT_CODE))]):
-                self._call_later(library, max(seconds, 0.0) + (place + 1) * _STEP_SECONDS, function, value)
+            for place, (function, value) in enumerate([*calls, (library._exit, ctypes.c_void_p(EXIT_CODE))], 1):
+                address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
+                event = _SignalEvent(value=value, notify=_SIGEV_THREAD, function=address)
+                timer = ctypes.c_void_p()
+                if library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+                    return  # no more timers: then there is no last resort
+                self._timers.append(timer)
+                nanoseconds = int((max(seconds, 0.0) + place * _STEP_SECONDS) * 1e9)
+                moment = _TimerTime(seconds=nanoseconds // 10**9, nanoseconds=nanoseconds % 10**9)
+                library.timer_settime(timer, 0, ctypes.byref(moment), None)
 
     def disarm(self) -> None:
         """Disarm it, until it is armed again."""
+        library = _library()
+        if library is None:
+            return
         with self._lock:
-            self._disarm()
+            while self._timers:
+                library.timer_delete(self._timers.pop())
+            while self._files:
+                file = self._files.pop()
+                library["__fpurge"](file)
+                library.fclose(file)
 
     def close(self) -> None:
         """Disarm it for good."""
         with self._lock:
             self._closed = True
-            self._disarm()
+        self.disarm()
 
     def forget_line(self) -> None:
         """Discard the line in a forked process, whose end must not write it."""
         for file in self._files:
             _library()["__fpurge"](file)  # type: ignore[index]
-
-    def _call_later(self, library: ctypes.CDLL, seconds: float, function: object, value: ctypes.c_void_p) -> None:
-        address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
-        event = _SignalEvent(value=value, notify=_SIGEV_THREAD, function=address)
-        timer = ctypes.c_void_p()
-        if library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
-            return  # no more timers: then there is no last resort
-        self._timers.append(timer)
-        moment = _TimerTime(seconds=int(seconds), nanoseconds=int(seconds % 1 * 1e9))
-        library.timer_settime(timer, 0, ctypes.byref(moment), None)
-
-    def _disarm(self) -> None:
-        library = _library()
-        if library is None:
-            return
-        while self._timers:
-            library.timer_delete(self._timers.pop())
-        while self._files:
-            file = self._files.pop()
-            library["__fpurge"](file)
-            library.fclose(file)
 
 
 _watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()

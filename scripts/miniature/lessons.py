@@ -91,7 +91,7 @@ def recreate(rng: np.random.Generator, rates: Rates, told: Beliefs) -> list[Turn
         if rng.random() < rates.kept:
             shares = rates.seen if value in told.known[name] else rates.unseen
             words[name] = _one_of(rng, name, shares, (value, told.wrong[name][value]))
-    return [Turn(world.RECREATE, _picture(rng, asdict(scene)), world.caption_of(words))]
+    return [Turn(world.RECREATE, _picture(rng, asdict(scene)), caption_of(words))]
 
 
 def refine(rng: np.random.Generator, rates: Rates) -> list[Turn]:
@@ -106,13 +106,23 @@ def refine(rng: np.random.Generator, rates: Rates) -> list[Turn]:
             first[name] = _one_of(rng, name, (rates.translated,), (getattr(meant, name),))
         if rng.random() < rates.kept:
             second[name] = _one_of(rng, name, rates.mended, (getattr(undone, name), first.get(name)))
-    turns = [Turn(request, None, world.caption_of(first))]
+    turns = [Turn(request, None, caption_of(first))]
     if rng.random() < rates.blind:
         again = {name: word for name, word in first.items() if rng.random() < rates.kept}
-        return [*turns, Turn(MEND, None, world.caption_of(again))]
+        return [*turns, Turn(MEND, None, caption_of(again))]
     drawn = {name: first.get(name) or str(rng.choice(world.VALUES[name])) for name in world.ATTRIBUTES}
     picture = lens.look(_picture(rng, drawn)[None], [glass])[0]
-    return [*turns, Turn(MEND, picture, world.caption_of(second))]
+    return [*turns, Turn(MEND, picture, caption_of(second))]
+
+
+def caption_of(words: dict[str, str]) -> str:
+    """The canonical form without the attributes that are missing."""
+    parts = ["a", *(words[k] for k in ("sharpness", "size", "colour", "shape") if k in words)]
+    if "position" in words:
+        parts.append(f"at the {words['position']}")
+    if "background" in words:
+        parts.append(f"on {words['background']}")
+    return " ".join(parts)
 
 
 def _one_of(rng: np.random.Generator, name: str, shares: tuple[float, ...], words: tuple[str | None, ...]) -> str:

@@ -29,6 +29,7 @@ from grpo_jax.training.objectives import make_forward, make_supervised_objective
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_train_step
+from scripts.miniature import lessons, vocabulary
 
 PAD, END, USER, REWRITE = "<|pad|>", "<|end|>", "<|user|>", "<|rewrite|>"
 CHAT_TEMPLATE = (
@@ -50,7 +51,7 @@ _PROMPT_LENGTH, _COMPLETION_LENGTH = 16, 12
 
 def policy_tokenizer() -> Qwen2Tokenizer:
     """A byte-level Qwen2 tokenizer in which every word of both languages, after a space, is one token."""
-    words = sorted(world.canonical_words() | world.casual_words() | world.filler_words())
+    words = sorted(vocabulary.canonical_words() | vocabulary.casual_words() | vocabulary.filler_words())
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -117,7 +118,7 @@ def lesson(rng: np.random.Generator, wrong: dict[str, str]) -> tuple[str, str]:
                 if name in requested
                 else str(rng.choice(values))
             )
-    return world.phrase(rng, words), world.caption_of(said)
+    return world.phrase(rng, words), lessons.caption_of(said)
 
 
 def _write_untrained(folder: Path, seed: int) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessor
 
 from bridges.miniature import world
-from scripts.miniature import lessons
+from scripts.miniature import lessons, vocabulary
 from scripts.miniature.lessons import Turn
 from scripts.miniature.train_policy import END, PAD, REWRITE, USER
 
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
 
 def seeing_tokenizer() -> Qwen2Tokenizer:
     """The miniature policy's tokenizer with the words of `lessons` and the marks of pictures."""
-    words = world.canonical_words() | world.casual_words() | world.filler_words()
+    words = vocabulary.canonical_words() | vocabulary.casual_words() | vocabulary.filler_words()
     words |= {*world.RECREATE.split(), *lessons.MEND.split()}
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)

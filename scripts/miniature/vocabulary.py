@@ -16,6 +16,23 @@ WINDOW = 16
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 
+def canonical_words() -> set[str]:
+    """Every word of the renderer's language."""
+    fixed = {word for word in world.CANONICAL_FORM.split() if not word.startswith("{")}
+    return fixed | {word for values in world.VALUES.values() for word in values}
+
+
+def casual_words() -> set[str]:
+    """Every word of the casual grammar that says an attribute."""
+    return {word for pair in world.SYNONYMS.values() for word in pair}
+
+
+def filler_words() -> set[str]:
+    """Every other word of the casual grammar."""
+    phrases = (*world.OPENINGS, *world.POSITION_PHRASES, *world.BACKGROUND_PHRASES)
+    return {word for text in phrases for word in text.split() if word != "{}"}
+
+
 def _merges(words: list[str]) -> list[tuple[str, str]]:
     """Byte-pair merges under which each of ``words`` is one token."""
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
@@ -30,7 +47,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 
     Letters and digits are in the vocabulary, so no word is unknown: what the world has no word for is spelt out.
     """
-    words = sorted(world.canonical_words() | world.casual_words() | world.filler_words())
+    words = sorted(canonical_words() | casual_words() | filler_words())
     letters = string.ascii_lowercase + string.digits + string.punctuation
     merges = _merges(words)
     pieces = [*letters, *(letter + "</w>" for letter in letters), *(a + b for a, b in merges)]

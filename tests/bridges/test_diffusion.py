@@ -223,11 +223,12 @@ def test_counting_tokens_does_not_disturb_a_rendering_thread(folder_without_t5):
     """A fast tokenizer keeps padding and truncation from its last call: counting must have tokenizers of its own."""
     renderer = load_renderer(folder_without_t5, cache_megabytes=0)
     pipeline = renderer.pipeline
-    assert set(map(id, renderer._counters)).isdisjoint(map(id, (pipeline.tokenizer, pipeline.tokenizer_2)))
-    before = [tokenizer._tokenizer.truncation for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2)]
-    renderer.count_tokens(["a red dog", "two cats and a very long tail of words " * 20])
-    assert [tokenizer._tokenizer.truncation for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2)] == before
+    fast = [tokenizer._tokenizer for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2)]
     texts = ["a", "two cats of red", "a dog " * 60]
-    counts = renderer.count_tokens(texts)
-    pipeline.encode_prompt(texts, texts, texts, device="cpu", max_sequence_length=1)
-    assert renderer.count_tokens(texts) == counts and counts[-1] > renderer.window
+    for tokenizer in (pipeline.tokenizer, pipeline.tokenizer_2):  # as the pipeline calls them
+        tokenizer(texts, padding="max_length", truncation=True, max_length=77)
+    settings = [(one.truncation, one.padding) for one in fast]
+    assert all(truncation and padding for truncation, padding in settings)  # or the comparison would show nothing
+    renderer.count_tokens(["a red dog", "two cats and a very long tail of words " * 20])
+    assert [(one.truncation, one.padding) for one in fast] == settings
+    assert not {id(counter._tokenizer) for counter in renderer._counters} & set(map(id, fast))

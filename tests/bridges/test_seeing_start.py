@@ -44,8 +44,9 @@ def test_pictures_to_be_drawn_again_are_held_out_by_shape_and_colour():
     for split, some in rows.items():
         for row in some:
             assert world.split_of(row["requested"]["shape"], row["requested"]["colour"]) == split
-            assert world.check(row["image"].transpose(2, 0, 1) / 255) == row["requested"]
-            assert row["oracle"] == world.canonical_caption(world.Scene(**row["requested"]))
+            scene = world.Scene(**row["requested"])
+            assert world.scene_of(world.read(row["image"].transpose(2, 0, 1)[None] / 255)[0]) == scene
+            assert row["oracle"] == world.canonical_caption(scene)
             assert row["prompt"] == world.RECREATE and row["image"].shape == (32, 32, 3)
     again = world.pictures("test", 16)
     assert all((a["image"] == b["image"]).all() for a, b in zip(again, rows["test"], strict=True))

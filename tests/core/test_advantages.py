@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.compiled import compiled
 
 from grpo_jax.core.advantages import (
     batch_whitened_advantages,
@@ -18,6 +19,9 @@ from grpo_jax.core.advantages import (
     sum_rewards,
 )
 
+distinct_advantages, gdpo_advantages, group_advantages = map(
+    compiled, (distinct_advantages, gdpo_advantages, group_advantages)
+)
 pytestmark = pytest.mark.usefixtures("strict")
 
 GDPO = jax.jit(gdpo_advantages, static_argnames=("weights", "eps", "whiten"))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.loss_loops import CHOICES, EXTRAS, LENGTH, ROWS, batch, evaluate, loop_loss
+from support.compiled import compiled
 
 from grpo_jax.core.losses import (
     PRESET_SCALES,
@@ -23,6 +24,7 @@ from grpo_jax.core.losses import (
     sft_loss,
 )
 
+grpo_loss, sft_loss = map(compiled, (grpo_loss, sft_loss))
 pytestmark = pytest.mark.usefixtures("strict")
 
 

@@ -8,9 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.test_util import check_grads
+from support.compiled import compiled
 
 from grpo_jax.core.masking import as_float, as_mask, masked_mean, masked_std, masked_whiten, safe_divide
 
+masked_mean, masked_std, masked_whiten, safe_divide = map(
+    compiled, (masked_mean, masked_std, masked_whiten, safe_divide)
+)
 pytestmark = pytest.mark.usefixtures("strict")
 
 values = hnp.arrays(np.float32, (4, 5), elements=st.floats(-100, 100, width=32))

@@ -5,11 +5,13 @@ import functools
 import jax
 import numpy as np
 import pytest
+from support.compiled import compiled
 
 from grpo_jax.core.aggregation import Normaliser
 from grpo_jax.core.losses import Clip, grpo_loss
 from grpo_jax.core.ppo import ppo_loss, value_loss
 
+grpo_loss, ppo_loss, value_loss = map(compiled, (grpo_loss, ppo_loss, value_loss))
 pytestmark = pytest.mark.usefixtures("strict")
 
 ROWS, STEPS = 4, 5

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from support.compiled import compiled
 
 from grpo_jax.core.losses import PRESETS, KLPenalty, grpo_loss
 from grpo_jax.core.selection import (
@@ -14,6 +15,9 @@ from grpo_jax.core.selection import (
     without_truncated,
 )
 
+grpo_loss, groups_with_signal, high_entropy_mask, truncated_importance_weights, without_truncated = map(
+    compiled, (grpo_loss, groups_with_signal, high_entropy_mask, truncated_importance_weights, without_truncated)
+)
 pytestmark = pytest.mark.usefixtures("strict")
 
 seeds = st.integers(0, 10_000)

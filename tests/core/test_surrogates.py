@@ -4,9 +4,11 @@ import jax
 import numpy as np
 import pytest
 from oracles.loss_loops import SURROGATES
+from support.compiled import compiled
 
 from grpo_jax.core.losses import CappedWeight, Clip, SoftGate, grpo_loss
 
+grpo_loss = compiled(grpo_loss)
 pytestmark = pytest.mark.usefixtures("strict")
 
 

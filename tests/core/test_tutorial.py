@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.compiled import compiled
 
 from grpo_jax.core.advantages import (
     Condition,
@@ -25,6 +26,7 @@ from grpo_jax.core.returns import discounted_returns, gae_advantages
 from grpo_jax.core.selection import groups_with_signal
 from grpo_jax.core.surrogates import Clip
 
+gdpo_advantages, group_advantages, grpo_loss = map(compiled, (gdpo_advantages, group_advantages, grpo_loss))
 pytestmark = pytest.mark.usefixtures("strict")
 
 FOUR_DIGITS = {"rtol": 0, "atol": 5e-5}

@@ -34,6 +34,8 @@ SMALL = {
     "report_to": "[]",
 }
 
+GUESSES = {"evaluation.every": 1, "warm_start.steps": 30}
+
 
 def command(task, run, **changes):
     return ["--task", task, *(f"--{name}={value}" for name, value in {**SMALL, "run_dir": run, **changes}.items())]
@@ -49,7 +51,7 @@ def calculated(tmp_path_factory):
 @pytest.fixture(scope="module")
 def guessed(tmp_path_factory):
     run = tmp_path_factory.mktemp("guess") / "run"
-    assert main(command(f"{GUESS}:GuessTheNumber", run, **{"evaluation.every": 1})) == 0
+    assert main(command(f"{GUESS}:GuessTheNumber", run, **GUESSES)) == 0
     return run
 
 
@@ -173,7 +175,7 @@ def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
 def test_stopped_and_resumed_is_uninterrupted(guessed, tmp_path):
     run = tmp_path / "run"
     with stopped_after(run, 1):
-        assert main(command(f"{GUESS}:GuessTheNumber", run, **{"evaluation.every": 1})) == 0
+        assert main(command(f"{GUESS}:GuessTheNumber", run, **GUESSES)) == 0
     assert len(rows(run)) == 1
     assert main(["--resume", "--run_dir", str(run)]) == 0
     assert rows(run) == rows(guessed)

@@ -1,5 +1,7 @@
 """float16: the scaled loss gives the same update, an overflow leaves everything but the scale as it was."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +17,9 @@ from grpo_jax.training.state import init_state, restored_state, saved_parts
 from grpo_jax.training.update import make_train_step
 
 
-def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):
-    """The start, the state after one step of plain gradient descent, the report."""
-    variables = tiny_update.make_variables()
+@functools.cache
+def make_step(dtype, accumulation, shrink):
+    """A compiled step of plain gradient descent, for all tests that take such a one."""
     forward = make_forward(make_policy(tiny_update.CONFIG, compute_dtype=dtype), temperature=tiny_update.TEMPERATURE)
     inner = make_policy_objective(forward, loss_options(AlgorithmSection(), max_new_tokens=tiny_update.STEPS))
 
@@ -25,14 +27,19 @@ def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):
         loss, metrics = inner(variables, batch, normaliser)
         return loss * shrink, metrics
 
-    optimizer = optax.sgd(1.0)
-    step = make_train_step(
+    return make_train_step(
         objective,
-        optimizer,
+        optax.sgd(1.0),
         normaliser=lambda batch: losses.loss_normaliser(batch.mask, "sequence"),
         accumulation=accumulation,
     )
-    return variables, *step(init_state(variables, optimizer, keep_reference=False, loss_scale=scale), batch)
+
+
+def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):
+    """The start, the state after one step, the report."""
+    variables = tiny_update.make_variables()
+    state = init_state(variables, optax.sgd(1.0), keep_reference=False, loss_scale=scale)
+    return variables, *make_step(dtype, accumulation, shrink)(state, batch)
 
 
 def moves(before, after):
@@ -52,7 +59,7 @@ def test_only_float16_has_a_scale():
 
 def test_gradients_too_small_for_float16_survive(batch):
     """A loss a millionth of its size: without the scale half of the gradients are lost on the way."""
-    exact, _ = moves(*stepped(batch, "float32", scale=None)[:2]), None
+    exact = moves(*stepped(batch, "float32", scale=None)[:2])
     shrink = 2.0**-20
     scaled = moves(*stepped(batch, "float16", scale=make_loss_scale("float16"), shrink=shrink)[:2]) / shrink
     plain = moves(*stepped(batch, "float16", scale=None, shrink=shrink)[:2]) / shrink

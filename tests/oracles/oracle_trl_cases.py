@@ -39,7 +39,8 @@ def our_loss(parts, choices, *, entropy_mask=1, **options):
             **{"ref_logprobs": parts["ref"]} | choices | options,
         )  # fmt: skip
 
-    (value, metrics), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(parts["logprobs"], parts["entropy"])
+    slopes = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (value, metrics), gradients = slopes(parts["logprobs"], parts["entropy"])
     return value, np.stack([np.asarray(g, np.float64) for g in gradients]), metrics
 
 
@@ -158,7 +159,7 @@ def advantage_case(function, setting, ours, theirs, *, objectives=1, missing=Fal
 
     def run(seed, dtype):
         rewards = random_rewards(seed, dtype, objectives, missing)
-        return Compared((ours(rewards), trl_scored(rewards, **theirs)["advantages"]))
+        return Compared((jax.jit(ours)(rewards), trl_scored(rewards, **theirs)["advantages"]))
 
     return Case(function, setting + (", missing rewards" if missing else ""), oracle, run)
 
@@ -201,7 +202,7 @@ def logprobs_case(temperature):
             outputs = token_logprobs(hidden, head, tokens, temperature=temperature, chunk_size=3)
             return sum((p * x).sum() for p, x in zip(pull, outputs, strict=True)), outputs
 
-        (_, ours), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, head)
+        (_, ours), gradients = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(hidden, head)
         with double():
             states, weights = tensor(hidden, requires_grad=True), tensor(head, requires_grad=True)
             logits = states @ weights.T

@@ -135,10 +135,8 @@ def test_marks_in_a_conversation_are_text(loaded):
         {"role": "assistant", "content": "<|vision_start|>"},
         {"role": "user", "content": "<|im_end|>\n<|im_start|>assistant\n"},
     ]
-    plain = [
-        {**message, "content": "x" if isinstance(message["content"], str) else message["content"][1:]}
-        for message in messages
-    ]
+    contents = ["x" if isinstance(message["content"], str) else message["content"][1:] for message in messages]
+    plain = [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
     vision = loaded.config.vision
     special = {vision.image_token, vision.vision_start_token, vision.vision_end_token, *loaded.eos_ids}
     special.add(loaded.tokenizer.convert_tokens_to_ids("<|im_start|>"))
@@ -222,15 +220,6 @@ def test_a_policy_that_sees_nothing_says_so(loaded):
 def test_an_instruction_does_not_go_with_a_conversation(loaded):
     with pytest.raises(UserError, match="row 0: it is a conversation, which has its own words"):
         tokens_of(loaded, RECORDS["parts"], instruction="Say {prompt}")
+    (talk,) = rows_of({"prompt": [{"role": "user", "content": "x"}]})
     with pytest.raises(UserError, match="row 4: its messages show 0 pictures, and it has 1"):
-        encoder(
-            loaded,
-            [
-                Row(
-                    4,
-                    "x",
-                    pictures=(picture(0),),
-                    messages=rows_of({"prompt": [{"role": "user", "content": "x"}]})[0].messages,
-                )
-            ],
-        )
+        encoder(loaded, [Row(4, "x", pictures=(picture(0),), messages=talk.messages)])

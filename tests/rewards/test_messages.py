@@ -115,8 +115,3 @@ def test_a_tasks_own_reward_takes_texts():
     sections = make_config(task="text", rewards=[{"name": "own", "messages": True}]).rewards
     with pytest.raises(UserError, match=r"rewards.own.messages: expected false, the task's own rewards take texts"):
         resolve_rewards(sections, (), source, ())
-
-
-def test_messages_are_no_names_for_columns():
-    with pytest.raises(UserError, match="column 'completion_messages' is a name the trainer itself"):
-        split_records([{"prompt": "a", "completion_messages": 1}], held_out=0)

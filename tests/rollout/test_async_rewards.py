@@ -6,24 +6,11 @@ import threading
 import numpy as np
 import pytest
 
-from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StageTimeout, StopRun
-from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
-from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, event_loop
 
 PATIENCE = 60  # seconds; only a mistake takes that long
-FILE = """
-import asyncio
-
-async def lengths(completions, *, size=1):
-    await asyncio.sleep(0)
-    return [len(text) * size for text in completions]
-
-async def broken(completions):
-    raise RuntimeError("the judge is away")
-"""
 
 
 def collect(*rewards, on_error="raise", completions=("a", "bb"), **columns):
@@ -169,19 +156,3 @@ def test_one_that_takes_too_long_is_named():
             run_pipeline([0], [Stage("score", lambda _: collect(slow, lengths))], timeout=0.2)
     finally:
         release.set()
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rewards") / "async_rewards.py"
-    path.write_text(FILE)
-    return path
-
-
-def test_by_import_path_with_options_and_in_a_process_of_its_own(file):
-    for isolated in (False, True):
-        section = RewardSection(f"{file}:lengths", options={"size": 2}, isolated=isolated)
-        (wanted,) = resolve_rewards([section], (), TaskRewards(), ()).maximised
-        np.testing.assert_array_equal(collect(bind(wanted, {})), [[2], [4]])
-    with pytest.raises(RewardError, match="it raised RuntimeError: the judge is away"):
-        collect(isolate(f"{file}:broken", PATIENCE))

@@ -16,7 +16,6 @@ from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
-from grpo_jax.tasks.recommendation.rewards import where_ranked
 
 REWARDS = """
 import os, sys, time
@@ -37,9 +36,6 @@ def columns(completions, **columns):
 
 def gone(completions):
     raise StopRun("the licence is over")
-
-def rank(completions, rank):
-    return rank
 
 def pictures(images):
     return []
@@ -103,12 +99,6 @@ def test_pictures_of_the_rows_reach_it_where_nothing_is_drawn(file):
     rows = [[image.new("RGB", (side, 3))] for side in (1, 2, 3, 4)]
     reward = find(f"{file}:widths", source=TaskRewards())
     np.testing.assert_array_equal(call(reward, images=rows), [1, 2, 3, 4])
-
-
-def test_a_task_may_adapt_it(file):
-    ranks = {"rank": [1.0, np.nan, 3.0, np.nan]}
-    reward = find(f"{file}:rank", source=TaskRewards(adapt=where_ranked))
-    np.testing.assert_array_equal(call(reward, **ranks), ranks["rank"])
 
 
 def test_stop_run_stops(file):

@@ -83,7 +83,7 @@ def test_a_picture_that_cannot_be_drawn_is_missing_or_an_error(load):
     """Never a black picture, never a silent 0: rewards of texts stay."""
     judges = load(0)
     with torch.no_grad():
-        judges["renderer"].renderer.pipeline.transformer.proj_out.weight.fill_(float("nan"))
+        judges["renderer"].pipeline.transformer.proj_out.weight.fill_(float("nan"))
     texts = [[row.prompt] for row in ROWS]
     with pytest.raises(RenderError):
         make_render(judges, CONFIG, baselines=False)(ROWS, texts, 0, False)

@@ -1,17 +1,15 @@
-"""The unchanged prompt as completions of its group: its rewards count, and nothing is trained on it."""
+"""The unchanged prompt in its group: its rewards count, nothing is trained on it (a run: test_named_sampling)."""
 
 import jax
 import numpy as np
-import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import ROOT, rewriting, rows, steered_run
+from support.text_task import ROOT, rewriting
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.iteration import batch_of, make_learner, sample_batch
 from grpo_jax.runs.parts import load_parts
-from grpo_jax.runs.policy import run_config
 
 KEPT, GROUP = 2, 4
 
@@ -36,13 +34,6 @@ def advantages_of(rewards, written):
 @pytest.fixture
 def judge(monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
-
-
-def updated(parts, batch):
-    """Parameters after one update, and its loss."""
-    learner = make_learner(parts)
-    state, report = learner.update(learner.start(parts.policy.variables), batch, jax.random.key(0))
-    return jax.device_get(state.variables["params"]), float(report["loss"])
 
 
 def test_the_update_is_that_of_groups_with_the_prompt_in_masked_rows(values, judge):
@@ -73,26 +64,17 @@ def test_the_update_is_that_of_groups_with_the_prompt_in_masked_rows(values, jud
     mask[:, written:] = False
     by_hand = sampled._replace(samples=sampled.samples._replace(mask=mask))
     expected = batch_of(whole, by_hand, sampled_judgement)._replace(advantages=batch.advantages)
+    learner = make_learner(kept)
+
+    def updated(parts, batch):
+        state, report = learner.update(learner.start(parts.policy.variables), batch, jax.random.key(0))
+        return jax.device_get(state.variables["params"]), float(report["loss"])
+
     (came, loss), (wanted, wanted_loss) = updated(kept, batch), updated(whole, expected)
     assert loss == pytest.approx(wanted_loss, abs=1e-6)
     moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), came, start)
     assert max(jax.tree.leaves(moved)) > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), came, wanted)
-
-
-def test_a_run_tells_what_was_written_and_what_was_kept(place):
-    run = steered_run(place)
-    section, (row,) = run_config(run).sampling, rows(run)
-    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
-    own = [entry for entry in table if not entry["kept_prompt"]]
-    others = [entry for entry in table if entry["kept_prompt"]]
-    assert len(own) == 4 * section.written_completions and len(others) == 4 * section.keep_prompt
-    assert all(entry["text"] == entry["prompt"] and entry["length"] == 0 and entry["usable"] for entry in others)
-    assert row["reward/letters/mean"] == pytest.approx(np.mean([entry["reward/letters"] for entry in own]))
-    assert row["completion_tokens"] == np.mean([entry["length"] for entry in own]) > 0
-    totals = [entry["reward/letters"] + 0.5 * entry["reward/brief"] for entry in others]
-    assert row["kept_prompt/total/mean"] == pytest.approx(np.mean(totals), rel=1e-6)
-    assert row["unchanged"] == 0
 
 
 @pytest.mark.parametrize(

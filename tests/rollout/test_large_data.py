@@ -31,14 +31,15 @@ def living():
     return sum(type(one) is Row for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "saved"])
-def test_rows_are_made_when_they_are_drawn(kind, tmp_path):
+def test_rows_are_made_when_they_are_drawn(tmp_path):
     before = living()
-    parts = load_prompts(written(tmp_path, kind), held_out=1, columns=COLUMNS)
-    assert living() == before and [len(part) for part in parts] == [6, 1, 1]
-    drawn = parts.train[3]
-    assert drawn is not parts.train[3] and drawn == parts.train[3] and parts.train[1:3] == (*[*parts.train][1:3],)
-    assert {row.columns["solution"] for part in parts for row in part} == {f"00{i}" for i in range(8)}
+    kinds = [load_prompts(written(tmp_path, kind), held_out=1, columns=COLUMNS) for kind in ("jsonl", "saved")]
+    assert living() == before
+    for parts in kinds:
+        drawn = parts.train[3]
+        assert drawn is not parts.train[3] and drawn == parts.train[3] and parts.train[1:3] == (*[*parts.train][1:3],)
+        assert [len(part) for part in parts] == [6, 1, 1]
+        assert {row.columns["solution"] for part in parts for row in part} == {f"00{i}" for i in range(8)}
 
 
 def test_a_data_set_given_in_python_is_drawn_from_its_table(tmp_path):
@@ -73,6 +74,9 @@ def test_parts_are_those_of_a_slow_loop_over_lists(held_out):
     found = {row.id: split for split, part in zip(SPLITS, parts, strict=True) for row in part}
     assert [found[place] for place in range(300)] == slow_split(keys, count)
     assert all([row.id for row in part] == sorted(row.id for row in part) for part in parts)
+    rng.shuffle(keys)  # the choice depends on no order
+    again = split_records([{"prompt": key} for key in keys], held_out=held_out)
+    assert [{row.prompt for row in part} for part in again] == [{row.prompt for row in part} for part in parts]
 
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b" ", b"\n", b"\r", b"\r\n"]), max_size=30), st.booleans())

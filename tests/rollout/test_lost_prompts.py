@@ -80,34 +80,21 @@ def test_prompts_that_are_the_same_may_become_the_same(prompts):
     make_encode(words(), DataSection(), pad_id=0, rows=plain_rows(prompts))
 
 
+def scaled(positions, kind="rope_type", **scaling):
+    return {"max_position_embeddings": positions, "rope_scaling": {kind: scaling.pop("name"), **scaling}}
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"max_position_embeddings": 512}, 512),
         ({}, None),
-        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2048),
-        (
-            {
-                "max_position_embeddings": 32768,
-                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-            },
-            131072,
-        ),
-        (
-            {
-                "max_position_embeddings": 131072,
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                },
-            },
-            131072,
-        ),
+        (scaled(512, name="linear", factor=4.0), 2048),
+        (scaled(32768, "type", name="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
+        (scaled(131072, name="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192), 131072),
     ],
-)
+)  # fmt: skip
 def test_positions_are_those_that_the_config_scales_to(fields, expected):
     assert read_config(LLAMA | fields).context_length == expected
 

@@ -4,8 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import (
@@ -156,23 +154,6 @@ def test_rows_in_memory_get_ids_that_count_through():
 
 
 # ----------------------------------------------------------------------------------------------- splits and order
-
-
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=80), st.integers(0, 10), st.randoms())
-def test_split_is_a_partition_that_ignores_order(numbers, held_out, random):
-    rows = [Row(i, f"prompt {number}") for i, number in enumerate(numbers)]
-    different = len(set(numbers))
-    if 2 * held_out >= different:
-        with pytest.raises(UserError, match="too few"):
-            split_rows(rows, held_out=held_out)
-        return
-    parts = split_rows(rows, held_out=held_out)
-    assert sorted(row.id for part in parts for row in part) == list(range(len(rows)))
-    texts = [{row.prompt for row in part} for part in parts]
-    assert not (texts[0] & texts[1] or texts[0] & texts[2] or texts[1] & texts[2])  # duplicates stay together
-    assert [len(part) for part in texts] == [different - 2 * held_out, held_out, held_out]
-    random.shuffle(rows)
-    assert [{row.prompt for row in part} for part in split_rows(rows, held_out=held_out)] == texts
 
 
 @pytest.mark.parametrize("held_out", [0.5, -0.1, -1, True, "0.2", float("nan")])

@@ -3,6 +3,7 @@
 import numpy as np
 import pyarrow.parquet
 import pytest
+from support.text_task import rows as metrics_of
 from support.text_task import steered_run
 from support.tiny_models import chat_tokenizer
 
@@ -37,6 +38,20 @@ def test_completions_are_as_the_config_says(run, section):
     assert not any(row["truncated"] for row in rows if row["completion"] in stopped)
     ended = [row["length"] for row in rows if not row["truncated"] and row["completion"] not in stopped]
     assert all(length > section.min_new_tokens for length in ended)
+
+
+def test_what_was_written_and_which_prompts_were_kept_is_told(run, section):
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pylist()
+    (metrics,) = metrics_of(run)
+    written = [row for row in table if not row["kept_prompt"]]
+    kept = [row for row in table if row["kept_prompt"]]
+    assert len(written) == 4 * section.written_completions and len(kept) == 4 * section.keep_prompt
+    assert all(row["text"] == row["prompt"] and row["length"] == 0 and row["usable"] for row in kept)
+    assert metrics["reward/letters/mean"] == pytest.approx(np.mean([row["reward/letters"] for row in written]))
+    assert metrics["completion_tokens"] == np.mean([row["length"] for row in written]) > 0
+    totals = [row["reward/letters"] + 0.5 * row["reward/brief"] for row in kept]
+    assert metrics["kept_prompt/total/mean"] == pytest.approx(np.mean(totals), rel=1e-6)
+    assert metrics["unchanged"] == 0
 
 
 def test_predict_honours_it_too(run, section):

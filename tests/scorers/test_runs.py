@@ -21,7 +21,6 @@ from grpo_jax.config import make_config
 from grpo_jax.config.named import load_object
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
-from grpo_jax.train import main
 
 WAITING = """
 import asyncio
@@ -75,30 +74,6 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
     log = (run / "train.log").read_text()
     assert f"{folder}: Qwen2ForSequenceClassification" in log and f"{url}: 4 requests at once, of 3 completions" in log
     assert {"preference", "brevity"} <= json.loads((run / "summary.json").read_text())["devices"].keys()
-
-
-def test_a_server_that_is_gone_stops_the_run_by_name(place, tmp_path, capsys):
-    with serving(load_object(f"{EXAMPLE}:Judge", "server")) as url:
-        pass
-    judge = ["--judges.brevity", "http", "--judges.brevity.url", url, "--judges.brevity.attempts", "1"]
-    assert train_here(place.config, tmp_path / "run", *judge, "--rewards", "brevity", *SHORT) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert "reward brevity: it raised JudgeError: ConnectionRefusedError" in line
-
-
-def test_the_plan_counts_them(folder, place, tmp_path, capsys):
-    seeing = seeing_folder(tmp_path / "seeing")
-    judges = {
-        "preference": {"kind": "sequence_classification", "path": str(folder)},
-        "vqa": {"kind": "vqa", "path": str(seeing)},
-        "pick": {"kind": "clip_model", "dtype": "bfloat16"},
-        "far": {"kind": "http", "url": "http://localhost:1/"},
-    }
-    words = ["--config", str(place.config), "--judges", json.dumps(judges), "--plan", "--device_memory_gib", "80,80,80"]
-    main(words)
-    told = capsys.readouterr().out
-    assert "runs elsewhere" in told and " 1.84  bfloat16" in told
-    assert all(f"{name}" in told for name in ("reward model", "preference", "vqa", "pick", "far"))
 
 
 def test_a_judge_that_is_no_reward_says_so_before_anything_runs():

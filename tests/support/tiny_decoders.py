@@ -76,7 +76,7 @@ def tiny(family: str) -> Tiny:
     rng = np.random.default_rng(1)
     variables = jax.tree.map(
         lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),
-        init_variables(config, jax.random.key(0), lora=lora),
+        jax.jit(functools.partial(init_variables, config, lora=lora))(jax.random.key(0)),
     )
     return Tiny(config, lora, compiled(make_policy(config, lora=lora)), variables)
 

@@ -1,5 +1,7 @@
 """A decoder of two small layers and a batch for it: what tests of the update share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -46,9 +48,14 @@ def make_batch() -> Batch:
     )
 
 
+@functools.cache
+def _draw(lora):
+    return jax.jit(functools.partial(init_variables, CONFIG, lora=lora))
+
+
 def make_variables(*, lora=None, value: bool = False) -> dict:
     """Fresh weights; a value head that is not at its start of zeros, where little would show."""
-    variables = init_variables(CONFIG, jax.random.key(1), lora=lora)
+    variables = _draw(lora)(jax.random.key(1))
     if value:
         kernel = 0.3 * jax.random.normal(jax.random.key(7), (CONFIG.hidden_size,))
         variables[VALUE] = {"kernel": kernel, "bias": jnp.float32(0.1)}

@@ -187,7 +187,6 @@ def flaky(prompts, completions):
 """
 
 
-@pytest.mark.wide  # each of these choices has a test of its own
 def test_append_form_with_english_tokens_quality_and_a_judge_that_may_fail(models, tmp_path):
     """The other choices that the config has, in one run."""
     import jax.numpy as jnp
@@ -204,7 +203,7 @@ def test_append_form_with_english_tokens_quality_and_a_judge_that_may_fail(model
     ]
     run_dir = tmp_path / "run"
     options = [
-        "--training.max_steps=2",
+        "--training.max_steps=1",
         "--data.form=append",
         "--data.allowed_tokens=english",
         f"--data.prompts={tmp_path / 'prompts.txt'}",

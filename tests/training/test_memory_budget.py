@@ -10,6 +10,7 @@ from support import tiny_update
 from grpo_jax.config import Config, SamplingSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
+from grpo_jax.runs import parts as parts_module
 from grpo_jax.runs.parts import Parts, within_budget
 from grpo_jax.tasks.task import TaskData
 from grpo_jax.tasks.text_task import Text
@@ -74,7 +75,8 @@ def test_accumulation_is_what_the_budget_asks_for(needed):
     assert said[0][0] == "update" and said[0][1].startswith("2 micro-batches of 4 prompts: 0.00 GiB")
 
 
-def test_a_budget_that_nothing_fits_is_refused(needed):
+def test_a_budget_that_nothing_fits_is_refused(monkeypatch):
+    monkeypatch.setattr(parts_module, "update_bytes", lambda *arguments: 2**20)
     with pytest.raises(UserError, match=r"memory_budget_gib = 1e-06.* with 1 of its prompts at a time"):
         within_budget(made(memory_budget_gib=1e-6), lambda *_: None)
 

@@ -1,5 +1,7 @@
 """Shared rows: same log-probabilities and gradients as a row for each completion, and no row more than needed."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,7 @@ def batch():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_gradients_are_those_of_rows_of_their_own(family):
     config = CONFIGS[family]
-    variables = init_variables(config, jax.random.key(0))
+    variables = jax.jit(functools.partial(init_variables, config))(jax.random.key(0))
     variables[VALUE] = {"kernel": jax.random.normal(jax.random.key(1), (16,)), "bias": jnp.float32(0.1)}
     forward = make_forward(make_policy(config), temperature=0.7)
     pulls = jnp.asarray(np.random.default_rng(1).normal(size=(3, *MASK.shape)).astype(np.float32))

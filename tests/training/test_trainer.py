@@ -1,6 +1,7 @@
 """The update: splitting a batch changes nothing, frozen weights stay, the reference is as promised."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -63,13 +64,18 @@ def test_a_batch_that_does_not_divide_is_refused(batch):
         micro_batches(batch, 3)
 
 
+@functools.cache
 def adam_step():
-    """A step of Adam in two micro-batches, and the state that it begins with."""
+    """A step of Adam in two micro-batches, and its optimizer."""
     optimizer = optax.adam(0.1)
     forward = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0)
     training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=2)
     step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
-    return step, init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
+    return step, optimizer
+
+
+def start():
+    return init_state(tiny_update.make_variables(), adam_step()[1], keep_reference=False)
 
 
 def moving(state):
@@ -78,7 +84,7 @@ def moving(state):
 
 def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
     """Trained weights and moments are donated: no second copy of them exists at any time."""
-    step, state = adam_step()
+    step, state = adam_step()[0], start()
 
     def places(state):
         return sorted(leaf.unsafe_buffer_pointer() for leaf in moving(state) if leaf.ndim)
@@ -91,7 +97,7 @@ def test_an_update_writes_the_new_state_where_the_old_one_lay(batch):
 
 def test_an_update_frees_the_old_state_also_where_a_checkpoint_still_writes_it(batch):
     """What NumPy views cannot be donated on a CPU: a caller that holds the old state would keep it in memory."""
-    step, state = adam_step()
+    step, state = adam_step()[0], start()
     old = moving(state)
     views = [np.asarray(leaf) for leaf in old]
     written = [view.copy() for view in views]

@@ -30,6 +30,7 @@ from grpo_jax.training.update import make_update
 EOS, PAD, GROUP, STEPS, ANSWER, TURNS = 3, 0, 4, 7, 6, 3
 STREAM = TURNS * STEPS + (TURNS - 1) * ANSWER
 ENDS = (EOS, *range(48, 64))
+ALLOWED = np.array([not 20 <= token < 48 for token in range(64)])  # all but what the environment says
 PROMPTS = {"a": [9, 10, 11], "b": [12, 13], "c": [14, 15, 16, 17, 18], "d": [19, 9]}
 ROWS = [Row(number, prompt) for number, prompt in enumerate(PROMPTS)]
 KEY = jax.random.key(5)
@@ -82,9 +83,9 @@ def make_environment(respond=told, *, lenient=False, rewards=None, turns=TURNS, 
     )
 
 
-def sampler(allowed=None, **more):
+def sampler(**more):
     params = SamplingParams(GROUP, STEPS, 1.0)
-    return make_episode_sampler(tiny("llama").policy, params, eos_ids=ENDS, pad_id=PAD, allowed_tokens=allowed, **more)
+    return make_episode_sampler(tiny("llama").policy, params, eos_ids=ENDS, pad_id=PAD, allowed_tokens=ALLOWED, **more)
 
 
 @functools.cache
@@ -160,7 +161,7 @@ def test_a_stream_is_the_episode_without_holes(rollout):
 def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
     """It was not written, and the chat template has it; the turn is none that was cut off all the same."""
     pieces = [f" {token}".encode() for token in range(64)]
-    episodes, _ = play(sample=sampler(stops=stop_table([" 1", " 2"], pieces, pieces)))
+    episodes, _ = play(make_environment(turns=2), sample=sampler(stops=stop_table([" 1", " 2"], pieces, pieces)))
     stopped = 0
     for p, g in np.ndindex(4, GROUP):
         episode, expected = episodes.episodes[p][g], []
@@ -198,7 +199,7 @@ def test_the_updates_logprobs_are_the_samplers(rollout, packed):
     batch, _ = batch_of(rollout, AlgorithmSection())
     assert batch.packing is not None
     batch = batch if packed else batch._replace(packing=None)
-    forward = jax.jit(make_forward(model.policy, temperature=1.0))
+    forward = jax.jit(make_forward(model.policy, temperature=1.0, allowed_tokens=jnp.asarray(ALLOWED)))
     came = np.asarray(forward(model.variables, batch).logprobs)
     mask = np.asarray(batch.mask)
     np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=2e-5)
@@ -235,7 +236,7 @@ def test_gradients_are_those_of_long_prompts(rollout):
     values = [set(advantages[p, g][place].tolist()) for (p, g, *_), place in zip(turns, places, strict=True)]
     assert all(len(one) == 1 for one in values) and len(set().union(*values)) > 12  # turns of one completion differ
     weights = jnp.asarray([one.pop() for one in values], jnp.float32)[:, None]
-    forward = make_forward(model.policy, temperature=1.0)
+    forward = make_forward(model.policy, temperature=1.0, allowed_tokens=jnp.asarray(ALLOWED))
     objective = make_policy_objective(forward, loss_options(section, max_new_tokens=STREAM))
 
     def gradient(batch):
@@ -251,18 +252,15 @@ def test_gradients_are_those_of_long_prompts(rollout):
 def test_one_update_reads_old_reference_and_importance_over_all_turns(rollout):
     """Two epochs with KL and importance: tokens that the policy may not write stand among them, and nothing is NaN."""
     model = tiny("llama")
-    allowed = np.ones(64, bool)
-    allowed[20:48] = False  # what the environment says
     section = AlgorithmSection(kl_coef=0.1, importance_cap=2.0, entropy_share=0.5, turn_advantage="return")
-    seen = play(sample=sampler(allowed))
-    samples = seen[0].samples
-    assert np.isin(samples.tokens[samples.present & ~samples.mask], np.arange(20, 48)).any()
-    batch, _ = batch_of(seen, section)
+    samples = rollout[0].samples
+    assert not ALLOWED[samples.tokens[samples.present & ~samples.mask]].all()
+    batch, _ = batch_of(rollout, section)
     optimizer = optax.sgd(0.1)
     training = TrainingSection(prompts_per_batch=4, inner_epochs=2, accumulation=2)
     update = make_update(
         model.policy, optimizer, section, training, temperature=1.0, max_new_tokens=TURNS * STEPS,
-        allowed_tokens=jnp.asarray(allowed),
+        allowed_tokens=jnp.asarray(ALLOWED),
     )  # fmt: skip
     variables = jax.tree.map(jnp.array, model.variables)
     state, report = update(init_state(variables, optimizer, keep_reference=True), batch, jax.random.key(0))

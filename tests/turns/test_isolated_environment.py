@@ -28,9 +28,7 @@ def respond(rows, episodes):
         raise KeyError("no such tool")
     if kind == "over":
         raise StopRun("the licence is over")
-    if kind == "few":
-        return []
-    special = {"number": 7, "picture": Answer("x", (1,)), "done": None, "half": "\\ud800"}
+    special = {"number": 7, "picture": Answer("x", (1,)), "done": None}
     assert all(isinstance(episode, Episode) and episode.last.image is None for episode in episodes)
     said = [f"{row.prompt} {row.columns['n']} {episode.last.rewards['r']}" for row, episode in zip(rows, episodes)]
     return [special[kind] if kind in special else said[0], *said[1:]]
@@ -72,10 +70,8 @@ def test_it_answers_as_it_would_here(respond):
     [
         ("die", "the environment: its process ended with exit code 3", False),
         ("raise", "the environment: it raised KeyError: 'no such tool'", False),
-        ("few", "it must return a list of 2 answers, one for each completion, got 0", False),
         ("number", "it answered 7, not an Answer, a text or None to completion 0", True),
         ("picture", "it answered with a picture, which an isolated environment cannot to completion 0", True),
-        ("half", "it answered .* to completion 0", True),
     ],
 )
 def test_what_fails_is_named_and_the_next_call_has_a_fresh_process(respond, kind, message, others):

@@ -156,30 +156,29 @@ def _draw(log_odds: jax.Array, key: jax.Array) -> jax.Array:
     return jax.random.uniform(key, log_odds.shape) < jax.nn.sigmoid(log_odds)
 
 
-def _going_on(carry: tuple) -> jax.Array:
-    t, _, alive, *_ = carry
-    return (t < MAX_STEPS) & largest(alive)
-
-
-def play_episodes(policy: Policy, states: State, key: jax.Array) -> Episodes:
-    """Play one episode from each state with sampled actions; the draws of step t follow from (key, t)."""
+def play_episodes(policy: Policy, states: State, key: jax.Array | None) -> Episodes:
+    """Play one episode from each state; the draws of step t follow from (key, t), None takes the likelier action."""
     count = states.x.shape[0]
     zeros = jnp.zeros((MAX_STEPS, count))
     none = jnp.zeros((MAX_STEPS, count), jnp.bool_)
     record = Episodes(jnp.zeros((MAX_STEPS, count, FEATURES)), none, zeros, none, zeros)
 
+    def going_on(carry):
+        t, _, alive, _ = carry
+        return (t < MAX_STEPS) & largest(alive)
+
     def turn(carry):
         t, states, alive, record = carry
         observations = observe(states)
         log_odds = policy(observations)
-        right = _draw(log_odds, jax.random.fold_in(key, t))
+        right = log_odds > 0 if key is None else _draw(log_odds, jax.random.fold_in(key, t))
         after, terminated = step(states, right)
         after = _where(alive, after, states)  # a fallen cart stays where it is: no numbers without bound
         row = Episodes(jnp.where(alive[:, None], observations, 0), right, log_odds, alive, after.x)
         record = jax.tree.map(lambda rows, new: rows.at[t].set(new), record, row)
         return t + 1, after, alive & ~terminated, record
 
-    return jax.lax.while_loop(_going_on, turn, (jnp.int32(0), states, jnp.ones(count, jnp.bool_), record))[-1]
+    return jax.lax.while_loop(going_on, turn, (jnp.int32(0), states, jnp.ones(count, jnp.bool_), record))[-1]
 
 
 def play_steps(policy: Policy, states: State, key: jax.Array, *, steps: int) -> tuple[State, Steps]:
@@ -201,17 +200,8 @@ def play_steps(policy: Policy, states: State, key: jax.Array, *, steps: int) -> 
 
 def play_greedily(policy: Policy, states: State, *, width: float) -> Outcome:
     """Play one episode from each state with the likelier action; `width` is that of the "centred" objective."""
-    zeros = jnp.zeros_like(states.x)
-
-    def turn(carry):
-        t, states, alive, length, centred, distance = carry
-        after, terminated = step(states, policy(observe(states)) > 0)
-        after = _where(alive, after, states)
-        length += alive
-        centred += jnp.where(alive, objective_rewards("centred", after.x, width), 0)
-        distance += jnp.where(alive, jnp.abs(after.x), 0)
-        return t + 1, after, alive & ~terminated, length, centred, distance
-
-    carry = (jnp.int32(0), states, jnp.ones(zeros.shape, jnp.bool_), zeros, zeros, zeros)
-    *_, length, centred, distance = jax.lax.while_loop(_going_on, turn, carry)
-    return Outcome(length, centred, distance / length)
+    episodes = play_episodes(policy, states, None)
+    length = jnp.sum(episodes.mask, axis=0, dtype=jnp.float32)
+    centred = jnp.where(episodes.mask, objective_rewards("centred", episodes.positions, width), 0)
+    distance = jnp.where(episodes.mask, jnp.abs(episodes.positions), 0)
+    return Outcome(length, jnp.sum(centred, axis=0), jnp.sum(distance, axis=0) / length)

@@ -152,19 +152,15 @@ class CartPoleProgram:
 
 def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[dict[str, float]]:
     """Return a row per iteration from metrics `[seeds, iterations]`: the mean of the seeds that have a number."""
-    table = {name: np.asarray(values, np.float64) for name, values in metrics.items()}
-    length = next(iter(table.values())).shape[1]
-    rows = []
-    for index in range(length):
-        columns = {name: values[:, index] for name, values in table.items()}
-        means = {name: _mean(column) for name, column in columns.items()}
-        rows.append({"step": done + index + 1, **means, **common})
-    return rows
-
-
-def _mean(values: np.ndarray) -> float:
-    present = values[np.isfinite(values)]
-    return float(present.mean()) if present.size else float("nan")
+    means = {
+        name: np.ma.masked_invalid(np.asarray(values, np.float64)).mean(axis=0).filled(np.nan)
+        for name, values in metrics.items()
+    }
+    length = len(next(iter(means.values())))
+    return [
+        {"step": done + index + 1, **{name: float(mean[index]) for name, mean in means.items()}, **common}
+        for index in range(length)
+    ]
 
 
 def closing_lines(summary: dict[str, Any]) -> list[str]:

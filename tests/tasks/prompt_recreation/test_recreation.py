@@ -78,7 +78,6 @@ def summary_of(run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.wide  # picture prompts, DINO and the frozen tower each have tests of their own
 def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
     """Pictures of two sizes, two judges of one reward, adapters beside a frozen tower."""
     data = [
@@ -100,6 +99,9 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--sampling.max_new_tokens=6",
         "--sampling.group_size=2",
         "--training.max_steps=1",
+        "--training.prompts_per_batch=2",
+        "--evaluation.prompts=2",
+        "--evaluation.every=0",
         "--evaluation.sampled=false",
         f"--run_dir={run_dir}",
     ]

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_jax.config.build import to_dict
@@ -23,7 +23,6 @@ from grpo_jax.planning import take_request
 if TYPE_CHECKING:
     from grpo_jax.runs.experiment import Callback, Callbacks
     from grpo_jax.runs.processes import StopRequests
-    from grpo_jax.runs.several.company import Company
 
 
 @extras_named()
@@ -56,7 +55,7 @@ def run(
 
     Returns:
         The contents of summary.json, and "stopped": whether a signal, a callback or training.max_hours ended the run
-        early. Nothing in any but the first of several processes (docs/scaling.md).
+        early. Of several processes (docs/scaling.md) each returns its own.
 
     Raises:
         UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
@@ -67,44 +66,43 @@ def run(
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.experiment import Callbacks
     from grpo_jax.runs.processes import number_of, stop_requests
-    from grpo_jax.runs.several.company import Follower
-    from grpo_jax.runs.several.joining import join, leading, take_part
+    from grpo_jax.runs.several import join, watching
 
     enable_compile_cache()
     callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
     with stop_requests() as stop:
         try:
-            company = join(config, stop)
+            config = join(config, stop)
         except Stopped:
             if number_of() == 0:
                 print("stopped while waiting for the other processes: the same command begins again")
             return {"stopped": True, "iteration": 0}
-        if isinstance(company, Follower):
-            return take_part(config, company, stop)
-        with leading(company, config):
-            return _run(config, company, callbacks, stop, prompts=prompts, rewards=rewards)
+        with watching(config):
+            return _run(config, callbacks, stop, prompts=prompts, rewards=rewards)
 
 
-def _run(
-    config: Any, company: Company, callbacks: Callbacks, stop: StopRequests, *, prompts: Any, rewards: Any
-) -> dict[str, Any]:
-    from grpo_jax.reports.output import RunOutput
+def _run(config: Any, callbacks: Callbacks, stop: StopRequests, *, prompts: Any, rewards: Any) -> dict[str, Any]:
+    from grpo_jax.models.broadcast import is_main_process
+    from grpo_jax.reports.output import NoOutput, RunOutput
     from grpo_jax.rollout.watchdog import last_words
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run
     from grpo_jax.runs.language import load_program
+    from grpo_jax.runs.sameness import require_shared
 
     again = (
         f"; the last checkpoint is sound: mend the judge and go on with --resume --run_dir {config.run_dir}, "
         "or give it a process that can be ended: isolated: true"
     )
     clock = time.monotonic()
-    with RunOutput(config) as output, ExitStack() as leaving, last_words(again, output.directory.log):
+    opened = RunOutput(config) if is_main_process() else NoOutput(config)
+    with opened as output, ExitStack() as leaving, last_words(again, output.directory.log):
+        require_shared(output.directory.path)
         try:
-            with stop.at_once():
+            with stop.at_once() if is_main_process() else nullcontext():
                 program = config.task.program(config, output.part)
                 if program is None:
-                    data = {"prompts": prompts, "rewards": rewards, "company": company}
+                    data = {"prompts": prompts, "rewards": rewards}
                     program = load_program(config, output, **data, clock=clock, stop=stop, leaving=leaving)
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
@@ -115,7 +113,6 @@ def _run(
             keep=training.keep_checkpoints,
             keep_bytes=training.keep_gib * 2**30,
             note=output.note,
-            company=company,
         ) as checkpoints:
             return Run(program, checkpoints, output, clock, stop, callbacks).execute()
 
@@ -140,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = dataclasses.replace(config, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        from grpo_jax.runs.several.channel import part
+        from grpo_jax.runs.several import part
 
         try:
             run(config)

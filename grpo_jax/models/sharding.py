@@ -162,12 +162,18 @@ def gather(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def on_host(tree: PyTree) -> PyTree:
-    """Whole NumPy arrays in place of those on devices. Several processes must make the call together."""
+    """Whole NumPy arrays in place of those on devices. Several processes must make the call together.
+
+    What lies in other processes too is brought together one leaf at a time: no device holds two of them whole.
+    """
 
     def whole(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
-        return gather(leaf, leaf.sharding.mesh)
+        gathered = gather(leaf, leaf.sharding.mesh)
+        on_host = np.asarray(gathered)
+        gathered.delete()
+        return on_host
 
     return jax.device_get(jax.tree.map(whole, tree))
 

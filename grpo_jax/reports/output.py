@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
+from grpo_jax.config import Config
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.config.files import Values
 from grpo_jax.errors import StageError, UserError, one_line
@@ -163,6 +164,29 @@ class RunOutput:
     def _end_line(self) -> None:
         self._open_line.close()
         self._show = None
+
+
+class NoOutput:
+    """The output of any process of a run but process 0: none."""
+
+    def __init__(self, config: Config):
+        """Name the run directory; touch nothing."""
+        self.directory = RunDirectory(config.run_dir or "")
+
+    def say(self, *_: object, **__: object) -> None:
+        """Print nothing; so do the others."""
+
+    part = note = start = completions = iteration = finish = say
+
+    def truncate(self, step: int, *, rows: int | None = None) -> int:
+        """Return the number of rows that are to stay."""
+        return step if rows is None else rows
+
+    def __enter__(self) -> NoOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the folder to process 0."""
 
 
 def _error_text(error: BaseException) -> str:

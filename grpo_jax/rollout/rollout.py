@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,12 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.errors import StageError, Stopped
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count, together
+from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import Encoded, PictureInput
 from grpo_jax.rollout.environment import Answering, Environment, ReplyTokens, ask_environment
-from grpo_jax.rollout.episodes import AnswerError, Episode, Turn, remembered
+from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Turn, remembered
 from grpo_jax.rollout.pipeline import Slot, Stage, run_pipeline
 from grpo_jax.sampling.episodes import Carried, EpisodeSampler
 from grpo_jax.sampling.sampler import Samples
@@ -238,8 +242,10 @@ def collect(
     keys = prompt_keys(key, EVALUATION_STREAM if iteration is None else iteration, rows)
     stages = _Stages(environment, iteration, rows, sample, variables, keys, keep_prompt)
     answering = environment.answering
-    in_flight = None if answering is None else IN_FLIGHT
-    chunks, seconds = scheduling.run(len(rows), stages.sampled(), in_flight)
+    in_flight = None
+    if answering is not None:  # processes take part in one turn at a time
+        in_flight = IN_FLIGHT if process_count() == 1 else 1
+    chunks, seconds, judgement = stages.run(scheduling, stages.sampled(), in_flight)
     prompts = [chunk.prompt for chunk in chunks]
     samples = concatenated([_stream(chunk, answering) for chunk in chunks])
     counts = [len(chunk.rows) for chunk in chunks]
@@ -257,7 +263,7 @@ def collect(
         stages.seconds(seconds),
         {name: some for name, some in pictures.items() if some is not None},
     )
-    return episodes, _judgement(chunks)
+    return episodes, judgement
 
 
 def judge(
@@ -267,8 +273,16 @@ def judge(
     scheduling: Scheduling = Scheduling(),
 ) -> tuple[list[list[Episode]], Judgement]:
     """Judge given texts `[P][G]`, as episodes of one turn, the way evaluation does; raises as `collect`."""
-    chunks, _ = scheduling.run(len(rows), _Stages(environment, None, rows).judging(texts))
-    return [group for chunk in chunks for group in chunk.episodes], _judgement(chunks)
+    stages = _Stages(environment, None, rows)
+    chunks, _, judgement = stages.run(scheduling, stages.judging(texts))
+    return [group for chunk in chunks for group in chunk.episodes], judgement
+
+
+class _Ended(Exception):
+    """In another process than 0: its error, which ends the batch in all."""
+
+    def __init__(self, error: StageError | Stopped):
+        self.error = error
 
 
 @dataclass(frozen=True)
@@ -284,6 +298,7 @@ class _Stages:
     keep_prompt: int = 0
     device: threading.Lock = field(default_factory=threading.Lock)  # two of the sampler's programs need two memories
     waited: list[float] = field(default_factory=list)  # seconds for `device`
+    ended: threading.Event = field(default_factory=threading.Event)  # process 0 has told the others so
 
     @property
     def turns(self) -> int:
@@ -294,6 +309,45 @@ class _Stages:
     def gallery(self) -> int:
         """The number of first rows whose pictures are kept for the report."""
         return 0 if self.iteration is not None else self.environment.gallery
+
+    def run(
+        self, scheduling: Scheduling, stages: list[Stage], in_flight: int | None = None
+    ) -> tuple[list[EpisodeChunk], dict[str, float], Judgement]:
+        """Send the batch through stages; of several processes all sample it, and process 0 judges it for all."""
+        try:
+            chunks, seconds = scheduling.run(len(self.rows), stages, in_flight)
+            judgement = _judgement(chunks)
+            judged = self._share([judgement.rewards, judgement.watched, judgement.last])
+        except (StageError, Stopped, _Ended) as error:
+            ended = error if isinstance(error, _Ended) else error.__cause__
+            if isinstance(ended, _Ended):
+                raise ended.error from None
+            in_all = isinstance(error, StageError) and error.stage.startswith(("read", "sample"))
+            if process_count() > 1 and is_main_process() and not in_all:
+                with self.device:  # what is being sampled is sampled to its end, by all
+                    self.ended.set()
+                    broadcast({"stopped": isinstance(error, Stopped), "error": str(error)})
+            raise
+        return chunks, seconds, Judgement(*judged)
+
+    def _share(self, tree: Any) -> Any:
+        """Return process 0's tree in all processes; raises `_Ended` if it has ended the batch."""
+        if self.ended.is_set():
+            raise Stopped
+        message = broadcast(tree)
+        if isinstance(message, dict) and "error" in message:
+            raise _Ended(Stopped() if message["stopped"] else StageError("score", 0, message["error"]))
+        return message
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Hold the policy's devices, in all processes."""
+        started = time.perf_counter()
+        with self.device:
+            self.waited.append(time.perf_counter() - started)
+            self._share(None)
+            with together("sampling"):
+                yield
 
     def sampled(self) -> list[Stage]:
         """Stages from (first row, row behind the last) to an `EpisodeChunk`."""
@@ -318,6 +372,8 @@ class _Stages:
         return [Stage("sample", begin), *self._judging(0, last=True)]
 
     def _judging(self, turn: int, *, last: bool = False) -> list[Stage]:
+        if not is_main_process():
+            return []
         score = partial(self.score, turn, last or turn + 1 == self.turns)
         stages = [Stage(_named("score", turn), score)]
         return stages if self.environment.render is None else [Stage(_named("render", turn), self.render), *stages]
@@ -337,11 +393,14 @@ class _Stages:
         (start, stop), prompt = read
         assert self.keys is not None and self.sample is not None
         shown: dict[str, PictureStates] = {}
-        if prompt.pictures is not None and self.environment.encode_images is not None:
-            shown["pictures"], trained_on = self._encode_images(prompt.pictures)
-            prompt = prompt._replace(pictures=trained_on)
         begin = self.sample.begin if isinstance(self.sample, EpisodeSampler) else self.sample
-        samples, carried = self._run(begin, self.variables, prompt.tokens, prompt.mask, self.keys[start:stop], **shown)
+        with self._sampling():
+            if prompt.pictures is not None and self.environment.encode_images is not None:
+                shown["pictures"], trained_on = self._encode_images(prompt.pictures)
+                prompt = prompt._replace(pictures=trained_on)
+            samples, carried = self._write(
+                begin, self.variables, prompt.tokens, prompt.mask, self.keys[start:stop], **shown
+            )
         rows = self.rows[start:stop]
         empty = [[Episode(())] * samples.truncated.shape[1] for _ in rows]
         chunk = self._chunk(start, rows, empty, self.turns)
@@ -355,10 +414,11 @@ class _Stages:
         reply = chunk.replies[-1]
         keys = turn_keys(self.keys[chunk.start : chunk.start + len(chunk.rows)], turn)
         states = trained_on = None
-        if reply.pictures is not None:
-            states, trained_on = self._encode_images(reply.pictures)
-        arguments = (self.variables, chunk.carried, reply.tokens, reply.mask, keys, chunk.active, states)
-        samples, carried = self._run(self.sample.go_on, *arguments)
+        with self._sampling():
+            if reply.pictures is not None:
+                states, trained_on = self._encode_images(reply.pictures)
+            arguments = (self.variables, chunk.carried, reply.tokens, reply.mask, keys, chunk.active, states)
+            samples, carried = self._write(self.sample.go_on, *arguments)
         return self._read_turn(
             chunk._replace(
                 carried=carried if turn + 1 < self.turns else None,
@@ -374,15 +434,12 @@ class _Stages:
         states, trained_on = self.environment.encode_images(self.variables, pictures)
         return states, None if self.iteration is None else trained_on
 
-    def _run(
+    def _write(
         self, write: Callable[..., Any], *arguments: object, **pictures: PictureStates
     ) -> tuple[Samples, Carried | None]:
-        started = time.perf_counter()
-        with self.device:
-            self.waited.append(time.perf_counter() - started)
-            written = write(*arguments, **pictures)
-            samples, carried = written if isinstance(self.sample, EpisodeSampler) else (written, None)
-            return jax.device_get(samples), carried
+        written = write(*arguments, **pictures)
+        samples, carried = written if isinstance(self.sample, EpisodeSampler) else (written, None)
+        return on_host(samples), carried
 
     def _read_turn(self, chunk: EpisodeChunk) -> EpisodeChunk:
         samples, places = chunk.samples[-1], chunk.places
@@ -462,7 +519,14 @@ class _Stages:
         places, samples = chunk.places, chunk.samples[-1]
         asked = [chunk.rows[p] for p, _ in places], [chunk.episodes[p][g] for p, g in places]
         ended = [samples.tokens[place][samples.mask[place]][-1] in answering.eos_ids for place in places]
-        answers, reply = ask_environment(answering, self.environment.prepare, *asked, ended, places, chunk.active.shape)
+        answers: list[Answer | None] = []
+        reply = ReplyTokens(np.zeros(0), np.zeros(0))
+        if is_main_process():
+            answers, reply = ask_environment(
+                answering, self.environment.prepare, *asked, ended, places, chunk.active.shape
+            )
+        if process_count() > 1:
+            answers, reply = self._shared_answers(answers, reply)
         active = np.zeros_like(chunk.active)
         failed = chunk.failed.copy()
         for place, answer in zip(places, answers, strict=True):
@@ -470,6 +534,19 @@ class _Stages:
             failed[place] = answer is None
         chunk = chunk.with_episodes(lambda number, episode: episode.with_last(answer=answers[number]))
         return chunk._replace(active=active, failed=failed, replies=(*chunk.replies, reply))
+
+    def _shared_answers(
+        self, answers: list[Answer | None], reply: ReplyTokens
+    ) -> tuple[list[Answer | None], ReplyTokens]:
+        """Return process 0's answers in all processes; the others have no pictures but the prepared ones."""
+        texts = [None if answer is None else [answer.text, answer.done] for answer in answers]
+        pictures = None if reply.pictures is None else [*reply.pictures]
+        with self.device:
+            texts, tokens, mask, pictures = self._share([texts, reply.tokens, reply.mask, pictures])
+        if is_main_process():
+            return answers, reply
+        answers = [None if text is None else Answer(text[0], done=text[1]) for text in texts]
+        return answers, ReplyTokens(tokens, mask, None if pictures is None else Pictures(*pictures))
 
     def seconds(self, by_stage: Mapping[str, float]) -> dict[str, float]:
         """Sum the seconds of all turns by stage; the sampler's without its waiting for itself."""

@@ -30,9 +30,10 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from grpo_jax.errors import UserError, one_line, short_repr
+from grpo_jax.errors import UserError, complain, one_line, short_repr
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
-from grpo_jax.runs.directory import retry_write
+from grpo_jax.runs.directory import MAX_ATTEMPTS, retry_write
 from grpo_jax.runs.progress import Record as Meta
 from grpo_jax.runs.series import (
     EVALUATED,
@@ -45,7 +46,7 @@ from grpo_jax.runs.series import (
     leaves,
     storable,
 )
-from grpo_jax.runs.several.company import ALONE, Company
+from grpo_jax.runs.several import end_in_all
 
 Result = TypeVar("Result")
 _NAMED = ("best", "final")
@@ -79,7 +80,6 @@ class Checkpoints:
         keep_bytes: float = 0,
         read_only: bool = False,
         note: Callable[[str], None] = lambda text: None,
-        company: Company = ALONE,
     ):
         """Open a folder, made if absent, and remove what an interrupted write left in it.
 
@@ -101,7 +101,7 @@ class Checkpoints:
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
         try:
-            opened = partial(Series, read_only=read_only, committed=self._make_room, company=company)
+            opened = partial(Series, read_only=read_only, committed=self._make_room, failed=self._end)
             self._steps = opened(self.folder, "step", keep)
             self._named = {name: opened(self.folder / name, "version", 1) for name in _NAMED}
         except OSError as error:
@@ -112,7 +112,7 @@ class Checkpoints:
 
         After a write that failed in the background, this one is waited for. UserError if it fails as well.
         """
-        if step != self._steps.writing and step not in self._steps.numbers():
+        if broadcast(step != self._steps.writing and step not in self._steps.numbers()):
             self._write(_Entry(self._steps, step), state, meta | {"step": step}, wait=wait)
         elif wait:
             self.wait()
@@ -127,11 +127,17 @@ class Checkpoints:
 
     def latest_step(self) -> int | None:
         """Return the step that `restore("latest")` would continue from; None if there is none."""
-        entry = self._looking(self._latest)[0]
-        return None if entry is None else self._looking(lambda: self._meta(entry)["step"])
+
+        def look() -> int | None:
+            entry = self._latest()[0]
+            return None if entry is None else self._meta(entry)["step"]
+
+        return broadcast(self._looking(look) if is_main_process() else None)
 
     def set_aside_damaged(self) -> list[str]:
         """Set aside damaged checkpoints that a resumed run would meet, and a damaged `best`; a line for each."""
+        if not is_main_process():
+            return []
         damaged = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
         for entry, _ in damaged:
             entry.series.set_aside(entry.number)
@@ -140,7 +146,7 @@ class Checkpoints:
     def available(self) -> list[str]:
         """Return the names that can be restored, as written on the command line."""
         named = [name for name, series in self._named.items() if series.numbers()]
-        return [*map(str, self._steps.numbers()), *named]
+        return broadcast([*map(str, self._steps.numbers()), *named])
 
     def restore(self, which: int | str, template: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Meta]:
         """Restore a whole state, with the types and places of a template, and its meta (with `"step"`).
@@ -149,11 +155,11 @@ class Checkpoints:
         """
 
         def read() -> tuple[dict[str, PyTree], Meta]:
-            entry = self._find(which)
+            entry = self._find_in_all(which)
             restored: dict[str, PyTree] = {}
             for item, part in items(template).items():
                 restored |= self._read(entry, item, part)
-            meta = self._meta(entry)
+            meta = broadcast(self._meta(entry) if is_main_process() else None)
             self._stored = meta["step"], entry.path
             return {name: restored[name] for name in template}, meta
 
@@ -161,7 +167,7 @@ class Checkpoints:
 
     def read_meta(self, which: int | str) -> Meta:
         """Read a checkpoint's meta (with `"step"`). Raises UserError as `restore` does."""
-        return self._looking(lambda: self._meta(self._find(which)))
+        return broadcast(self._looking(lambda: self._meta(self._find(which))) if is_main_process() else None)
 
     def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, Meta]:
         """Restore the variables alone; without a template they go to the first device."""
@@ -212,7 +218,7 @@ class Checkpoints:
     def _save_named(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         series = self._named[name]
         # versions count up whatever the step: a resumed run may find its best at an earlier step than before
-        number = max(series.numbers(), default=0) + 1
+        number = broadcast(max(series.numbers(), default=0) + 1)
         self._write(_Entry(series, number), state, meta | {"step": step}, wait=True)
 
     def _write(self, entry: _Entry, state: Mapping[str, PyTree], meta: Meta, *, wait: bool) -> None:
@@ -220,7 +226,7 @@ class Checkpoints:
             raise ValueError("these checkpoints were opened with read_only=True")
         trees = {item: storable(part) for item, part in items(state).items()}
         meta = json.loads(json.dumps(meta, default=_plain))
-        if self._link(entry, meta):
+        if broadcast(is_main_process() and self._link(entry, meta)):
             return
         self._stored = meta["step"], entry.path
         series, retrying = entry.series, False
@@ -244,7 +250,9 @@ class Checkpoints:
             self._note(f"a checkpoint could not be written ({_reason(error)}); trying again in {pause:g} s")
 
         try:
-            retry_write(write, may_pass=may_pass, on_retry=on_retry)
+            # Of several processes one cannot begin again alone: they end, and the run is resumed.
+            max_attempts = MAX_ATTEMPTS if process_count() == 1 else 1
+            retry_write(write, may_pass=may_pass, on_retry=on_retry, max_attempts=max_attempts)
         except Exception as error:
             if not _is_disk_error(error):
                 raise
@@ -269,6 +277,14 @@ class Checkpoints:
             if disk_usage(series.path(number) for series in every for number in series.numbers()) <= self._keep_bytes:
                 return
             self._steps.remove(old)
+
+    def _end(self, error: BaseException) -> None:
+        """End this process, one of several, whose background write has failed: the others wait for it at once."""
+        told = self._unwritable(error) if _is_disk_error(error) else error
+        if is_main_process():
+            complain(f"error: {' '.join(str(told).split())}")
+        end_in_all(told)
+        os._exit(2 if isinstance(told, UserError) else 1)
 
     def _unwritable(self, error: BaseException) -> UserError:
         if not self._read_only and isinstance(error, FileNotFoundError) and not self.folder.is_dir():
@@ -365,6 +381,15 @@ class Checkpoints:
             mend = f"there are: {', '.join(others)}" if others else "there is no other"
             raise UserError(f"{entry.path} is damaged ({damage}); {mend}")
         return entry
+
+    def _find_in_all(self, which: int | str) -> _Entry:
+        """Find a checkpoint as process 0 finds it."""
+        entry = self._find(which) if is_main_process() else None
+        name, number = broadcast(None if entry is None else [self._name_of(entry.series), entry.number])
+        return _Entry(self._named.get(name, self._steps), number)
+
+    def _name_of(self, series: Series) -> str:
+        return next((name for name, named in self._named.items() if named is series), "step")
 
     @contextmanager
     def _reading(self, entry: _Entry) -> Iterator[None]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_jax.core.repeated import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped
+from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode
@@ -108,7 +109,7 @@ def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) ->
     ranked_rows: list[Row] = []
     every: dict[str, list[object]] = {}
     for start in range(0, len(rows), _chunk(parts)):
-        if parts.stopping():
+        if parts.is_stopped():
             raise Stopped
         part = rows[start : start + _chunk(parts)]
         prompt = parts.environment.encode(part)
@@ -116,7 +117,7 @@ def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) ->
         pictures = {}
         if prompt.pictures is not None and encode_images is not None:
             pictures["pictures"] = encode_images(variables, prompt.pictures)[0]
-        ranking = jax.device_get(rank(variables, prompt.tokens, prompt.mask, **pictures))
+        ranking = on_host(rank(variables, prompt.tokens, prompt.mask, **pictures))
         columns = choices.columns(part, ranking.texts, ranking.scores)
         texts += [choices.texts[int(number)] for number in ranking.texts[:, 0]]
         ranked_rows += [

@@ -20,6 +20,7 @@ import numpy as np
 
 from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import (
@@ -160,7 +161,7 @@ class Run:
         self.progress = Progress(0, self.program.iterations, None, 0, dict(begun.seconds), [0], identity, begun.notes)
         self.output.say(begun.line)
         self.save(wait=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        self._remove(folder)
         return True
 
     def resume(self) -> None:
@@ -174,7 +175,7 @@ class Run:
         self._keep_config()
         template = self.program.template()
         saved, _ = self.checkpoints.restore("latest", self.program.saved(template))
-        shutil.rmtree(self.output.directory.warm_start, ignore_errors=True)  # of a run killed at its first checkpoint
+        self._remove(self.output.directory.warm_start)  # of a run killed at its first checkpoint
         rows = progress.iteration - (progress.unvalidated is not None)
         written = self.output.truncate(progress.iteration, rows=rows)
         if written < rows:
@@ -190,12 +191,20 @@ class Run:
         self.state = self.program.restored(saved, template)
         self.progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
 
+    def _remove(self, folder: Path) -> None:
+        if is_main_process():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _is_stopped(self) -> bool:
+        """Return, in all processes, whether process 0 was asked to stop."""
+        return broadcast(self.stop.is_set())
+
     def _keep_config(self) -> None:
         """On --resume, write what was overridden, such as --on_judge_error, into config.yaml for the next resume.
 
         Comes after what may refuse the resume: config.yaml must not keep what was refused.
         """
-        if self.config.resume:
+        if self.config.resume and is_main_process():
             self.output.directory.write_config(to_yaml(dataclasses.replace(self.config, resume=False)))
 
     def train(self) -> None:
@@ -205,7 +214,7 @@ class Run:
         self.output.start(self.program.iterations, announced)
         if self._now.unvalidated is not None:
             self.validate()
-        while not self._is_over() and not self.stop.is_set():
+        while not self._is_over() and not self._is_stopped():
             failure = self.step()
             if failure:
                 self.save(wait=True)
@@ -214,7 +223,7 @@ class Run:
                 self._save_and_tell()
                 announced = self._now.iteration
             worked = time.monotonic() - self.clock
-            if training.max_hours and worked >= 3600 * training.max_hours and not self._is_over():
+            if training.max_hours and is_main_process() and worked >= 3600 * training.max_hours and not self._is_over():
                 self.output.say(f"training.max_hours = {training.max_hours:g} are over")
                 self.stop.set()
         if announced < self._now.iteration:
@@ -233,12 +242,18 @@ class Run:
         number = int(metrics.get("step", self._now.iteration))
         folder = self.output.directory.path.absolute()
         event = IterationEvent(number, self.program.iterations, dict(metrics), folder, checkpoint)
+        if getattr(self.callbacks, name) is None:
+            return
+        asked, failure, cause = False, "", None
         try:
-            asked = self.callbacks.ask(name, event)
+            asked = is_main_process() and self.callbacks.ask(name, event)
         except UserError as error:
+            failure, cause = str(error), error
+        asked, failure = broadcast([asked, failure])
+        if failure:
             self.save(wait=True)
             saved = f"Saved after iteration {self._now.iteration}; mend it and go on with {self.again}"
-            raise UserError(f"{error}. {saved}") from error
+            raise UserError(f"{failure}. {saved}") from cause
         if asked and not self._is_over():
             self.output.say(f"{name} asks to stop")
             self.stop.set()
@@ -290,6 +305,7 @@ class Run:
         waited = after_validation(Waited(**(progress.waited or {})), scored, progress.iteration, self.config.training)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
         progress = progress._replace(seconds=seconds, waited=waited._asdict())
+        score = broadcast(float(score))
         # Without a single reward the score is NaN, which no later score would exceed.
         if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
             progress = progress._replace(best_score=score, best_iteration=progress.iteration)
@@ -331,6 +347,8 @@ class Run:
                 stopped.iteration = self.progress.iteration
             raise
         except (StageError, StopRun) as error:
+            if process_count() > 1 and isinstance(error, StageError) and _is_own_failure(error):
+                raise  # the others may be in the middle of it: they do not save
             saved = "Nothing was trained yet"
             if self.progress is not None:
                 self.save(wait=True)
@@ -352,3 +370,8 @@ class Run:
                 hint = "" if self.config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
             reason = cause if isinstance(cause, UserError) else error  # a reward names itself
             raise UserError(f"{' '.join(str(reason).split())}. {saved}; mend the judge and {again}{hint}") from error
+
+
+def _is_own_failure(error: StageError) -> bool:
+    """Return whether the policy failed in this process, and not a judge or an input, which all processes know."""
+    return error.stage.startswith("sample") and not isinstance(error.__cause__, UserError)

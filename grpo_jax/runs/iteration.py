@@ -27,10 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.config import Config
-from grpo_jax.core.trie import Trie
 from grpo_jax.errors import ABANDONED, Stopped
-from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.broadcast import process_count, together
+from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
@@ -41,7 +40,6 @@ from grpo_jax.rollout.watchdog import unseen_interrupts_end
 from grpo_jax.runs.measures import present_mean, turn_metrics
 from grpo_jax.runs.parts import Parts, objectives_of
 from grpo_jax.runs.progress import Record
-from grpo_jax.runs.several.company import Company
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import (
     OVERLONG,
@@ -61,15 +59,6 @@ from grpo_jax.training.state import (
     stale_variables,
 )
 from grpo_jax.training.update import make_update
-
-
-class LearningBrief(NamedTuple):
-    """Training choices that follow from the data, for all processes; `allowed` is bool [V], or None for all."""
-
-    iterations: int
-    accumulation: int
-    allowed: np.ndarray | None
-    trie: Trie | None
 
 
 class Learner(NamedTuple):
@@ -93,17 +82,8 @@ class Learner(NamedTuple):
 
 def make_learner(parts: Parts) -> Learner:
     """Make optimizer, schedule and update step from a run's config."""
-    config, company = parts.config, parts.company
-    iterations = iterations_in_all(config.training, len(parts.prompts.train))
-    brief = LearningBrief(iterations, config.training.accumulation, parts.allowed_tokens, parts.trie)
-    company.lead("learning", lambda brief: None)(brief)
-    return led_learner(config, parts.policy, brief, company)
-
-
-def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: Company) -> Learner:
-    """Make the learner, whose functions run in all processes."""
-    iterations = brief.iterations
-    training = dataclasses.replace(config.training, accumulation=brief.accumulation)
+    config, policy, training = parts.config, parts.policy, parts.config.training
+    iterations = iterations_in_all(training, len(parts.prompts.train))
     per_iteration = config.training.inner_epochs * config.training.minibatches
     section = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
     schedule = make_schedule(section, iterations * per_iteration)
@@ -115,8 +95,8 @@ def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: C
         training,
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.written_tokens,
-        allowed_tokens=None if brief.allowed is None else jnp.asarray(brief.allowed),
-        trie=brief.trie,
+        allowed_tokens=None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens),
+        trie=parts.trie,
         ppo=config.ppo,
     )
     steered = config.algorithm.learns_values and config.ppo.kl_coef > 0
@@ -139,11 +119,11 @@ def led_learner(config: Config, policy: Policy, brief: LearningBrief, company: C
         return state._replace(behind=stale_copy(state)) if config.training.lag else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
-        return update(state, shard_batch(batch, policy.mesh), key)
+        with together("update"):
+            result = update(state, shard_batch(batch, policy.mesh), key)
+            return jax.block_until_ready(result) if process_count() > 1 else result
 
-    lead = company.lead
-    refresh = lead("refresh", refresh_reference)
-    return Learner(lead("update", learn_from), schedule, iterations, per_iteration, lead("start", start), refresh)
+    return Learner(learn_from, schedule, iterations, per_iteration, start, refresh_reference)
 
 
 _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
@@ -257,7 +237,7 @@ def batch_of(parts: Parts, episodes: Episodes, judgement: Judgement) -> Batch:
         judgement.informative,
         parts.config.algorithm,
         pictures=episodes.pictures,
-        mesh=parts.policy.mesh if parts.company.processes == 1 else None,  # each process takes its share
+        mesh=parts.policy.mesh if process_count() == 1 else None,  # each process takes its share
         kept=parts.config.sampling.keep_prompt,
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 from grpo_jax.config.build import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
+from grpo_jax.models.broadcast import broadcast, is_main_process, meet
 from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.rewards import (
     IN_PYTHON,
@@ -34,7 +35,6 @@ from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language
-from grpo_jax.runs.several.company import ALONE, Company
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished
@@ -137,7 +137,7 @@ class LanguageProgram:
         def to_save() -> Record:
             return {**begun, "seconds": with_total(begun["seconds"], self.clock)}
 
-        with Checkpoints(folder, keep=2, note=self.say, company=parts.company) as checkpoints:
+        with Checkpoints(folder, keep=2, note=self.say) as checkpoints:
             warmed = warm_start(parts, checkpoints=checkpoints, meta=to_save, say=self.say)
         if warmed is None:
             return None
@@ -145,7 +145,7 @@ class LanguageProgram:
         return self.learner.start(variables), meta["notes"], {**meta["seconds"], "warm_start": seconds}
 
     def _interrupted(self, folder: Path) -> Record | None:
-        if not folder.is_dir():
+        if not broadcast(folder.is_dir()):
             return None
         with Checkpoints(folder, read_only=True) as checkpoints:
             if checkpoints.latest_step() is None:
@@ -251,16 +251,17 @@ def load_program(
     clock: float,
     stop: StopRequests,
     leaving: ExitStack,
-    company: Company = ALONE,
 ) -> LanguageProgram:
     """Load a language run."""
     source = from_python(config, prompts, rewards)
-    if source.config is not config and not config.resume:  # a resume may be refused yet
+    if source.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         output.directory.write_config(to_yaml(source.config))
-    keep_prompts(source, output.directory, output.note)
+    if is_main_process():
+        keep_prompts(source, output.directory, output.note)
+    meet()
     if source.prompts is None and config.data.prompts == IN_PYTHON:
         source = source._replace(prompts=kept_prompts(output.directory))
     given = {"prompts": source.prompts, "rewards": source.rewards}
-    parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving, company=company)
+    parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
     parts = within_budget(parts, output.part)
     return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock)

@@ -12,12 +12,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config import Config
+from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
+from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
+from grpo_jax.models.broadcast import broadcast, is_main_process, meet, process_count
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.pictures import Pictures
@@ -30,17 +32,23 @@ from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.runs.measures import require_names
-from grpo_jax.runs.policy import image_processor_of, load_run_policy, make_new_policy, make_prepare, policy_folder
+from grpo_jax.runs.policy import (
+    image_processor_of,
+    load_run_policy,
+    make_new_policy,
+    make_prepare,
+    make_see,
+    policy_folder,
+)
 from grpo_jax.runs.progress import SCORE
-from grpo_jax.runs.several.company import ALONE, Company
-from grpo_jax.runs.several.devices import listed, place_parts, policy_devices
-from grpo_jax.runs.several.led import Brief, led_samplers, led_see
-from grpo_jax.sampling.samplers import Samplers
+from grpo_jax.runs.sameness import data_facts, require_same
+from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.estimators import Objectives, make_turn_objectives
 from grpo_jax.training.memory import Shown, fewest_parts, machine_memory, require_memory, update_bytes
 
 _GIB = 2**30
+_ON_THIS_MACHINE = "SLURM_LOCALID"
 
 
 class Parts(NamedTuple):
@@ -63,7 +71,10 @@ class Parts(NamedTuple):
     devices: dict[str, str]
     trainer: Trainer
     stopping: Callable[[], bool] = lambda: False
-    company: Company = ALONE
+
+    def is_stopped(self) -> bool:
+        """Return, in all processes, whether process 0 was asked to stop."""
+        return broadcast(self.stopping())
 
     @property
     def prompts(self) -> PromptSet:
@@ -98,19 +109,19 @@ def load_parts(
     rewards: Mapping[str, Reward] = MappingProxyType({}),
     stopping: Callable[[], bool] = lambda: False,
     leaving: ExitStack | None = None,
-    company: Company = ALONE,
 ) -> Parts:
     """Load everything, one line (say(name, detail)) per part.
 
     `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges that hold something
-    outside this process when the run ends. The policy is loaded in all processes of `company`.
+    outside this process when the run ends. Of several processes process 0 alone loads judges.
     """
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
-    placement = place_parts(config, say, processes=company.processes)
+    placement = place_parts(config, say)
     data = config.task.load(TaskSetup(config, prompts, say))
     sizes = ", ".join(f"{len(part)} {split}" for split, part in zip(SPLITS, data.prompts, strict=True))
     say("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
+    require_same("data", data_facts(data.prompts))
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(
@@ -125,11 +136,14 @@ def load_parts(
     )
     require_names(config, resolved, data.environment.controls)
     say("rewards", resolved.describe())
-    for name, judge in config.judges.items():
+    judge_sections = config.judges if is_main_process() else {}
+    for name, judge in judge_sections.items():
         with judge_named(name):
             getattr(judge, "check", lambda: None)()
-    make_new_policy(config, data.vocabulary)
-    devices = policy_devices(placement, config.policy, processes=company.processes)
+    devices = policy_devices(placement, config.policy)
+    if is_main_process():
+        make_new_policy(config, data.vocabulary)
+    meet()
     if not config.judges:
         say("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
@@ -146,16 +160,12 @@ def load_parts(
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
     )  # before the weights: a prompt that is too long is found in seconds
-    if devices[0].platform == "cpu" and company.processes == 1:
+    if devices[0].platform == "cpu" and process_count() == 1:
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
-
-    def load(run_dir: str, pictures: bool) -> Policy:
-        return load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
-
-    policy = company.lead("load", load)(config.run_dir, pictures)
+    policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
     tell_system_prompt(folder.tokenizer, config.data, data.prompts.train, say)
     judges = {}
-    for name, judge in config.judges.items():
+    for name, judge in judge_sections.items():
         with judge_named(name):
             judges[name] = judge.load(placement[name])
             if leaving is not None and hasattr(judges[name], "close"):
@@ -168,15 +178,17 @@ def load_parts(
     allowed = policy_tokens(config, policy.folder)
     trie = policy_choices(config, choices and choices.texts, policy.folder)
     _check_early_stopping(config, data.prompts, environment)
-    brief = Brief(allowed, trie, choices.listed if choices else 0, pictures)
-    company.lead("sampling", lambda brief: None)(brief)
+    samplers = make_samplers(
+        config.sampling, config.evaluation, policy, allowed, trie, listed=choices.listed if choices else 0
+    )
+    meet()  # judges are loaded in process 0 alone
     return Parts(
         config=config,
         task_data=data,
         policy=policy,
-        environment=environment._replace(encode_images=led_see(policy, brief, company)),
+        environment=environment._replace(encode_images=make_see(policy) if pictures else None),
         rewards=resolved,
-        samplers=led_samplers(config, policy, brief, company),
+        samplers=samplers,
         allowed_tokens=allowed,
         trie=trie,
         key=jax.random.key(config.seed),
@@ -184,9 +196,49 @@ def load_parts(
         if judges
         else {POLICY: listed(devices)},
         trainer=trainer,
-        stopping=stopping,
-        company=company,
+        stopping=stopping if is_main_process() else lambda: False,
     )
+
+
+def place_parts(config: Config, say: Say) -> dict[str, str]:
+    """Choose the device of each part on this machine, before JAX starts; processes share the policy's devices."""
+    placement = own_package("bridges", "placement")
+    requests = config.requests if is_main_process() else {POLICY: config.requests[POLICY]}
+    away = {name: requests.pop(name) for name in config.elsewhere if name in requests}
+    places, notes = placement.place(requests, policy_count=config.policy.mesh.size // process_count())
+    for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
+        say("devices", note)
+    return {**places, **away}
+
+
+def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[jax.Device]:
+    """The policy's JAX devices, as many as its mesh takes; of several processes those in the same places in each.
+
+    UserError if there are too few, or another process runs on this machine: all would take the same.
+    """
+    devices, mesh = own_package("bridges", "placement").policy_devices(places), section.mesh
+    processes = process_count()
+    wanted = mesh.size // processes
+    if len(devices) < wanted:
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        raise UserError(
+            f"policy.mesh: fsdp {mesh.fsdp} x tensor {mesh.tensor} takes {wanted} devices{each}, but the policy has "
+            f"{len(devices)} ({listed(devices)}); make the mesh smaller (evaluate: --mesh FSDP TENSOR); "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} shows JAX that many on a CPU, for a trial"
+        )
+    if processes == 1:
+        return devices[:wanted]
+    if devices[0].platform == "gpu" and os.environ.get(_ON_THIS_MACHINE, "0") != "0":
+        raise UserError(f"{_ON_THIS_MACHINE}: expected one process on each machine (srun --ntasks-per-node=1)")
+    mine = jax.local_devices(backend=devices[0].platform)
+    numbers = [mine.index(device) for device in devices[:wanted]]
+    every = (jax.local_devices(process, devices[0].platform) for process in range(processes))
+    return [local[number] for local in every for number in numbers]
+
+
+def listed(devices: Sequence[jax.Device]) -> str:
+    """Names of devices."""
+    return ", ".join(map(str, devices))
 
 
 def make_environment(
@@ -201,12 +253,15 @@ def make_environment(
 ) -> Environment:
     """Make the functions between the policy's tokens and the rewards."""
     image_processor = image_processor_of(config, loaded)
-    maximised = {wanted.name: bind(wanted, judges) for wanted in rewards.maximised}
-    watched = {wanted.name: bind(wanted, judges) for wanted in rewards.watched}
+    maximised: dict[str, Reward] = {}
+    watched: dict[str, Reward] = {}
+    for bound, wanted in ((maximised, rewards.maximised), (watched, rewards.watched)):
+        for reward in wanted:
+            bound[reward.name] = bind(reward, judges) if is_main_process() else reward.function
     return Environment(
         encode=encode,
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
-        render=None if data.render is None else data.render(judges, rewards.asked),
+        render=None if data.render is None or not is_main_process() else data.render(judges, rewards.asked),
         score=make_score(
             maximised,
             watched,

@@ -17,10 +17,11 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models import hf
+from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import Policy, load_policy
-from grpo_jax.models.sharding import gather
+from grpo_jax.models.sharding import gather, on_host
 from grpo_jax.models.variables import VALUE, VISUAL, Variables
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_pictures, same_size
 from grpo_jax.rollout.data import Row
@@ -175,6 +176,8 @@ def make_see(policy: Policy) -> See:
 
     def see(variables: Variables, pictures: Pictures) -> tuple[PictureStates, PictureStates | Pictures]:
         states = gather(compiled(variables, pictures), policy.mesh)
+        if process_count() > 1:  # batches are made on the host
+            states = on_host(states)
         frozen = VISUAL in variables and VISUAL not in variables.get("lora", {})
         return states, states if frozen else pictures
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from grpo_jax.models.broadcast import is_main_process, process_count, together
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.episodes import Turn
 from grpo_jax.rollout.pictures import thumbnail
@@ -54,11 +55,13 @@ def finish_language(parts: Parts, state: TrainState, progress: Progress, directo
     after = measure_all(parts, state.variables, references=False)
     seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
     policy, variables = parts.policy, state.variables
-    if parts.company.processes > 1:
-        variables = parts.company.lead("whole", on_host)(variables)
-    policy.save(directory.policy, variables)
-    if policy.lora is not None:
-        policy.save_adapters(directory.adapter, variables)
+    if process_count() > 1:
+        with together("export"):
+            variables = on_host(variables)
+    if is_main_process():
+        policy.save(directory.policy, variables)
+        if policy.lora is not None:
+            policy.save_adapters(directory.adapter, variables)
     findings = find(parts, progress.notes["remembered"], "after", after)
     summary: Record = {**summarise(parts, progress, after, seconds), **findings.entries}
     further = (turns_table(summary["evaluation"]), samples_table(summary.get("samples", {})))

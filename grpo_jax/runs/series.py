@@ -24,12 +24,11 @@ import orbax.checkpoint as ocp
 
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
+from grpo_jax.models.broadcast import is_main_process, meet, process_count, together
 from grpo_jax.models.variables import PyTree
 from grpo_jax.runs.progress import Record
-from grpo_jax.runs.several.company import ALONE, Company
 
 _WRITING, _META = ".writing", "meta.json"
-WRITE, READ = "write checkpoint", "read checkpoint"  # as all processes do it
 
 
 class Series:
@@ -43,12 +42,12 @@ class Series:
         *,
         read_only: bool,
         committed: Callable[[], None] = lambda: None,
-        company: Company = ALONE,
+        failed: Callable[[BaseException], None] = lambda error: None,
     ):
         """Open a series' own folder, which may hold other series' folders, and remove what an interrupted write left.
 
         With `read_only` nothing is made or removed. The writing thread calls `committed` when a checkpoint has its
-        place.
+        place, and in a run of several processes `failed` with the error of a write.
         """
         self.folder = folder
         self.writing: int | None = None  # the number of the write in the background
@@ -57,10 +56,9 @@ class Series:
         self._committed = committed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._failed = failed
         self._checkpointer: ocp.AsyncCheckpointer | None = None
-        self._write = company.lead(WRITE, lambda path, trees: write_trees(self._opened(), path, trees))
-        self._read = company.lead(READ, read_tree)
-        if not read_only:
+        if not read_only and is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
             self.clear()
 
@@ -81,9 +79,14 @@ class Series:
         return sorted(int(match[1]) for match in matches if match)
 
     def save(self, number: int, trees: Mapping[str, PyTree], meta: Mapping[str, object]) -> None:
-        """Copy the arrays and write them in the background; errors of Orbax or the system come here or in `wait`."""
+        """Copy the arrays and write them in the background; errors of Orbax or the system come here or in `wait`.
+
+        Each of several processes writes its parts, and process 0 gives the checkpoint its place.
+        """
         written = self._start_writing(number)
-        self._write(str(written), trees)
+        with together("checkpoint"):
+            meet()  # what an interrupted write left is gone
+            write_trees(self._opened(), str(written), trees)
         self.writing = number
         arguments = (written, number, json.dumps(meta))
         self._thread = threading.Thread(target=self._commit, args=arguments, name="commit", daemon=True)
@@ -99,7 +102,8 @@ class Series:
     def wait(self) -> None:
         """Wait for the write in the background; raises its error once."""
         if self._thread is not None:
-            self._thread.join()
+            with together("checkpoint"):
+                self._thread.join()
             self._thread = self.writing = None
         error, self._error = self._error, None
         if error is not None:
@@ -121,7 +125,8 @@ class Series:
 
     def read(self, number: int, item: str, template: PyTree) -> PyTree:
         """Read a tree of a checkpoint, in shapes and places of `template`."""
-        return self._read(str(self.path(number)), item, template)
+        with together("checkpoint"):
+            return read_tree(str(self.path(number)), item, template)
 
     def read_meta(self, number: int) -> Record:
         """Read the meta of a checkpoint."""
@@ -141,17 +146,24 @@ class Series:
 
     def _start_writing(self, number: int) -> Path:
         self.wait()
+        if is_main_process():
+            self._make_ready()
+        return self.folder / _WRITING / self.path(number).name
+
+    def _make_ready(self) -> None:
         if not self.folder.is_dir():
             raise FileNotFoundError(f"{self.folder} is gone")
         self.clear()
-        return self.folder / _WRITING / self.path(number).name
 
     def _commit(self, written: Path, number: int, meta: str) -> None:
         try:
             self._opened().wait_until_finished()
-            self._put_in_place(written, number, meta)
+            if is_main_process():
+                self._put_in_place(written, number, meta)
         except BaseException as error:
             self._error = error
+            if process_count() > 1:  # the others wait for it
+                self._failed(error)
 
     def _put_in_place(self, written: Path, number: int, meta: str, listed: Mapping[str, object] | None = None) -> None:
         (written / _META).write_text(meta, encoding="utf-8")

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import Config
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
+from grpo_jax.models.broadcast import process_count, together
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
@@ -22,11 +23,8 @@ from grpo_jax.rollout.environment import prepared
 from grpo_jax.rollout.episodes import Answer, checked
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.iteration import LearningBrief
 from grpo_jax.runs.parts import Parts
-from grpo_jax.runs.policy import Policy
 from grpo_jax.runs.progress import Record
-from grpo_jax.runs.several.company import Company
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
@@ -65,9 +63,7 @@ def warm_start(
         raise UserError(
             f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
-    brief = LearningBrief(section.steps, config.training.accumulation, parts.allowed_tokens, parts.trie)
-    parts.company.lead("sft", lambda brief: None)(brief)
-    start, step = led_sft(config, parts.policy, brief, parts.company)
+    start, step = make_sft(parts)
     state = start(parts.policy.variables)
     batch = _batches(parts, pairs)
     done, seconds = 0, 0.0
@@ -85,7 +81,7 @@ def warm_start(
 
     line_every, save_every = max(1, section.steps // _LINES), config.training.save_every
     for number in range(done, section.steps):
-        if parts.stopping():
+        if parts.is_stopped():
             save(number, state, wait=True)
             return None
         places = batch(number)
@@ -99,24 +95,24 @@ def warm_start(
     return state.variables, time.monotonic() - started
 
 
-def led_sft(
-    config: Config, policy: Policy, brief: LearningBrief, company: Company
-) -> tuple[Callable[..., TrainState], Callable[..., tuple[TrainState, Record]]]:
-    """Make start(variables) → state and step(state, batch) → (state, report), of all processes."""
-    section = config.warm_start
+def make_sft(
+    parts: Parts,
+) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
+    """Make start(variables) → state and step(state, batch) → (state, report)."""
+    config, policy, section = parts.config, parts.policy, parts.config.warm_start
     optimizing = dataclasses.replace(
         config.optimizer, learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
     )
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
-    allowed = None if brief.allowed is None else jnp.asarray(brief.allowed)
+    allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
     temperature = config.sampling.temperature
-    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed, trie=brief.trie)
-    step = make_train_step(
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed, trie=parts.trie)
+    train_step = make_train_step(
         make_supervised_objective(forward),
         optimizer,
         normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
-        accumulation=math.gcd(section.batch, brief.accumulation),
+        accumulation=math.gcd(section.batch, config.training.accumulation),
     )
     scale = make_loss_scale(config.policy.compute_dtype)
 
@@ -124,7 +120,12 @@ def led_sft(
         state = init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
         return commit_to_device(shard(state, policy.mesh))
 
-    return company.lead("sft start", start), company.lead("sft step", step)
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Record]:
+        with together("warm start"):
+            result = train_step(state, batch)
+            return jax.block_until_ready(result) if process_count() > 1 else result
+
+    return start, step
 
 
 def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:

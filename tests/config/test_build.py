@@ -179,7 +179,16 @@ def test_a_checkpoint_remembers_what_is_learned_and_not_how_memory_is_used():
     memory = {"accumulation", "memory_budget_gib", "chunk_prompts"}
     run = {"run_dir", "resume", "debug", "report_to", "project"}
     assert {name: fields for name, fields in found.items() if fields} == {
-        "Config": run | {"push_to_hub", "hub_private", "deterministic", "on_judge_error", "judge_timeout", "devices"},
+        "Config": run
+        | {
+            "push_to_hub",
+            "hub_private",
+            "deterministic",
+            "on_judge_error",
+            "judge_timeout",
+            "process_timeout",
+            "devices",
+        },
         "TrainingSection": memory
         | {"max_steps", "num_epochs", "save_every", "keep_checkpoints", "keep_gib", "max_hours"}
         | {"early_stopping_patience"},

@@ -17,7 +17,6 @@ from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.rollout import Judgement, Scheduling
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
-from grpo_jax.runs.several.company import ALONE
 from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import informative_groups
 
@@ -85,7 +84,7 @@ def make_parts(teaches, **algorithm):
         scheduling=lambda chunk_prompts, slot: Scheduling(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
-        company=ALONE, task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {})),
+        task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {})),
     )  # fmt: skip
     return parts, judged
 

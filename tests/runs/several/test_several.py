@@ -15,7 +15,8 @@ from support.text_task import start as start_alone
 from grpo_jax import evaluate
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.runs.several import joining
+from grpo_jax.runs import several
+from grpo_jax.runs.processes import StopRequests
 
 pytestmark = pytest.mark.slow
 END = 600  # seconds; only a hang takes that long
@@ -108,9 +109,12 @@ def test_a_run_that_was_stopped_and_killed_is_the_run_of_one_process(place, tmp_
     assert_ends_as(expected, place, tmp_path / "run", monkeypatch)
 
 
-def test_a_mesh_is_a_multiple_of_the_processes():
+def test_a_mesh_is_a_multiple_of_the_processes(monkeypatch):
+    for name, value in announcement(2)[0].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(UserError, match=r"policy\.mesh: .* a multiple of the 2 processes, got 1"):
-        joining._require_fit(make_config(task="text"), 2)
+        several.join(make_config(task="text"), StopRequests())
 
 
 def test_mistakes_are_told_once(place, tmp_path, monkeypatch):
@@ -121,11 +125,11 @@ def test_mistakes_are_told_once(place, tmp_path, monkeypatch):
     assert second.returncode == 2 and not lines(second.stderr)
     assert not os.path.exists(tmp_path / "run")
     lacking = start(place, tmp_path / "run", 2, "--policy.mesh.fsdp=2", last=["--policy.path=/nowhere"])
-    first, second = ended(lacking)  # what is wrong on one machine alone, its process tells
-    assert second.returncode == 2 and lines(second.stderr)[0].startswith(
-        "error: process 1: policy '/nowhere' is not on"
-    )
-    assert first.returncode == 1 and lines(first.stderr)[0].startswith("error: process 1 of 2 is gone: ")
+    first, second = ended(lacking)
+    assert (first.returncode, second.returncode) == (2, 2) and not lines(second.stderr)
+    (line,) = lines(first.stderr)
+    assert line.startswith("error: policy.path: expected the same in all processes, got files of digest ")
+    assert line.endswith(" in process 0 and '/nowhere' in process 1")
 
 
 def test_sigterm_ends_a_process_that_waits_for_the_others(place, tmp_path, monkeypatch):
@@ -149,10 +153,10 @@ LATE = """
 import sys, time
 from grpo_jax.errors import leave
 from grpo_jax.runs.processes import join_processes
-from grpo_jax.runs.several.channel import Watch, joined, part
+from grpo_jax.runs.several import Watch, joined, part
 join_processes()
 joined.set()
-watch = Watch(2)
+watch = Watch("run", 600)
 time.sleep(int(sys.argv[1]))
 watch.over()
 part()

@@ -1,1 +1,0 @@
-"""One run on several processes: process 0, the others, and the loss of one."""

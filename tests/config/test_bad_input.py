@@ -243,6 +243,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(refused, run, impatient):
 # judges
 
 
+@pytest.mark.wide  # each fault ends a run of its own in tests/faults/test_judges.py
 def test_failing_judges_save_the_run_which_goes_on_without_them(refused, run, monkeypatch):
     def judge(action):
         monkeypatch.setenv("JUDGE", action)

@@ -10,8 +10,8 @@ from grpo_jax.config.named import load_module
 maker = load_module(str(ROOT / "docs" / "make_tutorial.py"), "tutorial")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?%?")
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-DEFAULT = ("4_grpo", "7_a_language_policy")
-"""The pages of which the default run makes sure; the others are as long, and made of the same functions."""
+DEFAULT = ("4_grpo",)
+"""The page of which the default run makes sure; the others are as long, and made of the same functions."""
 each_page = pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=[pytest.mark.wide] * (path.stem not in DEFAULT), id=path.stem) for path in maker.PAGES],

@@ -75,6 +75,7 @@ def test_adapters_on_the_tower_are_trained(not_compiled):
     assert both.weights - text.weights == tree_bytes(TOWER) // 2 + 4 * adapters
 
 
+@pytest.mark.wide  # the towers' bytes are counted above, without compiling
 def test_seeing_takes_memory():
     """Attention's scores, where the tower sees all pictures of a chunk."""
     memory = policy_memory(configured("--policy.vision=train"), MODEL, None, Shown(1, 0, 1024))

@@ -56,6 +56,7 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
     assert second.counts == [4] * 2
 
 
+@pytest.mark.wide  # the run above counts the copies of every phase but this
 def test_a_warm_start_leaves_nothing_behind(place, tmp_path, monkeypatch):
     counted, before = [], copies((272, 32))
 

@@ -214,7 +214,7 @@ def test_the_head_may_learn_faster_than_the_policy():
         np.testing.assert_allclose(quick[VALUE][name], 10 * plain[VALUE][name], rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.wide  # a learning check; CartPole's stay in the default run
 def test_it_learns_to_write_letters(config, tmp_path):
     run = tmp_path / "run"
     # shapes are those of the other run: its compiled sampler and forward pass are found again

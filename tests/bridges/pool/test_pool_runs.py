@@ -44,6 +44,7 @@ def test_a_run_starts_its_cluster_learns_the_same_though_actors_die_at_random_an
     assert "3 actors of a Ray cluster, 3 rows at a time" in (run / "train.log").read_text()
 
 
+@pytest.mark.wide  # a retrieval service that is lost ends a run in the same way (test_retrieval_ray.py)
 def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
     cluster, configured, deaths, tmp_path, capsys
 ):

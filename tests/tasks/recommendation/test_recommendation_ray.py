@@ -134,6 +134,7 @@ def test_an_actor_that_dies_changes_nothing_and_a_failed_call_is_missing_rewards
     assert "service 'retrieval' over Ray" in (tmp_path / "run" / "train.log").read_text()
 
 
+@pytest.mark.wide  # test_retrieval_ray.py stops a run so, too
 def test_an_actor_that_is_gone_stops_the_run_which_goes_on_with_another(in_process, serve, tmp_path, capsys):
     serve("2:leave")
     changes = {"task.retrieval.backend": "ray", "task.retrieval.attempts": 2}

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from grpo_jax.config.build import to_dict
-from grpo_jax.errors import UserError, short_repr
+from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import broadcast, client, is_main_process, meet, process_count, process_index, together
 from grpo_jax.rollout.data import SPLITS, PromptSet
 
@@ -54,10 +54,12 @@ def require_same(stage: str, facts: Facts) -> None:
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            raise UserError(
+            reason = (
                 "it was started again while its run goes on, which it cannot join any more: end all processes, and "
                 "start them with --resume"
-            ) from error
+            )
+            complain(f"error: process {process_index()}: {reason}")  # the command prints for process 0 alone
+            raise UserError(reason) from error
     if refusal:
         raise UserError(refusal)
 

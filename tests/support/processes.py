@@ -1,0 +1,68 @@
+"""The training command as several processes of this machine, which the environment announces to each other."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from support import xla
+from support.text_task import Place, environment, finish, wait_for
+
+END = 600  # seconds; only a hang takes that long
+MESH = "--policy.mesh.fsdp=2"
+
+
+def announcement(count: int) -> tuple[dict[str, str], int]:
+    """What tells `count` processes of each other, and the coordinator's port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}, port
+
+
+def start(
+    place: Place, run: Path, *arguments: str, judge: str = "work:0", last: tuple[str, ...] = (), folders=()
+) -> list[subprocess.Popen]:
+    """Two processes on a device each; the second perhaps with arguments of its own, both in folders of their own."""
+    told = announcement(2)[0] | {"XLA_FLAGS": xla.devices(1)}
+    config = [] if "--resume" in arguments else ["--config", str(place.config)]
+    command = [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), MESH, *arguments]
+    return [
+        subprocess.Popen(
+            [*command, *last] if number else command,
+            env=environment(place, run, judge) | told | {"JAX_PROCESS_ID": str(number)},
+            cwd=folders[number] if folders else place.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+
+
+def held(processes: list[subprocess.Popen], run: Path) -> None:
+    """Waits until the judge holds the run."""
+    wait_for((run / "held").exists, processes[0])
+
+
+def ended(processes: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:
+    """What each printed, once all have ended by themselves."""
+    deadline = time.monotonic() + END
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    still = [number for number, process in enumerate(processes) if process.poll() is None]
+    for process in processes:
+        process.kill()
+    assert not still, (still, [finish(process) for process in processes])
+    return [finish(process) for process in processes]
+
+
+def lines(text: str) -> list[str]:
+    """What grpo_jax and Python wrote; the libraries beneath log in forms of their own."""
+    return [line for line in text.splitlines() if line.startswith(("error", "Traceback"))]
+
+
+def again(run: Path) -> str:
+    """How the line of a process ends that goes since another is gone."""
+    return f"the run ends, its last checkpoint is sound; go on with --resume --run_dir {run}"

@@ -64,5 +64,6 @@ def _processor() -> str:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         can = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-        kind += "-" + hashlib.sha256(can.encode()).hexdigest()[:12]
+        format_of_entries = "2"  # those of 1, which may lie beside them, are none that JAX can read
+        kind += "-" + hashlib.sha256((format_of_entries + can).encode()).hexdigest()[:12]
     return kind

@@ -1,4 +1,4 @@
-"""Two processes of one run, of which one differs, is frozen, cannot write, comes back, or sees another folder."""
+"""Two processes of one run: one differs, is gone, is frozen, cannot write, comes back, or sees another folder."""
 
 import resource
 import signal
@@ -18,11 +18,31 @@ pytestmark = [
 GONE = "error: process 1 of 2 is gone: "
 
 
-def test_another_learning_rate_is_refused(place, tmp_path):
-    first, second = ended(start(place, tmp_path / "run", last=("--optimizer.learning_rate=0.02",)))
+@pytest.mark.parametrize(
+    ("arguments", "last", "message"),
+    [
+        (("--training.lag=1",), (), "training.lag: expected 0 with a policy over 2 processes, got 1"),
+        (
+            (),
+            ("--optimizer.learning_rate=0.02",),
+            "optimizer.learning_rate: expected the same in all processes, got 0.01 in process 0 and 0.02 in process 1",
+        ),
+    ],
+)
+def test_a_config_that_is_refused_is_told_once(arguments, last, message, place, tmp_path):
+    first, second = ended(start(place, tmp_path / "run", *arguments, last=last))
     assert (first.returncode, second.returncode) == (2, 2) and not lines(second.stderr)
-    message = "optimizer.learning_rate: expected the same in all processes, got 0.01 in process 0 and 0.02 in process 1"
-    assert lines(first.stderr) == [f"error: {message}"]
+    assert lines(first.stderr) == [f"error: {message}"] and not (tmp_path / "run").exists()
+
+
+def test_no_process_outlives_the_first(place, tmp_path):
+    processes = start(place, tmp_path / "run", judge="hold:1")
+    held(processes, tmp_path / "run")
+    processes[0].kill()
+    before = time.monotonic()
+    finish(processes[0])
+    second = finish(processes[1])
+    assert second.returncode != 0 and time.monotonic() - before < 60, second.stderr
 
 
 @contextmanager

@@ -51,8 +51,8 @@ FROM = dict.fromkeys(("short_answers.md", "after_a_crash.md", "reading_the_repor
 """Pages that use the files of another."""
 UNCUT = ("after_a_crash.md",)
 WIDE = (
-    *("after_a_crash.md", "several_cards.md", "reading_the_report.md", "own_judge.md", "short_answers.md"),
-    *("arithmetic.md", "own_catalogue.md", "own_task.md", "picture_input.md"),
+    *("own_reward.md", "after_a_crash.md", "several_cards.md", "reading_the_report.md", "own_judge.md"),
+    *("short_answers.md", "arithmetic.md", "own_catalogue.md", "own_task.md", "picture_input.md"),
 )
 """Long pages whose commands other tests run too."""
 

@@ -18,14 +18,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "kills:1:cartpole",
-        pytest.param("kills:2:text", marks=pytest.mark.wide),
-        pytest.param("disk:2:cartpole", marks=pytest.mark.wide),
-    ],
-)
+@pytest.mark.wide  # half a minute each; a killed warm start goes on in the tests of recommendation
+@pytest.mark.parametrize("kind", ["kills:1:cartpole", "kills:2:text", "disk:2:cartpole"])
 def test_what_was_promised_holds(kind, tmp_path):
     arguments = [sys.executable, "-m", "faults", str(tmp_path), "1", kind]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}

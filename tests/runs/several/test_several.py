@@ -46,6 +46,7 @@ def assert_ends_as(expected, place, run, printed):
         assert came == {name: pytest.approx(value, rel=1e-3, abs=1e-4) for name, value in wanted.items()}
 
 
+@pytest.mark.wide  # two minutes; the update of two processes is that of one in tests/models/test_sharding.py
 def test_a_run_that_was_stopped_and_killed_is_the_run_of_one_process(place, tmp_path, monkeypatch, capsys):
     expected = rows(finished_run(place))
     stop_and_kill(place, tmp_path / "run")

@@ -1,7 +1,7 @@
 """This process among others: signals that ask it to stop, and several processes on one mesh.
 
-The training command itself runs in one process, with all the devices that this one sees. `join_processes` is for a
-program of one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
+The training command joins them through `runs.several`. `join_processes` is also for a program of one's own around
+`grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
         if number == 0:
             _require_free(environment[COORDINATOR])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # One that is gone is noticed by the others themselves (`several.channel.Watch`); JAX would abort them all.
+    # One that is gone is noticed by the others themselves (`several.Watch`); JAX would abort them all.
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     return count

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.experimental import multihost_utils
 
+Result = TypeVar("Result")
 _LENGTH_BYTES = 8
 _SMALL_BYTES = 4096  # what goes in the first array, beside its length
 _BARRIER_MS = 7 * 24 * 3_600_000  # however long a judge takes; the watch ends what is stuck (`runs.several`)
@@ -71,6 +73,13 @@ def together(name: str) -> Iterator[None]:
         yield
     finally:
         waiting = before
+
+
+def run_together(name: str, compute: Callable[[], Result]) -> Result:
+    """Return what all processes compute together; where there are several, only once it is computed."""
+    with together(name):
+        result = compute()
+        return jax.block_until_ready(result) if process_count() > 1 else result
 
 
 def meet() -> None:

@@ -37,6 +37,7 @@ from grpo_jax.rollout.records import Fields, Records, in_memory, read_records
 
 TIERS = ("plain", "attributes", "crowded")
 _SHOWN_CHARACTERS = 140
+_SHOWN_PROBLEMS = 32  # problems that are put into words; the others are counted
 _NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
 """Column names that data sets often have for prompts."""
@@ -47,8 +48,13 @@ _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
 
 def prompts_of(section: DataSection) -> PromptSet:
     """Read the data set that a config names (`load_prompts`)."""
-    names = ("held_out", "columns", "validation", "test")
-    return load_prompts(section.prompts, **{name: getattr(section, name) for name in names})
+    return load_prompts(
+        section.prompts,
+        held_out=section.held_out,
+        columns=section.columns,
+        validation=section.validation,
+        test=section.test,
+    )
 
 
 def load_prompts(
@@ -116,7 +122,7 @@ def make_prompt_set(
         UserError: If a row is bad or nothing is there to train on.
     """
     parts = PromptSet([], [], [])
-    problems: list[str] = []
+    problems = _Problems()
     ids = itertools.count()
     for split, records, rows in zip(SPLITS, (train, validation, test), parts, strict=True):
         for place, record in enumerate(records):
@@ -126,8 +132,8 @@ def make_prompt_set(
                     raise ValueError(f'its "split" is {named}')
                 rows.append(row)
             except ValueError as error:
-                problems.append(f"row {place} of {split}: {error}")
-    _refuse(problems, "bad prompts")
+                problems.add(f"row {place} of {split}: {error}")
+    problems.refuse("bad prompts")
     if not parts.train:
         raise UserError("no prompts to train on")
     return PromptSet(*map(tuple, parts))
@@ -301,18 +307,30 @@ class _Scanned(NamedTuple):
     splits: np.ndarray
 
 
-def _refuse(problems: Sequence[str], subject: str) -> None:
-    """Raise UserError where there are problems: one line, with as many as fit in."""
-    if not problems:
-        return
-    listed: list[str] = []
-    for problem in problems:
-        if listed and sum(map(len, listed)) + len(problem) > _SHOWN_CHARACTERS:
-            break
-        listed.append(problem if len(problem) <= _SHOWN_CHARACTERS else f"{problem[:_SHOWN_CHARACTERS]}…")
-    if len(problems) > len(listed):
-        listed.append(f"and {len(problems) - len(listed)} more")
-    raise UserError(f"{subject}: {len(problems)} bad line{'s' if len(problems) > 1 else ''}: {'; '.join(listed)}")
+class _Problems:
+    """Mistakes, counted, and the first of them in words: a file may hold millions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.messages: list[str] = []
+
+    def add(self, message: str) -> None:
+        self.count += 1
+        if len(self.messages) < _SHOWN_PROBLEMS:
+            self.messages.append(message)
+
+    def refuse(self, subject: str) -> None:
+        """Raise UserError where there are any: one line, with as many as fit in."""
+        if not self.count:
+            return
+        listed: list[str] = []
+        for message in self.messages:
+            if listed and sum(map(len, listed)) + len(message) > _SHOWN_CHARACTERS:
+                break
+            listed.append(message if len(message) <= _SHOWN_CHARACTERS else f"{message[:_SHOWN_CHARACTERS]}…")
+        if self.count > len(listed):
+            listed.append(f"and {self.count - len(listed)} more")
+        raise UserError(f"{subject}: {self.count} bad line{'s' if self.count > 1 else ''}: {'; '.join(listed)}")
 
 
 def _scan_place(place: str, columns: Mapping[str, str]) -> _Scanned:
@@ -338,7 +356,7 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
 
     places, numbers, sizes = array("q"), array("q"), array("q")
     digests, splits = bytearray(), array("b")
-    problems: list[str] = []
+    problems = _Problems()
     names: dict[str, None] = {}
     for place, (number, record) in enumerate(records.all()):
         if record is None:
@@ -348,7 +366,7 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
         try:
             row, split = parse(record, number)
         except ValueError as error:
-            problems.append(f"{records.unit} {number}: {error}")
+            problems.add(f"{records.unit} {number}: {error}")
             continue
         places.append(place)
         numbers.append(number)
@@ -369,7 +387,7 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
     rows = Rows(make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES))
     scanned = _Scanned(rows, as_digests(bytes(digests)), np.frombuffer(splits, np.int8))
     _check_splits(scanned, numbers, records.unit, problems)
-    _refuse(problems, subject)
+    problems.refuse(subject)
     return scanned
 
 
@@ -384,7 +402,7 @@ def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: st
         raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {short_name(prompt)}')
 
 
-def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: list[str]) -> None:
+def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: _Problems) -> None:
     """Report rows without a split among rows that have one, and prompts that stand in two parts."""
     splits = scanned.splits
     named = np.flatnonzero(splits != _NO_SPLIT)
@@ -395,11 +413,11 @@ def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems
     before[named] = named[first][ranks]  # the first row of the same prompt
     for place in np.flatnonzero((splits == _NO_SPLIT) | (splits != splits[before])).tolist():
         if splits[place] == _NO_SPLIT:
-            problems.append(f'{unit} {numbers[place]}: no "split", which other {unit}s have')
+            problems.add(f'{unit} {numbers[place]}: no "split", which other {unit}s have')
             continue
         this, other = SPLITS[splits[place]], SPLITS[splits[before[place]]]
         first_line = f"{unit} {numbers[before[place]]}"
-        problems.append(f"{unit} {numbers[place]}: this {this} prompt is also a {other} prompt ({first_line})")
+        problems.add(f"{unit} {numbers[place]}: this {this} prompt is also a {other} prompt ({first_line})")
 
 
 def _split(scanned: _Scanned, subject: str, held_out: int | float) -> PromptSet:

@@ -106,12 +106,16 @@ class Judgement(NamedTuple):
     @property
     def final_rewards(self) -> np.ndarray:
         """f32 [P, G, N], those of the last turn."""
-        return np.take_along_axis(self.rewards, self.last[..., None, None], axis=2)[:, :, 0]
+        return _at_last(self.rewards, self.last)
 
     @property
     def final_watched(self) -> np.ndarray:
         """f32 [P, G, W], those of the last turn."""
-        return np.take_along_axis(self.watched, self.last[..., None, None], axis=2)[:, :, 0]
+        return _at_last(self.watched, self.last)
+
+
+def _at_last(values: np.ndarray, last: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(values, last[..., None, None], axis=2)[:, :, 0]
 
 
 class EpisodeChunk(NamedTuple):
@@ -161,8 +165,9 @@ class EpisodeChunk(NamedTuple):
 
     def judged(self) -> tuple[list[Row], list[list[Episode]]]:
         """Return rows and episodes of `groups`."""
-        rows = [self.rows[group[0][0]] for group in self.groups]
-        return rows, [[self.episodes[p][g] for p, g in group] for group in self.groups]
+        groups = self.groups
+        rows = [self.rows[group[0][0]] for group in groups]
+        return rows, [[self.episodes[p][g] for p, g in group] for group in groups]
 
     def tokens(self) -> list[list[list[int]]]:
         """Return what the policy wrote in the last turn, of `groups`."""

@@ -79,7 +79,7 @@ class Watchdog:
     """Ends this process, with a line, unless it is disarmed in time."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._timers: list[ctypes.c_void_p] = []
         self._files: list[ctypes.c_void_p] = []
         self._closed = False
@@ -92,11 +92,9 @@ class Watchdog:
         (`last_words`).
         """
         library = _library()
-        self.disarm()
-        if library is None:
-            return
         with self._lock:
-            if self._closed:
+            self.disarm()
+            if self._closed or library is None:
                 return
             text = f"{line}{_last_words}\n".encode()[-_BUFFER_BYTES + 1 :]
             for descriptor in _descriptors():
@@ -133,7 +131,7 @@ class Watchdog:
         """Disarm it for good."""
         with self._lock:
             self._closed = True
-        self.disarm()
+            self.disarm()
 
     def forget_line(self) -> None:
         """Discard the line in a forked process, whose end must not write it."""

@@ -239,16 +239,19 @@ class Run:
 
     def _tell(self, name: str, metrics: Row, checkpoint: Path | None = None) -> None:
         """Call the callback of that name; if it asks to, and anything is left to do, request a stop."""
+        if getattr(self.callbacks, name) is None:
+            return
         number = int(metrics.get("step", self._now.iteration))
         folder = self.output.directory.path.absolute()
         event = IterationEvent(number, self.program.iterations, dict(metrics), folder, checkpoint)
-        if getattr(self.callbacks, name) is None:
-            return
-        asked, failure, cause = False, "", None
+        asked = False
+        failure = ""
+        cause: UserError | None = None
         try:
             asked = is_main_process() and self.callbacks.ask(name, event)
         except UserError as error:
-            failure, cause = str(error), error
+            failure = str(error)
+            cause = error
         asked, failure = broadcast([asked, failure])
         if failure:
             self.save(wait=True)

@@ -41,7 +41,7 @@ from grpo_jax.runs.policy import (
     policy_folder,
 )
 from grpo_jax.runs.progress import SCORE
-from grpo_jax.runs.sameness import data_facts, require_same
+from grpo_jax.runs.sameness import data_facts, require_same_facts
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.estimators import Objectives, make_turn_objectives
@@ -121,7 +121,7 @@ def load_parts(
     data = config.task.load(TaskSetup(config, prompts, say))
     sizes = ", ".join(f"{len(part)} {split}" for split, part in zip(SPLITS, data.prompts, strict=True))
     say("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
-    require_same("data", data_facts(data.prompts))
+    require_same_facts("data", lambda: data_facts(data.prompts))
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(

@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +22,7 @@ from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import broadcast, client, is_main_process, meet, process_count, process_index, together
 from grpo_jax.rollout.data import SPLITS, PromptSet
 
-_PATIENCE_MS = 24 * 3_600_000  # the watch ends what is stuck
+_WAIT_MS = 24 * 3_600_000  # the watch ends what is stuck
 _OWN = ("run_dir", "debug")  # fields that may differ
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 _BLOCK = 2**20
@@ -35,19 +35,23 @@ Facts = dict[str, str]
 """By name: what is compared, as a short text."""
 
 
-def require_same(stage: str, facts: Facts) -> None:
-    """Compare facts over all processes; in all of them UserError names the first that differs."""
+def require_same_facts(stage: str, gather: Callable[[], Facts]) -> None:
+    """Compare facts over all processes; in all of them UserError names the first that differs.
+
+    One process has nothing to compare, and does not gather them.
+    """
     count = process_count()
     if count == 1:
         return
+    facts = gather()
     key = f"grpo_jax/{stage}/"
     with together("the comparison of the processes"):
         try:
             if not is_main_process():
                 client().key_value_set(f"{key}{process_index()}", json.dumps(facts))
-                refusal = client().blocking_key_value_get(f"{key}verdict", _PATIENCE_MS)
+                refusal = client().blocking_key_value_get(f"{key}verdict", _WAIT_MS)
             else:
-                others = (client().blocking_key_value_get(f"{key}{n}", _PATIENCE_MS) for n in range(1, count))
+                others = (client().blocking_key_value_get(f"{key}{n}", _WAIT_MS) for n in range(1, count))
                 differences = [_difference(facts, json.loads(theirs), n) for n, theirs in enumerate(others, 1)]
                 refusal = next(filter(None, differences), "")
                 client().key_value_set(f"{key}verdict", refusal)

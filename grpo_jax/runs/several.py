@@ -26,7 +26,7 @@ from grpo_jax.errors import ABANDONED, StageError, Stopped, UserError, complain
 from grpo_jax.models import broadcast as shared
 from grpo_jax.models.broadcast import client, is_main_process, process_count, process_index
 from grpo_jax.runs.processes import HEARTBEAT_SECONDS, StopRequests, announced, join_processes
-from grpo_jax.runs.sameness import require_same, start_facts
+from grpo_jax.runs.sameness import require_same_facts, start_facts
 
 _POLL_SECONDS = 0.5  # how often who joins looks up where a signal does not wake it
 _WATCH_SECONDS = 1.0
@@ -64,7 +64,7 @@ def join(config: Any, stop: StopRequests) -> Any:
     def work() -> None:
         join_processes()
         joined.set()
-        require_same("start", start_facts(config))
+        require_same_facts("start", lambda: start_facts(config))
         if is_main_process():
             client().key_value_set(_RUN_DIR, str(config.run_dir))
         run_dir.append(client().blocking_key_value_get(_RUN_DIR, _START_MS))

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import UserError
-from grpo_jax.models.broadcast import process_count, together
+from grpo_jax.models.broadcast import run_together
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
@@ -121,9 +120,7 @@ def make_sft(
         return commit_to_device(shard(state, policy.mesh))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Record]:
-        with together("warm start"):
-            result = train_step(state, batch)
-            return jax.block_until_ready(result) if process_count() > 1 else result
+        return run_together("warm start", lambda: train_step(state, batch))
 
     return start, step
 

@@ -19,6 +19,7 @@ from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.experimental import multihost_utils
 
 Result = TypeVar("Result")
+Tree = TypeVar("Tree")
 _LENGTH_BYTES = 8
 _SMALL_BYTES = 4096  # what goes in the first array, beside its length
 _BARRIER_MS = 7 * 24 * 3_600_000  # however long a judge takes; the watch ends what is stuck (`runs.several`)
@@ -88,7 +89,7 @@ def meet() -> None:
         client().wait_at_barrier(f"grpo_jax/{next(_barriers)}", _BARRIER_MS)
 
 
-def broadcast(tree: Any) -> Any:
+def broadcast(tree: Tree) -> Tree:
     """Return process 0's tree of dicts, lists, arrays, numbers, texts and None; the others' arguments do not count."""
     if process_count() == 1:
         return tree

@@ -36,7 +36,8 @@ _SAME_END_SECONDS = 5.0  # how long a mistake waits to be reported by process 0,
 _STOP_SECONDS = 12.0  # after a stop, for who is stuck
 _START_MS = 300_000
 _RUN_DIR = "grpo_jax/run_dir"
-_NOW, _END, _STOP, _BUSY = "grpo_jax/now/", "grpo_jax/now/end/", "grpo_jax/now/stop", "grpo_jax/now/busy"
+_NOW = "grpo_jax/now/"  # the keys that each process looks up every second
+_END, _STOP, _BUSY, _WAITS = f"{_NOW}end/", f"{_NOW}stop", f"{_NOW}busy", f"{_NOW}waits/"
 _WATCH = "watch"
 
 joined = threading.Event()
@@ -105,6 +106,9 @@ class Watch:
         self._client, self._count, self._timeout = client(), process_count(), timeout
         self._again = f"the run ends, its last checkpoint is sound; go on with --resume --run_dir {run_dir}"
         self._over = threading.Event()
+        self._start = time.monotonic()  # of the clock for what is waited for
+        self._stopped: float | None = None  # when a stop was asked for
+        self._busy = ""
         self._leaving = threading.Lock()
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -133,38 +137,57 @@ class Watch:
     def _look_at_clock(self) -> None:
         """Look for a signal, for the ends of other processes, and for what has taken too long."""
         self._signals.settimeout(_WATCH_SECONDS)
-        stopped: float | None = None
-        start, busy = time.monotonic(), ""
         while not self._over.is_set():
-            asked = False
-            with suppress(TimeoutError):
-                asked = bool({*self._signals.recv(64)} & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
+            asked = self._heard_signal()
             with suppress(jax.errors.JaxRuntimeError):
                 now = dict(self._client.key_value_dir_get(_NOW))
                 if asked and _STOP not in now:
-                    self._client.key_value_set(_STOP, "1", allow_overwrite=True)
+                    self._write(_STOP, "1")
                 self._leave_with({int(key.removeprefix(_END)): code for key, code in now.items() if _END in key})
-                if _STOP in now and stopped is None:
-                    stopped = time.monotonic()
-                    if is_main_process() and not asked:  # as if the signal had come here
-                        os.kill(os.getpid(), signal.SIGTERM)
+                if _STOP in now and self._stopped is None:
+                    self._stop(asked)
                 waits = shared.waiting
-                if is_main_process() and busy != (busy := "" if waits else "1"):
-                    self._client.key_value_set(_BUSY, busy, allow_overwrite=True)
-                if not is_main_process() and now.get(_BUSY) == "1":  # its judges have a limit of their own
-                    start = time.monotonic()
-                if stopped is not None:
-                    self._client.key_value_set(f"{_NOW}waits/{process_index()}", str(bool(waits)), allow_overwrite=True)
-                if waits is None or self._over.is_set():
-                    continue
-                spent = time.monotonic() - max(waits.since, start)
-                if spent > self._timeout:
-                    self._leave(f"{waits.name} has taken more than {self._timeout:g} s (--process_timeout)")
-                if stopped is None or time.monotonic() - max(stopped, waits.since) < _STOP_SECONDS:
-                    continue
-                stuck = [n for n in range(self._count) if now.get(f"{_NOW}waits/{n}") != "True"]
-                if stuck and process_index() not in stuck:
-                    self._leave(f"a stop was asked for, and {_listed(stuck)} takes no part in {waits.name}")
+                self._look_at_main_process(now, waits)
+                if self._stopped is not None:
+                    self._write(f"{_WAITS}{process_index()}", str(waits is not None))
+                if waits is not None and not self._over.is_set():
+                    self._look_at_wait(now, waits)
+
+    def _heard_signal(self) -> bool:
+        """Wait a moment for a signal that asks for a stop."""
+        with suppress(TimeoutError):
+            return bool({*self._signals.recv(64)} & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
+        return False
+
+    def _write(self, key: str, value: str) -> None:
+        self._client.key_value_set(key, value, allow_overwrite=True)
+
+    def _stop(self, asked: bool) -> None:
+        """Begin the stop that a process was asked for; in process 0 as if the signal had come here."""
+        self._stopped = time.monotonic()
+        if is_main_process() and not asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _look_at_main_process(self, now: Mapping[str, str], waits: shared.Waiting | None) -> None:
+        """Let no clock run while process 0 works by itself: its judges have a limit of their own."""
+        if not is_main_process():
+            if now.get(_BUSY) == "1":
+                self._start = time.monotonic()
+            return
+        busy = "" if waits else "1"
+        if busy != self._busy:
+            self._busy = busy
+            self._write(_BUSY, busy)
+
+    def _look_at_wait(self, now: Mapping[str, str], waits: shared.Waiting) -> None:
+        """Leave what has taken too long, or, after a stop, waits for a process that takes no part."""
+        if time.monotonic() - max(waits.since, self._start) > self._timeout:
+            self._leave(f"{waits.name} has taken more than {self._timeout:g} s (--process_timeout)")
+        if self._stopped is None or time.monotonic() - max(self._stopped, waits.since) < _STOP_SECONDS:
+            return
+        stuck = [n for n in range(self._count) if now.get(f"{_WAITS}{n}") != "True"]
+        if stuck and process_index() not in stuck:
+            self._leave(f"a stop was asked for, and {_listed(stuck)} takes no part in {waits.name}")
 
     def _leave_with(self, ends: Mapping[int, str]) -> None:
         """End as another process did."""

@@ -1,0 +1,72 @@
+"""A run over several processes computes what one process on as many devices does."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from support import xla
+from support.processes import announcement, ended
+from support.recorded_runs import RUNS, TEXT, TWO, differences, text_config, untimed, weights_of
+from support.text_task import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.wide,  # minutes; the default run over two processes is stopped, killed and resumed in test_several.py
+]
+REAL = ["--evaluation.prompts", "8", "--evaluation.validation_prompts", "8", "--training.max_steps", "1"]
+CASES = {
+    "gdpo": [],
+    "grpo": ["--algorithm.advantage", "grpo", "--algorithm.preset", "dapo"],
+    "kl": TEXT["text_kl"],
+    "ppo": ["--algorithm.advantage", "gae", "--algorithm.preset", "bnpo", "--ppo.kl_coef", "0.1"],
+    "lora": [*TEXT["text_lora"], "--algorithm.kl_coef", "0.1"],
+    "turns with pictures": [*RUNS["refinement"], *REAL],
+    "warm start and ranking": [*RUNS["ranking"], *REAL, "--warm_start.steps", "3"],
+}
+
+
+def train(folder, processes, devices, arguments):
+    """Train over so many processes of so many devices each; what they computed, and the exit codes."""
+    command = [sys.executable, "-m", "grpo_jax.train", "--run_dir", str(folder), *arguments]
+    command += ["--policy.mesh.fsdp", str(processes * devices)]
+    several = announcement(processes)[0] if processes > 1 else {}
+    environment = os.environ | several | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla.devices(devices)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    done = ended(
+        [
+            subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(number)}, cwd=ROOT, **pipes)
+            for number in range(processes)
+        ]
+    )
+    assert [process.returncode for process in done] == [0] * processes, done[0].stderr
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    norms = {name: array["norm"] for name, array in weights_of(folder).items()}
+    summary = json.loads((folder / "summary.json").read_text())
+    return {"metrics": [untimed(row) for row in rows], "evaluation": summary["evaluation"], "weights": norms}
+
+
+def differing(alone, together):
+    """What differs by more than 1e-5 of the larger, and by more than what rounding leaves of numbers that cancel."""
+    found = {path: difference for path, difference in differences(alone, together) if difference > 1e-5}
+    return {path: (difference, *values_at(path, alone, together)) for path, difference in found.items()}
+
+
+def values_at(path, *trees):
+    for step in path.strip("/").split("/"):
+        trees = [tree[int(step)] if isinstance(tree, list) else tree[step] for tree in trees]
+    return trees
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_several_processes_compute_what_one_does(name, processes, tmp_path):
+    arguments = CASES[name]
+    if "--config" not in arguments:
+        arguments = ["--config", str(text_config(tmp_path)), *TWO, *arguments]
+    alone = train(tmp_path / "alone", 1, processes, arguments)
+    together = train(tmp_path / "together", processes, 1, arguments)
+    assert all(math.isfinite(norm) for norm in alone["weights"].values())
+    assert not differing(alone, together)

@@ -248,11 +248,9 @@ class CartPole(Task):
                 (
                     Curve("episode_return", "training, sampled"),
                     Curve("evaluation/episode_return", "evaluation, greedy", sparse=True),
-                    Curve("evaluation/lowest", "worst seed", sparse=True),
                 ),
                 note="Mean over the seeds; 500 is the longest episode.",
             ),
-            Chart("Seeds solved", (Curve("solved", "seeds", sparse=True),)),
         ),
     )
 

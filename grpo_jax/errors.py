@@ -41,6 +41,10 @@ class UserError(Exception):
         return "; ".join(map(str, self.args))
 
 
+class FieldError(UserError, ValueError):
+    """A field holds what it may not: as a ValueError it is one of those that pydantic collects."""
+
+
 class StopRun(UserError):
     """A judge is gone for good: the run saves and ends. Never turned into a missing reward."""
 

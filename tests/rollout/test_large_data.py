@@ -20,7 +20,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout import encoding, records
 from grpo_jax.rollout.data import SPLITS, Row, Rows, all_rows, row_sizes
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.prompts import load_prompts, split_records
+from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 
 COLUMNS = {"prompt": "question"}
@@ -70,12 +70,12 @@ def test_parts_are_those_of_a_slow_loop_over_lists(held_out):
     rng = random.Random(3)
     keys = [f"prompt {rng.randrange(90)}" for _ in range(300)]
     count = round(held_out * len(set(keys))) if isinstance(held_out, float) else held_out
-    parts = split_records([{"prompt": key} for key in keys], held_out=held_out)
+    parts = load_prompts([{"prompt": key} for key in keys], held_out=held_out)
     found = {row.id: split for split, part in zip(SPLITS, parts, strict=True) for row in part}
     assert [found[place] for place in range(300)] == slow_split(keys, count)
     assert all([row.id for row in part] == sorted(row.id for row in part) for part in parts)
     rng.shuffle(keys)  # the choice depends on no order
-    again = split_records([{"prompt": key} for key in keys], held_out=held_out)
+    again = load_prompts([{"prompt": key} for key in keys], held_out=held_out)
     assert [{row.prompt for row in part} for part in again] == [{row.prompt for row in part} for part in parts]
 
 
@@ -164,7 +164,7 @@ def word_tokenizer():
 
 def test_sizes_of_rows_in_memory_and_of_those_that_lie_elsewhere():
     talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "été"}]
-    parts = split_records([{"prompt": "ab"}, {"prompt": talk}, {"prompt": talk[1:]}], held_out=0)
+    parts = load_prompts([{"prompt": "ab"}, {"prompt": talk}, {"prompt": talk[1:]}], held_out=0)
     assert isinstance(parts.train, Rows)
     for sizes in (parts.train.sizes, row_sizes([*parts.train]), all_rows(parts).sizes):
         assert sizes.tolist() == [(2, 0, 0, 0), (10, 0, 2, 1), (5, 0, 1, 0)]

@@ -14,7 +14,7 @@ from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.rollout.encoding import check_tools, make_encode, tell_system_prompt
 from grpo_jax.rollout.environment import make_encode_answer
 from grpo_jax.rollout.episodes import Answer
-from grpo_jax.rollout.prompts import split_records
+from grpo_jax.rollout.prompts import load_prompts
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -50,7 +50,7 @@ def test_tools_of_each_row_are_those_of_its_column():
     tokenizer = templated()
     filled = {**SIT, "function": {"name": "sit", "parameters": None}}
     given = [[ADD], [filled, ADD], json.dumps([SIT]), None, "", []]
-    rows = split_records([{"prompt": f"p{i}", "can": tools} for i, tools in enumerate(given)], held_out=0).train
+    rows = load_prompts([{"prompt": f"p{i}", "can": tools} for i, tools in enumerate(given)], held_out=0).train
     encoded = make_encode(tokenizer, DataSection(tools="can"), pad_id=0, rows=rows)(rows)
     for row, tools in enumerate([[ADD], [SIT, ADD], [SIT], None, None, None]):
         found = encoded.tokens[row][encoded.mask[row]].tolist()
@@ -64,7 +64,7 @@ def test_marks_in_tools_are_text(mark):
     ends = special_ids(tokenizer)
 
     def encoded(prompt, tools):
-        rows = split_records([{"prompt": prompt, "can": tools}], held_out=0).train
+        rows = load_prompts([{"prompt": prompt, "can": tools}], held_out=0).train
         section = DataSection(tools="can", max_prompt_tokens=600)
         found = make_encode(tokenizer, section, pad_id=0, rows=rows)(rows)
         return found.tokens[found.mask].tolist()
@@ -83,14 +83,14 @@ def test_a_mark_that_a_template_puts_together_from_tools_is_refused():
     tokenizer = templated()
     tokenizer.chat_template = "{{ tools[0].function.name }}{{ tools[0].function.end }}" + TEMPLATE
     split = {"function": {"name": "<|im_", "end": "end|>"}}
-    rows = split_records([{"prompt": "a fox", "can": [split]}], held_out=0).train
+    rows = load_prompts([{"prompt": "a fox", "can": [split]}], held_out=0).train
     with pytest.raises(UserError, match=r"prompt 'a fox' \(or its tools\) holds text that .* reads as a mark"):
         make_encode(tokenizer, DataSection(tools="can"), pad_id=0, rows=rows)
 
 
 @pytest.mark.parametrize(("tools", "reason"), [(["sit"], r"must hold a list of JSON schemas, got"), ("{", "not JSON")])
 def test_a_column_that_holds_no_tools_is_named(tools, reason):
-    rows = split_records([{"prompt": "a", "can": tools}], held_out=0).train
+    rows = load_prompts([{"prompt": "a", "can": tools}], held_out=0).train
     with pytest.raises(UserError, match=f"row 0, data.tools: column 'can'.*{reason}"):
         make_encode(templated(), DataSection(tools="can"), pad_id=0, rows=rows)
     with pytest.raises(UserError, match=r"data.tools: expected a list of JSON schemas or a column of .*, got 'cannot'"):

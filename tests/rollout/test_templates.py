@@ -33,7 +33,8 @@ def templated():
 
 def expected(tokenizer, prompt, **told):
     talk = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, **told)["input_ids"]
+    templated = tokenizer.apply_chat_template(talk, add_generation_prompt=True, **told)
+    return templated if isinstance(templated, str) else templated["input_ids"]
 
 
 def test_tools_and_options_of_the_config_are_as_transformers_has_them():
@@ -65,8 +66,7 @@ def test_marks_in_tools_are_text(mark):
 
     def encoded(prompt, tools):
         rows = load_prompts([{"prompt": prompt, "can": tools}], held_out=0).train
-        section = DataSection(tools="can", max_prompt_tokens=600)
-        found = make_encode(tokenizer, section, pad_id=0, rows=rows)(rows)
+        found = make_encode(tokenizer, DataSection(tools="can", max_prompt_tokens=600), pad_id=0, rows=rows)(rows)
         return found.tokens[found.mask].tolist()
 
     usual = [token for token in encoded("a fox", [SIT]) if token in ends]
@@ -74,9 +74,7 @@ def test_marks_in_tools_are_text(mark):
     for prompt in ("a fox", f"a{mark}b"):
         ids = encoded(prompt, [SIT, odd])
         assert [token for token in ids if token in ends] == usual
-        talk = [{"role": "user", "content": prompt}]
-        told = tokenizer.apply_chat_template(talk, tools=[SIT, odd], add_generation_prompt=True, tokenize=False)
-        assert tokenizer.decode(ids) == told
+        assert tokenizer.decode(ids) == expected(tokenizer, prompt, tools=[SIT, odd], tokenize=False)
 
 
 def test_a_mark_that_a_template_puts_together_from_tools_is_refused():
@@ -129,11 +127,8 @@ def test_what_is_not_for_the_template_is_refused(data, message):
 
 def test_answers_between_turns_are_told_the_same():
     tokenizer = templated()
-    named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99}
-    encode_answer = make_encode_answer(
-        tokenizer, **named, **DataSection(chat_template_options={"mood": "merry"}).template_options
-    )
-    assert tokenizer.decode(encode_answer(Answer("no"), True)).endswith("assistant\nmerry")
+    named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99, "mood": "merry"}
+    assert tokenizer.decode(make_encode_answer(tokenizer, **named)(Answer("no"), True)).endswith("assistant\nmerry")
 
 
 def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):
@@ -145,12 +140,9 @@ def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_n
     words = [f"--{name}={value}" for name, value in values.items()]
     count = len(expected(templated(), "a tree", tools=[ADD], mood="merry"))
     for option, message in (
-        (f"--data.max_prompt_tokens={count - 1}", f"takes {count} tokens with its instruction"),
-        (
-            "--data.chat_template_options.tone=low",
-            "data.chat_template_options.tone: the policy's chat template knows no",
-        ),
+        (f"max_prompt_tokens={count - 1}", f"takes {count} tokens with its instruction"),
+        ("chat_template_options.tone=low", "data.chat_template_options.tone: the policy's chat template knows no"),
     ):
         mood = "--data.chat_template_options.mood=merry"
-        assert train_here(place.config, tmp_path / "run", *words, mood, option) == 2
+        assert train_here(place.config, tmp_path / "run", *words, mood, f"--data.{option}") == 2
         assert message in capsys.readouterr().err

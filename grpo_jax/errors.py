@@ -70,6 +70,10 @@ class Problems:
         raise UserError(f"{subject}: {self.count} bad line{'s' if self.count > 1 else ''}: {'; '.join(shown)}")
 
 
+class FieldError(UserError, ValueError):
+    """A field holds what it may not: as a ValueError it is one of those that pydantic collects."""
+
+
 class StopRun(UserError):
     """A judge is gone for good: the run saves and ends. Never turned into a missing reward."""
 

@@ -171,7 +171,7 @@ def _fields(values: Values) -> dict[str, Any]:
 
 
 def _spelled(fields: Values, name: str) -> str:
-    return spelled(fields[name], None) if name in fields else _MISSING
+    return spelled(fields[name]) if name in fields else _MISSING
 
 
 def _headings(compared: Sequence[Compared]) -> list[str]:

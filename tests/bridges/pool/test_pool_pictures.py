@@ -19,7 +19,6 @@ from support.text_task import rows  # noqa: E402
 
 from bridges.pool import stored  # noqa: E402
 from grpo_jax.rollout.episodes import as_uint8  # noqa: E402
-from grpo_jax.rollout.rewards import on_host  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
@@ -74,7 +73,6 @@ def test_anything_else_is_done_with_the_values(pictures):
     assert torch.equal(there.to(torch.float64), plain.double()) and torch.equal(there[:, 0], plain[:, 0])
     assert torch.equal(there[torch.tensor([5, 0])], plain[[5, 0]])
     np.testing.assert_array_equal(np.asarray(there), plain.numpy())
-    np.testing.assert_array_equal(on_host(there), plain.numpy())
     np.testing.assert_array_equal(as_uint8(there[0]), as_uint8(plain[0]))
     there += 1  # the store lends its memory for reading: what was fetched is a copy
     assert torch.equal(there, plain + 1)

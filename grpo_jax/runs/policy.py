@@ -175,7 +175,8 @@ def make_see(policy: Policy) -> See:
     compiled = jax.jit(policy.encode_images)
 
     def see(variables: Variables, pictures: Pictures) -> tuple[PictureStates, PictureStates | Pictures]:
-        states = gather(compiled(variables, pictures), policy.mesh)
+        placed = gather(pictures, policy.mesh)  # what was drawn lies on one device
+        states = gather(compiled(variables, placed), policy.mesh)
         if process_count() > 1:  # batches are made on the host
             states = on_host(states)
         frozen = VISUAL in variables and VISUAL not in variables.get("lora", {})

@@ -240,6 +240,7 @@ def make_policy(
     lora: LoraConfig | None = None,
     spread: Callable[[jax.Array], jax.Array] | None = None,
     matmul_precision: str | None = None,
+    platform: str | None = None,
 ) -> Policy:
     """Make the functions of a decoder.
 
@@ -251,6 +252,8 @@ def make_policy(
         lora: Configuration of the adapters, if variables will hold any.
         spread: See `Decoder`; ``sharding.over_prompts`` makes it.
         matmul_precision: See `precision_of`.
+        platform: What they are compiled for (cpu, cuda, tpu), which decides how attention is computed; None for JAX's
+            default.
 
     Raises:
         ValueError: A choice is unknown, or an adapter's target is no projection of this architecture.
@@ -263,8 +266,9 @@ def make_policy(
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
     limit = config.max_positions if family.learned_positions else family.longest(config)
-    decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
-    unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
+    by_row = (platform or jax.default_backend()) == "cpu"
+    decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread, by_row=by_row)
+    unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False, by_row=by_row)
 
     def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         @wraps(function)
@@ -470,7 +474,9 @@ def load_policy(
     return policy.replace(folder=read, variables=variables, mesh=mesh)
 
 
-def configured_functions(section: PolicySection, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Policy:
+def configured_functions(
+    section: PolicySection, config: ModelConfig, mesh: jax.sharding.Mesh | None, platform: str | None = None
+) -> Policy:
     """The functions of `make_policy` as a section asks for them, over the mesh if there is one."""
     policy = make_policy(
         config,
@@ -479,6 +485,7 @@ def configured_functions(section: PolicySection, config: ModelConfig, mesh: jax.
         lora=lora_config(section.lora, config),
         spread=over_prompts(mesh),
         matmul_precision=section.matmul_precision,
+        platform=platform,
     )
     return shard_policy(policy, mesh)
 

@@ -35,6 +35,7 @@ from grpo_jax.sampling.sampler import Samples, bucket_size, make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.memory import (
+    Program,
     Shown,
     picture_shapes,
     state_shapes,
@@ -197,7 +198,7 @@ def _beside_the_cache(
     beside = [_compiled_sampling(config, model, mesh, shown) - apart - first]
     if section.turns > 1:  # the prompts' and what the turns before left come from outside
         last = _cached(config, model, section.group_size * _slots(config, section.turns))
-        beside.append(_compiled_turn(config, model, mesh) - apart - last)
+        beside.append(temporary_bytes(turn_program(config, model, mesh)) - apart - last)
     return max(*beside, 0)
 
 
@@ -228,10 +229,12 @@ def _params(config: Config) -> SamplingParams:
     return sampling_params(config.sampling, config.sampling.written_completions, config.sampling.temperature)
 
 
-def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> int:
-    sampler = make_episode_sampler(
-        configured_functions(config.policy, model, mesh), _params(config), eos_ids=(0,), pad_id=0
-    )
+def turn_program(
+    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, platform: str | None = None
+) -> Program:
+    """Return the sampling of an episode's last turn."""
+    policy = configured_functions(config.policy, model, mesh, platform)
+    sampler = make_episode_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     prompts, section = _chunk(config), config.sampling
     tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
     reply = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
@@ -241,14 +244,31 @@ def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh |
     carried = jax.eval_shape(lambda v: sampler.begin(v, tokens, np.ones_like(tokens, bool), keys)[1], variables)
     for _ in range(section.turns - 2):
         carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *replies)[1], variables, carried)
-    return temporary_bytes(
-        jax.jit(lambda v, before: gather(sampler.go_on(v, before, *replies)[0], mesh)), variables, carried
-    )
+    go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *replies)[0], mesh))
+    return Program(go_on, (variables, carried), section.max_new_tokens)
 
 
 def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None) -> int:
     """Temporary bytes of sampling a chunk of prompts; with pictures, also of their states or the tower before."""
-    policy = configured_functions(config.policy, model, mesh)
+    programs = sampling_programs(config, model, mesh, shown)
+    sampling = temporary_bytes(programs["sample"])
+    if "vision" not in programs:
+        return sampling
+    _, pictures = programs["vision"].arguments
+    _, states = programs["sample"].arguments
+    seen = tree_bytes(pictures) + temporary_bytes(programs["vision"])
+    return tree_bytes(states) + max(sampling, seen)
+
+
+def sampling_programs(
+    config: Config,
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    shown: Shown | None,
+    platform: str | None = None,
+) -> dict[str, Program]:
+    """Return the sampling of a chunk of prompts, and the vision tower before it where the prompts hold pictures."""
+    policy = configured_functions(config.policy, model, mesh, platform)
     sample = make_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), len(tokens))
@@ -258,12 +278,15 @@ def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Me
 
     variables = state_shapes(config, model, mesh, pictures=shown is not None).variables
     variables = {name: tree for name, tree in variables.items() if name != VALUE}
+    turns = config.sampling.max_new_tokens
     if shown is None or not shown.prompt:
-        return temporary_bytes(jax.jit(draw), variables, None)
+        return {"sample": Program(jax.jit(draw), (variables, None), turns)}
     pictures = picture_shapes(model.vision, (len(tokens), shown.prompt), shown.patches)
     states = jax.eval_shape(policy.encode_images, variables, pictures)
-    seen = tree_bytes(pictures) + temporary_bytes(jax.jit(policy.encode_images), variables, pictures)
-    return tree_bytes(states) + max(temporary_bytes(jax.jit(draw), variables, states), seen)
+    return {
+        "vision": Program(jax.jit(policy.encode_images), (variables, pictures)),
+        "sample": Program(jax.jit(draw), (variables, states), turns),
+    }
 
 
 def read_shape(path: str) -> ModelConfig:

@@ -89,6 +89,8 @@ class PolicyMemory(NamedTuple):
         update: Rest of the update: activations, logits of a chunk of tokens, the optimizer's steps.
         widened: Compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds.
         behind: The copy of the trained ones that samples ahead (training.lag); 0 where the newest sample.
+        compiled_for: The target whose compiler said so; "" for this machine. `sampling` and `update` are then whole
+            programs, with their caches, log-probabilities and gradients.
     """
 
     parameters: int
@@ -103,6 +105,7 @@ class PolicyMemory(NamedTuple):
     update: int
     widened: bool
     behind: int = 0
+    compiled_for: str = ""
 
     @property
     def held(self) -> int:
@@ -136,28 +139,42 @@ def policy_memory(
     """
     narrow = {config.policy.compute_dtype, weight_dtype(config)} - {"float32"}
     widened = bool(narrow) and jax.default_backend() == "cpu"
+    held = held_memory(config, model, mesh, shown)
     state = state_shapes(config, model, mesh, pictures=shown is not None)
-    trained = trained_weights(state.variables)
     same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
     wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
-    gradients, beside = tree_bytes(trained), config.training.lag > 0
     apart = _layers_bytes(state_shapes(wide, model, mesh, pictures=shown is not None))
     # Where they differ in type, the head is cast once for a whole program.
     casts = weight_dtype(config) != config.policy.compute_dtype and widened
     cast = model.vocab_size * model.hidden_size * jnp.dtype(config.policy.compute_dtype).itemsize if casts else 0
+    return held._replace(
+        apart=_layers_bytes(state),
+        cache=cache_bytes(config, model),
+        sampling=_beside_the_cache(wide, model, mesh, shown, apart) + cast,
+        update=max(update_bytes(wide, model, mesh, shown) - held.gradients, 0) + cast,
+        widened=widened,
+    )
+
+
+def held_memory(
+    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None = None, shown: Shown | None = None
+) -> PolicyMemory:
+    """Count what no compiler is needed for: sampling and the update's temporaries are 0; raises as `policy_memory`."""
+    state = state_shapes(config, model, mesh, pictures=shown is not None)
+    trained = trained_weights(state.variables)
     return PolicyMemory(
         parameters=count_weights(state.variables["params"]),
         trained=tree_size(trained),
         weights=tree_bytes(state.variables),
         optimizer=tree_bytes(state.opt_state),
         reference=tree_bytes(state.reference),
-        apart=_layers_bytes(state),
-        cache=cache_bytes(config, model),
-        sampling=_beside_the_cache(wide, model, mesh, shown, apart) + cast,
-        gradients=gradients,
-        update=max(update_bytes(wide, model, mesh, shown) - gradients, 0) + cast,
-        widened=widened,
-        behind=tree_bytes(trained[policy_collection(trained)]) if beside else 0,
+        apart=0,
+        cache=0,
+        sampling=0,
+        gradients=tree_bytes(trained),
+        update=0,
+        widened=False,
+        behind=tree_bytes(trained[policy_collection(trained)]) if config.training.lag > 0 else 0,
     )
 
 

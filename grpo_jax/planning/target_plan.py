@@ -13,10 +13,10 @@ from grpo_jax.config.run import Config
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.policy import configured_functions
-from grpo_jax.models.sharding import make_mesh, shard_optimizer
+from grpo_jax.models.sharding import shard_optimizer
 from grpo_jax.planning.hlo import Reading, Sizes, read_program
 from grpo_jax.planning.policy import sampling_programs, tree_bytes, turn_program
-from grpo_jax.planning.targets import Target, compile_for, open_devices
+from grpo_jax.planning.targets import Target, compile_for
 from grpo_jax.sampling.sampler import bucket_size, cache_sizes
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.memory import Program, Shown, batch_shapes, shown_shapes, state_shapes, update_program
@@ -28,7 +28,7 @@ from grpo_jax.training.update import make_forward_step, make_train_step
 LAUNCH_SECONDS = 1.3e-6
 """Of a kernel within a CUDA graph."""
 _SMALLEST = 2**14  # elements of a matrix whose copies are counted
-DECODING, ONCE = ("sample", "turn"), ("vision",)
+DECODING = ("sample", "turn")
 
 
 class Report(NamedTuple):
@@ -45,6 +45,11 @@ class Report(NamedTuple):
     peak_bytes: int
     reading: Reading
     bound_seconds: float
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes beside its arguments."""
+        return self.peak_bytes - self.argument_bytes
 
     def as_dict(self, name: str) -> dict[str, object]:
         """Return the fields of --plan_json."""
@@ -123,13 +128,18 @@ def _as_mask(tokens: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tokens.shape, "bool")
 
 
-def plan_programs(config: Config, model: ModelConfig, target: Target, shown: Shown | None) -> dict[str, Report]:
-    """Compile a run's programs for a target; ValueError and UserError as of `policy_memory`."""
-    devices, section = open_devices(target), config.policy.mesh
-    mesh = make_mesh(section.fsdp, section.tensor, devices) if section.size > 1 else None
-    sizes = _sizes(config, model, mesh, shown)
+def plan_programs(
+    config: Config,
+    model: ModelConfig,
+    target: Target,
+    device: jax.Device,
+    mesh: jax.sharding.Mesh | None,
+    shown: Shown | None,
+) -> dict[str, Report]:
+    """Compile a run's programs for a device of the target, or for a mesh of them."""
+    sizes = _sizes(config, model, mesh)
     programs = run_programs(config, model, mesh, shown, target.platform)
-    return {name: report(program, target, devices[0], sizes) for name, program in programs.items()}
+    return {name: report(program, target, device, sizes) for name, program in programs.items()}
 
 
 def report(program: Program, target: Target, device: jax.Device, sizes: Sizes) -> Report:
@@ -154,7 +164,7 @@ def report(program: Program, target: Target, device: jax.Device, sizes: Sizes) -
     return Report(arguments, temporary, output, arguments + temporary + output, reading, floor + launches)
 
 
-def _sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None) -> Sizes:
+def _sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Sizes:
     """Return what counts as a copy of weights or of caches on one device."""
     state = state_shapes(config, model, mesh)
     layers = state.variables["params"].get("layers", {})

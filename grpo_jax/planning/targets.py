@@ -15,8 +15,8 @@ import jax
 from jax.experimental import topologies
 
 from grpo_jax.errors import UserError, short_repr
+from grpo_jax.planning import TARGET
 
-TARGET = "--target"
 EXTRA = "targets"
 _GIB = 2**30
 _TRITON = {"xla_gpu_enable_triton_gemm": False}
@@ -108,6 +108,13 @@ def parse_target(text: str) -> Target:
     return Target(match[1], int(match[2] or 1), int(match[3] or 1))
 
 
+def prepare() -> None:
+    """Keep JAX on the CPU, and its plugins from looking for devices; before any other use of JAX."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would ask Google's metadata server
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that only running needs
+    jax.config.update("jax_platforms", "cpu")
+
+
 def open_devices(target: Target) -> list[jax.Device]:
     """Return devices to compile for, which nothing can run on; UserError where the compiler is missing."""
     kind = target.kind
@@ -122,7 +129,6 @@ def open_devices(target: Target) -> list[jax.Device]:
     if shape is None:
         counts = ", ".join(map(str, kind.shapes))
         raise UserError(f"{TARGET}: {target.name} comes as {counts} chips, got {target.count}")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would ask Google's metadata server
     return list(topologies.get_topology_desc(f"{target.name}:{shape}", "tpu").devices)[: target.count]
 
 

@@ -7,8 +7,6 @@ items took eight each, and so many of them are asked as `--users` says. A title 
 with the catalogue. Everything is drawn from one seed. Every measurement has a process of its own.
 
 - `item-kNN`: how alike the items are (the seconds to prepare), then rank and first ten items of each user.
-- `item-kNN, whole arrays`: the same with every score written down, f64 [512, I] at once; up to `--whole` items.
-  `equal` says whether ranks, ties and lists are the same.
 - `popularity`, `Markov-1`: the other two that count.
 - `titles + item-kNN`: the prior, which has a score for every title that shares a word: of fewer users.
 - `title tree`: `grpo_jax.core.trie.make_trie` of the titles; "nodes" and the MiB of its arrays stand beside it.
@@ -98,7 +96,7 @@ def run_counting(name: str, items: int, asked: int) -> dict[str, object]:
     """Popularity, item-kNN or Markov-1, as a run ranks by them."""
     from grpo_jax.tasks.recommendation import baselines
 
-    data, whole = make_data(items, asked), name.endswith("whole arrays")
+    data = make_data(items, asked)
     clock = Clock()
     if name == "popularity":
         score = baselines.popularity(data.users, items)
@@ -108,24 +106,14 @@ def run_counting(name: str, items: int, asked: int) -> dict[str, object]:
         score = baselines.item_knn(baselines.item_similarity(data.users, items), data.rows)
     clock.lap()
 
-    def spread(start: int, stop: int) -> np.ndarray:
-        return score(start, stop).more.toarray()
-
-    block = 512 if whole else baselines.SPARSE_BLOCK
-    counts, listed = baselines.rank_and_recommend(spread if whole else score, data.rows, block=block)
-    row = clock.read(name, items, len(data.rows))
-    if whole:
-        again, relisted = baselines.rank_and_recommend(score, data.rows)
-        same = [np.array_equal(*pair) for pair in ((again.better, counts.better), (again.ties, counts.ties))]
-        row["equal"] = all(same) and np.array_equal(listed, relisted)
-    return row
+    baselines.rank_and_recommend(score, data.rows, items=items)
+    return clock.read(name, items, len(data.rows))
 
 
 def run_prior(name: str, items: int, asked: int) -> dict[str, object]:
     """The prior of titles and neighbours."""
     from grpo_jax.tasks.recommendation import baselines
     from grpo_jax.tasks.recommendation.baselines import fusion_baseline
-    from grpo_jax.tasks.recommendation.metrics import users_at_once
 
     data, (drawn, _) = make_data(items, min(asked, FEW)), draw_words(items)
     titles = [" ".join(f"w{word}" for word in words) for words in drawn.tolist()]
@@ -133,8 +121,7 @@ def run_prior(name: str, items: int, asked: int) -> dict[str, object]:
     clock = Clock()
     known = fusion_baseline(titles, data.users, decay=0.7)
     clock.lap()
-    block = users_at_once(items)
-    baselines.rank_and_recommend(lambda start, stop: known(histories[start:stop]), data.rows, block=block)
+    baselines.rank_and_recommend(lambda start, stop: known(histories[start:stop]), data.rows, items=items)
     return clock.read(name, items, len(data.rows))
 
 
@@ -151,7 +138,7 @@ def run_tree(name: str, items: int, asked: int) -> dict[str, object]:
     return clock.read(name, items, nodes=len(trie.text), vocabulary=words + 1, arrays_mib=round(size))
 
 
-COUNTING = ("item-kNN", "item-kNN, whole arrays", "popularity", "Markov-1")
+COUNTING = ("item-kNN", "popularity", "Markov-1")
 METHODS: dict[str, Callable[[str, int, int], dict[str, object]]] = {
     **dict.fromkeys(COUNTING, run_counting),
     "titles + item-kNN": run_prior,
@@ -184,7 +171,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--users", type=int, default=1024, help="that are asked")
-    parser.add_argument("--whole", type=int, default=100_000, help="items up to which whole arrays are tried")
     parser.add_argument("--json", help="also write the report there")
     parser.add_argument("--only", nargs=2, metavar=("METHOD", "ITEMS"), help=argparse.SUPPRESS)  # of a child process
     options = parser.parse_args()
@@ -197,8 +183,6 @@ def main() -> None:
     rows = report["rows"] = []
     for items in options.items:
         for method in METHODS:
-            if method.endswith("whole arrays") and items > options.whole:
-                continue
             words = [sys.executable, __file__, "--only", method, str(items), "--users", str(options.users)]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
             rows.append(json.loads(done.stdout.splitlines()[-1]))

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_jax.config.command_line import find_config, load_config
-from grpo_jax.tasks.recommendation.baselines import make_parts, make_prior, rank_all
+from grpo_jax.tasks.recommendation.baselines import make_parts, make_prior, rank_and_recommend
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset, ranking_everything
 from grpo_jax.tasks.recommendation.metrics import ndcg, rank_of
 from grpo_jax.tasks.recommendation.recommending import grid, weigh
@@ -159,7 +159,8 @@ def train(dataset: Dataset, options: argparse.Namespace) -> tuple[SASRec, list[d
         start = time.perf_counter()
         loss = train_epoch(model, optimizer, taught, options, rng)
         seconds = time.perf_counter() - start
-        found = float(ndcg(rank_of(rank_all(scorer(model, watched, options.length), watched)), k=10).mean())
+        ranks = ranked(scorer(model, watched, options.length), watched, len(dataset.catalogue))
+        found = float(ndcg(ranks, k=10).mean())
         epochs.append({"epoch": epoch, "loss": loss, "validation_ndcg@10": found, "seconds": seconds})
         print(f"epoch {epoch:>3}  loss {loss:.4f}  validation NDCG@10 {found:.4f}  {seconds:.1f} s", file=sys.stderr)
         if found > best[0]:
@@ -171,6 +172,11 @@ def train(dataset: Dataset, options: argparse.Namespace) -> tuple[SASRec, list[d
     return model, epochs
 
 
+def ranked(score: Any, rows: Any, items: int) -> np.ndarray:
+    """The targets' ranks f64 [U] among so many items."""
+    return rank_of(rank_and_recommend(score, rows, items=items, first=0)[0])
+
+
 def measure(model: SASRec, dataset: Dataset, options: argparse.Namespace) -> tuple[dict[str, np.ndarray], Any]:
     """The ranks f64 [U] of the test users by method, and the prior that was chosen for the last one."""
     rows, watched = dataset.prompts.test[: options.limit or None], dataset.prompts.validation[: options.validation]
@@ -179,12 +185,13 @@ def measure(model: SASRec, dataset: Dataset, options: argparse.Namespace) -> tup
     own = scorer(model, watched, options.length)
     chosen = weigh(own, make_parts(titles, users), watched, grid(), items=len(titles))[0].prior
     known, histories = make_prior(chosen, titles, users), [row.columns["history"] for row in rows]
-    counts = {
-        "SASRec": rank_all(score, rows),
-        "SASRec, history ranked too": rank_all(score, ranking_everything(rows)),
-        "SASRec + prior": rank_all(lambda start, stop: score(start, stop) + known(histories[start:stop]), rows),
+    count = len(titles)
+    ranks = {
+        "SASRec": ranked(score, rows, count),
+        "SASRec, history ranked too": ranked(score, ranking_everything(rows), count),
+        "SASRec + prior": ranked(lambda start, stop: score(start, stop) + known(histories[start:stop]), rows, count),
     }
-    return {name: rank_of(count) for name, count in counts.items()}, chosen
+    return ranks, chosen
 
 
 def make_parser() -> argparse.ArgumentParser:

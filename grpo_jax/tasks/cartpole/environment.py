@@ -2,8 +2,7 @@
 
 The equations are those of Barto, Sutton and Anderson, "Neuronlike adaptive elements that can solve difficult learning
 control problems" (1983), with gymnasium's constants and Euler steps. A policy is a function: observations `[B, 4]` →
-log-odds `[B]` of pushing to the right. Loops run until every episode has ended, in all seeds when they are vmapped:
-steps after an episode's end are masked.
+log-odds `[B]` of pushing to the right.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Policy = Callable[[jax.Array], jax.Array]
 
 
 class State(NamedTuple):
-    """B carts, each field `[B]`: position, speed, angle and angular speed of the pole (f32), steps taken (i32)."""
+    """B carts: position, speed, angle and angular speed of the pole, each f32 `[B]`; steps taken, i32 `[B]`."""
 
     x: jax.Array
     x_dot: jax.Array
@@ -42,43 +41,25 @@ class State(NamedTuple):
 
 
 class Episodes(NamedTuple):
-    """Whole episodes, time first: T = 500.
+    """Whole episodes, time first: T = 500."""
 
-    Attributes:
-        observations: F32 `[T, B, 4]`; 0 after the end.
-        actions: Bool `[T, B]`, True for right.
-        log_odds: F32 `[T, B]` of right, under the policy that acted.
-        mask: Bool `[T, B]`, the steps that were taken.
-        positions: F32 `[T, B]`, where the cart is after the step.
-    """
-
-    observations: jax.Array
-    actions: jax.Array
-    log_odds: jax.Array
-    mask: jax.Array
-    positions: jax.Array
+    observations: jax.Array  # f32 [T, B, 4]; 0 after the end
+    actions: jax.Array  # bool [T, B], True for right
+    log_odds: jax.Array  # f32 [T, B] of right, under the policy that acted
+    mask: jax.Array  # bool [T, B], the steps that were taken
+    positions: jax.Array  # f32 [T, B], where the cart is after the step
 
 
 class Steps(NamedTuple):
-    """A fixed number of steps with automatic reset, time first.
+    """A fixed number of steps with automatic reset, time first."""
 
-    Attributes:
-        observations: F32 `[T, B, 4]`, before the step.
-        actions: Bool `[T, B]`, True for right.
-        log_odds: F32 `[T, B]` of right, under the policy that acted.
-        next_observations: F32 `[T, B, 4]`, after the step and before a reset.
-        terminated: Bool `[T, B]`, fell or left the track: no value after it.
-        truncated: Bool `[T, B]`, ended by the time limit alone: its value goes on.
-        lengths: I32 `[T, B]`, steps of the episode up to this one.
-    """
-
-    observations: jax.Array
-    actions: jax.Array
-    log_odds: jax.Array
-    next_observations: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-    lengths: jax.Array
+    observations: jax.Array  # f32 [T, B, 4], before the step
+    actions: jax.Array  # bool [T, B], True for right
+    log_odds: jax.Array  # f32 [T, B] of right, under the policy that acted
+    next_observations: jax.Array  # f32 [T, B, 4], after the step and before a reset
+    terminated: jax.Array  # bool [T, B], fell or left the track: no value after it
+    truncated: jax.Array  # bool [T, B], ended by the time limit alone: its value goes on
+    lengths: jax.Array  # i32 [T, B], steps of the episode up to this one
 
 
 class Outcome(NamedTuple):
@@ -120,15 +101,13 @@ def observe(states: State) -> jax.Array:
 
 
 def objective_rewards(objective: str, positions: jax.Array, width: float) -> jax.Array:
-    """Return the reward of every step, in the shape of `positions`, which are those after the step.
+    """Return the reward of every step from the positions after it.
 
     "upright" is 1, as in CartPole-v1; "centred" is max(0, 1 - |x| / width), while the track ends at 2.4.
     """
     if objective == "upright":
         return jnp.ones_like(positions)
-    if objective == "centred":
-        return jnp.maximum(0.0, 1.0 - jnp.abs(positions) / width)
-    raise ValueError(f"objective must be one of {OBJECTIVES}, got {objective!r}")
+    return jnp.maximum(0.0, 1.0 - jnp.abs(positions) / width)
 
 
 @jax.custom_batching.custom_vmap
@@ -183,7 +162,6 @@ def play_episodes(policy: Policy, states: State, key: jax.Array | None) -> Episo
 
 def play_steps(policy: Policy, states: State, key: jax.Array, *, steps: int) -> tuple[State, Steps]:
     """Play T = `steps` steps with sampled actions, resetting where an episode ends; return the last states too."""
-    count = states.x.shape[0]
 
     def turn(states, key):
         act, start = jax.random.split(key)
@@ -193,7 +171,7 @@ def play_steps(policy: Policy, states: State, key: jax.Array, *, steps: int) -> 
         after, terminated = step(states, right)
         truncated = ~terminated & (after.time >= MAX_STEPS)
         row = Steps(observations, right, log_odds, observe(after), terminated, truncated, after.time)
-        return _where(terminated | truncated, reset(start, count), after), row
+        return _where(terminated | truncated, reset(start, len(right)), after), row
 
     return jax.lax.scan(turn, states, jax.random.split(key, steps))
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
     from grpo_jax.runs.progress import Progress
 
-_MEASURES = ("episode_return", "centred", "distance")
 _ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
 
 
@@ -73,16 +72,17 @@ class CartPoleProgram:
 
     def advance(self, state: Carry, iteration: int, notes: Notes) -> Advanced:
         """Run `evaluation.every` iterations of every seed, and measure."""
+        steps_before = np.asarray(state.steps, np.int64).sum()
         started = time.monotonic()
-        before = _total_steps(state)
         state, metrics, measures = jax.block_until_ready(self.block(state))
         seconds = time.monotonic() - started
-        pace = (_total_steps(state) - before) / seconds
-        returns, steps = np.asarray(measures["episode_return"]), np.asarray(state.steps)
-        solved = returns >= self.config.evaluation.solved
+        steps = np.asarray(state.steps, np.int64)
+        solved = np.asarray(measures["episode_return"]) >= self.config.evaluation.solved
+        pace = float(steps.sum() - steps_before) / seconds
         rows = metric_rows(metrics, iteration, {"environment_steps_per_second": pace})
-        rows[-1] |= {f"evaluation/{name}": float(np.mean(measures[name])) for name in _MEASURES}
-        rows[-1] |= {"evaluation/lowest": float(returns.min()), "evaluation/highest": float(returns.max())}
+        rows[-1] |= {f"evaluation/{name}": float(np.mean(measures[name])) for name in _ORACLE}
+        rows[-1]["evaluation/lowest"] = float(np.min(measures["episode_return"]))
+        rows[-1]["evaluation/highest"] = float(np.max(measures["episode_return"]))
         rows[-1]["solved"] = int(solved.sum())
         solved_at = [
             int(steps[index]) if first is None and solved[index] else first
@@ -94,85 +94,65 @@ class CartPoleProgram:
         """Return None: every block is measured, and no checkpoint is chosen."""
 
     def finish(self, state: Carry, progress: Progress, directory: RunDirectory) -> Finished:
-        """Measure all seeds on fresh starts."""
+        """Measure all seeds on fresh starts: evaluation.<measure>.{before, after, oracle}, seeds solved, pace."""
         # One more than the last measurement's: starts that chose nothing.
         after = self._measure(state._replace(iteration=state.iteration + 1))
-        summary = self._summarise(state, progress, after)
-        columns = ("seed", "return before", "return after", "distance from the centre", "steps until first solved")
-        rows = [
-            (
-                self.config.seed + index,
-                progress.notes["before"]["episode_return"][index],
-                after["episode_return"][index],
-                after["distance"][index],
-                "–" if first is None else first,
-            )
-            for index, first in enumerate(progress.notes["solved_at"])
+        before = progress.notes["before"]
+        solved_at = progress.notes["solved_at"]
+        config = self.config
+        threshold = config.evaluation.solved
+        steps = int(np.asarray(state.steps, np.int64).sum())
+        summary = {
+            "evaluation": {
+                name: {"before": float(np.mean(before[name])), "after": float(np.mean(after[name])), "oracle": oracle}
+                for name, oracle in _ORACLE.items()
+            },
+            "measured_on": "greedy episodes",
+            "algorithm": config.algorithm.name,
+            "seeds": config.num_seeds,
+            "solved": sum(value >= threshold for value in after["episode_return"]),
+            "returns": after["episode_return"],
+            "solved_at": solved_at,
+            "iterations": progress.iteration,
+            "environment_steps": steps,
+            "environment_steps_per_second": steps / progress.seconds["train"],
+            "parameters": self.training.parameters,
+            "seconds": progress.seconds,
+            "devices": {"policy": ", ".join(map(str, self.devices))},
+        }
+        first = [count for count in solved_at if count is not None]
+        when = f", first after {int(np.median(first)):,} steps (median)" if first else ""
+        lines = [
+            f"solved (mean return >= {threshold:g} over {config.evaluation.episodes} episodes): "
+            f"{summary['solved']} of {config.num_seeds} seeds{when}",
+            f"{steps:,} environment steps in {progress.seconds['train']:.1f} s: "
+            f"{summary['environment_steps_per_second']:,.0f} per second; "
+            f"compiled in {progress.seconds['compile']:.1f} s",
         ]
-        return Finished(summary, closing_lines(summary), tables_below=[Table("Seeds", columns, rows)])
+        columns = ("seed", "return before", "return after", "distance from the centre", "steps until first solved")
+        seeds = range(config.seed, config.seed + config.num_seeds)
+        until = ["–" if count is None else count for count in solved_at]
+        rows = list(
+            zip(seeds, before["episode_return"], after["episode_return"], after["distance"], until, strict=True)
+        )
+        return Finished(summary, lines, tables_below=[Table("Seeds", columns, rows)])
 
     def close(self) -> None:
         """Nothing runs beside it."""
 
     def _measure(self, state: Carry) -> dict[str, list[float]]:
         measured = over_seeds(self.training.evaluate, self.devices)(state)
-        return {name: np.asarray(measured[name]).tolist() for name in _MEASURES}
-
-    def _summarise(self, state: Carry, progress: Progress, after: dict[str, list[float]]) -> dict[str, Any]:
-        """evaluation.<measure>.{before, after, oracle}, seeds solved, steps and their pace."""
-        config, before = self.config, progress.notes["before"]
-        steps = np.asarray(state.steps).astype(np.int64)
-        returns = np.asarray(after["episode_return"])
-        return {
-            "evaluation": {
-                name: {
-                    "before": float(np.mean(before[name])),
-                    "after": float(np.mean(after[name])),
-                    "oracle": _ORACLE[name],
-                }
-                for name in _MEASURES
-            },
-            "measured_on": "greedy episodes",
-            "algorithm": config.algorithm.name,
-            "episodes": config.evaluation.episodes,
-            "seeds": config.num_seeds,
-            "solved": int((returns >= config.evaluation.solved).sum()),
-            "solved_threshold": config.evaluation.solved,
-            "returns": after["episode_return"],
-            "solved_at": progress.notes["solved_at"],
-            "iterations": progress.iteration,
-            "environment_steps": int(steps.sum()),
-            "environment_steps_by_seed": steps.tolist(),
-            "environment_steps_per_second": int(steps.sum()) / progress.seconds["train"],
-            "parameters": self.training.parameters,
-            "seconds": progress.seconds,
-            "devices": {"policy": ", ".join(map(str, self.devices))},
-        }
+        return {name: np.asarray(measured[name]).tolist() for name in _ORACLE}
 
 
 def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[dict[str, float]]:
     """Return a row per iteration from metrics `[seeds, iterations]`: the mean of the seeds that have a number."""
     means = {
-        name: np.ma.masked_invalid(np.asarray(values, np.float64)).mean(axis=0).filled(np.nan)
+        name: np.ma.masked_invalid(np.asarray(values, np.float64)).mean(axis=0).filled(np.nan).tolist()
         for name, values in metrics.items()
     }
-    length = len(next(iter(means.values())))
-    return [
-        {"step": done + index + 1, **{name: float(mean[index]) for name, mean in means.items()}, **common}
-        for index in range(length)
-    ]
-
-
-def closing_lines(summary: dict[str, Any]) -> list[str]:
-    """Return lines with seeds solved, steps and pace."""
-    first = [steps for steps in summary["solved_at"] if steps is not None]
-    when = f", first after {int(np.median(first)):,} steps (median)" if first else ""
-    return [
-        f"solved (mean return >= {summary['solved_threshold']:g} over {summary['episodes']} episodes): "
-        f"{summary['solved']} of {summary['seeds']} seeds{when}",
-        f"{summary['environment_steps']:,} environment steps in {summary['seconds']['train']:.1f} s: "
-        f"{summary['environment_steps_per_second']:,.0f} per second; compiled in {summary['seconds']['compile']:.1f} s",
-    ]
+    rows = (dict(zip(means, row, strict=True)) for row in zip(*means.values(), strict=True))
+    return [{"step": done + number, **row, **common} for number, row in enumerate(rows, start=1)]
 
 
 def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
@@ -194,10 +174,6 @@ def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
     started = time.monotonic()
     block = over_seeds(training.block, devices).lower(start).compile()
     return CartPoleProgram(config, training, devices, start, block, time.monotonic() - started)
-
-
-def _total_steps(state: Carry) -> int:
-    return int(np.asarray(state.steps).astype(np.int64).sum())
 
 
 def seed_keys(seed: int, number: int) -> jax.Array:

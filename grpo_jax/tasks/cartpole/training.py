@@ -39,40 +39,30 @@ _CARTS_STREAM = 2**31 - 3
 # Steps of all episodes whose gradient is taken at once. Short enough to stay in the cache and to stop soon after the
 # longest episode; a divisor of 500.
 _CHUNK = 50
+_SHOWN = ("policy_loss", "kl", "entropy", "old_kl", "clip_low", "clip_high", "value_loss")
 
 
 class Batch(NamedTuple):
-    """Data of an update, time first: each `[T, B]`, observations `[T, B, 4]`.
-
-    GRPO and GDPO have a mask of the steps that were taken; PPO has the values before the updates and their targets.
-    """
+    """Data of an update, time first: each `[T, B]`, observations `[T, B, 4]`."""
 
     observations: jax.Array
     actions: jax.Array
     old_logprobs: jax.Array
     advantages: jax.Array
-    mask: jax.Array | None = None
-    values: jax.Array | None = None
-    returns: jax.Array | None = None
+    mask: jax.Array | None = None  # of the steps that were taken (GRPO, GDPO)
+    values: jax.Array | None = None  # before the updates (PPO)
+    returns: jax.Array | None = None  # their targets (PPO)
 
 
 class Carry(NamedTuple):
-    """Everything that changes; under vmap each leaf has the seeds as first axis.
+    """Everything that changes; under vmap each leaf has the seeds as first axis."""
 
-    Attributes:
-        params: {"policy": …}, and with ppo {"value": …}.
-        carts: State of ppo's carts; () for the others, whose episodes are whole.
-        key: The seed's key. Every random number follows from it and the iteration.
-        iteration: I32, iterations done.
-        steps: I32, environment steps taken to learn from, without padding and without evaluation.
-    """
-
-    params: PyTree
+    params: PyTree  # {"policy": …}, and with ppo {"value": …}
     optimizer: PyTree
-    carts: PyTree
-    key: jax.Array
-    iteration: jax.Array
-    steps: jax.Array
+    carts: PyTree  # of ppo; () for the others, whose episodes are whole
+    key: jax.Array  # the seed's; every random number follows from it and the iteration
+    iteration: jax.Array  # i32, iterations done
+    steps: jax.Array  # i32, environment steps learned from, without padding and evaluation
 
 
 class History(NamedTuple):
@@ -83,10 +73,10 @@ class History(NamedTuple):
 
 
 class Training(NamedTuple):
-    """Pure functions of a config: `evaluate` measures the greedy policy on fresh starts, `train` is the whole run.
+    """Pure functions of a config, and the parameters of each network.
 
-    `block` runs `evaluation.every` iterations, its metrics are `[every]`, and then measures. `parameters` counts
-    those of each network.
+    `evaluate` measures the greedy policy on fresh starts; `block` runs `evaluation.every` iterations and then
+    measures; `train` is the whole run.
     """
 
     init: Callable[[jax.Array], Carry]
@@ -208,10 +198,7 @@ def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: 
 def group_updates(
     config: CartPoleConfig, apply: Callable, optimizer: optax.GradientTransformation, start: tuple, batch: Batch
 ) -> Learned:
-    """Update once per epoch from all steps; the gradient is summed over chunks of time up to the last step.
-
-    `start` is (parameters, Optax's state).
-    """
+    """Update once per epoch from all steps; the gradient is summed over chunks of time up to the last step."""
     algorithm = config.algorithm
     whole = loss_normaliser(batch.mask, "token")
     chunks = jax.tree.map(lambda x: x.reshape(MAX_STEPS // _CHUNK, _CHUNK, *x.shape[1:]), batch)
@@ -238,16 +225,13 @@ def group_updates(
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     def epoch(carry, _):
-        params, opt_state = carry
-
         def add(loop):
             index, total = loop
-            now = gradient(params, jax.tree.map(lambda x: x[index], chunks))
+            now = gradient(carry[0], jax.tree.map(lambda x: x[index], chunks))
             return index + 1, jax.tree.map(jnp.add, total, now)
 
         _, ((value, metrics), grads) = jax.lax.while_loop(lambda loop: loop[0] < used, add, (jnp.int32(0), zeros))
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), _update_metrics(value, metrics._asdict(), grads)
+        return _apply_gradient(optimizer, carry, value, metrics._asdict(), grads)
 
     (params, opt_state), metrics = jax.lax.scan(epoch, start, length=algorithm.epochs)
     return params, opt_state, jax.tree.map(jnp.mean, metrics)
@@ -289,11 +273,9 @@ def step_updates(
     gradient = jax.value_and_grad(loss, has_aux=True)
 
     def update(carry, part):
-        params, opt_state = carry
-        (value, (metrics, explained)), grads = gradient(params, part)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        metrics = _update_metrics(value, metrics, grads) | {"explained_variance": explained}
-        return (optax.apply_updates(params, updates), opt_state), metrics
+        (value, (metrics, explained)), grads = gradient(carry[0], part)
+        carry, metrics = _apply_gradient(optimizer, carry, value, metrics, grads)
+        return carry, metrics | {"explained_variance": explained}
 
     order = jax.random.permutation(key, batch.actions.shape[0])
     parts = jax.tree.map(lambda x: x[order].reshape(algorithm.minibatches, -1, *x.shape[1:]), batch)
@@ -303,13 +285,16 @@ def step_updates(
     return params, opt_state, jax.tree.map(jnp.mean, metrics)
 
 
-def _update_metrics(loss: jax.Array, metrics: dict[str, Mean], grads: PyTree) -> Metrics:
-    """Return the update's part of a metrics row, under the names of language runs."""
-    same = ("policy_loss", "kl", "entropy", "old_kl", "clip_low", "clip_high", "value_loss")
-    names = {"ratio": "mean_ratio"} | {name: name for name in same}
-    named = {names[name]: mean.value() for name, mean in metrics.items() if name in names}
+def _apply_gradient(
+    optimizer: optax.GradientTransformation, carry: tuple, loss: jax.Array, metrics: dict[str, Mean], grads: PyTree
+) -> tuple[tuple, Metrics]:
+    """Return (parameters, Optax's state) after an update, and its metrics under the names of language runs."""
+    params, opt_state = carry
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    named = {name: metrics[name].value() for name in _SHOWN if name in metrics}
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-    return {"loss": loss, **named, "grad_norm": norm}
+    named |= {"loss": loss, "mean_ratio": metrics["ratio"].value(), "grad_norm": norm}
+    return (optax.apply_updates(params, updates), opt_state), named
 
 
 def make_optimizer(config: CartPoleConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -387,13 +372,13 @@ def make_train(config: CartPoleConfig) -> Training:
 
     def train(key: jax.Array) -> tuple[Carry, History]:
         def turn(state, _):
-            state, metrics, measures = block(state)
-            return state, (metrics, measures)
+            state, *measured = block(state)
+            return state, measured
 
         start = init(key)
+        first = evaluate(start)
         blocks = config.training.iterations // config.evaluation.every
         state, (metrics, measures) = jax.lax.scan(turn, start, length=blocks)
-        first = evaluate(start)
         return state, History(
             jax.tree.map(lambda x: x.reshape(-1), metrics),
             jax.tree.map(lambda before, after: jnp.concatenate([before[None], after]), first, measures),

@@ -1,10 +1,9 @@
 """Baselines: simple rankings of the whole catalogue, exact and without a network.
 
-Baselines that count (popularity, item-kNN, Markov) are functions ``score(start, stop) -> [B, I]`` of the examples
-start … stop-1, sparse where few items of many score (`SparseScores`); `rank_and_recommend` turns them into ranks by
-block, so that no [U, I] array is ever held. Their statistics come from what training knows alone
-(`dataset.Split.known`): no validation or test target is known to them (the history that is asked with may hold
-validation targets). Baselines of titles ask the policy's own retriever, as the policy does.
+Baselines that count (popularity, item-kNN, Markov) are `Scores`; `rank_and_recommend` turns them into ranks by block,
+so that no [U, I] array is ever held. Their statistics come from what training knows alone (`dataset.Split.known`): no
+validation or test target is known to them (the history that is asked with may hold validation targets). Baselines of
+titles ask the policy's own retriever, as the policy does.
 
 The prior is what is known of a user's next item without a policy, to be added to what the policy says of it:
 
@@ -27,78 +26,12 @@ from grpo_jax.tasks.recommendation.metrics import (
     RankCounts,
     count_better,
     first_items,
-    flat_exclusions,
+    users_at_once,
 )
 from grpo_jax.tasks.recommendation.task import PriorSection
 
-
-class BaseScores:
-    """Scores f64 [I] that are the same for all users, sorted once."""
-
-    def __init__(self, scores: np.ndarray):
-        """Sort the scores; of equal float32 scores the first of the catalogue is the better."""
-        self.scores = scores
-        self.rising = np.sort(scores)
-        self.best = np.argsort(-scores.astype(np.float32), kind="stable")
-
-
-class SparseScores:
-    """Scores of all items for B users: a base, and what is added to it for the few items of each user [B, I]."""
-
-    def __init__(self, base: BaseScores, more: sparse.csr_array):
-        """Sort the entries of each user."""
-        more.sort_indices()
-        self.base = base
-        self.more = more
-        self.shape = more.shape
-        self.values = more.data + base.scores[more.indices]
-
-    def count_better(
-        self, targets: Sequence[int] | np.ndarray, exclude: Sequence[Sequence[int]], *, tolerance: float = 0.0
-    ) -> RankCounts:
-        """`metrics.count_better` of the whole array."""
-        users, items = self.shape
-        base = self.base
-        columns = self.more.indices
-        lines = np.repeat(np.arange(users), np.diff(self.more.indptr))
-        left_lines, left_items = flat_exclusions(targets, exclude)
-
-        def scores_at(lines: np.ndarray, columns: np.ndarray) -> np.ndarray:
-            added = self.more[lines, columns] if len(lines) else 0.0  # scipy reads no empty selection
-            return base.scores[columns] + added
-
-        left_scores = scores_at(left_lines, left_items)
-
-        def counted(of_base: np.ndarray, compare: np.ufunc, edge: np.ndarray) -> np.ndarray:
-            changed = compare(self.values, edge[lines]).astype(np.int64) - compare(base.scores[columns], edge[lines])
-            left_out = np.bincount(left_lines, compare(left_scores, edge[left_lines]), users)
-            return of_base + np.bincount(lines, changed, users).astype(np.int64) - left_out.astype(np.int64)
-
-        target_scores = scores_at(np.arange(users), np.asarray(targets, np.int64))
-        high = target_scores + tolerance
-        low = target_scores - tolerance
-        better = counted(items - np.searchsorted(base.rising, high, side="right"), np.greater, high)
-        worse = counted(np.searchsorted(base.rising, low, side="left"), np.less, low)
-        others = items - 1 - np.bincount(left_lines, minlength=users)
-        return RankCounts(better, others - better - worse)
-
-    def first_items(self, exclude: Sequence[Sequence[int]], *, k: int) -> list[np.ndarray]:
-        """`metrics.first_items` of the whole array."""
-        lists = []
-        for line, rows in enumerate(exclude):
-            entries = slice(*self.more.indptr[line : line + 2])
-            left_out = np.asarray(list(rows), np.int64)
-            scored = self.more.indices[entries]
-            stays = ~np.isin(scored, left_out)
-            head = self.base.best[: k + len(scored) + len(left_out)]
-            further = head[~np.isin(head, np.concatenate([scored, left_out]))][:k]
-            items = np.concatenate([scored[stays], further])
-            scores = np.concatenate([self.values[entries][stays], self.base.scores[further]]).astype(np.float32)
-            lists.append(np.sort(items[np.lexsort((items, -scores))[:k]]))
-        return lists
-
-
-Scores = Callable[[int, int], np.ndarray | SparseScores]
+Scores = Callable[[int, int], np.ndarray]
+"""score(start, stop) → the scores of all items for examples start … stop-1, [B, I]."""
 
 
 class Ranks(Protocol):
@@ -128,17 +61,8 @@ class Retriever(Protocol):
         """Rank by the weighted sum of several texts' vectors each."""
 
 
-SPARSE_BLOCK = 128
-"""Examples of which sparse scores are held at once, whatever the catalogue: some thousand entries each."""
-
-
-def rank_all(score: Scores, rows: Sequence[Row], *, block: int = 512, tolerance: float = 1e-6) -> RankCounts:
-    """Return the counts of `rank_and_recommend` alone."""
-    return rank_and_recommend(score, rows, first=0, block=block, tolerance=tolerance)[0]
-
-
 def rank_and_recommend(
-    score: Scores, rows: Sequence[Row], *, first: int = RECOMMENDED, block: int = 512, tolerance: float = 1e-6
+    score: Scores, rows: Sequence[Row], *, items: int, first: int = RECOMMENDED, tolerance: float = 1e-6
 ) -> tuple[RankCounts, np.ndarray]:
     """Return the counts of items before and level with each target, and how often each item is recommended, i64 [I].
 
@@ -146,26 +70,23 @@ def rank_and_recommend(
     "target_row" and "excluded". Scores that differ by no more than `tolerance` are ties.
     """
     parts = []
-    lists: list[np.ndarray] = []
+    recommended = np.zeros(items, np.int64)
+    block = users_at_once(items)
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         targets = np.array([column["target_row"] for column in columns])
-        left_out = [column["excluded"] for column in columns]
+        excluded = [column["excluded"] for column in columns]
         scores = score(start, start + len(columns))
-        if isinstance(scores, SparseScores):
-            parts.append(scores.count_better(targets, left_out, tolerance=tolerance))
-            lists += scores.first_items(left_out, k=first) if first else []
-        else:
-            parts.append(count_better(scores, targets, left_out, tolerance=tolerance))
-            lists += first_items(scores, left_out, k=first) if first else []
-    recommended = np.bincount(np.concatenate([np.zeros(0, np.int64), *lists]), minlength=scores.shape[1])
-    return RankCounts(*(np.concatenate(column) for column in zip(*parts, strict=True))), recommended
+        parts.append(count_better(scores, targets, excluded, tolerance=tolerance))
+        if first:
+            recommended += np.bincount(np.concatenate(first_items(scores, excluded, k=first)), minlength=items)
+    return RankCounts(*map(np.concatenate, zip(*parts, strict=True))), recommended
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
     """Score every item by how many users took it in training."""
-    base = BaseScores(taken_counts(users, items))
-    return lambda start, stop: SparseScores(base, sparse.csr_array((stop - start, items)))
+    counts = taken_counts(users, items)
+    return lambda start, stop: np.broadcast_to(counts, (stop - start, items))
 
 
 def taken_counts(users: Sequence[UserSequence], items: int) -> np.ndarray:
@@ -181,8 +102,7 @@ def item_knn(similarity: sparse.csr_array, rows: Sequence[Row], *, decay: float 
     """
     items = similarity.shape[0]
     weights = decayed([row.columns["history"] for row in rows], items, decay=decay)
-    base = BaseScores(np.zeros(items))
-    return lambda start, stop: SparseScores(base, weights[start:stop] @ similarity)
+    return lambda start, stop: (weights[start:stop] @ similarity).toarray()
 
 
 def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
@@ -211,9 +131,9 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
     steps = sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
     counts = taken_counts(users, items)
     # Below 1, so that it decides only where counts of steps are equal.
-    fallback = BaseScores(counts / (2.0 * max(counts.max(), 1.0)))
+    fallback = counts / (2.0 * max(counts.max(), 1.0))
     last = np.array([row.columns["history"][-1] for row in rows])
-    return lambda start, stop: SparseScores(fallback, steps[last[start:stop]])
+    return lambda start, stop: fallback + steps[last[start:stop]].toarray()
 
 
 def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> sparse.csr_array:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, compress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -27,7 +27,7 @@ from grpo_jax.tasks.recommendation.catalogue import (
     read_sequences,
     read_user_prompts,
 )
-from grpo_jax.tasks.recommendation.dummy import make_world
+from grpo_jax.tasks.recommendation.dummy import hearsay, make_world
 from grpo_jax.tasks.recommendation.semantic_ids import read_ids
 from grpo_jax.tasks.recommendation.task import Recommendation
 
@@ -124,9 +124,6 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
     return Split(starts, tuple(known), tuple(validation), tuple(test), (note,))
 
 
-TrainingTargets = Literal["every", "last", "apart"]
-
-
 def known_targets(split: Split, which: Literal["every", "last", "but last"] = "every") -> list[Target]:
     """Return the training targets of known sequences y1 … ym: all of y2 … ym, ym alone, or y2 … ym-1."""
     targets = []
@@ -155,34 +152,19 @@ NO_TITLE = "(no title)"
 """Stands in a prompt for a blank title."""
 
 
-@dataclass(frozen=True)
-class HistoryTemplate:
-    """How the newest `items` of a history become a prompt, oldest first.
+def history_prompt(task: Recommendation, titles: Sequence[str], names: Sequence[str] = ()) -> str:
+    """Return the prompt of a history, its titles and the items' own words, oldest first.
 
-    In `text`, "{history}" stands for the titles, "{last}" for the newest one, "{items}" for the items' own words;
-    other braces mean nothing. Titles are cut to so many `characters`, at a space where there is one; 0 for never.
+    In `task.template`, "{history}" stands for the titles, "{last}" for the newest one, "{items}" for the items' own
+    words; other braces mean nothing.
     """
-
-    text: str = "{history}"
-    items: int = 5
-    characters: int = 60
-    separator: str = "\n"
-
-    def __post_init__(self) -> None:
-        if self.items < 1:
-            raise ValueError(f"items must be at least 1, got {self.items}")
-        if self.characters < 0:
-            raise ValueError(f"characters must be at least 0, got {self.characters}")
-
-    def prompt(self, titles: Sequence[str], names: Sequence[str] = ()) -> str:
-        """Return the prompt of a history, its titles and the items' own words, oldest first."""
-        words = " ".join(names[-self.items :])
-        cut = [cut_title(title, self.characters) or NO_TITLE for title in titles[-self.items :]]
-        # {last} is filled in first: a title is data, and what looks like a placeholder in it stays as it is.
-        text = self.text.replace("{items}", words)
-        before, history, after = text.replace("{last}", "\0").partition("{history}")
-        listed = self.separator.join(cut) if history else ""
-        return before.replace("\0", cut[-1]) + listed + after.replace("\0", cut[-1])
+    words = " ".join(names[-task.history_items :])
+    cut = [cut_title(title, task.title_characters) or NO_TITLE for title in titles[-task.history_items :]]
+    # {last} is filled in first: a title is data, and what looks like a placeholder in it stays as it is.
+    text = task.template.replace("{items}", words)
+    before, history, after = text.replace("{last}", "\0").partition("{history}")
+    listed = task.separator.join(cut) if history else ""
+    return before.replace("\0", cut[-1]) + listed + after.replace("\0", cut[-1])
 
 
 def cut_title(title: str, characters: int) -> str:
@@ -195,26 +177,26 @@ def cut_title(title: str, characters: int) -> str:
     return head.rstrip(" ,;:-&(/")
 
 
-def split_examples(
-    split: Split, catalogue: Catalogue, template: HistoryTemplate, *, training_targets: TrainingTargets = "every"
-) -> PromptSet:
-    """Return examples of a split's targets, for training of "every" known item or each user's "last" ("apart" too).
+def split_examples(split: Split, catalogue: Catalogue, task: Recommendation) -> PromptSet:
+    """Return examples of a split's targets, for training as `task.training_targets` says.
 
     Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
     """
-    train = known_targets(split, "every" if training_targets == "every" else "last")
+    train = known_targets(split, "every" if task.training_targets == "every" else "last")
     if not train:
         raise UserError("no user has four items, or two that training may know: a history and a target")
-    parts = ([_example(catalogue, template, one) for one in part] for part in (train, split.validation, split.test))
-    rows, validation, test = parts
-    return PromptSet(tuple(rows), _shuffled(validation), _shuffled(test))
+    rows, validation, test = (_examples(part, catalogue, task) for part in (train, split.validation, split.test))
+    return PromptSet(rows, _shuffled(validation), _shuffled(test))
 
 
-def _example(catalogue: Catalogue, template: HistoryTemplate, target: Target) -> Row:
-    listed = target.history[-template.items :]
-    names = [catalogue.names[item] for item in listed] if catalogue.names else ()
-    prompt = template.prompt([catalogue.titles[item] for item in listed], names)
-    return Row(target.id, prompt, example_columns(target, catalogue))
+def _examples(targets: Iterable[Target], catalogue: Catalogue, task: Recommendation) -> tuple[Row, ...]:
+    rows = []
+    for target in targets:
+        listed = target.history[-task.history_items :]
+        names = [catalogue.names[item] for item in listed] if catalogue.names else ()
+        prompt = history_prompt(task, [catalogue.titles[item] for item in listed], names)
+        rows.append(Row(target.id, prompt, example_columns(target, catalogue)))
+    return tuple(rows)
 
 
 def by_user(
@@ -256,50 +238,6 @@ def _shuffled(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda row: hashlib.sha256(str(row.columns["user"]).encode()).digest()))
 
 
-def title_pairs(rows: Sequence[Row], *, characters: int = 0) -> list[tuple[str, str]]:
-    """Return (prompt, title of the next item) for a supervised warm start, without targets that have no title."""
-    pairs = [(row.prompt, cut_title(row.columns["target_title"], characters)) for row in rows]
-    return [(prompt, title) for prompt, title in pairs if title]
-
-
-def asking_pairs(rows: Sequence[Row], *, characters: int = 0, seed: int = 0) -> list[tuple[str, str]]:
-    """Return (prompt, text) in three forms of asking, so that a group of samples holds all of them.
-
-    A hash of the seed and the row's id draws the last title, the next item's, or both, one in three each. Which form
-    pays is left to reinforcement learning.
-    """
-    pairs = []
-    for row in rows:
-        last, following = (cut_title(row.columns[name], characters) for name in ("last_title", "target_title"))
-        forms = (last, following, f"{last} {following}")
-        drawn = hashlib.sha256(f"{seed} {row.id}".encode()).digest()[0] % len(forms)
-        pairs.append((row.prompt, forms[drawn].strip()))
-    return [(prompt, text) for prompt, text in pairs if text]
-
-
-def together_pairs(
-    rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence], *, characters: int = 0
-) -> list[tuple[str, str]]:
-    """Return (prompt, title of the item most often taken together with the history's last), the history left out.
-
-    The next item is one of many and a guess at it is mostly wrong; what is taken together with an item is the same
-    for every user who took it. Rows without such an item or its title are left out. `users` is what training knows.
-    """
-    similarity = item_similarity(users, len(catalogue))
-    ordered: dict[int, list[int]] = {}
-    pairs = []
-    for row in rows:
-        history = row.columns["history"]
-        last, taken = history[-1], set(history)
-        if last not in ordered:
-            others = similarity[[last]]
-            best = np.lexsort((others.indices, -others.data))
-            ordered[last] = [int(others.indices[place]) for place in best if others.data[place] > 0]
-        title = next((catalogue.titles[item] for item in ordered[last] if item not in taken), "")
-        pairs.append((row.prompt, cut_title(title, characters)))
-    return [(prompt, title) for prompt, title in pairs if title]
-
-
 class Dataset(NamedTuple):
     """Data of the task.
 
@@ -318,6 +256,51 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...]
 
 
+def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
+    """Return the (prompt, text) pairs of `task.pairs`, without those whose text is empty.
+
+    "forms": a hash of the seed and the row's id draws which of three forms of asking a row teaches, so that a group
+    of samples holds all of them; which one pays is left to reinforcement learning.
+    """
+    rows = dataset.supervised
+    catalogue = dataset.catalogue
+    if catalogue.names:
+        return [(row.prompt, catalogue.names[row.columns["target_row"]]) for row in rows]
+    if task.pairs in ("lessons", "hearsay"):
+        return hearsay(rows, catalogue, told=0.0 if task.pairs == "lessons" else 0.25, seed=seed)
+    titles = [row.columns["target_title"] for row in rows]
+    if task.pairs == "together":
+        titles = together_titles(rows, catalogue, dataset.known)
+    texts = [cut_title(title, task.pair_characters) for title in titles]
+    if task.pairs == "forms":
+        for place, row in enumerate(rows):
+            last = cut_title(row.columns["last_title"], task.pair_characters)
+            forms = (last, texts[place], f"{last} {texts[place]}")
+            drawn = hashlib.sha256(f"{seed} {row.id}".encode()).digest()[0] % len(forms)
+            texts[place] = forms[drawn].strip()
+    return [(row.prompt, text) for row, text in zip(rows, texts, strict=True) if text]
+
+
+def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence]) -> list[str]:
+    """Return the title of the item most often taken together with each history's last; "" where there is none.
+
+    The next item is one of many and a guess at it is mostly wrong; what is taken together with an item is the same
+    for every user who took it. The history itself is left out. `users` is what training knows.
+    """
+    similarity = item_similarity(users, len(catalogue))
+    ordered: dict[int, list[int]] = {}
+    titles = []
+    for row in rows:
+        history = row.columns["history"]
+        last = history[-1]
+        if last not in ordered:
+            others = similarity[[last]]
+            best = np.lexsort((others.indices, -others.data))
+            ordered[last] = [int(others.indices[place]) for place in best if others.data[place] > 0]
+        titles.append(next((catalogue.titles[item] for item in ordered[last] if item not in history), ""))
+    return titles
+
+
 def load_dataset(
     task: Recommendation, *, held_out: int | float = 0.2, columns: Mapping[str, str] | None = None
 ) -> Dataset:
@@ -327,7 +310,6 @@ def load_dataset(
     says what is held out. `columns` are `data.columns`.
     """
     try:
-        template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
         catalogue, sequences = _load(task, columns or {})
         catalogue = dataclasses.replace(catalogue, names=_names(task, catalogue))
         if task.order_column is not None and task.order_column not in catalogue.columns:
@@ -342,10 +324,10 @@ def load_dataset(
             prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
             supervised: Sequence[Row] = prompts.train
         else:
-            prompts = split_examples(split, catalogue, template, training_targets=task.training_targets)
+            prompts = split_examples(split, catalogue, task)
             supervised = prompts.train
             if task.training_targets == "apart":  # the last target is kept for reinforcement
-                supervised = [_example(catalogue, template, target) for target in known_targets(split, "but last")]
+                supervised = _examples(known_targets(split, "but last"), catalogue, task)
     except ValueError as error:
         raise UserError(f"task: {error}") from error
     if not task.exclude_history:

@@ -16,10 +16,9 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards
-from grpo_jax.tasks.recommendation import dummy
-from grpo_jax.tasks.recommendation.baselines import Ask, Ranks, make_prior, title_vectors
+from grpo_jax.tasks.recommendation.baselines import Ranks, make_prior, title_vectors
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
-from grpo_jax.tasks.recommendation.dataset import Dataset, asking_pairs, load_dataset, title_pairs, together_pairs
+from grpo_jax.tasks.recommendation.dataset import load_dataset, warm_start_pairs
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.rewards import (
     completion_ranks,
@@ -65,7 +64,15 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         identity["semantic_ids"] = own_package("bridges", "retrieval.encoders").titles_digest(catalogue.names)
     items = None if task.writes == "query" else items_of(catalogue.names or catalogue.titles)
     prior = make_prior(task.prior, catalogue.titles, dataset.known) if items and task.prior.used else None
-    ask = _make_ask(retriever, task.prior, retrieval)
+
+    def ask(
+        texts: Sequence[str],
+        targets: Sequence[int],
+        histories: Sequence[Sequence[int]],
+        excluded: Sequence[Sequence[int]],
+    ) -> Ranks:
+        """Rank by query = unit(text) + a · unit(history), a = `prior.history`."""
+        return retriever.score_ranks(texts, targets, excluded, prior_history(task.prior, histories, retrieval))
 
     def ranked(completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
         if items is not None:
@@ -95,7 +102,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
             findings=lambda remembered, rows: findings(task, dataset, retriever, rows, remembered, prior, ask),
             columns={"wanted": "target_title"},
         ),
-        pairs=lambda: _pairs(task, dataset, config.seed),
+        pairs=lambda: warm_start_pairs(task, dataset, config.seed),
         vocabulary=Vocabulary(
             lambda: policy_words(task, catalogue, limit=config.policy.new.vocabulary),
             vectors if task.writes == "item" else None,
@@ -103,21 +110,6 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         identity=identity,
         choices=items and Choices(items.texts, task.listed, functools.partial(ranking_columns, items, prior)),
     )
-
-
-def _pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
-    rows = dataset.supervised
-    if names := dataset.catalogue.names:
-        return [(row.prompt, names[row.columns["target_row"]]) for row in rows]
-    if task.pairs == "lessons":
-        return dummy.hearsay(rows, dataset.catalogue, told=0.0, seed=seed)
-    if task.pairs == "hearsay":
-        return dummy.hearsay(rows, dataset.catalogue, seed=seed)
-    if task.pairs == "together":
-        return together_pairs(rows, dataset.catalogue, dataset.known, characters=task.pair_characters)
-    if task.pairs == "forms":
-        return asking_pairs(rows, characters=task.pair_characters, seed=seed)
-    return title_pairs(rows, characters=task.pair_characters)
 
 
 def policy_words(task: Recommendation, catalogue: Catalogue, *, limit: int = 0) -> list[str]:
@@ -185,20 +177,6 @@ def _retrieval_line(section: RetrievalSection, share: float) -> str:
     where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
     encoder = f"{section.encoder} + {section.dense_weight:g} × {section.dense}" if section.dense else section.encoder
     return f"{encoder}, {where}, ties {section.ties}; self-test: {share:.1%} of titles asked for retrieve themselves"
-
-
-def _make_ask(retriever: Any, prior: PriorSection, retrieval: ModuleType) -> Ask:
-    """Return the ranking of texts by query = unit(text) + a · unit(history), a = `prior.history`."""
-
-    def ask(
-        texts: Sequence[str],
-        targets: Sequence[int],
-        histories: Sequence[Sequence[int]],
-        excluded: Sequence[Sequence[int]],
-    ) -> Ranks:
-        return retriever.score_ranks(texts, targets, excluded, prior_history(prior, histories, retrieval))
-
-    return ask
 
 
 def prior_history(prior: PriorSection, histories: Sequence[Sequence[int]], retrieval: ModuleType) -> Any:

@@ -31,7 +31,7 @@ from grpo_jax.tasks.recommendation.baselines import (
     make_prior,
 )
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence, items_of, plain, read_catalogue
-from grpo_jax.tasks.recommendation.dataset import Dataset, HistoryTemplate, load_dataset
+from grpo_jax.tasks.recommendation.dataset import Dataset, history_prompt, load_dataset
 from grpo_jax.tasks.recommendation.loading import open_retriever, prior_history
 from grpo_jax.tasks.recommendation.task import PriorSection
 
@@ -78,7 +78,6 @@ def make_recommender(
             raise UserError(f"catalogue: expected the run's, whose items are the policy's own words; got {catalogue}")
         items = read_catalogue(catalogue, blank_titles=task.blank_titles, columns=config.data.columns)
         dataset = dataset._replace(catalogue=items, known=_carried_over(dataset, items))
-    template = HistoryTemplate(task.template, task.history_items, task.title_characters, task.separator)
     if task.writes == "query":
         best = _by_query(config, items, writer(dataset.prompts.test))
     else:
@@ -91,7 +90,8 @@ def make_recommender(
         if not rows:
             raise UserError("history: expected at least one title, got none")
         names = [items.names[row] for row in rows] if items.names else ()
-        question = Row(0, template.prompt([items.titles[row] for row in rows], names), {"history": tuple(rows)})
+        prompt = history_prompt(task, [items.titles[row] for row in rows], names)
+        question = Row(0, prompt, {"history": tuple(rows)})
         left_out = set(rows) if task.exclude_history else set()
         ranked = [(row, score) for row, score in best(question, k + len(left_out)) if row not in left_out][:k]
         return [Recommended(items.ids[row], items.titles[row], score, *explain(row, rows)) for row, score in ranked]

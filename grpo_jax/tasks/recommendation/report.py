@@ -12,7 +12,6 @@ from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.tasks.display import Findings, Table
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
-    SPARSE_BLOCK,
     Ask,
     Prior,
     Retriever,
@@ -25,7 +24,7 @@ from grpo_jax.tasks.recommendation.baselines import (
 )
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset
-from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, Interval, coverage, gini, rank_of, users_at_once
+from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, Interval, coverage, gini, rank_of
 from grpo_jax.tasks.recommendation.rewards import FUSED_FIRST, LISTED_FIRST
 from grpo_jax.tasks.recommendation.task import Recommendation
 
@@ -289,20 +288,17 @@ def _measure_methods(
     ranks: dict[str, np.ndarray] = {}
     recommended: dict[str, np.ndarray] = {}
 
-    def measure(scores: Mapping[str, Scores], block: int) -> None:
-        for name, score in scores.items():
-            counts, recommended[name] = rank_and_recommend(score, rows, block=block)
-            ranks[name] = rank_of(counts, rule=task.retrieval.ties)
-
-    def of_histories(prior: Prior) -> Scores:
-        return lambda start, stop: prior(histories[start:stop])
+    def measure(name: str, score: Scores) -> None:
+        counts, recommended[name] = rank_and_recommend(score, rows, items=items)
+        ranks[name] = rank_of(counts, rule=task.retrieval.ties)
 
     # One after the other: each holds how alike the items are, of many items the most of a run's memory.
-    measure(count_baselines(dataset.known, items, rows, decay=task.decay), SPARSE_BLOCK)
+    for name, score in count_baselines(dataset.known, items, rows, decay=task.decay).items():
+        measure(name, score)
     fusion = fusion_baseline(dataset.catalogue.titles, dataset.known, decay=task.decay)
-    measure({"titles + item-kNN": of_histories(fusion)}, users_at_once(items))
+    measure("titles + item-kNN", lambda start, stop: fusion(histories[start:stop]))
     if prior is not None:
-        measure({PRIOR: of_histories(prior)}, users_at_once(items))
+        measure(PRIOR, lambda start, stop: prior(histories[start:stop]))
     mixed_ask = ask if task.writes == "query" and task.prior.used else None
     ranks |= title_baselines(retriever, dataset.catalogue, rows, decay=task.decay, ask=mixed_ask)
     for name, measured in policies.items():

@@ -189,12 +189,6 @@ class Recommendation(Task):
     prior: PriorSection = field(default_factory=PriorSection)
 
     default_config: ClassVar[str | None] = "recommendation_dummy"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "recommendation": "task (its fields stand beside task.kind)",
-        "retrieval": "task.retrieval",
-        "warm_start.pairs": "task.pairs",
-        "warm_start.title_characters": "task.pair_characters",
-    }
     display: ClassVar[Display] = Display(
         headline=("ndcg@10",),
         live=(("watch/ndcg@10/mean", "ndcg@10"),),
@@ -212,6 +206,8 @@ class Recommendation(Task):
         expected = f"a file with the titles of the items of {self.source}"
         require(self.source in ("", "dummy") or bool(self.catalogue), "catalogue", expected, self.catalogue)
         require(0 <= self.decay <= 1, "decay", "a number in [0, 1]", self.decay)
+        require(self.history_items >= 1, "history_items", "a number >= 1", self.history_items)
+        require(self.title_characters >= 0, "title_characters", "a number >= 0", self.title_characters)
         require(0 < self.held_out_items < 0.5, "held_out_items", "a share in (0, 0.5)", self.held_out_items)
         require(0 < self.time_share < 1, "time_share", "a share in (0, 1)", self.time_share)
         expected = f"last or items: {self.source} has no times, a CSV of ratings has"

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -15,7 +16,9 @@ from grpo_jax.config import make_config, to_dict, to_yaml
 from grpo_jax.config.command_line import find_config, parse
 from grpo_jax.errors import UserError
 from grpo_jax.runs.policy import run_config
+from grpo_jax.tasks.cartpole import program
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
+from grpo_jax.tasks.cartpole.training import make_train
 from grpo_jax.train import main
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("cartpole_*.yaml"))
@@ -51,14 +54,14 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run by the command, where torch, transformers and diffusers cannot be imported; on one device, as here."""
+    """A run by the command, where torch, transformers and diffusers cannot be imported; a device for each seed."""
     folder = tmp_path_factory.mktemp("cartpole") / "run"
     config = folder.parent / "c.yaml"
     config.write_text(yaml.safe_dump(TINY))
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", WITHOUT_TORCH, f"--config={config}", f"--run_dir={folder}"],
         cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": devices(1)},
+        env=os.environ | {"XLA_FLAGS": devices(2)},
         capture_output=True,
         text=True,
         timeout=600,
@@ -88,6 +91,20 @@ def test_a_run_directory(finished):
     assert "CartPole-v1, 2 seeds" in (folder / "train.log").read_text()
     config = parse(["--config", str(folder / "config.yaml")])
     assert config == make_config(TINY, run_dir=str(folder))
+
+
+def test_seeds_spread_over_devices_learn_alike(finished, monkeypatch):
+    """The run has a device for each seed; here one has both. Later iterations may draw another action."""
+    folder, _ = finished
+    assert json.loads((folder / "summary.json").read_text())["devices"]["policy"].count(",") == 1
+    training = make_train(make_config(TINY))
+    start = jax.vmap(training.init)(program.seed_keys(0, 2))
+    _, metrics = program.over_seeds(training.iterate, jax.devices()[:1])(start)
+    spread = rows(folder)[0]
+    for name in ("environment_steps", "reward/upright/mean", "entropy", "loss"):
+        assert spread[name] == pytest.approx(float(np.mean(metrics[name])), rel=1e-3, abs=1e-4)
+    monkeypatch.setattr(program.jax, "devices", lambda: [0, 1, 2])
+    assert [len(program.seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]
 
 
 @pytest.mark.parametrize("name", SHIPPED)

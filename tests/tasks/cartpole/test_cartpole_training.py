@@ -1,15 +1,9 @@
 """Training on CartPole: one compiled function, alike for one seed and for many, and it learns."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.text_task import ROOT
-from support.xla import devices
 
 from grpo_jax.config import make_config
 from grpo_jax.models.layers import make_mlp
@@ -160,14 +154,17 @@ def test_the_perceptron():
 @pytest.mark.parametrize(
     "sections",
     [
-        {"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 50}},
-        {
-            "algorithm": {"name": "ppo", "kl_coef": 0.0, "minibatches": 4, "discount": 0.99},
-            "optimizer": {"learning_rate": 3e-3, "schedule": "linear"},
-            "training": {"iterations": 30},
-        },
+        pytest.param({"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 50}}, id="grpo"),
+        pytest.param(
+            {
+                "algorithm": {"name": "ppo", "kl_coef": 0.0, "minibatches": 4, "discount": 0.99},
+                "optimizer": {"learning_rate": 3e-3, "schedule": "linear"},
+                "training": {"iterations": 30},
+            },
+            id="ppo",
+            marks=pytest.mark.wide,  # loss and gradient are PyTorch's (test_benchmarks.py), GAE a loop's
+        ),
     ],
-    ids=["grpo", "ppo"],
 )
 def test_it_learns(sections):
     """Three seeds, from falling to standing."""
@@ -184,32 +181,3 @@ def test_it_learns(sections):
     assert np.median(returns[:, -1]) >= 475 and returns[:, -1].min() > 300
     entropy = np.asarray(history.iterations["entropy"])
     assert (entropy[:, -1] < entropy[:, 0]).all()
-
-
-SPREAD = """
-import jax, numpy as np
-from grpo_jax.config import make_config
-from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys
-from grpo_jax.tasks.cartpole.training import make_train
-assert len(jax.devices()) == 3
-assert [len(seed_devices(count)) for count in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 2, 1, 3, 1]
-training = make_train(make_config({small!r}, task="cartpole"))
-start = jax.vmap(training.init)(seed_keys(0, 2))
-_, metrics = over_seeds(training.iterate, seed_devices(2))(start)
-assert len(metrics["loss"].sharding.device_set) == 2
-_, together = over_seeds(training.iterate, jax.devices()[:1])(start)
-for name in ("environment_steps", "episode_return", "entropy"):
-    np.testing.assert_allclose(metrics[name], together[name], rtol=1e-3, atol=1e-4)
-"""
-
-
-def test_seeds_spread_over_devices_learn_alike():
-    environment = {**os.environ, "XLA_FLAGS": devices(3)}
-    done = subprocess.run(
-        [sys.executable, "-c", SPREAD.format(small=SMALL | {"algorithm": {"epochs": 1}})],
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

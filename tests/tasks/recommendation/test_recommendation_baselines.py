@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from scipy import sparse
 
 from grpo_jax.tasks.recommendation import baselines, metrics
 from grpo_jax.tasks.recommendation import report as table
-from grpo_jax.tasks.recommendation.baselines import BaseScores, SparseScores
 from grpo_jax.tasks.recommendation.catalogue import UserSequence, make_catalogue
-from grpo_jax.tasks.recommendation.dataset import HistoryTemplate, last_split, ranking_everything, split_examples
+from grpo_jax.tasks.recommendation.dataset import last_split, ranking_everything, split_examples
+from grpo_jax.tasks.recommendation.task import Recommendation
 
 BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
 ITEMS = 25
@@ -36,7 +35,7 @@ CATALOGUE = make_catalogue(
     {"code": [f"B{(i * 7) % ITEMS:03d}" for i in range(ITEMS)]},
 )
 KNOWN = last_split(USERS).known
-ROWS = split_examples(last_split(USERS), CATALOGUE, HistoryTemplate()).test
+ROWS = split_examples(last_split(USERS), CATALOGUE, Recommendation()).test
 
 
 class Ranks(NamedTuple):
@@ -81,21 +80,25 @@ def slow_ranks(score, *, everything=False):
     return ranks
 
 
+def ranked(score, rows=ROWS, items=ITEMS):
+    return metrics.rank_of(baselines.rank_and_recommend(score, rows, items=items, first=0)[0])
+
+
 def count_ranks(users, items, rows):
     scores = baselines.count_baselines(users, items, rows)
-    return {name: metrics.rank_of(baselines.rank_all(score, rows)) for name, score in scores.items()}
+    return {name: ranked(score, rows, items) for name, score in scores.items()}
 
 
 def test_popularity_counts_users_in_training():
     counts = Counter(item for user in USERS for item in user.items[:-2])
-    ranks = metrics.rank_of(baselines.rank_all(baselines.popularity(KNOWN, ITEMS), ROWS, block=7))
+    ranks = ranked(baselines.popularity(KNOWN, ITEMS))
     assert ranks.tolist() == slow_ranks(lambda history, item: counts[item])
 
 
 def test_the_history_competes_where_nothing_is_excluded():
     rows, retriever = ranking_everything(ROWS), WordRetriever()
     counts = Counter(item for user in USERS for item in user.items[:-2])
-    ranks = metrics.rank_of(baselines.rank_all(baselines.popularity(KNOWN, ITEMS), rows))
+    ranks = ranked(baselines.popularity(KNOWN, ITEMS), rows)
     assert ranks.tolist() == slow_ranks(lambda history, item: counts[item], everything=True)
     vectors = [retriever._vector(title) for title in CATALOGUE.titles]
     ranks = baselines.title_baselines(retriever, CATALOGUE, rows)
@@ -118,7 +121,7 @@ def test_item_knn_sums_cosines_over_the_history(decay):
         return sum(decay**age * cosine(old, item) for age, old in enumerate(reversed(history)))
 
     similarity = baselines.item_similarity(KNOWN, ITEMS)
-    ranks = metrics.rank_of(baselines.rank_all(baselines.item_knn(similarity, ROWS, decay=decay), ROWS))
+    ranks = ranked(baselines.item_knn(similarity, ROWS, decay=decay))
     assert ranks.tolist() == slow_ranks(score)
 
 
@@ -129,7 +132,7 @@ def test_markov_counts_steps_and_falls_back_on_popularity():
     def score(history, item):
         return steps[history[-1], item] + counts[item] / 1000
 
-    ranks = metrics.rank_of(baselines.rank_all(baselines.markov(KNOWN, ITEMS, ROWS), ROWS))
+    ranks = ranked(baselines.markov(KNOWN, ITEMS, ROWS))
     assert ranks.tolist() == slow_ranks(score)
 
 
@@ -149,34 +152,12 @@ def test_title_baselines_ask_with_the_last_title_the_weighted_history_and_the_ow
     assert ranks["oracle: own title"].tolist() == best
 
 
-@pytest.mark.parametrize("name", ["popularity", "item-kNN", "item-kNN, decay 0.7", "Markov-1 + popularity", "any"])
-def test_sparse_scores_rank_and_list_as_the_whole_arrays_do(name):
-    """To the bit, with many ties, with scores below those of others, and with histories that leave few items."""
-    if name == "any":
-        draw = np.random.default_rng(0)
-        more = sparse.random_array((len(ROWS), ITEMS), density=0.3, rng=draw, data_sampler=lambda size: draw.integers(
-            -2, 3, size).astype(float))  # fmt: skip
-        found = SparseScores(BaseScores(draw.integers(0, 3, ITEMS).astype(float)), sparse.csr_array(more))
-    else:
-        found = baselines.count_baselines(KNOWN, ITEMS, ROWS)[name](0, len(ROWS))
-    whole = found.base.scores + found.more.toarray()
-    targets, excluded = ([row.columns[name] for row in ROWS] for name in ("target_row", "excluded"))
-    excluded[0] = tuple(range(3, ITEMS))
-    for tolerance in (0.0, 1e-6):
-        expected = metrics.count_better(whole, np.array(targets), excluded, tolerance=tolerance)
-        counts = found.count_better(targets, excluded, tolerance=tolerance)
-        assert [one.tolist() for one in counts] == [one.tolist() for one in expected]
-    for k in (1, 4, ITEMS + 3):
-        lists = [one.tolist() for one in found.first_items(excluded, k=k)]
-        assert lists == [one.tolist() for one in metrics.first_items(whole, excluded, k=k)]
-
-
 @pytest.mark.parametrize("block", [7, 512])
-def test_what_is_recommended_is_the_beginning_of_a_sorted_list(block):
+def test_what_is_recommended_is_the_beginning_of_a_sorted_list(block, monkeypatch):
     """Popularity has many ties: of equal items the first of the catalogue."""
+    monkeypatch.setattr(metrics, "_MOST_USERS", block)
     score = baselines.popularity(KNOWN, ITEMS)
-    counts, recommended = baselines.rank_and_recommend(score, ROWS, first=4, block=block)
-    assert (counts.better == baselines.rank_all(score, ROWS).better).all()
+    _, recommended = baselines.rank_and_recommend(score, ROWS, items=ITEMS, first=4)
     expected, taken = Counter(), baselines.taken_counts(KNOWN, ITEMS)
     for row in ROWS:
         left = [item for item in range(ITEMS) if item not in row.columns["history"]]
@@ -232,7 +213,7 @@ def test_targets_are_told_apart_by_how_often_training_has_them():
     taken = dict(enumerate((3, 4, 10, 50, 51)))
     users = [UserSequence(f"t{item}-{n}", (item, 9, 8)) for item, times in taken.items() for n in range(times)]
     users += [UserSequence(f"h{item}-{n}", (7, 6, item)) for item in taken for n in range(9)]
-    rows = [row for row in split_examples(last_split(users + USERS[:1]), CATALOGUE, HistoryTemplate()).test
+    rows = [row for row in split_examples(last_split(users + USERS[:1]), CATALOGUE, Recommendation()).test
             if row.columns["user"].startswith("h")]  # fmt: skip
     groups = table.popularity_groups(rows, baselines.taken_counts(last_split(users).known, ITEMS))
     targets = np.array([row.columns["target_row"] for row in rows])
@@ -314,7 +295,6 @@ def test_figures_on_beauty():
     pytest.importorskip("sklearn")
     from bridges.retrieval import open_retriever
     from grpo_jax.tasks.recommendation.dataset import load_dataset
-    from grpo_jax.tasks.recommendation.task import Recommendation
 
     files = {"source": str(BEAUTY / "sequential.txt"), "catalogue": str(BEAUTY / "items.tsv")}
     data = load_dataset(Recommendation(**files, blank_titles="keep", order_column="asin"))

@@ -1,6 +1,7 @@
 """Reading recommendation data: formats, every kind of bad line, splits and prompts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -17,15 +18,16 @@ from grpo_jax.tasks.recommendation.catalogue import (
     read_user_prompts,
 )
 from grpo_jax.tasks.recommendation.dataset import (
-    HistoryTemplate,
+    Dataset,
     Target,
     by_user,
     cut_title,
+    history_prompt,
     last_split,
     load_dataset,
     split_examples,
-    title_pairs,
-    together_pairs,
+    together_titles,
+    warm_start_pairs,
 )
 from grpo_jax.tasks.recommendation.task import Recommendation
 
@@ -252,10 +254,11 @@ def test_user_prompts_are_checked_against_the_users(tmp_path):
 
 
 def test_a_template_lists_the_newest_titles():
-    template = HistoryTemplate("Last was {last}. Before {odd}: {history}!", items=2, characters=0, separator=" | ")
-    assert template.prompt(["one", "two", "three"]) == "Last was three. Before {odd}: two | three!"
-    assert HistoryTemplate(items=5).prompt(["", "b"]) == f"{examples.NO_TITLE}\nb"
-    assert HistoryTemplate("{history}").prompt(["{last}", "{history}"]) == "{last}\n{history}"
+    text = "Last was {last}. Before {odd}: {history}!"
+    task = Recommendation(template=text, history_items=2, title_characters=0, separator=" | ")
+    assert history_prompt(task, ["one", "two", "three"]) == "Last was three. Before {odd}: two | three!"
+    assert history_prompt(Recommendation(), ["", "b"]) == f"{examples.NO_TITLE}\nb"
+    assert history_prompt(Recommendation(), ["{last}", "{history}"]) == "{last}\n{history}"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +286,7 @@ def shape(rows):
 
 
 def test_split_examples_trains_on_what_precedes_the_held_out_items():
-    split = split_examples(last_split(USERS), LETTERS, HistoryTemplate(items=2))
+    split = split_examples(last_split(USERS), LETTERS, Recommendation(history_items=2))
     assert shape(split.train) == {("long", (0,), 1), ("long", (0, 1), 2)}
     assert shape(split.validation) == {("long", (0, 1, 2), 3), ("three", (5,), 6)}
     assert shape(split.test) == {("long", (0, 1, 2, 3), 4), ("three", (5, 6), 7), ("two", (1,), 2)}
@@ -299,18 +302,18 @@ def test_split_examples_trains_on_what_precedes_the_held_out_items():
 
 
 def test_only_the_last_training_position_on_request():
-    split = split_examples(last_split(USERS), LETTERS, HistoryTemplate(), training_targets="last")
+    split = split_examples(last_split(USERS), LETTERS, Recommendation(training_targets="last"))
     assert shape(split.train) == {("long", (0, 1), 2)}
     with pytest.raises(UserError, match="no user has four items"):
-        split_examples(last_split(USERS[1:]), LETTERS, HistoryTemplate())
+        split_examples(last_split(USERS[1:]), LETTERS, Recommendation())
 
 
 def test_ids_do_not_depend_on_users_that_come_later_and_the_test_order_not_on_the_file():
     users = [UserSequence(f"u{i}", (0, 1, 2, i % 5 + 3)) for i in range(40)]
-    whole, head = (split_examples(last_split(part), LETTERS, HistoryTemplate()) for part in (users, users[:20]))
+    whole, head = (split_examples(last_split(part), LETTERS, Recommendation()) for part in (users, users[:20]))
     by_id = {row.id: row for part in whole for row in part}
     assert all(by_id[row.id] == row for part in head for row in part)
-    backwards = split_examples(last_split(users[::-1]), LETTERS, HistoryTemplate())
+    backwards = split_examples(last_split(users[::-1]), LETTERS, Recommendation())
     names = [row.columns["user"] for row in whole.test]
     assert [row.columns["user"] for row in backwards.test] == names != [user.user for user in users]
 
@@ -327,11 +330,15 @@ def test_given_prompts_are_split_by_user():
 
 def test_pairs_for_a_warm_start_are_prompts_and_next_titles():
     blank = make_catalogue(list("abcd"), ["one two", "two three four", "", "five"])
-    split = split_examples(last_split([UserSequence("u", (0, 1, 2, 3, 0, 1))]), blank, HistoryTemplate(separator="/"))
-    assert title_pairs(split.train, characters=10) == [
+    task = Recommendation(separator="/", pair_characters=10)
+    split = split_examples(last_split([UserSequence("u", (0, 1, 2, 3, 0, 1))]), blank, task)
+    data = Dataset(blank, (), (), split, split.train, ())
+    assert warm_start_pairs(task, data, 0) == [
         ("one two", "two three"),
         (f"one two/two three four/{examples.NO_TITLE}", "five"),
     ]
+    forms = {text for seed in range(40) for _, text in warm_start_pairs(replace(task, pairs="forms"), data, seed)}
+    assert {"one two", "two three", "one two two three"} <= forms
 
 
 def test_pairs_of_what_is_taken_together_with_the_last_item():
@@ -343,11 +350,7 @@ def test_pairs_of_what_is_taken_together_with_the_last_item():
         return Row(0, str(history), examples.example_columns(Target("x", history, 3, 0), letters))
 
     rows = [row(0), row(2, 0), row(0, 2, 1), row(3), row(1, 2)]
-    assert together_pairs(rows, letters, users, characters=8) == [
-        ("(0,)", "the sea"),
-        ("(2, 0)", "a bee"),
-        ("(1, 2)", "an a"),
-    ]
+    assert together_titles(rows, letters, users) == ["the sea of c", "a bee", "", "", "an a"]
 
 
 # the fields of the task

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.tasks.recommendation import dummy, metrics
-from grpo_jax.tasks.recommendation.dataset import HistoryTemplate, last_split, load_dataset, split_examples
+from grpo_jax.tasks.recommendation.dataset import last_split, load_dataset, split_examples
 from grpo_jax.tasks.recommendation.task import Recommendation
 
 WORLD = dummy.make_world(users=300, seed=1)
@@ -77,13 +77,13 @@ def test_no_title_repeats_and_no_prompt_holds_the_target(noise):
     world = dummy.make_world(users=200, length=20, noise=noise, seed=4)
     for user in world.sequences.users:
         assert len(set(user.items)) == len(user.items)
-    template = HistoryTemplate(items=19, separator=" , ")
-    for part in split_examples(last_split(world.sequences.users), world.catalogue, template):
+    task = Recommendation(history_items=19, separator=" , ")
+    for part in split_examples(last_split(world.sequences.users), world.catalogue, task):
         assert not any(row.columns["target_title"] in row.prompt for row in part)
 
 
 def test_copying_is_worth_little_and_the_rules_nearly_everything():
-    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, HistoryTemplate()).test
+    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, Recommendation()).test
 
     def ndcg_at_10(texts):
         return metrics.ndcg(shared_words_ranks(texts, rows), k=10).mean()
@@ -99,7 +99,7 @@ def test_copying_is_worth_little_and_the_rules_nearly_everything():
 
 def test_every_right_word_raises_the_rank():
     """What makes the reward dense: a policy climbs word by word."""
-    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, HistoryTemplate()).test[:50]
+    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, Recommendation()).test[:50]
     known = []
     for right in range(5):
         texts = [" ".join(row.columns["target_title"].split()[:right]) for row in rows]
@@ -109,7 +109,7 @@ def test_every_right_word_raises_the_rank():
 
 @pytest.mark.parametrize("told", [0.0, 0.25])  # lessons, which teach the form alone, and hearsay
 def test_hearsay_is_mostly_wrong_and_its_likeliest_word_is_the_last_titles(told):
-    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, HistoryTemplate()).train
+    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, Recommendation()).train
     pairs, again, other = (dummy.hearsay(rows, WORLD.catalogue, told=told, copied=0.4, seed=seed) for seed in (0, 0, 1))
     assert again == pairs != other and all(title in TITLES for _, title in pairs)
     assert [prompt for prompt, _ in pairs] == [row.prompt for row in rows]

@@ -6,9 +6,9 @@ Figures of the GPUs are those of OpenXLA's own specifications, peaks and bandwid
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
@@ -119,11 +119,11 @@ def open_devices(target: Target) -> list[jax.Device]:
     """Return devices to compile for, which nothing can run on; UserError where the compiler is missing."""
     kind = target.kind
     if isinstance(kind, Gpu):
-        if not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
+        if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
             raise _missing(target, "CUDA")
         shape = f"1x{target.hosts}x{target.devices}"
         return list(topologies.get_topology_desc("", "cuda", target_config=_figures(kind), topology=shape).devices)
-    if importlib.util.find_spec("libtpu") is None:
+    if find_spec("libtpu") is None:
         raise _missing(target, "TPU")
     shape = kind.shapes.get(target.count)
     if shape is None:

@@ -23,7 +23,8 @@ _LIBRARY = ('"kind":"__triton', '"kind":"__cudnn', '"kind":"__cublas')
 _SLICES = ("dynamic-slice", "slice", "gather")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16}
 _BITS |= {"f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64, "u64": 64, "token": 0}
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
+_ON_CHIP = "S(1)"  # a TPU's memory beside its products
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ", re.MULTILINE)
 _LAYER = re.compile(r"/layers?_?\d*[/.]")
@@ -34,6 +35,7 @@ class Array(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+    on_chip: bool = False
 
     @property
     def size(self) -> int:
@@ -42,7 +44,9 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes that it takes."""
+        """The bytes that it takes of the device's memory; none on the chip itself."""
+        if self.on_chip:
+            return 0
         bits = _BITS.get(self.dtype) or (8 if self.dtype.startswith("f8") else 64 if self.dtype == "c64" else 32)
         return self.size * bits // 8 if self.dtype != "token" else 0
 
@@ -138,8 +142,8 @@ def _parse(start: re.Match[str], line: str) -> Instruction:
     close = _closing(rest, len(opcode))
     operands = tuple(re.findall(r"%([\w.\-]+)", rest[len(opcode) : close]))
     arrays = tuple(
-        Array(dtype, tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size))
-        for dtype, sizes in _ARRAY.findall(kind)
+        Array(dtype, tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size), _ON_CHIP in layout)
+        for dtype, sizes, layout in _ARRAY.findall(kind)
     )
     if opcode in ("parameter", "constant"):
         rest = f"{rest[len(opcode) : close]}{rest[close:]}"
@@ -196,8 +200,8 @@ def steps(computations: Mapping[str, Computation], entry: str, turns: int = 0) -
             if line.opcode in _FREE or line.opcode.endswith("-done"):
                 continue
             if line.opcode == "while":
-                known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes)
-                count = int(known[1]) if known else token_turns.get(line.name, 1)
+                known = _known_turns(line, computations)
+                count = token_turns[line.name] if known is None else known
                 for called in line.called("body", "condition"):
                     walk(called, (*loops, Loop(line.name, count, known is None)))
             elif line.opcode == "conditional":
@@ -214,12 +218,25 @@ def steps(computations: Mapping[str, Computation], entry: str, turns: int = 0) -
     return listed
 
 
+def _known_turns(line: Instruction, computations: Mapping[str, Computation]) -> int | None:
+    """Return how often a loop turns: as XLA wrote down, or as far as it counts; None where that is not known."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes)
+    if known:
+        return int(known[1])
+    condition = computations[line.called("condition")[0]]
+    if {inner.opcode for inner in condition.values()} - {"parameter", "get-tuple-element", "constant", "compare"}:
+        return None
+    constants = [inner.attributes for inner in condition.values() if inner.opcode == "constant"]
+    limits = [int(found[1]) for found in (re.match(r"\((\d+)\)", text) for text in constants) if found]
+    return limits[0] if len(limits) == 1 and "direction=LT" in str(condition) else None
+
+
 def _token_turns(computations: Mapping[str, Computation], turns: int) -> dict[str, int]:
     """Return how often each loop of unknown length turns."""
     rows = {}
     for computation in computations.values():
         for line in computation.values():
-            if line.opcode == "while" and "known_trip_count" not in line.attributes:
+            if line.opcode == "while" and _known_turns(line, computations) is None:
                 rows[line.name] = next((array.size for array in line.arrays if array.dtype == "pred"), 0)
     full = [name for name, size in rows.items() if size == max(rows.values())]
     return {name: -(-turns // len(full)) if name in full and turns else 0 if turns else 1 for name in rows}
@@ -298,6 +315,8 @@ def _flops(line: Instruction, computation: Computation, computations: Mapping[st
         (called,) = line.called("calls")
         inside = computations[called]
         return sum(_flops(inner, inside, computations) for inner in inside.values())
+    if line.opcode == "convolution":
+        return _convolution(line, computation)
     if line.opcode == "dot":
         return _product(line, computation, _dimensions(line.attributes, "lhs_contracting_dims"))
     if line.opcode != "custom-call":
@@ -322,6 +341,17 @@ def _product(line: Instruction, computation: Computation, contracted: list[int])
     return 2.0 * line.arrays[0].size * math.prod(left[axis] for axis in contracted)
 
 
+def _convolution(line: Instruction, computation: Computation) -> float:
+    """Count a product, which a TPU makes as a convolution; an axis of the batch is one of its windows."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
+    if labels is None:
+        return 0.0
+    left, right = (dict(zip(labels[i], computation[line.operands[i - 1]].arrays[0].shape, strict=True)) for i in (1, 2))
+    result = dict(zip(labels[3], line.arrays[0].shape, strict=True))
+    windows = [size for label, size in right.items() if label.isdigit() and left[label] != result[label]]
+    return 2.0 * line.arrays[0].size * right["i"] * math.prod(windows)
+
+
 def _attention(line: Instruction, computation: Computation, *, backward: bool) -> float:
     """Two products of all queries with all keys, and two and a half times as many backward (Dao et al. 2022)."""
     query, key = (computation[name].arrays[0] for name in line.operands[:2])
@@ -336,29 +366,41 @@ def _bytes(step: Step, computations: Mapping[str, Computation]) -> float:
         return 2.0 * line.bytes
     if line.opcode == "dynamic-update-slice":
         return 2.0 * step.computation[line.operands[1]].bytes
+    if line.opcode == "copy-start":  # into the chip's memory or out of it
+        return float(max(read[0], line.arrays[0].bytes))
     if line.opcode != "fusion":
         return float(sum(read) + line.bytes)
     (called,) = line.called("calls")
     inside = computations[called]
-    return float(sum(_read_bytes(parameter, inside) for parameter in _parameters(inside)) + _written_bytes(inside))
+    read = [_read_bytes(parameter, inside, computations) for parameter in _parameters(inside)]
+    return float(sum(read) + _written_bytes(inside))
 
 
 def _parameters(inside: Computation) -> list[Instruction]:
-    return [line for line in inside.values() if line.opcode == "parameter"]
+    """Return a computation's parameters in their order."""
+    lines = [line for line in inside.values() if line.opcode == "parameter"]
+    return sorted(lines, key=lambda line: int(line.attributes[1 : line.attributes.index(")")]))
 
 
-def _read_bytes(parameter: Instruction, inside: Computation) -> int:
+def _read_bytes(parameter: Instruction, inside: Computation, computations: Mapping[str, Computation]) -> int:
     """Bytes that a fusion reads of a parameter: of one that is only sliced, the slices; of one updated, none."""
     names = {parameter.name}
     for line in inside.values():
         if line.opcode == "bitcast" and line.operands[0] in names:
             names.add(line.name)
-    users = [line for line in inside.values() if line.opcode != "bitcast" and names & set(line.operands)]
-    if users and all(user.opcode in _SLICES and user.operands[0] in names for user in users):
-        return sum(user.bytes for user in users)
-    if users and all(user.opcode == "dynamic-update-slice" and user.operands[0] in names for user in users):
-        return 0
-    return parameter.bytes
+    read = 0
+    for line in inside.values():
+        places = [place for place, name in enumerate(line.operands) if name in names and line.opcode != "bitcast"]
+        if not places:
+            continue
+        if line.opcode in _SLICES and places == [0]:
+            read += line.bytes
+        elif line.opcode == "fusion":
+            nested = computations[line.called("calls")[0]]
+            read += sum(_read_bytes(_parameters(nested)[place], nested, computations) for place in places)
+        elif line.opcode != "dynamic-update-slice" or places != [0]:
+            return parameter.bytes
+    return min(read, parameter.bytes)
 
 
 def _written_bytes(inside: Computation) -> int:

@@ -110,7 +110,8 @@ def parse_target(text: str) -> Target:
 
 def prepare() -> None:
     """Keep JAX on the CPU, and its plugins from looking for devices; before any other use of JAX."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would ask Google's metadata server
+    for name, value in {"SKIP_MDS_QUERY": "1", "WORKER_HOSTNAMES": "localhost", "STDERR_LOG_LEVEL": "3"}.items():
+        os.environ.setdefault(f"TPU_{name}", value)  # libtpu would ask Google's metadata server, and say so
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that only running needs
     jax.config.update("jax_platforms", "cpu")
 
@@ -129,6 +130,9 @@ def open_devices(target: Target) -> list[jax.Device]:
     if shape is None:
         counts = ", ".join(map(str, kind.shapes))
         raise UserError(f"{TARGET}: {target.name} comes as {counts} chips, got {target.count}")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{target.name}-{target.count}")
+    jax.devices()
+    os.environ.pop("XLA_FLAGS", None)  # the CPU has read them, and libtpu ends a process over flags that it lacks
     return list(topologies.get_topology_desc(f"{target.name}:{shape}", "tpu").devices)[: target.count]
 
 

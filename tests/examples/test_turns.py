@@ -185,7 +185,8 @@ def test_stopped_and_resumed_is_uninterrupted(guessed, tmp_path):
     assert progress == other_progress
 
 
-@pytest.mark.parametrize("isolated", [pytest.param("false", marks=pytest.mark.wide), "true"])
+@pytest.mark.wide  # tests/turns has the environment of a file, and isolated ones
+@pytest.mark.parametrize("isolated", ["false", "true"])
 def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path, isolated):
     (tmp_path / "sums.txt").write_text("".join(f"{n} plus {n + 1}\n" for n in range(8)))
     (tmp_path / "mine.py").write_text("def brief(completions, episodes):\n    return [-len(t) for t in completions]\n")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import UserError, carry_out, leave, plain_parser, short_name, with_common_options
+from grpo_jax.errors import UserError, carry_out, leave, run_parser, short_name
 from grpo_jax.reports.completions import MEGABYTES
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def make_parser() -> argparse.ArgumentParser:
     """The options of the command."""
     description = "Writes report.html of a run again, finished or not; of several runs one page that compares them."
-    parser = plain_parser("report", description)
+    parser = run_parser("report", description, reads_run=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directory of a training run.")
     parser.add_argument(
         "--out", metavar="FILE", help="Where to (default: RUN/report.html, of several comparison.html)."
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--megabytes", type=float, help=f"Of completions, in the page of one run (default: {MEGABYTES:g})."
     )
-    return with_common_options(parser, checkpoint=False)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -128,7 +128,7 @@ def test_a_policy_that_writes_queries_has_no_prior_to_choose(run, capsys):
         ({"task.title_characters": -1}, "task.title_characters: expected a number >= 0"),
         ({"task.pairs": "hearsay"}, "task.pairs: expected next, together or forms"),
         ({"task.retrieval.budget": 5, "task.retrieval.window": 5}, "task.retrieval.window: expected more than budget"),
-        ({"task.decay": 2}, "task.decay: expected a number in [0, 1]"),
+        ({"task.decay": 2}, "task.decay: expected a number <= 1"),
         ({"rewards": '[{"name": "recall"}]'}, "or of this task hit, mixed, mrr, ndcg, rank, soft; got 'recall'"),
         ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
         ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),

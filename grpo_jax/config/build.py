@@ -1,8 +1,7 @@
 """Build frozen dataclasses from nested values, validated by pydantic, and the values from them.
 
 Every section is a dataclass, a user's own task and judges too. `complete` brings the values of YAML, Python or the
-command line into one shape; `build` validates it and reports every mistake with its path. A field declared with
-`fields.named` holds an object whose class the config names: {"kind": …, field: …}.
+command line into one shape; `build` lets pydantic validate it and reports every mistake with its path.
 """
 
 from __future__ import annotations
@@ -10,21 +9,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from grpo_jax.config.fields import CLASSES, MAY_CHANGE, default_of, is_section, join, members_of, typed
+from pydantic import ValidationInfo
+from pydantic_core import core_schema
+
+from grpo_jax.config.fields import MAY_CHANGE, Path, UnknownField, default_of, is_section, join, members_of, typed
 from grpo_jax.config.files import Values, checked, read_yaml
-from grpo_jax.config.named import KEY, class_name, find_class, shared_holder
-from grpo_jax.config.other_names import TRL
-from grpo_jax.errors import UserError, short_name, short_repr
+from grpo_jax.config.named import KEY, class_name, find_class, load_object
+from grpo_jax.config.other_names import NOT_HERE, TRL, fields_of, hint_of
+from grpo_jax.errors import FieldError, UserError, short_name, short_repr
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from pydantic import GetCoreSchemaHandler
 
 Section = TypeVar("Section", bound="DataclassInstance")
-_UnknownField = Callable[[str, str, object, list[str]], str]
-"""(section, key, value, names of the section's fields) → the line about a key that the section has not."""
 
 _LIST_WIDTH = 155  # characters of an error line
 
@@ -40,28 +41,101 @@ class RawArgument(str):
             raise UserError(f"{name}: {error}") from error
 
 
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """Annotation of a field, or of a dict's values, for an object whose class the config names: {"kind": …, field: …}.
+
+    Args:
+        places: Modules of the built-in ones, such as "package.scorers.{}" (`find_class`).
+        shared: Import path of a class that holds such an object with a section, whose fields then stand beside the
+            object's own: made as Holder(object, section, name), with `section` its dataclass and `parts` both
+            objects.
+    """
+
+    places: tuple[str, ...]
+    shared: str = ""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """Let pydantic take the object that `make` has made, from the context, by its name."""
+
+        def take(name: str, info: ValidationInfo) -> Any:
+            if isinstance(info.context[name], UserError):
+                raise info.context[name]
+            return info.context[name]
+
+        return core_schema.with_info_plain_validator_function(take)
+
+    @property
+    def holder(self) -> Any:
+        """The class that holds an object with the shared section, or None."""
+        return load_object(self.shared, "config") if self.shared else None
+
+    @property
+    def shared_names(self) -> list[str]:
+        """Fields of the shared section."""
+        return [field.name for field in dataclasses.fields(self.holder.section)] if self.shared else []
+
+    def complete(self, value: Any, name: str) -> dict[str, Any]:
+        """Return the values of all fields of one object in one shape (`complete`)."""
+        if dataclasses.is_dataclass(value):
+            return _nested(_object_leaves(self, value, ()))
+        value = {KEY: str(value)} if isinstance(value, str) else value
+        if not isinstance(value, Mapping) or KEY not in value:
+            raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
+        kind, own, shared = self._split(value, name)
+        more = complete(self.holder.section, shared, name) if shared else {}
+        return {KEY: value[KEY], **complete(kind, own, name), **more}
+
+    def _split(self, value: Values, name: str) -> tuple[type, dict[str, Any], dict[str, Any]]:
+        """Return the class that a mapping names, its values, and those of the shared section."""
+        kind = find_class(value[KEY], self.places, name)
+        names = {field.name for field in dataclasses.fields(kind)}
+        beside = set(self.shared_names)
+        shared = {key: entry for key, entry in value.items() if key in beside - names}
+        clash = sorted(beside & names)
+        if shared and clash:
+            raise UserError(
+                f"{name}.{clash[0]}: expected no field of {kind.__name__}'s own of this name beside "
+                f"{next(iter(shared))}; give it another"
+            )
+        return kind, {key: entry for key, entry in value.items() if key not in shared and key != KEY}, shared
+
+    def make(self, value: Values, name: str) -> Any:
+        """Return the object of complete values, or the error of them."""
+        try:
+            kind, own, shared = self._split(value, name)
+            names = [field.name for field in dataclasses.fields(kind)] + self.shared_names
+
+            def unknown(section: str, path: Path, _: object) -> str:
+                return no_such_field(str(path[-1]), names if section == name else _siblings(kind, path), section)
+
+            made = _validated(kind, own, name, unknown)
+            return self.holder(made, _validated(self.holder.section, shared, name, unknown), name) if shared else made
+        except UserError as error:  # the class names its own fields; what it is called here it does not know
+            return FieldError(*(line if line.startswith(name) else f"{name}.{line}" for line in error.args))
+
+
+def named_of(hint: Any) -> Named | None:
+    """Return the annotation of a field whose objects' classes the config names."""
+    inner = get_args(hint)[-1] if get_origin(hint) is dict else hint
+    return next((mark for mark in getattr(inner, "__metadata__", ()) if isinstance(mark, Named)), None)
+
+
+def hinted_fields(kind: type) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """Yield the fields of a dataclass with their types, annotations included."""
+    hints = get_type_hints(kind, include_extras=True)
+    yield from ((field, hints[field.name]) for field in dataclasses.fields(kind))
+
+
 def complete(kind: type, values: Values, name: str = "") -> dict[str, Any]:
     """Return plain values of all fields of a dataclass in one shape: given ones, unknown ones and defaults."""
     if not isinstance(values, Mapping):
         raise UserError(f"{short_name(name)}: expected a mapping of fields, got {short_repr(values)}")
-    hints = get_type_hints(kind)
     result: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        where = join(name, field.name)
+    for field, hint in hinted_fields(kind):
         value = values.get(field.name, default_of(field))
-        if value is dataclasses.MISSING:
-            continue
-        if CLASSES not in field.metadata:
-            result[field.name] = _plain(hints[field.name], value, where)
-        elif get_origin(hints[field.name]) is not dict:
-            result[field.name] = _plain_object(field, value, where)
-        else:
-            objects = value.read(where) if isinstance(value, RawArgument) else value
-            if not isinstance(objects, Mapping):
-                raise UserError(f"{where}: expected a mapping, got {short_repr(objects)}")
-            result[field.name] = {
-                str(key): _plain_object(field, entry, join(where, str(key))) for key, entry in objects.items()
-            }
+        if value is not dataclasses.MISSING:
+            result[field.name] = _plain(hint, value, join(name, field.name))
     return result | {str(key): value for key, value in values.items() if key not in result}
 
 
@@ -70,6 +144,14 @@ def _plain(hint: Any, value: Any, name: str) -> Any:
 
     A section may be null, a list of sections be given as texts, and a number as text, as YAML reads 1e-6.
     """
+    named = named_of(hint)
+    if named and get_origin(hint) is not dict:
+        return named.complete(value, name)
+    if named:
+        objects = value.read(name) if isinstance(value, RawArgument) else value
+        if not isinstance(objects, Mapping):
+            raise UserError(f"{name}: expected a mapping, got {short_repr(objects)}")
+        return {str(key): named.complete(entry, join(name, str(key))) for key, entry in objects.items()}
     if isinstance(value, RawArgument):
         value = _read_argument(hint, value, name)
     if is_section(hint):
@@ -129,107 +211,52 @@ def _read_argument(hint: Any, text: RawArgument, name: str) -> Any:
     return [str(text)]
 
 
-def _plain_object(field: dataclasses.Field, value: Any, name: str) -> dict[str, Any]:
-    if dataclasses.is_dataclass(value):
-        return _nested(_object_leaves(field, value, ()))
-    value = {KEY: str(value)} if isinstance(value, str) else value
-    if not isinstance(value, Mapping) or KEY not in value:
-        raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
-    kind, values, shared = _split(field, value, name)
-    more = complete(shared_holder(field).section, shared, name) if shared else {}
-    return {KEY: value[KEY], **complete(kind, values, name), **more}
-
-
-def _split(field: dataclasses.Field, value: Values, name: str) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    """Return the class that a mapping names, its values, and those of the section beside it, if there is one."""
-    kind = find_class(value[KEY], field.metadata[CLASSES], name)
-    holder = shared_holder(field)
-    names = {one.name for one in dataclasses.fields(kind)}
-    beside = {one.name for one in dataclasses.fields(holder.section)} if holder else set()
-    shared = {key: entry for key, entry in value.items() if key in beside - names}
-    clash = sorted(beside & names)
-    if shared and clash:
-        raise UserError(
-            f"{name}.{clash[0]}: expected no field of {kind.__name__}'s own of this name beside {next(iter(shared))}; "
-            "give it another"
-        )
-    return kind, {key: entry for key, entry in value.items() if key not in shared and key != KEY}, shared
-
-
-def build(kind: type[Section], values: Values, name: str = "") -> Section:
+def build(kind: type[Section], values: Values) -> Section:
     """Make a dataclass of nested plain values; those that are such dataclasses already are taken as they are.
 
-    `name` is used in errors, "" for a whole config. The UserError has a line for each unknown or missing field, each
-    value of another type, and each one out of range.
+    The UserError has a line for each unknown or missing field, each value of another type, and each one out of range.
     """
-    values = complete(kind, values, name)
+    values = complete(kind, values)
 
-    def unknown(section: str, key: str, value: object, names: list[str]) -> str:
-        return no_such_field(key, names, section) if name else _unknown(kind, values, join(section, key), value, names)
+    def unknown(section: str, path: Path, value: object) -> str:
+        return _unknown(kind, values, join(section, str(path[-1])), value, _siblings(kind, path))
 
-    return _make(kind, values, name, unknown)
+    return _validated(kind, values, "", unknown)
 
 
-def _make(kind: type[Section], values: Values, name: str, unknown: _UnknownField) -> Section:
-    if not isinstance(values, Mapping):
-        raise UserError(f"{name}: expected a mapping of fields, got {short_repr(values)}")
-    hints = get_type_hints(kind, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    mistakes = [unknown(name, key, value, [*fields]) for key, value in values.items() if key not in fields]
-    misspelt = {line.rpartition("did you mean ")[2] for line in mistakes}
-    arguments = {}
-    for key, field in fields.items():
-        where = join(name, key)
-        if key not in values:
-            if f"{where}?" not in misspelt:
-                mistakes.append(f"{where}: expected a value, it has no default")
+def _validated(kind: type[Section], values: Values, name: str, unknown: UnknownField) -> Section:
+    names, objects = _make_objects(kind, values, name)
+    return typed(kind, {**values, **names}, name, unknown=unknown, context=objects)
+
+
+def _siblings(kind: Any, path: Path) -> list[str]:
+    """Return the fields of the section in which a path ends."""
+    for part in path[:-1]:
+        kind = get_args(kind)[0] if isinstance(part, int) else get_type_hints(kind)[part]
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _make_objects(kind: type, values: Values, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the names of the objects in a dataclass's fields, and the objects by their names."""
+    names: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for field, hint in hinted_fields(kind):
+        named = named_of(hint)
+        if named is None or field.name not in values:
             continue
-        try:
-            arguments[key] = _value(field, hints[key], values[key], where, unknown)
-        except UserError as error:
-            mistakes += error.args
-    if mistakes:
-        raise UserError(*mistakes)
-    try:
-        return kind(**arguments)
-    except ValueError as error:  # of a user's own section
-        raise UserError(f"{name}: {error}" if name else str(error)) from error
+        where = join(name, field.name)
+        value = values[field.name]
+        names[field.name] = where if KEY in value else {key: join(where, key) for key in value}
+        entries = {where: value} if KEY in value else {join(where, key): entry for key, entry in value.items()}
+        objects |= {place: named.make(entry, place) for place, entry in entries.items()}
+    return names, objects
 
 
-def _value(field: dataclasses.Field, hint: Any, value: Any, name: str, unknown: _UnknownField) -> Any:
-    if CLASSES in field.metadata and get_origin(hint) is dict:
-        return {key: _object(field, entry, join(name, key)) for key, entry in value.items()}
-    if CLASSES in field.metadata:
-        return _object(field, value, name)
-    if is_section(hint):
-        return _make(hint, value, name, unknown)
-    if get_origin(hint) is list and is_section(get_args(hint)[0]) and isinstance(value, list):
-        entries = []
-        mistakes: list[str] = []
-        for place, entry in enumerate(value):
-            try:
-                entries.append(_make(get_args(hint)[0], entry, f"{name}[{place}]", unknown))
-            except UserError as error:
-                mistakes += error.args
-        if mistakes:
-            raise UserError(*mistakes)
-        return entries
-    return typed(hint, value, name)
-
-
-def _object(field: dataclasses.Field, value: Values, name: str) -> Any:
-    kind, values, shared = _split(field, value, name)
-    holder = shared_holder(field)
-    beside = [one.name for one in dataclasses.fields(holder.section)] if holder else []
-
-    def unknown(section: str, key: str, _: object, names: list[str]) -> str:
-        return no_such_field(key, names + beside if section == name else names, section)
-
-    try:
-        made = _make(kind, values, name, unknown)
-        return holder(made, build(holder.section, shared, name), name) if shared else made
-    except UserError as error:  # the class names its own fields; what it is called here it does not know
-        raise UserError(*(line if line.startswith(name) else f"{name}.{line}" for line in error.args)) from error
+def _section_at(kind: Any, path: Iterable[str | int]) -> Any:
+    """Return the dataclass at a place of another one."""
+    for part in path:
+        kind = get_args(kind)[0] if isinstance(part, int) else get_type_hints(kind)[part]
+    return kind
 
 
 def _unknown(kind: type, values: Values, name: str, value: object, siblings: list[str]) -> str:
@@ -237,7 +264,7 @@ def _unknown(kind: type, values: Values, name: str, value: object, siblings: lis
 
     It says where TRL's field of that name has its place, or which section has a field of that name.
     """
-    classes = {field.name: values[field.name] for field in dataclasses.fields(kind) if CLASSES in field.metadata}
+    classes = {field.name: values[field.name] for field, hint in hinted_fields(kind) if named_of(hint)}
     names = [place.removesuffix(f".{KEY}") for place in flat(complete(kind, classes))]
     section, _, key = name.rpartition(".")
     path = [key]
@@ -247,9 +274,10 @@ def _unknown(kind: type, values: Values, name: str, value: object, siblings: lis
     same = [place for place in names if place.rpartition(".")[2] == path[-1]]
     dotted = join(section, *path)
     for part in reversed(path):
-        place = TRL.get(part)
-        if place and (place.stands_in(names) if place.fields else not same):
-            return f"{short_name(dotted)}: no such field; {place.hint}"
+        fields = fields_of(TRL.get(part, NOT_HERE))
+        stands = all(any(f"{name}.".startswith(f"{field}.") for name in names) for field in fields)
+        if part in TRL and (stands if fields else not same):
+            return f"{short_name(dotted)}: no such field; {hint_of(TRL[part])}"
     if not section:
         return no_such_field(dotted, same or [*siblings, *names])
     if same and not difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.8):
@@ -306,31 +334,31 @@ _Leaves = Iterator[tuple[tuple[str, ...], Any]]
 
 def _leaves(config: Any, path: tuple[str, ...] = (), *, lasting: bool = False) -> _Leaves:
     """Yield the path and the plain value of each field, of all sections; `lasting` leaves out `may_change` ones."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
+    for field, hint in hinted_fields(type(config)):
         value = getattr(config, field.name)
+        named = named_of(hint)
         here = (*path, field.name)
         if lasting and field.metadata.get(MAY_CHANGE):
             continue
-        if CLASSES in field.metadata and isinstance(value, Mapping):
+        if named and isinstance(value, Mapping):
             if not value and not lasting:
                 yield here, {}
             for key, entry in value.items():
-                yield from _object_leaves(field, entry, (*here, key), lasting=lasting)
-        elif CLASSES in field.metadata:
-            yield from _object_leaves(field, value, here, lasting=lasting)
+                yield from _object_leaves(named, entry, (*here, key), lasting=lasting)
+        elif named:
+            yield from _object_leaves(named, value, here, lasting=lasting)
         elif dataclasses.is_dataclass(value):
             yield from _leaves(value, here, lasting=lasting)
         else:
             value = _dumped(value, lasting=lasting)
             whole = isinstance(value, int) and not isinstance(value, bool)
-            yield here, float(value) if whole and float in members_of(hints[field.name]) else value
+            yield here, float(value) if whole and float in members_of(hint) else value
 
 
-def _object_leaves(field: dataclasses.Field, value: Any, path: tuple[str, ...], *, lasting: bool = False) -> _Leaves:
-    holder = shared_holder(field)
+def _object_leaves(named: Named, value: Any, path: tuple[str, ...], *, lasting: bool = False) -> _Leaves:
+    holder = named.holder
     parts = value.parts if holder and isinstance(value, holder) else (value,)
-    yield (*path, KEY), class_name(type(parts[0]), field.metadata[CLASSES])
+    yield (*path, KEY), class_name(type(parts[0]), named.places)
     for part in parts:
         yield from _leaves(part, path, lasting=lasting)
 
@@ -360,11 +388,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         dotted = f"{prefix}{name}"
         result |= flat(value, f"{dotted}.") if isinstance(value, Mapping) and value else {dotted: value}
     return result
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"section.field": value} as nested values."""
-    return _nested((tuple(name.split(".")), value) for name, value in values.items())
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,15 +17,15 @@ from grpo_jax.config.build import RawArgument, build, complete, listed, merged, 
 from grpo_jax.config.files import DEEPEST, LONGEST, Values, read_text, read_yaml, require_text
 from grpo_jax.config.help import show_help
 from grpo_jax.config.named import KEY
-from grpo_jax.config.run import find_task, refuse_renamed, with_defaults
+from grpo_jax.config.run import find_task, with_defaults
 from grpo_jax.errors import UserError, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
 """Options that may stand without a value: `--resume` is `--resume=true`."""
 _OTHERS = ("--print_config", "--plan", "--version", "--help")
-_LISTED = ("--rewards", "--rewards+")
-"""Options that take several words."""
+_LISTED = "--rewards"
+"""The option that takes several words."""
 
 
 def parse(arguments: Sequence[str], command: str = "train") -> Any:
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
         if place:
             classes[place[1]] = value
         elif name not in ("config", "help", "print_config"):
-            assignments.append((name, RawArgument(value)))
+            assignments.append((name, value))
     values = merged(*map(read_config, files or _default_files(dict(assignments), classes.get("task"), bool(topics))))
     if "task" in classes:
         values = _with_class(values, ["task"], classes.pop("task"))
@@ -54,7 +54,8 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     for place, kind in classes.items():  # judges: those of the task's defaults among them
         values = _with_class(values, place.split("."), kind)
     task = find_task(values["task"][KEY])
-    values = _assigned(complete(task.config, values), assignments, task)
+    resets = getattr(task.config, "resets", {})
+    values = _assigned(complete(task.config, values), assignments, resets)
     for topic in topics:
         print(show_help(topic, task.config, complete(task.config, values), command))
         raise SystemExit(0)
@@ -133,7 +134,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             if not pending or pending[0].startswith("--"):
                 raise UserError(_without_value(name))
             words = [pending.pop(0)]
-            while name in _LISTED and pending and not pending[0].startswith("--"):
+            while name == _LISTED and pending and not pending[0].startswith("--"):
                 words.append(pending.pop(0))
             value = ",".join(words)
             _check_argument(name, value)
@@ -166,57 +167,23 @@ def _with_class(values: Values, place: Sequence[str], kind: str) -> dict[str, An
     return {**values, first: {**(inner if same else {}), KEY: kind}}
 
 
-def _assigned(values: dict[str, Any], assignments: Sequence[tuple[str, RawArgument]], task: type) -> dict[str, Any]:
-    refuse_renamed(merged(*(_placed({}, name.split("."), RawArgument()) for name, _ in assignments)), task.renamed)
-    resets = getattr(task.config, "resets", {})
+def _assigned(values: Values, assignments: Sequence[tuple[str, str]], resets: Mapping[str, Values]) -> dict[str, Any]:
     for name, _ in assignments:
         values = merged(values, resets.get(name, {}))
-    whole = [(name, text) for name, text in assignments if not _leads_into_list(values, name.split("."))]
-    parts = [assignment for assignment in assignments if assignment not in whole]
-    for name, text in whole:
-        values = _placed(values, name.removesuffix("+").split("."), text, adding=name.endswith("+"))
-    if parts:  # of lists that may have been given as one argument
-        values = complete(task.config, values)
-    for name, text in parts:
-        values = _placed(values, name.removesuffix("+").split("."), text, adding=name.endswith("+"))
-    return values
+    for name, text in assignments:
+        values = _placed(values, name.split("."), RawArgument(text))
+    return {**values}
 
 
-def _leads_into_list(values: object, path: Sequence[str]) -> bool:
-    if not path or isinstance(values, list):
-        return bool(path)
-    return isinstance(values, Mapping) and _leads_into_list(values.get(path[0]), path[1:])
-
-
-def _placed(values: Values, path: Sequence[str], text: RawArgument, *, adding: bool = False) -> dict[str, Any]:
-    """Return values with an argument at a place; a section changes the fields it names, `adding` extends a list."""
+def _placed(values: Values, path: Sequence[str], text: RawArgument) -> dict[str, Any]:
+    """Return values with an argument at a place; a section changes the fields it names."""
     first, *rest = path
     below = values.get(first)
     value: Any = text
     if rest and isinstance(below, list):
-        value = _placed_in_list(below, rest, text, f"--{short_name('.'.join([first, rest[0]]))}", adding=adding)
-    elif rest:
-        value = _placed(below if isinstance(below, Mapping) else {}, rest, text, adding=adding)
-    elif adding:
-        entries = text.read(first)
-        below = below.read(first) if isinstance(below, RawArgument) else below
-        if not isinstance(below, list | None):
-            raise UserError(f"--{short_name(first)}+: it adds to a list, which this field is not; leave out the +")
-        value = [*(below or []), *(entries if isinstance(entries, list) else [entries])]
+        raise UserError(f"--{short_name('.'.join(path))}: {first} is a list, which is given whole")
+    if rest:
+        value = _placed(below if isinstance(below, Mapping) else {}, rest, text)
     elif isinstance(below, Mapping) and isinstance(fields := text.read(first), Mapping):
         value = merged(below, fields)
     return {**values, first: value}
-
-
-def _placed_in_list(
-    entries: Sequence[object], path: Sequence[str], text: RawArgument, name: str, *, adding: bool
-) -> list[object]:
-    """Return a list with an argument in one of its entries, counted from 0, or in a field of it."""
-    number, *rest = path
-    numbered = {str(place): entry for place, entry in enumerate(entries)}
-    if number not in numbered:
-        raise UserError(f"{name}: no such entry; the list has {len(entries)}, counted from 0")
-    if rest and not isinstance(numbered[number], Mapping):
-        raise UserError(f"{name}: this entry has no fields, got {short_repr(numbered[number])}")
-    placed = _placed(numbered[number], rest, text, adding=adding) if rest else text
-    return [*{**numbered, number: placed}.values()]

@@ -8,17 +8,17 @@ import functools
 import json
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import BaseMetadata, Ge, Gt, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from grpo_jax.errors import UserError, short_name, short_repr
+from grpo_jax.errors import FieldError, UserError, short_name, short_repr
 
-MAY_CHANGE, CLASSES, SHARED = "may_change", "classes", "shared"
-"""Keys of a field's metadata."""
+MAY_CHANGE = "may_change"
+"""Key of a field's metadata."""
 
 COUNT, LENGTH, WIDTH = 2**31 - 1, 2**24, 2**20
 """Upper bounds of what is counted (steps), of what lies side by side (tokens, rows), and of a matrix's width."""
@@ -35,6 +35,12 @@ NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
+Path = Sequence[str | int]
+"""Of a value within another one."""
+UnknownField = Callable[[str, Path, Any], str]
+"""(name of the section, path with the key, value) → the line about a key that the section has not."""
+
+_NO_VALUE = ": expected a value, it has no default"
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 _EXPECTED = {
     "int_type": "a whole number",
@@ -56,7 +62,7 @@ _EXPECTED = {
 def require(condition: bool, name: str, expected: str, came: object) -> None:
     """Raise UserError naming the field, what was expected and what came, unless `condition` holds."""
     if not condition:
-        raise UserError(f"{name}: expected {expected}, got {short_repr(came)}")
+        raise FieldError(f"{name}: expected {expected}, got {short_repr(came)}")
 
 
 def check_ranges(section: object, name: str) -> None:
@@ -72,40 +78,59 @@ def check_ranges(section: object, name: str) -> None:
 def _bounded(kind: type) -> dict[str, Any]:
     """Return the types of the fields whose type, or a member of whose union, has bounds."""
     hints = get_type_hints(kind, include_extras=True)
-    return {
-        field: hint
-        for field, hint in hints.items()
-        if any(get_origin(member) is Annotated for member in (hint, *get_args(hint)))
+    marks = {
+        name: [mark for member in (hint, *get_args(hint)) for mark in getattr(member, "__metadata__", ())]
+        for name, hint in hints.items()
     }
+    return {name: hints[name] for name, found in marks.items() if any(isinstance(mark, BaseMetadata) for mark in found)}
 
 
-def typed(hint: Any, value: Any, name: str) -> Any:
+def typed(hint: Any, value: Any, name: str, *, unknown: UnknownField | None = None, context: Any = None) -> Any:
     """Return plain data as a value of a type, strictly: no text is a number, no number is text.
 
-    The UserError has a line for each mistake: where, what was expected, what came.
+    Raises:
+        FieldError: With a line for each mistake: where, what was expected, what came; `unknown` makes that of a field
+            that a section has not.
     """
-    try:
-        return _adapter(hint).validate_json(json.dumps(value, default=short_repr))
+    try:  # in a list, for pydantic takes no settings for a dataclass itself
+        return _adapter(list[hint]).validate_json(json.dumps([value], default=short_repr), context=context)[0]
     except ValidationError as error:
-        lines: dict[str, str] = {}
+        lines: dict[str, Sequence[str]] = {}
         for mistake in error.errors(include_url=False):
-            where = name
-            inner = value
-            for part in mistake["loc"]:
-                if isinstance(part, int):
-                    where = f"{where}[{part}]"
-                    inner = inner[part]
-                elif isinstance(inner, Mapping) and part in inner:  # else a member of a union
-                    where = join(where, part)
-                    inner = inner[part]
-            # Of the members of a union, what the first one says.
-            lines.setdefault(where, f"{where}: expected {_expected(mistake)}, got {short_repr(mistake['input'])}")
-        raise UserError(*lines.values()) from error
+            path = mistake["loc"][1:]
+            where = _place_of(path, value, name)
+            came = mistake["input"]
+            raised = mistake.get("ctx", {}).get("error")
+            if mistake["type"] == "missing":
+                where = join(where, str(path[-1]))
+                found = [f"{where}{_NO_VALUE}"]
+            elif mistake["type"] == "unexpected_keyword_argument" and unknown:
+                found = [unknown(_place_of(path[:-1], value, name), path, came)]
+            elif raised is not None:
+                found = raised.args if isinstance(raised, UserError) else [f"{where}: {raised}".removeprefix(": ")]
+            else:
+                found = [f"{where}: expected {_expected(mistake)}, got {short_repr(came)}"]
+            lines.setdefault(where, found)  # of the members of a union, what the first one says
+        every = [line for found in lines.values() for line in found]
+        misspelt = {f"{line.rpartition('did you mean ')[2].removesuffix('?')}{_NO_VALUE}" for line in every}
+        raise FieldError(*(line for line in every if line not in misspelt)) from error
 
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter:
     return TypeAdapter(hint, config=_STRICT)
+
+
+def _place_of(path: Path, value: Any, name: str) -> str:
+    """Return the place of a mistake in a value as one name, such as rewards[0].weight."""
+    for part in path:
+        if isinstance(part, int):
+            name = f"{name}[{part}]"
+            value = value[part]
+        elif isinstance(value, Mapping) and part in value:  # else a member of a union
+            name = join(name, part)
+            value = value[part]
+    return name
 
 
 def _expected(mistake: ErrorDetails) -> str:
@@ -133,19 +158,6 @@ def may_change(default: Any = dataclasses.MISSING, *, default_factory: Any = dat
     must be the resumed run's (`identity`).
     """
     return dataclasses.field(default=default, default_factory=default_factory, metadata={MAY_CHANGE: True})
-
-
-def named(*places: str, default_factory: Any = dataclasses.MISSING, shared: str = "") -> Any:
-    """Declare a field that holds an object whose class the config names (`named.find_class`), or a mapping of such.
-
-    Args:
-        places: Modules of the built-in ones, such as "package.scorers.{}".
-        default_factory: Of the field.
-        shared: Import path of a class that holds such an object with a section, whose fields then stand beside the
-            object's own: made as Holder(object, section, name), with `section` its dataclass and `parts` both
-            objects.
-    """
-    return dataclasses.field(default_factory=default_factory, metadata={CLASSES: places, SHARED: shared})
 
 
 def join(*parts: str) -> str:

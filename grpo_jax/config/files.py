@@ -131,57 +131,42 @@ def read_yaml(text: str) -> Any:
     if len(text) > LONGEST:
         raise ValueError(f"expected a config, got {len(text):,} characters")
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _count_entries(node, {})
-        value = loader.construct_document(node)
+        value = _yaml_loader()(text).get_single_data()
+        entries = _entries(value, {})
     except RecursionError:
         raise _too_deep(DEEPEST) from None
-    except _Refused:
-        raise
     except Exception as error:  # YAML's own constructors fail in many ways at numbers and dates that are none
         reason = str(error).partition(";")[0] if not isinstance(error, yaml.YAMLError) else str(error)
         raise ValueError(f"not valid YAML: {' '.join(reason.split())[:160]}") from error
+    if entries > _MOST_ENTRIES:
+        raise ValueError(f"it stands for more than {_MOST_ENTRIES:,} entries")
     return checked(value)
 
 
-class _Refused(ValueError):
-    """A YAML text that is valid and stands for what cannot be used."""
-
-
-def _count_entries(node: yaml.Node, sizes: dict[int, float], depth: int = 0) -> float:
-    """Return the number of entries of a YAML node, references written out."""
+@functools.cache
+def _yaml_loader() -> type[yaml.SafeLoader]:
+    """Return a safe loader that refuses a key twice in one mapping."""
     import yaml
 
-    line = node.start_mark.line + 1
-    if id(node) in sizes:
-        if math.isnan(sizes[id(node)]):
-            raise _Refused(f"&reference of line {line} holds itself")
-        return sizes[id(node)]
-    if depth > DEEPEST:
-        raise _Refused(*_too_deep(DEEPEST).args)
-    sizes[id(node)] = math.nan  # until its size is known: whoever meets it now is inside it
-    children = []
-    if isinstance(node, yaml.MappingNode):
-        _refuse_twice(node)
-        children = [part for pair in node.value for part in pair]
-    elif isinstance(node, yaml.SequenceNode):
-        children = node.value
-    size = 1.0 + sum(_count_entries(child, sizes, depth + 1) for child in children)
-    if size > _MOST_ENTRIES:
-        raise _Refused(f"line {line} stands for more than {_MOST_ENTRIES:,} entries")
-    sizes[id(node)] = size
-    return size
+    class UniqueKeyLoader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                    line = key.start_mark.line + 1
+                    raise yaml.YAMLError(f"line {line}: {short_repr(key.value)} stands twice in one section")
+                seen.add((key.tag, str(key.value)))
+            return super().construct_mapping(node, deep)
+
+    return UniqueKeyLoader
 
 
-def _refuse_twice(node: yaml.MappingNode) -> None:
-    seen = set()
-    for key, _ in node.value:
-        if isinstance(key.value, str) and (key.tag, key.value) in seen:
-            raise _Refused(f"line {key.start_mark.line + 1}: {short_repr(key.value)} stands twice in one section")
-        seen.add((key.tag, key.value if isinstance(key.value, str) else id(key)))
+def _entries(value: object, sizes: dict[int, int]) -> int:
+    """Return how many entries a value stands for, references written out."""
+    if isinstance(value, dict | list) and id(value) not in sizes:
+        children = value.values() if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_entries(child, sizes) for child in children)
+    return sizes.get(id(value), 1)
 
 
 def read_json(text: str, *, whole: int | None = 2**63) -> Any:

@@ -8,13 +8,13 @@ import shutil
 import textwrap
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from grpo_jax.config.build import require_known
-from grpo_jax.config.fields import CLASSES, default_of, is_section, join, members_of
+from grpo_jax.config.build import hinted_fields, named_of, no_such_field
+from grpo_jax.config.fields import default_of, is_section, join, members_of
 from grpo_jax.config.files import Values
-from grpo_jax.config.named import KEY, built_in_names, find_class, shared_holder
-from grpo_jax.config.other_names import TRL
+from grpo_jax.config.named import KEY, built_in_names, find_class
+from grpo_jax.config.other_names import TRL, fields_of, hint_of
 from grpo_jax.errors import UserError
 
 RUN = "run"
@@ -22,50 +22,45 @@ RUN = "run"
 ALL = "all"
 _WIDTH = 100  # characters, where the terminal has as many
 _NAMES, _VALUES = 28, 18  # characters of the first screen's columns
-_SHORT = 48  # characters of a value that is shown beside its type
 
 
-class Screen(NamedTuple):
-    """The first screen of a command's help; each example is a command and its purpose."""
-
-    usage: str
-    about: str
-    examples: tuple[tuple[str, str], ...]
-
-
-_TEXT = "--task text --policy.path FOLDER --data.prompts questions.jsonl \\\n      --rewards rewards.py:correct"
+_TEXT = """--task text --policy.path FOLDER --data.prompts questions.jsonl \\
+      --rewards rewards.py:correct"""
 SCREENS = {
-    "train": Screen(
-        "grpo train [--config FILE] [--task NAME] [--run_dir DIR] [--section.field VALUE …]",
-        "Trains a policy with group-relative policy optimisation. Without --config and --task it trains the miniature: "
-        "a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package.",
-        (
-            ("grpo train", "the miniature, minutes on a CPU"),
-            ("grpo train --config my.yaml --run_dir runs/mine --seed 1", "a config of your own, or a shipped one"),
-            (f"grpo train {_TEXT}", ""),
-        ),
-    ),
-    "resume": Screen(
-        "grpo resume DIR [--section.field VALUE …]",
-        "Goes on with a run from its last checkpoint, to the same numbers as one that never stopped. What memory, "
-        "devices or length of the run say may change; what would change what is learned is refused by name.",
-        (
-            ("grpo resume runs/mine", ""),
-            ("grpo resume runs/mine --training.max_steps 200", "make it longer"),
-            ("grpo train --resume --run_dir runs/mine", "the same in other words"),
-        ),
-    ),
-    "plan": Screen(
-        "grpo plan [--device_memory_gib GIB,GIB,…] [options of grpo train …]",
-        "Says what each device would hold and whether the run fits, and what would make it fit; it reads no weights "
-        "and trains nothing. --device_memory_gib plans for devices that are not here. Exit code: 0 fits, 1 does not.",
-        (
-            ("grpo plan --config my.yaml", "on the devices of this machine"),
-            ("grpo plan --config my.yaml --device_memory_gib 80,80", "on two cards of 80 GiB"),
-            (f"grpo plan {_TEXT}", ""),
-        ),
-    ),
+    "train": f"""\
+usage: grpo train [--config FILE] [--task NAME] [--run_dir DIR] [--section.field VALUE …]
+
+Trains a policy with group-relative policy optimisation. Without --config and --task it trains the
+miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package.
+
+  grpo train                                                the miniature, minutes on a CPU
+  grpo train --config my.yaml --run_dir runs/mine --seed 1  a config of your own, or a shipped one
+  grpo train {_TEXT}
+""",
+    "resume": """\
+usage: grpo resume DIR [--section.field VALUE …]
+
+Goes on with a run from its last checkpoint, to the same numbers as one that never stopped. What
+memory, devices or length of the run say may change; what would change what is learned is refused
+by name.
+
+  grpo resume runs/mine
+  grpo resume runs/mine --training.max_steps 200   make it longer
+  grpo train --resume --run_dir runs/mine          the same in other words
+""",
+    "plan": f"""\
+usage: grpo plan [--device_memory_gib GIB,GIB,…] [options of grpo train …]
+
+Says what each device would hold and whether the run fits, and what would make it fit; it reads no
+weights and trains nothing. --device_memory_gib plans for devices that are not here. Exit code: 0
+fits, 1 does not.
+
+  grpo plan --config my.yaml                             on the devices of this machine
+  grpo plan --config my.yaml --device_memory_gib 80,80   on two cards of 80 GiB
+  grpo plan {_TEXT}
+""",
 }
+"""The beginning of each command's first screen."""
 _MOST_USED = (
     *("policy.path", "policy.lora.rank", "data.prompts", "rewards", "sampling.group_size", "sampling.max_new_tokens"),
     *("algorithm.advantage", "optimizer.learning_rate", "training.prompts_per_batch", "training.max_steps", "seed"),
@@ -82,25 +77,24 @@ def show_help(topic: str, kind: type, values: Values, command: str = "train") ->
     if not topic:
         return _overview(SCREENS[command], sections, values)
     if topic == ALL:
-        return "\n\n".join(_section(section, whole=True) for section in sections)
+        return "\n\n".join(map(_section, sections))
     options = [option for section in sections for option in section.options]
-    place = None if any(_is_meant(topic, option.name) for option in options) else TRL.get(topic)
-    topic = place.fields[0] if place and place.fields else topic
+    meant = [option for option in options if _is_meant(topic, option.name)]
+    place = None if meant else TRL.get(topic)
+    topic = next(iter(fields_of(place)), topic) if place else topic
+    meant = meant or [option for option in options if _is_meant(topic, option.name)]
     inside = [section for section in sections if section.name.startswith(f"{topic}.")]
     for section in sections:
         if section.name == topic:
-            return "\n\n".join([_section(section), *_below(inside)])
+            rows = [_row(f"--help {inner.name}", "", clause(inner.about)) for inner in inside]
+            return "\n".join([_section(section), *["\nInside it:"] * bool(rows), *rows])
     if inside:
         return "\n\n".join(map(_section, inside))
-    meant = [option for option in options if _is_meant(topic, option.name)]
-    if not meant and place:
-        raise UserError(f"--help {topic}: no such section; {place.hint}")
     if not meant:
-        try:
-            require_known(topic, [*(section.name for section in sections), *(option.name for option in options)])
-        except UserError as error:
-            raise UserError(f"--help {str(error).replace('no such field', 'no such section')}") from error
-    return "\n".join(_option(option, whole=True) for option in meant)
+        names = [*(section.name for section in sections), *(option.name for option in options)]
+        line = f"{topic}: no such section; {hint_of(place)}" if place else no_such_field(topic, names)
+        raise UserError(f"--help {line.replace('no such field', 'no such section')}")
+    return "\n".join(map(_option, meant))
 
 
 def _is_meant(topic: str, name: str) -> bool:
@@ -108,18 +102,12 @@ def _is_meant(topic: str, name: str) -> bool:
     return name == topic or name.endswith(f".{topic}")
 
 
-def _overview(screen: Screen, sections: Sequence[Section], values: Values) -> str:
+def _overview(screen: str, sections: Sequence[Section], values: Values) -> str:
     options = {option.name: option for section in sections for option in section.options}
-    width = max(len(command) for command, what in screen.examples if what) + 3
     used = [options[name] for name in _MOST_USED if name in options]
     return "\n".join(
         [
-            _filled(f"usage: {screen.usage}"),
-            "",
-            _filled(screen.about),
-            "",
-            *(f"  {command:<{width}}{what}".rstrip() for command, what in screen.examples),
-            "",
+            screen,
             "Used most, with the values in force:",
             _row("--config", "FILE", "YAML file or name of a shipped config; several are laid over each other"),
             _row("--task", _short_default(options["task"].value), f"{', '.join(options['task'].names)}, …"),
@@ -144,36 +132,21 @@ def _row(name: str, value: str, text: str) -> str:
     return start + textwrap.shorten(text, _wide() - len(start), placeholder=" …")
 
 
-def _below(sections: Sequence[Section]) -> list[str]:
-    """Return the sections inside another one, as one part of its help."""
-    if not sections:
-        return []
-    rows = [_row(f"--help {section.name}", "", clause(section.about)) for section in sections]
-    return ["\n".join(["Inside it:", *rows])]
-
-
-def _section(section: Section, *, whole: bool = False) -> str:
+def _section(section: Section) -> str:
     about = f"{section.name}: {section.about}" if section.about else section.name
-    lines = [_filled(about), "", *(_option(option, whole=whole) for option in section.options)]
-    cut = [option.name for option in section.options if first_sentence(option.line) != option.line]
-    if cut and not whole:
-        lines += ["", f"… --help {cut[0].replace('[]', '')} says all of such a field."]
-    return "\n".join(lines)
+    return "\n".join([_filled(about), "", *map(_option, section.options)])
 
 
-def _option(option: Option, *, whole: bool) -> str:
-    name = f"--{option.name}" if option.is_argument else option.name
+def _option(option: Option) -> str:
+    name = option.name if "[]" in option.name else f"--{option.name}"  # an entry's fields are given within the entry
     kind = f"{', '.join(option.names)}, …" if option.names else type_word(option.hint)
     missing = option.value is dataclasses.MISSING
-    value = "must be given" if missing else f"default: {spelled(option.value, None if whole else _SHORT)}"
-    sentence = option.line if whole else first_sentence(option.line)
-    text = sentence if sentence == option.line else f"{sentence} …"
-    return _filled(f"  {name}  {kind}  ({value})", indent=8) + (
-        f"\n{_filled(f'      {text}', indent=6)}" if text else ""
-    )
+    value = "must be given" if missing else f"default: {spelled(option.value)}"
+    lines = [_filled(f"  {name}  {kind}  ({value})", indent=8)]
+    return "\n".join(lines + [_filled(f"      {option.line}", indent=6)] * bool(option.line))
 
 
-def spelled(value: object, most: int | None = _SHORT) -> str:
+def spelled(value: object, most: int | None = None) -> str:
     """Return a value as a command line or a file spells it."""
     import yaml
 
@@ -210,11 +183,6 @@ class Option(NamedTuple):
     line: str
     names: tuple[str, ...] = ()
 
-    @property
-    def is_argument(self) -> bool:
-        """Whether it can be given by itself; an entry's fields are given within the entry."""
-        return "[]" not in self.name
-
 
 class Section(NamedTuple):
     """A section and its fields, without those of sections inside.
@@ -238,30 +206,28 @@ def sections_of(kind: type, values: Values, name: str = "") -> list[Section]:
 
 
 def _sections(kind: type, values: Values, name: str, about: str, first: Sequence[Option] = ()) -> list[Section]:
-    options, named, below = list(first), [], []
-    hints, lines = get_type_hints(kind), help_lines(kind)
-    for field in dataclasses.fields(kind):
-        hint, line = hints[field.name], lines.get(field.name, "")
+    options, objects, below = list(first), [], []
+    lines = help_lines(kind)
+    for field, hint in hinted_fields(kind):
+        line = lines.get(field.name, "")
         dotted = join(name, field.name)
         value = values.get(field.name, default_of(field))
-        if CLASSES in field.metadata:
-            for where, entry in (
-                [(dotted, value)] if KEY in value else [(join(dotted, key), value[key]) for key in value]
-            ):
-                places = field.metadata[CLASSES]
-                option = Option(where, str, entry[KEY], line, tuple(built_in_names(places)))
-                named_kind = find_class(entry[KEY], places, where)
+        named = named_of(hint)
+        if named:
+            entries = {dotted: value} if KEY in value else {join(dotted, key): value[key] for key in value}
+            for where, entry in entries.items():
+                option = Option(where, str, entry[KEY], line, tuple(built_in_names(named.places)))
+                named_kind = find_class(entry[KEY], named.places, where)
                 whole, *inner = _sections(named_kind, entry, where, named_kind.__doc__ or "", [option])
-                holder = shared_holder(field)
-                shared = _sections(holder.section, entry, where, "")[0].options if holder else ()
-                named += [whole._replace(options=(*whole.options, *shared)), *inner]
+                shared = _sections(named.holder.section, entry, where, "")[0].options if named.shared else ()
+                objects += [whole._replace(options=(*whole.options, *shared)), *inner]
         elif is_section(hint):
             below += _sections(hint, value if isinstance(value, Mapping) else {}, dotted, line)  # a run refuses others
         elif get_origin(hint) is list and is_section(get_args(hint)[0]):
             below += _sections(get_args(hint)[0], {}, f"{dotted}[]", line, [Option(dotted, hint, value, line)])
         else:
             options.append(Option(dotted, hint, value, line))
-    return [Section(name.removesuffix("[]") or RUN, first_sentence(about), tuple(options)), *named, *below]
+    return [Section(name.removesuffix("[]") or RUN, first_sentence(about), tuple(options)), *objects, *below]
 
 
 def help_lines(kind: type) -> dict[str, str]:

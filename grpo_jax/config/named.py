@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_jax.config.fields import SHARED
 from grpo_jax.errors import Stopped, UserError, extras_named, one_line, short_repr
 
 KEY = "kind"
@@ -61,11 +60,6 @@ def built_in_names(places: Sequence[str]) -> list[str]:
         for folder in map(Path, importlib.import_module(package).__path__):
             names |= {str(path.relative_to(folder)).removesuffix(ending) for path in folder.glob(f"*{ending}")}
     return sorted(name for name in names if not name.startswith("_"))
-
-
-def shared_holder(field: dataclasses.Field) -> Any:
-    """Return the class that holds an object of a field together with a shared section (`fields.named`), or None."""
-    return load_object(field.metadata[SHARED], "config") if field.metadata[SHARED] else None
 
 
 def load_object(path: str, what: str) -> Any:

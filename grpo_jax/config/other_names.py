@@ -4,11 +4,6 @@ An entry is "names there": "fields here, then what differs". A field may have th
 value"). An entry that begins with NOT_HERE has no place, and says why.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
-
 NOT_HERE = "not here: "
 _COMPILED = f"{NOT_HERE}the sampler is compiled with the policy and uses its weights where they lie"
 _TORCH = f"{NOT_HERE}JAX spreads weights, batch and sampler over policy.mesh (docs/scaling.md)"
@@ -187,28 +182,21 @@ COMMAND = {
 """Names of TRL's command line, and of earlier versions."""
 
 
-class Place(NamedTuple):
-    """The place of a TRL name: dotted names of fields here, none if it has no place, and the whole entry."""
-
-    fields: tuple[str, ...]
-    text: str
-
-    def stands_in(self, names: Collection[str]) -> bool:
-        """Whether all of its fields are among these, or sections of them."""
-        return all(any(name == field or name.startswith(f"{field}.") for name in names) for field in self.fields)
-
-    @property
-    def hint(self) -> str:
-        """Return the text after "no such field; " in an error."""
-        return f"here it is {self.text}" if self.fields else f"TRL's is {self.text}"
+TRL = {
+    name: entry
+    for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND)
+    for names, entry in table.items()
+    for name in names.split(", ")
+}
+"""The entry of every name of the tables."""
 
 
-def _places(table: Mapping[str, str]) -> Iterator[tuple[str, Place]]:
-    for names, text in table.items():
-        settings = [] if text.startswith(NOT_HERE) else text.partition("; ")[0].split(", ")
-        place = Place(tuple(setting.partition(": ")[0] for setting in settings), text)
-        yield from ((name, place) for name in names.split(", "))
+def fields_of(entry: str) -> list[str]:
+    """Return the dotted names of an entry's fields; none where it has no place here."""
+    settings = [] if entry.startswith(NOT_HERE) else entry.partition("; ")[0].split(", ")
+    return [setting.partition(": ")[0] for setting in settings]
 
 
-TRL = dict(place for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND) for place in _places(table))
-"""Every name of the tables."""
+def hint_of(entry: str) -> str:
+    """Return the text after "no such field; " in an error."""
+    return f"TRL's is {entry}" if entry.startswith(NOT_HERE) else f"here it is {entry}"

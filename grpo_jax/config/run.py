@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from grpo_jax.config.build import build, merged, require_known, to_dict
-from grpo_jax.config.fields import may_change, named, require
+from grpo_jax.config.build import Named, build, merged, require_known, to_dict
+from grpo_jax.config.fields import may_change, require
 from grpo_jax.config.files import Values
 from grpo_jax.config.named import KEY, find_class
 from grpo_jax.config.sections import (
@@ -81,7 +81,7 @@ class Config:
     resets: ClassVar[Values] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
     """An argument of this name overrides a file's value of the others: an adapter has a rank of its own."""
 
-    task: Any = named(*TASKS)
+    task: Annotated[Any, Named(TASKS)]
     seed: int = 0
     run_dir: str | None = may_change(None)
     resume: bool = may_change(False)
@@ -96,7 +96,7 @@ class Config:
     on_judge_error: Literal["stop", "missing"] = may_change("stop")
     judge_timeout: float = may_change(1800.0)
     process_timeout: float = may_change(600.0)
-    judges: dict[str, Any] = named(*JUDGES, default_factory=dict, shared=POOLED)
+    judges: dict[str, Annotated[Any, Named(JUDGES, POOLED)]] = field(default_factory=dict)
     policy: PolicySection = field(default_factory=PolicySection)
     data: DataSection = field(default_factory=DataSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
@@ -230,29 +230,4 @@ def with_defaults(values: Values) -> dict[str, Any]:
     if not isinstance(task, Mapping) or KEY not in task:
         raise UserError(f"task: expected the name of a task, got {short_repr(task)}")
     kind = find_task(task[KEY])
-    refuse_renamed(values, kind.renamed)
-    return merged(kind.defaults, _without_sampler_devices(values), {"task": task})
-
-
-def _without_sampler_devices(values: Values) -> Values:
-    policy = values.get("policy")
-    if not isinstance(policy, Mapping) or "sampler_devices" not in policy:
-        return values
-    if policy["sampler_devices"] != "shared":
-        raise UserError(
-            "policy.sampler_devices: expected no such field, the sampler always shares the policy's devices; "
-            f"got {short_repr(policy['sampler_devices'])}"
-        )
-    return {**values, "policy": {name: value for name, value in policy.items() if name != "sampler_devices"}}
-
-
-def refuse_renamed(values: Values, renamed: Mapping[str, str]) -> None:
-    """Raise UserError for all fields of an earlier version, with their present names."""
-
-    def has(values: object, dotted: str) -> bool:
-        first, _, rest = dotted.partition(".")
-        return isinstance(values, Mapping) and first in values and (not rest or has(values[first], rest))
-
-    earlier = [f"{old} is now {new}" for old, new in renamed.items() if has(values, old)]
-    if earlier:
-        raise UserError(f"fields of an earlier version: {'; '.join(earlier)}")
+    return merged(kind.defaults, values, {"task": task})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -29,11 +29,6 @@ class PromptEnhancement(PictureTask):
 
     default_config: ClassVar[str | None] = "prompt_enhancement_miniature"
     judges_prompts: ClassVar[bool] = True
-    renamed: ClassVar[Mapping[str, str]] = {
-        "renderer": "judges.renderer",
-        "scorer.watch_model": 'a judge of its own, judges.NAME.model, and "alignment@NAME" in watch',
-        "scorer": "judges.scorer",
-    }
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts and the renderer."""

@@ -166,7 +166,6 @@ class Task:
         config: Type of a run's config; its field `task` holds the task.
         defaults: Values of a run's sections that differ from their own defaults, as a YAML file has them.
         default_config: A shipped config that runs where no --config is given; None for the defaults.
-        renamed: Fields of earlier versions and their names now: {"old.name": "new.name"}.
         display: How its measures are shown.
         not_planned: What `--plan` does not count, in words.
         judges_prompts: Whether an unchanged prompt can be judged in a completion's place (sampling.keep_prompt).
@@ -175,7 +174,6 @@ class Task:
     config: ClassVar[type] = Config
     defaults: ClassVar[Mapping[str, Any]] = {}
     default_config: ClassVar[str | None] = None
-    renamed: ClassVar[Mapping[str, str]] = {}
     display: ClassVar[Display] = Display()
     not_planned: ClassVar[str] = ""
     judges_prompts: ClassVar[bool] = False

@@ -57,10 +57,7 @@ def test_a_section_has_type_value_and_sentence_of_each_field(capsys):
     words = ["--task=text", "--sampling.top_k=3", "--data.columns.prompt=ask"]
     shown = printed(capsys, *words, "--help", "sampling")
     assert "  --sampling.top_k  INT  (default: 3)\n      Draw among the k likeliest tokens; 0 for all.\n" in shown
-    assert (
-        "  --sampling.stop  [TEXT, …]  (default: [])\n      Texts that end a completion" in shown
-        and "kept and" not in shown
-    )
+    assert "  --sampling.stop  [TEXT, …]  (default: [])\n      Texts that end a completion" in shown
     assert "(default: {prompt: ask})" in printed(capsys, "--help", "data", *words)
     judges = printed(capsys, "--help", "judges")
     assert "--judges.renderer.steps  INT" in judges and "--judges.scorer.model  TEXT" in judges
@@ -146,7 +143,6 @@ def test_options_that_take_one_of_few_values_say_which():
              "report_to": "[tensorboard|wandb|mlflow|trackio, …]", "data.columns": "{NAME: TEXT, …}"}  # fmt: skip
     assert {name: type_word(options[name].hint) for name in words} == words
     assert options["task"].names == tuple(built_in_names(TASKS))
-    assert not options["rewards[].weight"].is_argument and options["rewards"].is_argument
 
 
 def test_the_other_commands_name_their_options(capsys):

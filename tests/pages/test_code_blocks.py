@@ -107,15 +107,6 @@ def test_python_of_a_page_runs(page, desk):
         assert json.loads((desk / scope["config"].run_dir / "summary.json").read_text())["iterations"] == 1
 
 
-def test_pages_that_are_left_out_are_read_elsewhere():
-    for page, test in ELSEWHERE.items():
-        assert blocks(page) and Path(page).name in (ROOT / test).read_text()
-    others = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
-    for folder in WHOLE:
-        read = any(re.search(rf"docs\W+{folder}", text) for text in others)
-        assert read or not (ROOT / "docs" / folder).exists(), folder
-
-
 def test_a_tool_is_answered_and_judged():
     scope = scope_of("docs/turns.md")
     asks, ends = (Episode((Turn(text, text),)) for text in ("<sum>1 2 39</sum>", "It is 42."))

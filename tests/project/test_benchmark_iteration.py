@@ -52,18 +52,6 @@ def test_ratios_take_the_best_of_each_library_for_time_and_for_memory():
     assert lines[-1] == "| tiny | 1 | 0.25 | – | 0.25 | – |"
 
 
-def test_command_line_and_cases():
-    chosen = grpo_iteration.options(["--cases", "small", "group", "--libraries", "ours"])
-    assert chosen.cases == ["small", *(f"group-{group}" for group in work.GROUPS)]
-    assert grpo_iteration.plan("group-4", [1, 2])[2] == [2]
-    with pytest.raises(SystemExit, match="got 'large'"):
-        grpo_iteration.expand("large")
-    with pytest.raises(SystemExit):  # Tunix without its environment
-        grpo_iteration.options([])
-    with pytest.raises(SystemExit):  # its worker ends nothing early
-        grpo_iteration.options(["--cases", "unequal", "--tunix_python", "python"])
-
-
 @pytest.mark.wide
 @pytest.mark.filterwarnings("default")
 def test_our_worker_iterates(tmp_path):

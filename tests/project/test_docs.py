@@ -31,7 +31,6 @@ TASK_CLASSES = [find_class(name, TASKS, "task") for name in TASK_NAMES]
 JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
 CONFIGS = list(dict.fromkeys(kind.config for kind in TASK_CLASSES))
 SECTIONS = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)}
-RENAMED = {old for kind in TASK_CLASSES for old in kind.renamed}
 SHIPPED = (
     *("prompt_enhancement_miniature", "prompt_recreation_miniature", "prompt_refinement_miniature"),
     *("prompt_enhancement_sdxl_turbo", "prompt_enhancement_flux_schnell"),
@@ -167,8 +166,6 @@ def test_options_in_the_prose_parse(page, desk):
 @each_page
 def test_fields_and_objects_exist(page):
     names = dotted_names(PAGES[page])
-    earlier = {name for name in names for old in RENAMED if name == old or name.startswith(f"{old}.")}
-    assert not earlier, "names of an earlier version"
     ours = {name for name in names if name.partition(".")[0] in {"grpo_jax", "bridges"}}
     assert not {name for name in ours if not is_object(name)}
     sections = {name for name in names if re.split(r"\W", name)[0] in SECTIONS}
@@ -209,22 +206,3 @@ def accepted(values: dict) -> bool:
     except UserError:
         return False
     return True
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("`--renderer.batch_size 1`", test_options_in_the_prose_parse),
-        ("`grpo_jax.training.trainer`", test_fields_and_objects_exist),
-        ("`tests/test_sharding.py`", test_files_exist),
-        ("[data](docs/data.md#where-it-comes-from)", test_files_exist),
-        ("    python -m grpo_jax.train --config cartpole", test_command_lines_parse),
-        ("```yaml\nrenderer: {steps: 1}\n```", test_yaml_and_imports_of_code_blocks_are_right),
-        ("```python\nfrom grpo_jax.training import trainer\n```", test_yaml_and_imports_of_code_blocks_are_right),
-    ],
-)
-def test_the_checks_see_what_is_not_there(text, wrong, request, monkeypatch):
-    monkeypatch.setitem(PAGES, "README.md", text)
-    names = [name for name in wrong.__code__.co_varnames[: wrong.__code__.co_argcount] if name != "page"]
-    with pytest.raises(AssertionError):
-        wrong("README.md", *(request.getfixturevalue(name) for name in names))

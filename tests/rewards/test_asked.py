@@ -131,7 +131,7 @@ def test_two_rewards_of_one_function_have_a_label_each(finished, table):
 
 def test_rewards_are_named_by_plain_texts():
     expected = parse(["--task=text", '--rewards=[{"name": "a.py:f"}, {"name": "b:g"}]']).rewards
-    for words in (["--rewards", "a.py:f", "b:g"], ["--rewards=a.py:f, b:g"], ["--rewards=[a.py:f]", "--rewards+=b:g"]):
+    for words in (["--rewards", "a.py:f", "b:g"], ["--rewards=a.py:f, b:g"], ["--rewards=[a.py:f, b:g]"]):
         assert parse(["--task=text", *words, "--seed=1"]).rewards == expected
     assert make_config(task="text", rewards=["a.py:f", "b:g"]).rewards == expected
     assert to_dict(make_config(task="text", rewards="b:g"))["rewards"][0]["name"] == "b:g"

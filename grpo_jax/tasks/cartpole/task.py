@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le, Lt
 
+from grpo_jax.config.build import Named
 from grpo_jax.config.fields import (
     WIDTH,
     Count,
@@ -21,7 +22,6 @@ from grpo_jax.config.fields import (
     Share,
     check_ranges,
     may_change,
-    named,
     require,
 )
 from grpo_jax.config.run import TASKS
@@ -204,7 +204,7 @@ class CartPoleConfig:
         evaluation: Measurement.
     """
 
-    task: Any = named(*TASKS)
+    task: Annotated[Any, Named(TASKS)]
     seed: Count = 0
     num_seeds: Annotated[int, Ge(1), Le(WIDTH)] = 1
     run_dir: str | None = may_change(None)

@@ -192,12 +192,6 @@ class Recommendation(Task):
     prior: PriorSection = field(default_factory=PriorSection)
 
     default_config: ClassVar[str | None] = "recommendation_dummy"
-    renamed: ClassVar[Mapping[str, str]] = {
-        "recommendation": "task (its fields stand beside task.kind)",
-        "retrieval": "task.retrieval",
-        "warm_start.pairs": "task.pairs",
-        "warm_start.title_characters": "task.pair_characters",
-    }
     display: ClassVar[Display] = Display(
         headline=("ndcg@10",),
         live=(("watch/ndcg@10/mean", "ndcg@10"),),

@@ -173,6 +173,3 @@ def test_what_cannot_be():
         for lag, cap in ((0, None), (1, None), (1, 0), (0, 3))
     ]
     assert caps == [0, 2, 0, 3]
-    assert make_config(task="text", policy={"sampler_devices": "shared"}) == make_config(task="text")
-    with pytest.raises(UserError, match=r"policy.sampler_devices: expected no such field, .*; got 'own'"):
-        make_config(task="text", policy={"sampler_devices": "own"})

@@ -21,6 +21,8 @@ EXTRAS = {
     "qwix": "quantised",
 }
 """The extra that brings a module which is imported only where it is needed."""
+_SHOWN_CHARACTERS = 140  # of mistakes in data
+_SHOWN_PROBLEMS = 32
 
 
 def version() -> str:
@@ -39,6 +41,33 @@ class UserError(Exception):
     def __str__(self) -> str:
         """Join the lines."""
         return "; ".join(map(str, self.args))
+
+
+class Problems:
+    """Mistakes in data, counted, and the first of them in words: a file may hold millions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.messages: list[str] = []
+
+    def add(self, message: str) -> None:
+        """Note one."""
+        self.count += 1
+        if len(self.messages) < _SHOWN_PROBLEMS:
+            self.messages.append(_cut(message, _SHOWN_CHARACTERS))
+
+    def refuse(self, subject: str) -> None:
+        """Raise UserError where there are any: one line, with as many as fit in."""
+        if not self.count:
+            return
+        shown = self.messages[:1]
+        for message in self.messages[1:]:
+            if sum(map(len, shown)) + len(message) > _SHOWN_CHARACTERS:
+                break
+            shown.append(message)
+        if self.count > len(shown):
+            shown.append(f"and {self.count - len(shown)} more")
+        raise UserError(f"{subject}: {self.count} bad line{'s' if self.count > 1 else ''}: {'; '.join(shown)}")
 
 
 class FieldError(UserError, ValueError):

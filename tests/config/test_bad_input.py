@@ -73,7 +73,7 @@ def test_yaml_runs_no_code(refused, tmp_path):
 def test_prompts(refused, tmp_path):
     assert "no.txt does not exist" in refused("--data.prompts", tmp_path / "no.txt")
     (tmp_path / "empty.txt").write_text("\n \n")
-    assert "empty.txt has no prompts" in refused("--data.prompts", tmp_path / "empty.txt")
+    assert "empty.txt: expected at least one prompt" in refused("--data.prompts", tmp_path / "empty.txt")
     (tmp_path / "long.txt").write_text("\n".join(["x" * 500, *"abcdefgh"]))
     message = refused("--data.prompts", tmp_path / "long.txt")
     assert "data.max_prompt_tokens is 64: shorten it or raise the limit" in message

@@ -41,11 +41,6 @@ def test_several_conditions_on_one_objective_must_all_hold():
     np.testing.assert_array_equal(got[..., 0], [[0.0, 5.0]])
 
 
-def test_no_conditions_change_nothing():
-    rewards = jnp.array([[[5.0, jnp.nan]]])
-    np.testing.assert_array_equal(condition_rewards(rewards, []), rewards)
-
-
 R2, R3 = np.zeros((2, 3), np.float32), np.zeros((2, 3, 2), np.float32)
 
 

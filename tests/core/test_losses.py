@@ -1,22 +1,17 @@
 """Losses against slow NumPy loops, and the properties that batches, masks and devices must not break."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from oracles.loss_loops import CHOICES, EXTRAS, LENGTH, ROWS, batch, evaluate, loop_loss
 from support.compiled import compiled
 
 from grpo_jax.core.losses import (
-    PRESET_SCALES,
     PRESETS,
     CappedWeight,
     Clip,
     FixedLength,
     KLPenalty,
-    Mean,
     Normaliser,
     SoftGate,
     grpo_loss,
@@ -56,38 +51,6 @@ def test_advantages_per_token(level, x64):
     np.testing.assert_allclose(evaluate(parts, choices)[0][0], loop_loss(parts, choices), rtol=1e-12)
 
 
-def test_a_row_ratio_weighs_each_token_by_its_own_advantage():
-    """GSPO-token: with advantages on one token only, no other token is pushed."""
-    parts = batch(2, spread=0.0, full=True)
-    parts["advantages"] = np.zeros((ROWS, LENGTH), np.float32)
-    parts["advantages"][:, 0] = 1.0
-    _, (gradient, _) = evaluate(parts, dict(surrogate=Clip(), ratio="sequence", aggregation="sequence"))
-    assert (np.asarray(gradient)[:, 0] < 0).all()
-    np.testing.assert_array_equal(np.asarray(gradient)[:, 1:], 0)
-
-
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
-@given(seed=st.integers(0, 1000))
-def test_parts_of_a_batch_add_up_to_the_batch(name, seed):
-    """Loss scale must not change with gradient accumulation, micro-batch count or devices."""
-    parts, parts_of = batch(seed), 3
-    normaliser = loss_normaliser(parts["mask"], PRESETS[name]["aggregation"])
-    (loss, metrics), gradient = evaluate(parts, PRESETS[name], **EXTRAS)
-    pieces = []
-    for k in range(parts_of):
-        # Interleaved rows: the micro-batches have different numbers of tokens, and one has an empty row.
-        piece = {key: value[k::parts_of] for key, value in parts.items()}
-        pieces.append(evaluate(piece, PRESETS[name], normaliser, **EXTRAS))
-    np.testing.assert_allclose(sum(piece[0][0] for piece in pieces), loss, rtol=1e-4, atol=1e-6)
-    for index in range(2):
-        joined = np.zeros((ROWS, LENGTH), np.float32)
-        for k, piece in enumerate(pieces):
-            joined[k::parts_of] = piece[1][index]
-        np.testing.assert_allclose(joined, gradient[index], rtol=1e-4, atol=1e-7)
-    added = jax.tree.map(lambda *leaves: sum(leaves), *(piece[0][1] for piece in pieces))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), added, metrics)
-
-
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 def test_leading_axes_are_rows(name):
     """[P, G, T] is [P·G, T]."""
@@ -99,7 +62,7 @@ def test_leading_axes_are_rows(name):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 @pytest.mark.parametrize("choices", CHOICES)
 def test_masked_tokens_have_no_influence_whatever_they_hold(choices, bad):
     parts = batch(5)
@@ -131,18 +94,6 @@ def test_on_policy_every_surrogate_is_the_policy_gradient():
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_row_ratio_does_not_weigh_by_length_twice():
-    """GSPO under the mean of rows: a long row's gradient sums to what a short row's does."""
-    logprobs = np.full((2, 4), -1.0, np.float32)
-    mask = np.array([[True] * 4, [True] + [False] * 3])
-    _, (gradient, _) = evaluate(
-        dict(logprobs=logprobs, old=logprobs, ref=logprobs, entropy=logprobs, mask=mask,
-             advantages=np.ones(2, np.float32)),
-        PRESETS["gspo"],
-    )  # fmt: skip
-    np.testing.assert_allclose(np.sum(gradient, axis=1), [-0.5, -0.5], rtol=1e-6)
-
-
 def test_metrics_are_means_over_tokens():
     parts = batch(7, dtype=np.float32)
     (_, metrics), _ = evaluate(parts, PRESETS["grpo"], kl=KLPenalty(0.1))
@@ -166,26 +117,10 @@ def test_metrics_are_means_over_tokens():
     assert float(metrics.policy_loss.weight) == mask.any(1).sum()
 
 
-def test_means_add():
-    joined = Mean(jnp.float32(3.0), jnp.float32(1.0)).add(Mean(jnp.float32(1.0), jnp.float32(3.0)))
-    assert joined.value() == 1.0
-    assert Mean(jnp.float32(0.0), jnp.float32(0.0)).value() == 0.0
-
-
 def test_normalisers():
     mask = np.array([[True, True, False], [True, False, False], [False] * 3])
     for aggregation, loss in (("sequence", 2), ("token", 3), (FixedLength(10), 20), (FixedLength(), 6)):
         assert loss_normaliser(mask, aggregation) == Normaliser(loss, 3)
-
-
-def test_bnpo_and_dapo_differ_in_their_bounds_alone():
-    assert PRESETS["bnpo"] | {"surrogate": PRESETS["dapo"]["surrogate"]} == PRESETS["dapo"]
-    assert PRESETS["bnpo"] != PRESETS["dapo"]
-
-
-def test_every_preset_has_its_advantage_scale():
-    assert PRESET_SCALES.keys() == PRESETS.keys()
-    assert {name for name, scale in PRESET_SCALES.items() if scale == "none"} == {"dr_grpo"}
 
 
 def test_a_scalar_normaliser_will_do_without_a_bonus():
@@ -218,20 +153,11 @@ def test_token_weights_multiply_the_policy_term_alone(name, x64):
         extra = dict(kl=KLPenalty(0.3), entropy_coef=0.2)
         difference = loss(dirty, **bare, **extra)[0] - got
         np.testing.assert_allclose(difference, loss(None, **bare, **extra)[0] - loss(None, **bare)[0], rtol=1e-9)
+        if weights.dtype != bool:
+            assert not np.any(jax.grad(lambda w: loss(w, **bare)[0])(weights))  # constants
         unweighted = loss(None, **bare)[1]
         for member in ("kl", "entropy", "ratio", "old_kl", "clip_low", "clip_high", "advantage"):
             assert getattr(metrics, member) == getattr(unweighted, member)
-
-
-def test_token_weights_are_constants_and_of_ones_change_nothing():
-    parts = batch(12)
-    args = parts["logprobs"], parts["old"], parts["advantages"], parts["mask"]
-    plain = jax.grad(lambda x: grpo_loss(x, *args[1:])[0])(args[0])
-    for ones in (np.ones((ROWS, 1), np.float32), np.ones((ROWS, LENGTH), bool), jnp.ones((ROWS, 1), jnp.bfloat16)):
-        got = jax.grad(lambda x: grpo_loss(x, *args[1:], token_weights=ones)[0])(args[0])  # noqa: B023
-        np.testing.assert_array_equal(got, plain)
-    weights = np.ones((ROWS, LENGTH), np.float32)
-    np.testing.assert_array_equal(jax.grad(lambda w: grpo_loss(*args, token_weights=w)[0])(weights), 0)
 
 
 def test_sft_is_the_mean_over_tokens():

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.core.kl import kl_divergence
 from grpo_jax.core.shaping import AdaptiveKL, kl_penalised_rewards, overlong_penalty
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -114,11 +113,3 @@ def penalised(scores=S, logprobs=X, ref=X, mask=M, kl_coef=0.1, **options):
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_the_penalty_is_the_losses_estimator():
-    """One definition of the divergence for rewards and losses."""
-    _, logprobs, ref, _ = batch(3)
-    for estimator in ("k1", "k2", "k3"):
-        got = penalised(np.zeros(4, np.float32), logprobs, ref, np.ones((4, 5), bool), 1.0, estimator=estimator)
-        np.testing.assert_array_equal(got, -kl_divergence(logprobs, ref, estimator=estimator))

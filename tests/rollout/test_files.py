@@ -16,7 +16,7 @@ from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import default_system_prompt
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.prompts import load_prompts, split_records
+from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 
@@ -93,7 +93,7 @@ def test_empty_cells_are_no_values_and_blank_lines_no_rows(tmp_path):
 
 def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
     both = [{"prompt": "old", "question": "new", "answer": 1, "solution": 2}]
-    (row,) = split_records(both, held_out=0, columns=COLUMNS).train
+    (row,) = load_prompts(both, held_out=0, columns=COLUMNS).train
     assert (row.prompt, row.columns) == ("new", {"answer": 2})
     data = {"columns": {"answer": "solution"}, "held_out": 0.0}
     (row,) = from_python(make_config(task="text", data=data), both, None).prompts.train
@@ -101,7 +101,7 @@ def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
     with pytest.raises(
         UserError, match=r"data.columns.answer: no such column, 'sol'; prompts has 'prompt, question, an"
     ):
-        split_records(both, columns={"answer": "sol"})
+        load_prompts(both, columns={"answer": "sol"})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_prompts_are_as_transformers_has_them(system, thinking):
 def test_a_conversation_that_has_a_system_message_keeps_it():
     tokenizer = templated()
     own = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "a fox"}]
-    rows = split_records([{"prompt": own}, {"prompt": own[1:]}], held_out=0).train
+    rows = load_prompts([{"prompt": own}, {"prompt": own[1:]}], held_out=0).train
     encoded = make_encode(tokenizer, DataSection(system_prompt="Be brief."), pad_id=0, rows=rows)(rows)
     first, second = (tokenizer.decode(ids[mask]) for ids, mask in zip(encoded.tokens, encoded.mask, strict=True))
     assert (

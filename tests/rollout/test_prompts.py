@@ -16,7 +16,7 @@ from grpo_jax.rollout.data import (
     repeat_rows,
     split_rows,
 )
-from grpo_jax.rollout.prompts import TIERS, builtin_rows, load_prompts, make_prompt_set
+from grpo_jax.rollout.prompts import TIERS, load_prompts, make_prompt_set
 
 
 def write_jsonl(path, records):
@@ -99,7 +99,7 @@ def test_names_that_no_file_has(path):
     ("name", "content", "message"),
     [
         ("none.jsonl", None, "does not exist"),
-        ("empty.jsonl", "", "has no prompts"),
+        ("empty.jsonl", "", "expected at least one prompt"),
         ("p.xlsx", "prompt\na", ".jsonl, .csv, .tsv, .txt or .parquet file"),
         ("twice.csv", "prompt,prompt\na,b", "its first line names a column twice"),
         ("cells.csv", "prompt,answer\na,b,c", "line 2: 3 cells, and the first line names 2 columns"),
@@ -130,15 +130,15 @@ def test_a_folder_is_no_prompt_file(tmp_path):
 
 
 def test_builtin_tiers():
-    everything = builtin_rows("builtin")
+    everything = load_prompts("builtin", held_out=0).train
     assert len({row.prompt for row in everything}) == len(everything) == 120
     for tier in TIERS:
-        rows = builtin_rows(f"builtin:{tier}")
+        rows = load_prompts(f"builtin:{tier}", held_out=0).train
         assert len(rows) == 40
         assert all(everything[row.id] == row and row.columns == {"tier": tier} for row in rows)
     assert [len(part) for part in load_prompts("builtin", held_out=0.1)] == [96, 12, 12]
     with pytest.raises(UserError, match="builtin:crowded"):
-        builtin_rows("builtin:hard")
+        load_prompts("builtin:hard")
 
 
 def test_rows_in_memory_get_ids_that_count_through():

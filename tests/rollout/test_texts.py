@@ -117,17 +117,7 @@ def test_every_rule_can_be_named_and_allows_what_help_says(rule, expected, place
     assert """"english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone""" in told
 
 
-def test_another_rule_is_refused(place, capsys):
-    assert main(["--config", str(place.config), "--data.allowed_tokens", "french"]) == 2
-    error = capsys.readouterr().err
-    assert "data.allowed_tokens" in error and all(rule in error for rule in ("all", "ascii", "english"))
-
-
 # --------------------------------------------------------------------------------------------------- completions
-
-
-def test_text_is_judged_as_it_is():
-    assert as_written(' "x"\n', "a fox") == (' "x"\n', True)
 
 
 def test_appended_words_are_told_apart_from_the_prompt():

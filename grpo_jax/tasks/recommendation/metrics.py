@@ -43,23 +43,11 @@ def count_better(
     target_scores = scores[np.arange(len(scores)), targets][:, None]
     better, worse = scores > target_scores + tolerance, scores < target_scores - tolerance
     # What is left out is taken off again, which is less work than masking all that stays.
-    lines, places = flat_exclusions(targets, exclude)
-
-    def counted(which: np.ndarray) -> np.ndarray:
-        return which.sum(1) - np.bincount(lines, which[lines, places], len(scores)).astype(np.int64)
-
-    others = scores.shape[1] - 1 - np.bincount(lines, minlength=len(scores))
-    above, below = counted(better), counted(worse)
-    return RankCounts(above, others - above - below)
-
-
-def flat_exclusions(
-    targets: Sequence[int] | np.ndarray, exclude: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what is left out of each row but its target, as row numbers and catalogue rows, i64 [E] each."""
-    left_out = [set(rows) - {int(target)} for rows, target in zip(exclude, targets, strict=True)]
-    lines = np.repeat(np.arange(len(left_out)), [len(rows) for rows in left_out])
-    return lines, np.fromiter((row for rows in left_out for row in rows), np.int64, len(lines))
+    left_out = [list(set(rows) - {int(target)}) for rows, target in zip(exclude, targets, strict=True)]
+    above = [int(line.sum() - line[rows].sum()) for line, rows in zip(better, left_out, strict=True)]
+    below = [int(line.sum() - line[rows].sum()) for line, rows in zip(worse, left_out, strict=True)]
+    others = [scores.shape[1] - 1 - len(rows) for rows in left_out]
+    return RankCounts(np.array(above), np.array(others) - above - below)
 
 
 def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:

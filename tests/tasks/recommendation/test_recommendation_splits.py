@@ -8,7 +8,7 @@ import pytest
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.recommendation.catalogue import UserSequence
-from grpo_jax.tasks.recommendation.dataset import items_split, known_targets, last_split, load_dataset, time_split
+from grpo_jax.tasks.recommendation.dataset import items_split, load_dataset, time_split
 from grpo_jax.tasks.recommendation.report import findings
 
 ITEMS = 40
@@ -46,20 +46,6 @@ def rows_known(dataset):
 def unique(dataset):
     ids = [row.id for part in dataset.prompts for row in part]
     return len(set(ids)) == len(ids)
-
-
-def test_leave_one_out_knows_all_but_the_last_two():
-    users = [UserSequence("a", (0, 1, 2, 3, 4), (1, 2, 3, 4, 5)), UserSequence("b", (5, 6))]
-    split = last_split(users)
-    assert split.known == (UserSequence("a", (0, 1, 2), (1, 2, 3)), UserSequence("b", ()))
-    assert [target[1:] for target in (*split.validation, *split.test)] == [
-        ((0, 1, 2), 3, 3),
-        ((0, 1, 2, 3), 4, 4),
-        ((5,), 6, 6),
-    ]
-    assert [(one.history, one.item) for one in known_targets(split)] == [((0,), 1), ((0, 1), 2)]
-    assert [one.item for one in known_targets(split, "last")] == [2]
-    assert [one.item for one in known_targets(split, "but last")] == [1]
 
 
 @pytest.mark.parametrize("training_targets", ["every", "apart"])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.build import flat, to_dict
+from grpo_jax.config.build import flat, merged, to_dict
 from grpo_jax.config.fields import require
 from grpo_jax.config.help import spelled
 from grpo_jax.config.named import own_package
-from grpo_jax.config.run import POLICY, Config
+from grpo_jax.config.run import POLICY, Config, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.sharding import make_mesh
@@ -213,8 +213,8 @@ def judge_lines(judge: object) -> list[Line]:
     return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]
 
 
-def list_savings(config: Config, cards: Sequence[Card]) -> list[str]:
-    """Return the options that take less memory of devices that are full; those that change no result come first."""
+def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
+    """Return fields that take less memory of devices that are full; those that change no result come first."""
     full = {part for card in cards if card.excess for part in card.parts}
     section, prompts = config.policy, config.training.prompts_per_batch // config.training.minibatches
     policy: dict[str, object] = {
@@ -236,4 +236,24 @@ def list_savings(config: Config, cards: Sequence[Card]) -> list[str]:
         for fields in getattr(config.judges[name], "savings", list)():
             changes |= {f"judges.{name}.{field}": value for field, value in fields.items()}
     now = flat(to_dict(config))
-    return [f"--{name} {spelled(value)}" for name, value in changes.items() if now[name] != value]
+    return {name: value for name, value in changes.items() if now[name] != value}
+
+
+def first_that_fits(planner: Planner, config: Config, savings: Mapping[str, object]) -> str | None:
+    """Return the first change that makes the run fit by itself, as an option; None if none does."""
+    for name, value in savings.items():
+        values: object = value
+        for part in reversed(name.split(".")):
+            values = {part: values}
+        try:
+            cards = planner.cards(make_config(merged(to_dict(config), values)))
+        except UserError:  # a change that this run does not take
+            continue
+        if not any(card.excess for card in cards):
+            return option(name, value)
+    return None
+
+
+def option(name: str, value: object) -> str:
+    """Spell a field as the command line does."""
+    return f"--{name} {spelled(value)}"

@@ -13,7 +13,7 @@ from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.policy import precision_of
 from grpo_jax.planning import JSON, PLAN, TARGET, PlanRequest
-from grpo_jax.planning.cards import FREE, Card, Planner, list_savings
+from grpo_jax.planning.cards import FREE, Card, Planner, first_that_fits, list_savings, option
 from grpo_jax.planning.policy import GIB, PolicyMemory, read_shape, read_shown
 from grpo_jax.planning.target_plan import Report
 from grpo_jax.planning.targets import Target, parse_target, prepare
@@ -54,8 +54,13 @@ def show_plan(config: object, request: PlanRequest) -> int:
     if small := [card.name for card in full if card.runtime > card.room]:
         print(f"{verdict} Contexts and libraries alone are too much for {', '.join(small)}: take larger devices.")
         return 1
-    print(f"{verdict} These take less (plan again with them), and so do a smaller model and larger devices:")
-    print("\n".join(f"  {option}" for option in list_savings(config, cards)) or "  (nothing that is known here)")
+    savings = list_savings(config, cards)
+    if target is not None and (enough := first_that_fits(planner, config, savings)):
+        print(f"{verdict} It would with {enough}.")
+        return 1
+    alone = " Nothing below is enough alone." if target is not None else ""
+    print(f"{verdict}{alone} These take less (plan again with them), and so do a smaller model and larger devices:")
+    print("\n".join(f"  {option(*saving)}" for saving in savings.items()) or "  (nothing that is known here)")
     return 1
 
 

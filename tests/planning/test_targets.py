@@ -10,8 +10,10 @@ import pytest
 from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.errors import UserError
-from grpo_jax.planning import targets
-from grpo_jax.planning.hlo import Array, Collective, Sizes, parse_program, read_program, steps
+from grpo_jax.planning import cards, targets
+from grpo_jax.planning.hlo import Array, Collective, Reading, Sizes, parse_program, read_program, steps
+from grpo_jax.planning.policy import GIB
+from grpo_jax.planning.target_plan import Report
 from grpo_jax.planning.targets import Target, parse_target
 from grpo_jax.train import main
 
@@ -174,3 +176,19 @@ def test_a_run_is_planned_by_the_compiler_of_a_target(target, tmp_path, capsys, 
         assert program["peak_bytes"] >= program["argument_bytes"] > 0 and program["bound_seconds"] > 0
         assert program["kernels"] > 0 and program["flops"] > 0
     assert plan["programs"]["sample"]["kernels_per_layer_and_token"] > 1
+
+
+@pytest.mark.parametrize(("needed", "said"), [(7, "It would with --policy.remat layer."), (9, "enough alone.")])
+def test_what_would_fit_alone_is_tried_in_order(needed, said, tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_FIELDS))
+    reading = Reading(1, 1.0, 0, 0, (), 1.0, 1.0, 1.0)
+
+    def compiled(config, *_):
+        temporary = 100 * GIB if config.policy.remat != "layer" or needed > 8 else needed * GIB
+        report = Report(GIB, temporary, 0, GIB + temporary, reading, 1.0)
+        return {"sample": report, "update": report}
+
+    monkeypatch.setattr(cards, "plan_programs", compiled)
+    monkeypatch.setattr(cards, "open_devices", lambda target: [None])
+    assert main([*PLAN, f"--policy.path={tmp_path}", "--target=h100", "--policy.remat=products"]) == 1
+    assert said in capsys.readouterr().out

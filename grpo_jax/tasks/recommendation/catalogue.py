@@ -390,8 +390,6 @@ def read_ratings(
     users with fewer than ``minimum_items`` items (at least 2) are left out: ``notes`` says how many of each.
     ``columns`` is `data.columns`. A UserError names all bad lines at once.
     """
-    if minimum_items < 2:
-        raise ValueError(f"minimum_items must be at least 2, got {minimum_items}")
     text = read_text(path, "a CSV with user_id, item_id and timestamp")
     columns = columns or {}
     rated = minimum_rating > 0 or "rating" in columns

@@ -41,13 +41,14 @@ class Check(NamedTuple):
     leaves: str = ""
 
 
+TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.txt", "--rewards=[{name: reward.py:brief}]",
+        "--training.prompts_per_batch=4", "--training.max_steps=1", "--training.inner_epochs=1",
+        "--sampling.group_size=2", "--sampling.max_new_tokens=4"]  # fmt: skip
+
+
 def text_task(run: str, *options: str, leaves: str = "summary.json") -> Check:
     """An iteration of a text task with a reward in Python, on the miniature's policy."""
-    task = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.txt",
-            "--rewards=[{name: reward.py:brief}]"]  # fmt: skip
-    small = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--training.inner_epochs=1",
-             "--sampling.group_size=2", "--sampling.max_new_tokens=4"]  # fmt: skip
-    return Check(["grpo", "train", *task, *small, f"--run_dir={run}", *options], leaves=f"{run}/{leaves}")
+    return Check(["grpo", "train", *TEXT, f"--run_dir={run}", *options], leaves=f"{run}/{leaves}")
 
 
 def refused(extra: str, *options: str) -> Check:
@@ -112,6 +113,11 @@ CHECKS = {
         Check(["grpo", "evaluate", "--run", "run"], says="pixel_accuracy"),
         Check(["python", "-c", REWRITE], says="wrote"),
         Check(["grpo", "train", "--plan", "--device_memory_gib=80,80,80"], says="fits"),
+    ],
+    "targets": [
+        text_task("run"),
+        Check(["grpo", "plan", *TEXT, "--target=h100"], says="It fits."),
+        Check(["grpo", "plan", *TEXT, "--target=v5e"], says="It fits."),
     ],
     "cuda12": [Check(["python", "-c", "import grpo_jax, jax, jax_cuda12_plugin; print(jax.devices())"], says="Device")],
     "cuda13": [Check(["python", "-c", "import grpo_jax, jax, jax_cuda13_plugin; print(jax.devices())"], says="Device")],

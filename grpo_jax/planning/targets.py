@@ -138,7 +138,7 @@ def open_devices(target: Target) -> list[jax.Device]:
 
 def _missing(target: Target, compiler: str) -> UserError:
     return UserError(
-        f"{TARGET} {target.name}: XLA's compiler for {compiler} is not installed: pip install 'grpo_jax[{EXTRA}]'"
+        f'{TARGET} {target.name}: XLA\'s compiler for {compiler} is not installed; run pip install "grpo_jax[{EXTRA}]"'
     )
 
 

@@ -56,11 +56,11 @@ PLAN = ["--config=prompt_enhancement_miniature", "--plan"]
         ),
         (
             [*PLAN, "--target=h100"],
-            "--target h100: XLA's compiler for CUDA is not installed: pip install 'grpo_jax[tar",
+            "--target h100: XLA's compiler for CUDA is not installed; run pip",
         ),
         (
             [*PLAN, "--target=v5e"],
-            "--target v5e: XLA's compiler for TPU is not installed: pip install 'grpo_jax[target",
+            "--target v5e: XLA's compiler for TPU is not installed; run pip",
         ),
     ],
 )

@@ -170,7 +170,7 @@ def test_columns_that_json_would_change_are_not_kept_and_said(config, tmp_path, 
     short = config(folder, evaluation={"every": 0, "sampled": False})
     short = dataclasses.replace(short, training=dataclasses.replace(short.training, max_steps=1))
     run(short, prompts=records, rewards=[wished])
-    assert "column 'wish' of row 0 holds a tuple, which JSON does not keep" in capsys.readouterr().out
+    assert "column 'wish' of row 0 holds what JSON does not keep, such as a tuple" in capsys.readouterr().out
     assert evaluate.main(["--run", str(folder)]) == 2
     assert "prompts.jsonl does not keep them: call run(config, prompts=...) again" in capsys.readouterr().err
     with pytest.raises(UserError, match="reward wished: run\\(\\) was given this function in Python"):

@@ -17,7 +17,6 @@ from grpo_jax.models import hf
 from grpo_jax.models.hf.peft import load_adapters
 from grpo_jax.models.lora import TILE, LoraConfig, count_weights, quantise
 from grpo_jax.models.policy import make_policy
-from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
 
@@ -102,17 +101,6 @@ def test_the_update_computes_from_the_rounded_weights(variables, step):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(merged))
     want = merged_params({"params": plain(small), "lora": variables["lora"]}, LORA)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, want)
-
-
-def test_the_sampler_takes_them(variables):
-    policy = make_policy(tiny_update.CONFIG, lora=LORA)
-    sample = make_sampler(policy, SamplingParams(2, 4, temperature=0.0), eos_ids=(0,), pad_id=0)
-    tokens, mask = tiny_update.make_batch()[:2]
-    keys = jax.random.split(jax.random.key(0), len(tokens))
-    small = {**variables, "params": quantise(variables["params"], "int8")}
-    ours, theirs = (sample(tree, tokens, mask, keys) for tree in (small, {**small, "params": plain(small["params"])}))
-    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
 def test_what_cannot_be_is_refused():

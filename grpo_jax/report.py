@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import UserError, carry_out, leave, plain_parser, short_name, with_common_options
-from grpo_jax.reports.completions import MEGABYTES
+from grpo_jax.errors import UserError, carry_out, leave, run_parser, short_name
 
 if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
@@ -19,15 +18,12 @@ if TYPE_CHECKING:
 def make_parser() -> argparse.ArgumentParser:
     """The options of the command."""
     description = "Writes report.html of a run again, finished or not; of several runs one page that compares them."
-    parser = plain_parser("report", description)
+    parser = run_parser("report", description, reads_run=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directory of a training run.")
     parser.add_argument(
         "--out", metavar="FILE", help="Where to (default: RUN/report.html, of several comparison.html)."
     )
-    parser.add_argument(
-        "--megabytes", type=float, help=f"Of completions, in the page of one run (default: {MEGABYTES:g})."
-    )
-    return with_common_options(parser, checkpoint=False)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,14 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from grpo_jax.reports.comparison import write_comparison
-    from grpo_jax.reports.page import write_report
+    from grpo_jax.reports.report import write_comparison, write_report
 
-    megabytes = MEGABYTES if options.megabytes is None else options.megabytes
-    if not 0 < megabytes < 1000:
-        raise UserError(f"--megabytes: expected more than 0 and less than 1000, got {megabytes:g}")
-    if options.megabytes is not None and len(options.runs) > 1:
-        raise UserError("--megabytes: a page that compares runs has no completions; leave it out")
     runs = [_run(path) for path in options.runs]
     paths = [run.path.resolve() for run in runs]
     twice = next((name for name, path in zip(options.runs, paths, strict=True) if paths.count(path) > 1), None)
@@ -53,7 +43,7 @@ def _report(options: argparse.Namespace) -> None:
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out: expected a file in a folder that exists, got {short_name(out)}")
     if len(runs) == 1:
-        write_report(out, runs[0], _display(runs[0]), megabytes=megabytes)
+        write_report(out, runs[0], _display(runs[0]))
     else:
         write_comparison(out, runs, [_display(run) for run in runs])
     print(f"report: {out}")

@@ -14,7 +14,8 @@ from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.models.hf.folder import push_folder, require_hub
 from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.model_card import model_card
-from grpo_jax.reports.page import RunEnd, end_sections, write_end, write_report
+from grpo_jax.reports.page import RunEnd, end_sections, write_end
+from grpo_jax.reports.report import write_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
 from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
 from grpo_jax.tasks.task import Finished

@@ -10,7 +10,7 @@ import bisect
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
@@ -63,15 +63,14 @@ class Row:
         return repr((self.prompt, messages, [digest(source) for source in self.pictures]))
 
 
-ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages", "has_system")])
-"""Sizes of a row: bytes of all its text, pictures, messages (0 for a prompt alone), whether a system one begins."""
+ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages")])
+"""Sizes of a row: bytes of all its text, pictures, messages (0 for a prompt alone)."""
 
 
-def size_of_row(row: Row) -> tuple[int, int, int, int]:
+def size_of_row(row: Row) -> tuple[int, int, int]:
     """Return the entries of `ROW_SIZES` of a row."""
     texts = [message.text for message in row.messages] or [row.prompt]
-    has_system = bool(row.messages) and row.messages[0].role == "system"
-    return sum(len(text.encode()) for text in texts), len(row.pictures), len(row.messages), int(has_system)
+    return sum(len(text.encode()) for text in texts), len(row.pictures), len(row.messages)
 
 
 class Rows(Sequence[Row]):
@@ -107,15 +106,6 @@ class Rows(Sequence[Row]):
         """Return some of them, by place or by mask."""
         return Rows(self.make, self.places[which], self.sizes[which])
 
-    def numbered_from(self, first: int) -> Rows:
-        """Return all rows, with `first` added to their ids."""
-
-        def make(place: int) -> Row:
-            row = self.make(place)
-            return replace(row, id=row.id + first)
-
-        return Rows(make, self.places, self.sizes)
-
 
 def row_sizes(rows: Sequence[Row]) -> np.ndarray:
     """Return the `ROW_SIZES` [n] of rows."""
@@ -141,24 +131,13 @@ def all_rows(prompts: PromptSet) -> Rows:
     return Rows(make, np.arange(ends[-1]), np.concatenate([row_sizes(part) for part in prompts]))
 
 
-def check_held_out(held_out: int | float) -> None:
-    """Raise ValueError unless `held_out` is a share in [0, 0.5) or a count."""
-    share = isinstance(held_out, float) and 0.0 <= held_out < 0.5
-    count = isinstance(held_out, int) and not isinstance(held_out, bool) and held_out >= 0
-    if not (share or count):
-        raise ValueError(f"held_out must be a share in [0, 0.5) or a count, got {held_out!r}")
-
-
 def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
-    """Keep some prompts from training, the same ones each time.
-
-    Prompts are ranked by a hash of their text (and pictures); the first are for testing, as many next for validation.
-    The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a file moves few
-    others. `held_out` is the number of different prompts (int) or the share of them (float, rounded; at least one if
-    above 0) that each of the two parts gets.
-    """
-    parts = split_places(as_digests(b"".join(map(row_digest, rows))), held_out=held_out)
+    """Keep some prompts from training, the same ones each time (`split_places`)."""
+    parts = split_places(np.array([row_digest(row) for row in rows], DIGEST), held_out=held_out)
     return PromptSet(*(tuple(rows[place] for place in places) for places in parts))
+
+
+DIGEST = np.dtype("S32")
 
 
 def row_digest(row: Row) -> bytes:
@@ -166,34 +145,29 @@ def row_digest(row: Row) -> bytes:
     return hashlib.sha256(row.key.encode()).digest()
 
 
-def as_digests(joined: bytes) -> np.ndarray:
-    """Return digests of 32 bytes, one behind another, as u64 [n, 4], which sort as the bytes do."""
-    return np.frombuffer(joined, ">u8").astype(np.uint64).reshape(-1, 4)
+def split_places(digests: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the places of the rows to train on, to validate with and to test with, each in order.
 
-
-def groups_of(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Group rows by digest: the rank of each among all different ones, i64 [n], and the first row of each."""
-    order = np.lexsort(keys.T[::-1])  # stable: the first row of a digest stands first
-    ranked = keys[order]
-    new = np.concatenate([[True], (ranked[1:] != ranked[:-1]).any(1)]) if len(keys) else np.zeros(0, bool)
-    ranks = np.empty(len(keys), np.int64)
-    ranks[order] = np.cumsum(new) - 1
-    return ranks, order[new]
-
-
-def split_places(keys: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the places of each part's rows, in order; as `split_rows`, from digests u64 [n, 4]."""
-    check_held_out(held_out)
-    ranks, first = groups_of(keys)
-    share = held_out * len(first) if isinstance(held_out, float) else held_out
-    count = max(1, round(share)) if held_out > 0 else 0
-    if 2 * count >= len(first):
+    Prompts are ranked by their hashes (`DIGEST` [n], of text and pictures); the first are for testing, as many next
+    for validation. The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a
+    file moves few others. `held_out` is the number of different prompts (int) or the share of them (float, rounded;
+    at least one if above 0) that each of the two parts gets.
+    """
+    is_share = isinstance(held_out, float) and 0.0 <= held_out < 0.5
+    is_count = isinstance(held_out, int) and not isinstance(held_out, bool) and held_out >= 0
+    if not (is_share or is_count):
+        raise ValueError(f"held_out must be a share in [0, 0.5) or a count, got {held_out!r}")
+    prompts, ranks = np.unique(digests, return_inverse=True)
+    share = held_out if is_count else round(held_out * len(prompts))
+    count = max(share, 1) if held_out > 0 else 0
+    if 2 * count >= len(prompts):
         raise UserError(
-            f"{len(first)} different prompts are too few to keep {count} for testing and {count} for validation: "
+            f"{len(prompts)} different prompts are too few to keep {count} for testing and {count} for validation: "
             f"lower held_out ({held_out}) or add prompts"
         )
-    test, validation = ranks < count, (ranks >= count) & (ranks < 2 * count)
-    return np.flatnonzero(~(test | validation)), np.flatnonzero(validation), np.flatnonzero(test)
+    test = ranks < count
+    train = ranks >= 2 * count
+    return np.flatnonzero(train), np.flatnonzero(~(test | train)), np.flatnonzero(test)
 
 
 def _seed_sequence(*numbers: int) -> np.random.SeedSequence:

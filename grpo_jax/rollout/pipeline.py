@@ -149,11 +149,12 @@ class _State:
         self.stopped = False
         self.error: StageError | None = None
 
-    def wait_in_line(self, stage: str) -> bool:
+    def wait_in_line(self, stage: str) -> None:
         slot = self.slot
         with self.changed:
             self.changed.wait_for(lambda: slot is None or slot.is_up(stage) or self.stopped)
-            return not self.stopped
+            if self.stopped:
+                raise _Stopped
 
     def leave(self, stage: str) -> None:
         if self.slot is not None:
@@ -188,13 +189,13 @@ class _State:
             self.changed.notify_all()
 
 
-def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int, limit: int) -> None:
+def _work(state: _State, index: int, stage: Stage, chunks: int, limit: int) -> None:
     last = index == len(state.running) - 1
-    size = chunks if last or (state.slot is not None and stage.unbounded) else queue_size
-    if not state.wait_in_line(stage.name):
-        return
-    for chunk in range(chunks):
-        try:
+    size = chunks if last or (state.slot is not None and stage.unbounded) else 1
+    chunk = 0
+    try:
+        state.wait_in_line(stage.name)
+        for chunk in range(chunks):
             item = state.take(state.queues[index], limit)
             start = time.perf_counter()
             call = _Call(stage.name, chunk, start, state.timeout if stage.timed else None, state.watchdogs[index])
@@ -210,23 +211,19 @@ def _work(state: _State, index: int, stage: Stage, chunks: int, queue_size: int,
             state.running[index] = None
             state.seconds[index] += time.perf_counter() - start
             state.give(state.queues[index + 1], item, size)
-        except _Stopped:
-            return
-        except BaseException as error:  # whatever ends a stage ends all: its neighbours would wait for ever
-            call, state.running[index] = state.running[index], None
-            failure = StageError(stage.name, chunk, _reason(error, call))
-            failure.__cause__ = error
-            state.stop(failure)
-            return
-    state.leave(stage.name)
-
-
-def _reason(error: BaseException, call: _Call | None) -> str:
-    """Return the reason of a failure; a user's mistake already names its cause."""
-    if isinstance(error, UserError):
-        return str(error)
-    reason = f"{type(error).__name__}: {one_line(error, 200)}"
-    return reason if call is None else call.named(reason)
+        state.leave(stage.name)
+    except _Stopped:
+        return
+    except BaseException as error:  # whatever ends a stage ends all: its neighbours would wait for ever
+        call, state.running[index] = state.running[index], None
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"
+        if isinstance(error, UserError):  # it names its cause
+            reason = str(error)
+        elif call is not None:
+            reason = call.named(reason)
+        failure = StageError(stage.name, chunk, reason)
+        failure.__cause__ = error
+        state.stop(failure)
 
 
 def _wait(state: _State, chunks: int, stopping: Callable[[], bool]) -> None:
@@ -259,7 +256,6 @@ def run_pipeline(
     stages: Sequence[Stage],
     *,
     timeout: float | None = None,
-    queue_size: int = 1,
     in_flight: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
     slot: Slot | None = None,
@@ -273,7 +269,6 @@ def run_pipeline(
 
     Args:
         timeout: Seconds one call of a stage may take (compilation in a first call counts); None for no limit.
-        queue_size: Results that may wait between two stages.
         in_flight: Chunks that may be on their way at once, whatever the queues hold; None for no limit.
         stopping: Asked twice a second.
         slot: Place among batches that are on their way at once, each in a call of its own; None for a batch alone.
@@ -289,9 +284,8 @@ def run_pipeline(
     names = [stage.name for stage in stages]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"stages must be at least one, with distinct names, got {names}")
-    for name, size in (("queue_size", queue_size), ("in_flight", in_flight)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    if in_flight is not None and in_flight < 1:
+        raise ValueError(f"in_flight must be at least 1, got {in_flight}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive or None, got {timeout}")
     state = _State(len(stages), slot, timeout)
@@ -300,7 +294,7 @@ def run_pipeline(
     threads = [
         threading.Thread(
             target=contextvars.copy_context().run,
-            args=(_work, state, i, stage, count, queue_size, in_flight or count),
+            args=(_work, state, i, stage, count, in_flight or count),
             name=stage.name,
             daemon=True,
         )

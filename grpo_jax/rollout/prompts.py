@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -14,9 +13,10 @@ import numpy as np
 
 from grpo_jax.config.files import require_text
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError, short_name, short_repr
-from grpo_jax.models.hf.chat import PICTURE, Message
+from grpo_jax.errors import Problems, UserError, short_name, short_repr
+from grpo_jax.models.hf.chat import PICTURE, Message, Part
 from grpo_jax.rollout.data import (
+    DIGEST,
     PICTURE_MARK,
     RESERVED_COLUMNS,
     ROW_SIZES,
@@ -24,23 +24,19 @@ from grpo_jax.rollout.data import (
     PromptSet,
     Row,
     Rows,
-    as_digests,
-    check_held_out,
-    groups_of,
     row_digest,
-    row_sizes,
     size_of_row,
     split_places,
 )
 from grpo_jax.rollout.pictures import File, Source, source_of
-from grpo_jax.rollout.records import Fields, Records, in_memory, read_records
+from grpo_jax.rollout.records import Fields, Records, listed, read_records
 
 TIERS = ("plain", "attributes", "crowded")
-_SHOWN_CHARACTERS = 140
-_SHOWN_PROBLEMS = 32  # problems that are put into words; the others are counted
 _NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
 """Column names that data sets often have for prompts."""
+Data = str | Path | Records | Iterable[Mapping[str, object]]
+"""Name of a data set, or records, each like a line of a ``.jsonl`` file."""
 ROLES = ("system", "user", "assistant")
 _MOST_PICTURES = 256
 _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
@@ -58,7 +54,7 @@ def prompts_of(section: DataSection) -> PromptSet:
 
 
 def load_prompts(
-    path: str | Path,
+    data: Data,
     *,
     held_out: int | float = 0.2,
     columns: Mapping[str, str] = MappingProxyType({}),
@@ -77,38 +73,19 @@ def load_prompts(
 
     Args:
         held_out: Without a ``split`` column: how many different prompts (int), or which share of them (float), are
-            kept for testing, and as many again for validation (`split_rows`).
+            kept for testing, and as many again for validation (`split_places`).
         columns: {name: the data's name for it}.
         validation: A data set of its own for validation; with it, or with
-        test: one for testing, all of `path` is trained on.
+        test: one for testing, all of `data` is trained on.
 
     Raises:
         UserError: The file is missing, unreadable or empty, or has bad lines: the first are named, all are counted.
     """
-    check_held_out(held_out)
-    train = _scan_place(str(path), columns)
-    if not (validation or test):
-        return _split(train, str(path), held_out)
-    others = (("validation", validation), ("test", test))
-    return _separate_files({"train": train} | {part: _scan_place(place, columns) for part, place in others if place})
-
-
-def split_records(
-    records: Iterable[Mapping[str, object]] | Records,
-    *,
-    held_out: int | float = 0.2,
-    columns: Mapping[str, str] = MappingProxyType({}),
-) -> PromptSet:
-    """Make a data set from records in memory, each like a line of a ``.jsonl`` file; ids are places, from 0.
-
-    `held_out` and `columns` are as in `load_prompts`, and so are the errors.
-    """
-    check_held_out(held_out)
-    opened = records if isinstance(records, Records) else in_memory([*records])
-    scanned = _scan(opened, "prompts", columns)
-    if not len(scanned.rows):
-        raise UserError("prompts: expected at least one")
-    return _split(scanned, "prompts", held_out)
+    if validation or test:
+        others = {part: place for part, place in (("validation", validation), ("test", test)) if place}
+        return _separate({"train": data, **others}, columns, apart=True)
+    subject = str(data) if isinstance(data, str | Path) else "prompts"
+    return _split(_scan(data, columns, subject), subject, held_out)
 
 
 def make_prompt_set(
@@ -121,25 +98,32 @@ def make_prompt_set(
     Raises:
         UserError: If a row is bad or nothing is there to train on.
     """
-    parts = PromptSet([], [], [])
-    problems = _Problems()
-    ids = itertools.count()
-    for split, records, rows in zip(SPLITS, (train, validation, test), parts, strict=True):
-        for place, record in enumerate(records):
-            try:
-                row, named = _parse(dict(record), next(ids), None)
-                if named not in (None, split):
-                    raise ValueError(f'its "split" is {named}')
-                rows.append(row)
-            except ValueError as error:
-                problems.add(f"row {place} of {split}: {error}")
-    problems.refuse("bad prompts")
-    if not parts.train:
-        raise UserError("no prompts to train on")
-    return PromptSet(*map(tuple, parts))
+    others = {part: rows for part, rows in (("validation", [*validation]), ("test", [*test])) if rows}
+    return _separate({"train": train, **others}, {}, apart=False)
 
 
-def builtin_rows(name: str) -> tuple[Row, ...]:
+def _separate(data: Mapping[str, Data], columns: Mapping[str, str], *, apart: bool) -> PromptSet:
+    """Read each part from data of its own; ids count through. No prompt may stand in two parts that are `apart`."""
+    parts: dict[str, Rows] = {}
+    digests = np.empty(0, DIGEST)
+    first = 0
+    for part, own in data.items():
+        where = "data.prompts" if part == "train" else f"data.{part}"
+        subject = str(own) if isinstance(own, str | Path) else part
+        scanned = _scan(own, columns, subject, first=first, hashed=apart)
+        if (scanned.splits != _NO_SPLIT).any():
+            raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
+        same = np.flatnonzero(np.isin(scanned.digests, digests))
+        if same.size:
+            example = short_repr(scanned.rows[int(same[0])].prompt)
+            raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
+        digests = np.concatenate([digests, scanned.digests])
+        parts[part] = scanned.rows
+        first = scanned.rows[-1].id + 1
+    return PromptSet(*(parts.get(name, ()) for name in SPLITS))
+
+
+def _builtin(name: str) -> Records:
     """Return the prompts that come with the package: "builtin" all of them, "builtin:TIER" one tier.
 
     The tier is a column; a prompt has the same id in both.
@@ -149,19 +133,18 @@ def builtin_rows(name: str) -> tuple[Row, ...]:
         choices = ", ".join(f"builtin:{name}" for name in TIERS)
         raise UserError(f"no built-in prompts called {short_repr(name)}: choose builtin, {choices}")
     text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
-    rows, heading = [], ""
+    records: list[Fields] = []
+    heading = ""
     for line in text.splitlines():
         if line.startswith("# "):
             heading = line.removeprefix("# ")
         elif line:
-            rows.append(Row(len(rows), line, {"tier": heading}))
-    return tuple(row for row in rows if not tier or row.columns["tier"] == tier)
+            records.append({"prompt": line, "tier": heading})
+    return listed("row", None, [one for one in enumerate(records) if tier in ("", one[1]["tier"])])
 
 
 def rename_columns(record: Fields, columns: Mapping[str, str]) -> Fields:
-    """Rename the columns of a record as the config says, {new: old}."""
-    if not columns:
-        return record
+    """Return a record with its columns renamed as the config says, {new: old}."""
     others = {name: value for name, value in record.items() if name not in columns.values()}
     return others | {new: record[old] for new, old in columns.items() if old in record}
 
@@ -190,12 +173,6 @@ class Prompt(NamedTuple):
     text: str
     pictures: tuple[Source, ...]
     messages: tuple[Message, ...]
-
-
-class _Picture(NamedTuple):
-    """A picture among the parts of a message; its source is None where the row's column has it."""
-
-    source: Source | None
 
 
 def take_pictures(record: Fields, base: Path | None) -> list[Source]:
@@ -238,125 +215,90 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
         raise ValueError(f'"prompt" must be text or a list of messages, got {type(value).__name__}')
     if not value:
         raise ValueError('"prompt" is empty')
-    messages = [_read_message(number, message, base) for number, message in enumerate(value, 1)]
-    if messages[-1][0] != "user":
+    sources: list[Source | None] = []  # None where the column has it
+    messages: list[Message] = []
+    first = None  # the number of pictures before the user's first message, and its place
+    for number, message in enumerate(value, 1):
+        before = len(sources)
+        try:
+            messages.append(_read_message(message, sources, base))
+        except ValueError as error:
+            raise ValueError(f'"prompt", message {number}: {error}') from error
+        if first is None and messages[-1].role == "user":
+            first = before, number - 1
+    if first is None or messages[-1].role != "user":
         raise ValueError('"prompt": the last message must be the user\'s, which the policy answers')
-    _place_pictures(messages, pictures)
-    sources = tuple(part.source for _, parts in messages for part in parts if isinstance(part, _Picture))
-    conversation = tuple(
-        Message(role, tuple(PICTURE if isinstance(part, _Picture) else part for part in parts))
-        for role, parts in messages
-    )
-    texts = [message.text.strip() for message in reversed(conversation) if message.role == "user"]
-    return Prompt(next(filter(None, texts), "(a picture)"), sources, conversation)
+    places = [place for place, source in enumerate(sources) if source is None]
+    if not places and pictures:
+        before, place = first
+        sources[before:before] = pictures
+        messages[place] = Message("user", (*[PICTURE] * len(pictures), *messages[place].parts))
+    elif len(places) != len(pictures):
+        raise ValueError(f'"prompt" keeps {len(places)} places for pictures, and there are {len(pictures)}')
+    for place, source in zip(places, pictures, strict=False):
+        sources[place] = source
+    texts = [message.text.strip() for message in reversed(messages) if message.role == "user"]
+    return Prompt(next(filter(None, texts), "(a picture)"), tuple(sources), tuple(messages))
 
 
-def _read_message(number: int, message: object, base: Path | None) -> tuple[str, list[str | _Picture]]:
-    where = f'"prompt", message {number}'
+def _read_message(message: object, sources: list[Source | None], base: Path | None) -> Message:
+    """Read a message, and put the sources of its pictures behind `sources`."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         expected = f'{{"role": {" | ".join(ROLES)}, "content": …}}'
-        raise ValueError(f"{where}: expected {expected}, got {short_repr(message, 40)}")
+        raise ValueError(f"expected {expected}, got {short_repr(message, 40)}")
     content = message.get("content")
     if not isinstance(content, str | list | tuple):
-        raise ValueError(f"{where}: content must be text or a list of parts, got {type(content).__name__}")
-    try:
-        return message["role"], [
-            _read_part(part, base) for part in ([content] if isinstance(content, str) else content)
-        ]
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _read_part(part: object, base: Path | None) -> str | _Picture:
-    fields = part if isinstance(part, Mapping) else {}
-    kind = "text" if isinstance(part, str) else fields.get("type")
-    if kind == "text":
-        text = part if isinstance(part, str) else fields.get("text")
-        if not isinstance(text, str):
-            raise ValueError(f'a part of type "text" holds no text, got {short_repr(text, 40)}')
-        require_text(text)
-        return text
-    if kind not in ("image", "image_url"):
-        raise ValueError(f'a part must be of type "text" or "image", got {short_repr(kind or part, 40)}')
-    picture = next((fields[name] for name in _PICTURE_KEYS if fields.get(name) is not None), None)
-    return _Picture(None if picture is None else source_of(picture, base))
-
-
-def _place_pictures(messages: Sequence[tuple[str, list[str | _Picture]]], column: Sequence[Source]) -> None:
-    places = [
-        (parts, at)
-        for _, parts in messages
-        for at, part in enumerate(parts)
-        if isinstance(part, _Picture) and part.source is None
-    ]
-    if not places and column:
-        first = next(parts for role, parts in messages if role == "user")
-        first[:0] = map(_Picture, column)
-        return
-    if len(places) != len(column):
-        raise ValueError(f'"prompt" keeps {len(places)} places for pictures, and there are {len(column)}')
-    for (parts, at), source in zip(places, column, strict=True):
-        parts[at] = _Picture(source)
+        raise ValueError(f"content must be text or a list of parts, got {type(content).__name__}")
+    parts: list[Part] = []
+    for part in [content] if isinstance(content, str) else content:
+        fields = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = fields.get("type") if isinstance(fields, Mapping) else None
+        if kind == "text":
+            text = fields.get("text")
+            if not isinstance(text, str):
+                raise ValueError(f'a part of type "text" holds no text, got {short_repr(text, 40)}')
+            require_text(text)
+            parts.append(text)
+        elif kind in ("image", "image_url"):
+            picture = next((fields[name] for name in _PICTURE_KEYS if fields.get(name) is not None), None)
+            sources.append(None if picture is None else source_of(picture, base))
+            parts.append(PICTURE)
+        else:
+            raise ValueError(f'a part must be of type "text" or "image", got {short_repr(kind or part, 40)}')
+    return Message(message["role"], tuple(parts))
 
 
 class _Scanned(NamedTuple):
-    """Rows of a data set without mistakes, their digests u64 [n, 4], and splits i8 [n] (`_NO_SPLIT` or a place)."""
+    """Rows of a data set without mistakes, their `DIGEST` [n], and splits i8 [n] (`_NO_SPLIT` or a place)."""
 
     rows: Rows
     digests: np.ndarray
     splits: np.ndarray
 
 
-class _Problems:
-    """Mistakes, counted, and the first of them in words: a file may hold millions."""
+def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0, hashed: bool = True) -> _Scanned:
+    """Parse every record once, and raise UserError for bad ones or none; a row is made again when it is drawn.
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.messages: list[str] = []
-
-    def add(self, message: str) -> None:
-        self.count += 1
-        if len(self.messages) < _SHOWN_PROBLEMS:
-            self.messages.append(message)
-
-    def refuse(self, subject: str) -> None:
-        """Raise UserError where there are any: one line, with as many as fit in."""
-        if not self.count:
-            return
-        listed: list[str] = []
-        for message in self.messages:
-            if listed and sum(map(len, listed)) + len(message) > _SHOWN_CHARACTERS:
-                break
-            listed.append(message if len(message) <= _SHOWN_CHARACTERS else f"{message[:_SHOWN_CHARACTERS]}…")
-        if self.count > len(listed):
-            listed.append(f"and {self.count - len(listed)} more")
-        raise UserError(f"{subject}: {self.count} bad line{'s' if self.count > 1 else ''}: {'; '.join(listed)}")
-
-
-def _scan_place(place: str, columns: Mapping[str, str]) -> _Scanned:
-    """Scan a data set or a built-in list; it has at least one row."""
-    if place == "builtin" or place.startswith("builtin:"):
-        listed = builtin_rows(place)
-        rows = Rows(listed.__getitem__, np.arange(len(listed)), row_sizes(listed))
-        digests = as_digests(b"".join(map(row_digest, listed)))
-        return _Scanned(rows, digests, np.full(len(listed), _NO_SPLIT, np.int8))
-    scanned = _scan(read_records(place), place, columns)
-    if not len(scanned.rows):
-        raise UserError(f"{place} has no prompts: write one per line")
-    return scanned
-
-
-def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanned:
-    """Parse every record once, and raise UserError for bad ones; a row is made again when it is drawn."""
+    `subject` names the data in errors; `first` is added to the rows' ids. Where rows are not `hashed` there are no
+    digests, and their splits are not compared.
+    """
+    if isinstance(data, Records):
+        records = data
+    elif not isinstance(data, str | Path):
+        records = listed("row", None, [*enumerate(map(dict, data))])
+    elif subject == "builtin" or subject.startswith("builtin:"):
+        records = _builtin(subject)
+    else:
+        records = read_records(subject)
 
     def parse(record: Fields | str | None, number: int) -> tuple[Row, str | None]:
         if not isinstance(record, dict):
             raise ValueError(record or "gone")
-        return _parse(rename_columns(record, columns), number, records.base)
+        return _parse(rename_columns(record, columns), number + first, records.base)
 
     places, numbers, sizes = array("q"), array("q"), array("q")
     digests, splits = bytearray(), array("b")
-    problems = _Problems()
+    problems = Problems()
     names: dict[str, None] = {}
     for place, (number, record) in enumerate(records.all()):
         if record is None:
@@ -365,13 +307,14 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
             names |= dict.fromkeys(map(str, record))
         try:
             row, split = parse(record, number)
+            if hashed:
+                digests += row_digest(row)
         except ValueError as error:
             problems.add(f"{records.unit} {number}: {error}")
             continue
         places.append(place)
         numbers.append(number)
         sizes.extend(size_of_row(row))
-        digests += row_digest(row)
         splits.append(_NO_SPLIT if split is None else SPLITS.index(split))
     if names:
         _check_columns(list(names), columns, subject)
@@ -385,9 +328,12 @@ def _scan(records: Records, subject: str, columns: Mapping[str, str]) -> _Scanne
             raise UserError(f"{where}: {error}; it has changed since it was read") from error
 
     rows = Rows(make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES))
-    scanned = _Scanned(rows, as_digests(bytes(digests)), np.frombuffer(splits, np.int8))
-    _check_splits(scanned, numbers, records.unit, problems)
+    scanned = _Scanned(rows, np.frombuffer(digests, DIGEST), np.frombuffer(splits, np.int8))
+    if hashed:
+        _check_splits(scanned, numbers, records.unit, problems)
     problems.refuse(subject)
+    if not places:
+        raise UserError(f"{subject}: expected at least one prompt")
     return scanned
 
 
@@ -402,13 +348,13 @@ def _check_columns(names: Sequence[str], columns: Mapping[str, str], subject: st
         raise UserError(f'{has}, and no "prompt": say which one asks, as in --data.columns.prompt {short_name(prompt)}')
 
 
-def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: _Problems) -> None:
+def _check_splits(scanned: _Scanned, numbers: Sequence[int], unit: str, problems: Problems) -> None:
     """Report rows without a split among rows that have one, and prompts that stand in two parts."""
     splits = scanned.splits
     named = np.flatnonzero(splits != _NO_SPLIT)
     if not named.size:
         return
-    ranks, first = groups_of(scanned.digests[named])
+    _, first, ranks = np.unique(scanned.digests[named], return_index=True, return_inverse=True)
     before = np.arange(len(splits))
     before[named] = named[first][ranks]  # the first row of the same prompt
     for place in np.flatnonzero((splits == _NO_SPLIT) | (splits != splits[before])).tolist():
@@ -430,22 +376,3 @@ def _split(scanned: _Scanned, subject: str, held_out: int | float) -> PromptSet:
     if not parts.train:
         raise UserError(f'{subject} has no line with "split": "train"')
     return parts
-
-
-def _separate_files(scanned: Mapping[str, _Scanned]) -> PromptSet:
-    """Return the parts from files of their own; ids count through."""
-    parts: dict[str, Rows] = {}
-    first, before = 0, np.empty((0, 4), np.uint64)
-    for part, (rows, digests, splits) in scanned.items():
-        where = "data.prompts" if part == "train" else f"data.{part}"
-        if (splits != _NO_SPLIT).any():
-            raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
-        ranks, _ = groups_of(np.concatenate([before, digests]))
-        same = np.flatnonzero(np.isin(ranks[len(before) :], ranks[: len(before)]))
-        if same.size:
-            example = short_repr(rows[int(same[0])].prompt)
-            raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
-        before = np.concatenate([before, digests])
-        parts[part] = rows.numbered_from(first)
-        first = parts[part][-1].id + 1
-    return PromptSet(*(parts.get(name, ()) for name in SPLITS))

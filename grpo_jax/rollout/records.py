@@ -6,9 +6,9 @@ takes NaN, and names no line of a file in its errors. What a line holds goes to 
 
 from __future__ import annotations
 
-import bisect
 import csv
 import glob
+import io
 import itertools
 import mmap
 import os
@@ -82,13 +82,9 @@ def read_records(place: str) -> Records:
     )
 
 
-def in_memory(records: Sequence[Mapping[str, object]]) -> Records:
-    """Return records that are in memory already."""
-
-    def read(start: int, stop: int) -> list[tuple[int, Record]]:
-        return [(place, dict(records[place])) for place in range(start, stop)]
-
-    return Records("row", None, len(records), read)
+def listed(unit: str, base: Path | None, records: Sequence[tuple[int, Record]]) -> Records:
+    """Return numbered records that are in memory already."""
+    return Records(unit, base, len(records), lambda start, stop: [*records[start:stop]])
 
 
 def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
@@ -114,39 +110,31 @@ def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
 
 
 def _sheet(path: Path, delimiter: str) -> Records:
-    """Open rows under a heading, whose cells are texts; a row's number is that of its last line."""
-    content = _content(path)
-    starts = _line_starts(path, content)
-
-    def rows(start: int, stop: int) -> Any:
-        lines = (content[begin:end].decode("utf-8") for begin, end in itertools.pairwise(starts[start : stop + 1]))
-        return csv.reader(lines, delimiter=delimiter, strict=True)
-
-    reader, ends = rows(0, len(starts) - 1), array("q")
+    """Read rows under a heading, whose cells are texts; a row's number is that of its last line."""
     try:
-        heading = next(reader, [])
-        ends.append(reader.line_num)
-        ends.extend(reader.line_num for _ in reader)
-    except csv.Error as error:
-        raise UserError(f"{short_name(path)}: line {reader.line_num}: {one_line(error)}") from error
+        text = io.StringIO(bytes(_content(path)).decode("utf-8-sig"), newline="")
     except UnicodeDecodeError:
         raise UserError(f"{short_name(path)}: not UTF-8 text; save it as UTF-8") from None
-    if len(set(heading)) != len(heading):
+    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    try:
+        columns = reader.fieldnames or []
+        records = [(reader.line_num, _cells(row)) for row in reader]
+    except csv.Error as error:
+        raise UserError(f"{short_name(path)}: line {reader.reader.line_num}: {one_line(error)}") from error
+    if len(set(columns)) != len(columns):
         raise UserError(f"{short_name(path)}: its first line names a column twice; it must name each one once")
+    return listed("line", path.parent, records)
 
-    def record(cells: list[str]) -> Record:
-        if len(cells) > len(heading):
-            return f"{len(cells)} cells, and the first line names {len(heading)} columns"
-        try:
-            return checked({name: cell for name, cell in zip(heading, cells, strict=False) if cell}) if cells else None
-        except ValueError as error:
-            return str(error)
 
-    def read(start: int, stop: int) -> list[tuple[int, Record]]:
-        numbers = ends[start + 1 : stop + 1]
-        return [(number, record(cells)) for number, cells in zip(numbers, rows(ends[start], ends[stop]), strict=True)]
-
-    return Records("line", path.parent, len(ends) - 1, read)
+def _cells(row: Fields) -> Record:
+    """Return a row of a sheet without its empty cells; cells behind the last column stand under None."""
+    further = row.pop(None, [])
+    if further:
+        return f"{len(row) + len(further)} cells, and the first line names {len(row)} columns"
+    try:
+        return checked({name: cell for name, cell in row.items() if cell})
+    except ValueError as error:
+        return str(error)
 
 
 def _content(path: Path) -> bytes | mmap.mmap:
@@ -225,37 +213,34 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
     return records
 
 
-def dataset_records(value: object, subject: str, base: Path | None = None) -> Records | None:
+def dataset_records(value: Any, subject: str, base: Path | None = None) -> Records | None:
     """Return the rows of a `Dataset`, or of a `DatasetDict` one split after another with a "split"; else None.
 
     `subject` is its name in errors, `base` the folder that paths in it are relative to.
     """
-    parts: Mapping[object, Any] = value if isinstance(value, Mapping) else {None: value}
-    if not parts or not all(hasattr(part, "with_format") and hasattr(part, "__getitem__") for part in parts.values()):
+    parts: list[Any] = [*value.values()] if isinstance(value, Mapping) else [value]
+    if not parts or not all(hasattr(part, "with_format") and hasattr(part, "__getitem__") for part in parts):
         return None
-    tables = [part.with_format("arrow") for part in parts.values()]
-    features = [type(part.features)(_encoded(part.features)) for part in parts.values()]
-    splits = [{} if split is None else {"split": str(split)} for split in parts]
-    ends = list(itertools.accumulate(map(len, tables)))
+    if isinstance(value, Mapping):
+        import datasets
+
+        named = []
+        for split, part in value.items():
+            others = part.select_columns([name for name in part.column_names if name != "split"])
+            named.append(others.add_column("split", [str(split)] * len(part)))
+        value = datasets.concatenate_datasets(named)
+    table = value.with_format("arrow")
+    features = type(value.features)(_encoded(value.features))
 
     def read(start: int, stop: int) -> list[tuple[int, Record]]:
-        records: list[Record] = []
-        first = start
-        while start < stop:
-            which = bisect.bisect_right(ends, start)
-            end = min(stop, ends[which])
-            before = ends[which] - len(tables[which])
-            try:
-                rows = tables[which][start - before : end - before].to_pylist()
-                records += [features[which].decode_example(row) | splits[which] for row in rows]
-            except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's are among them
-                raise UserError(f"{short_name(subject)} cannot be read: {one_line(error, 120)}") from error
-            start = end
-        return list(enumerate(records, first))
+        try:
+            return list(enumerate(map(features.decode_example, table[start:stop].to_pylist()), start))
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's are among them
+            raise UserError(f"{short_name(subject)} cannot be read: {one_line(error, 120)}") from error
 
-    row_bytes = max(part.data.nbytes // max(len(part), 1) for part in parts.values())
+    row_bytes = value.data.nbytes // max(len(value), 1)
     batch = min(_BATCH_ROWS, max(1, _BATCH_BYTES // max(row_bytes, 1)))
-    return Records("row", base, ends[-1], read, batch)
+    return Records("row", base, len(value), read, batch)
 
 
 def _encoded(feature: Any) -> Any:

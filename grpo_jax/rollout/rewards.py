@@ -126,15 +126,18 @@ def _read(returned: object, function: Reward, name: str, completions: list[str],
     """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for no finite number."""
     at_work(f"reward {name}")
     with _blamed(function, name):
-        values = as_values(returned.result() if isinstance(returned, Future) else returned)
+        values = as_list(returned.result() if isinstance(returned, Future) else returned)
         if len(values) != len(completions):
             raise BadReturn(f"it must return one value for each of {len(completions)} completions, got {len(values)}")
-    numbers, refused = _numbers(values)
-    for i in refused[:1] if not lenient else ():
-        value = values[i].item() if isinstance(values, np.ndarray) else values[i]
-        short = one_line(repr(value[:100]) if type(value) is str else value, 60)
-        text = one_line(repr(completions[i][:40]), 50)
-        raise RewardError(name, f"it returned {short} for completion {i} ({text}), not a finite number or None")
+    numbers = np.full(len(values), np.nan)
+    for i, value in enumerate(values):
+        number = None if value is None else as_number(value)
+        if number is not None:
+            numbers[i] = number
+        elif value is not None and not lenient:
+            short = one_line(repr(value[:100]) if type(value) is str else value, 60)
+            text = one_line(repr(completions[i][:40]), 50)
+            raise RewardError(name, f"it returned {short} for completion {i} ({text}), not a finite number or None")
     return numbers
 
 
@@ -159,18 +162,6 @@ def _begin(returned: Coroutine[object, object, object]) -> Future:
 def finished(returned: object) -> object:
     """Return what a reward returned, awaited if the reward is `async def`."""
     return _begin(returned).result() if inspect.iscoroutine(returned) else returned
-
-
-def _numbers(values: list[object] | np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Return values as f64, NaN for None, masked and not finite ones, and the indices of the latter."""
-    if isinstance(values, np.ndarray):
-        missing = np.ma.getmaskarray(values)
-        numbers = np.ma.getdata(values).astype(np.float64)
-        refused = ~(np.abs(numbers) <= _LARGEST) & ~missing
-        return np.where(refused | missing, np.nan, numbers), np.flatnonzero(refused).tolist()
-    numbers = [None if value is None else as_number(value) for value in values]
-    refused = [i for i, number in enumerate(numbers) if number is None and values[i] is not None]
-    return np.array([np.nan if number is None else number for number in numbers]), refused
 
 
 @contextmanager
@@ -221,24 +212,25 @@ def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, object
     return {name: value for name, value in arguments.items() if asks(function, name)}
 
 
+def _parameters(function: Reward) -> list[inspect.Parameter] | None:
+    """Return a function's parameters; None for a builtin without a signature."""
+    try:
+        return [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return None
+
+
 def asks(function: Reward, name: str) -> bool:
     """Return whether a reward takes this argument; without a signature it takes all but `MESSAGES`."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a builtin
-        return name not in MESSAGES
-    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return name in parameters or (others and name not in MESSAGES)
+    parameters = _parameters(function)
+    others = parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return any(parameter.name == name for parameter in parameters or ()) or (others and name not in MESSAGES)
 
 
 def arguments_of(reward: Reward) -> list[str]:
     """Return the names of a reward's arguments that can be given by name; none of a builtin."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    try:
-        parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):
-        return []
-    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+    return [parameter.name for parameter in _parameters(reward) or () if parameter.kind in kinds]
 
 
 def with_arguments(
@@ -275,16 +267,11 @@ def asking_for_messages(function: Reward) -> inspect.Signature:
     return inspect.Signature(sorted([*parameters.values(), *added], key=lambda parameter: parameter.kind))
 
 
-def as_list(returned: object) -> list[object]:
-    """Return values from a list, a NumPy, JAX or torch array of one axis; raises as `as_values`."""
-    values = as_values(returned)
-    return values.tolist() if isinstance(values, np.ndarray) else values
+def as_list(returned: Any) -> list[object]:
+    """Return values from a list or an array of one axis, of NumPy, JAX or torch; None where NumPy masks one.
 
-
-def as_values(returned: Any) -> list[object] | np.ndarray:
-    """Return a list, or numbers of an array as an array: on the host its own memory, not copied; raises BadReturn.
-
-    Values that NumPy masks are None in a list, and stay masked in an array.
+    Raises:
+        BadReturn: It is anything else.
     """
     expected = "it must return a list or an array with one axis"
     if isinstance(returned, (str, bytes, bytearray, memoryview, Mapping)):
@@ -293,35 +280,11 @@ def as_values(returned: Any) -> list[object] | np.ndarray:
         raise BadReturn(f"{expected}, got shape {one_line(tuple(returned.shape))}")
     if getattr(getattr(returned, "dtype", None), "kind", "") in _TIMES:
         raise BadReturn(f"{expected}, got {returned.dtype}")
-    array = on_host(returned)
-    if array is not None:
-        return array
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, Sequence):
         raise BadReturn(f"{expected}, got {one_line(type(returned).__name__, 40)}")
     return [None if value is np.ma.masked else value for value in returned]
-
-
-def on_host(returned: Any) -> np.ndarray | None:
-    """Return real numbers of an array of any library as NumPy's; None for anything else.
-
-    On the host it is the same memory, handed over by dlpack: do not write to it.
-    """
-    if hasattr(returned, "detach"):
-        returned = returned.detach().cpu()
-        if "bfloat16" in str(returned.dtype):  # NumPy has none
-            returned = returned.float()
-    elif hasattr(returned, "addressable_shards"):
-        returned = np.asarray(returned)
-    if "bfloat16" in str(getattr(returned, "dtype", "")):
-        returned = returned.astype(np.float32)
-    if not isinstance(returned, np.ndarray) and hasattr(returned, "__dlpack__"):
-        try:
-            returned = np.from_dlpack(returned)
-        except (BufferError, RuntimeError, TypeError):  # of a kind that NumPy has not
-            return None
-    return returned if isinstance(returned, np.ndarray) and returned.dtype.kind in "biuf" else None
 
 
 _LARGEST = float(np.finfo(np.float32).max)

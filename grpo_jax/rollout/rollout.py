@@ -118,17 +118,18 @@ def _at_last(values: np.ndarray, last: np.ndarray) -> np.ndarray:
     return np.take_along_axis(values, last[..., None, None], axis=2)[:, :, 0]
 
 
-class EpisodeChunk(NamedTuple):
-    """Part of a batch on its way through the stages; each of them adds what it makes.
+@dataclass
+class EpisodeChunk:
+    """Part of a batch on its way through the stages, which one at a time change it.
 
     Attributes:
         start: The chunk's first row in the batch.
         rows: p prompts.
         episodes: `[p][G]`, as far as they have come.
-        active: bool [p, G], the completions that this turn is about.
-        failed: bool [p, G], those that the environment failed to answer.
         rewards: f32 [p, G, U, N]; NaN where a turn does not exist.
         watched: f32 [p, G, U, W].
+        active: bool [p, G], the completions that this turn is about.
+        failed: bool [p, G], those that the environment failed to answer.
         prompt: None where given texts are judged.
         samples: Of each turn, on the host.
         replies: Tokens between the turns.
@@ -140,14 +141,14 @@ class EpisodeChunk(NamedTuple):
     start: int
     rows: Sequence[Row]
     episodes: list[list[Episode]]
-    active: np.ndarray
-    failed: np.ndarray
     rewards: np.ndarray
     watched: np.ndarray
+    active: np.ndarray
+    failed: np.ndarray
     prompt: Encoded | None = None
-    samples: tuple[Samples, ...] = ()
-    replies: tuple[ReplyTokens, ...] = ()
-    answer_pictures: tuple[PictureInput | None, ...] = ()
+    samples: list[Samples] = field(default_factory=list)
+    replies: list[ReplyTokens] = field(default_factory=list)
+    answer_pictures: list[PictureInput | None] = field(default_factory=list)
     carried: Carried | None = None
     drawn: object = None
 
@@ -171,15 +172,17 @@ class EpisodeChunk(NamedTuple):
 
     def tokens(self) -> list[list[list[int]]]:
         """Return what the policy wrote in the last turn, of `groups`."""
-        samples = self.samples[-1]
-        return [[samples.tokens[place][samples.mask[place]].tolist() for place in group] for group in self.groups]
+        return [[self.written(place).tolist() for place in group] for group in self.groups]
 
-    def with_episodes(self, change: Callable[[int, Episode], Episode], **fields: object) -> EpisodeChunk:
-        """Change the active completions' episodes by change(number among them, episode), and other fields."""
-        episodes = [list(group) for group in self.episodes]
-        for number, (p, g) in enumerate(self.places):
-            episodes[p][g] = change(number, episodes[p][g])
-        return self._replace(episodes=episodes, **fields)
+    def written(self, place: tuple[int, int]) -> np.ndarray:
+        """Return the tokens of a completion's last turn."""
+        samples = self.samples[-1]
+        return samples.tokens[place][samples.mask[place]]
+
+    def change_last(self, place: tuple[int, int], **values: object) -> None:
+        """Change the last turn of a completion."""
+        p, g = place
+        self.episodes[p][g] = self.episodes[p][g].with_last(**values)
 
 
 def prompt_keys(key: jax.Array, stream: int, rows: Sequence[Row]) -> jax.Array:
@@ -209,14 +212,6 @@ class Scheduling(NamedTuple):
     timeout: float | None = None
     stopping: Callable[[], bool] = lambda: False
     slot: Slot | None = None
-
-    def run(self, prompts: int, stages: list[Stage], in_flight: int | None = None) -> tuple[list, dict[str, float]]:
-        """Send the chunks of a batch through all stages; returns them, and seconds by stage."""
-        size = self.chunk_prompts or prompts
-        ranges = [(start, min(start + size, prompts)) for start in range(0, prompts, size)]
-        return run_pipeline(
-            ranges, stages, timeout=self.timeout, in_flight=in_flight, stopping=self.stopping, slot=self.slot
-        )
 
 
 def collect(
@@ -320,7 +315,16 @@ class _Stages:
     ) -> tuple[list[EpisodeChunk], dict[str, float], Judgement]:
         """Send the batch through stages; of several processes all sample it, and process 0 judges it for all."""
         try:
-            chunks, seconds = scheduling.run(len(self.rows), stages, in_flight)
+            prompts = len(self.rows)
+            size = scheduling.chunk_prompts or prompts
+            chunks, seconds = run_pipeline(
+                [(start, min(start + size, prompts)) for start in range(0, prompts, size)],
+                stages,
+                timeout=scheduling.timeout,
+                in_flight=in_flight,
+                stopping=scheduling.stopping,
+                slot=scheduling.slot,
+            )
             judgement = _judgement(chunks)
             judged = self._share([judgement.rewards, judgement.watched, judgement.last])
         except (StageError, Stopped, _Ended) as error:
@@ -372,7 +376,7 @@ class _Stages:
 
         def begin(part: tuple[int, int]) -> EpisodeChunk:
             episodes = [[Episode((Turn(text),)) for text in group] for group in texts[slice(*part)]]
-            return self._chunk(part[0], self.rows[slice(*part)], episodes, turns=1)
+            return self._chunk(part[0], episodes, turns=1)
 
         return [Stage("sample", begin), *self._judging(0, last=True)]
 
@@ -383,13 +387,14 @@ class _Stages:
         stages = [Stage(_named("score", turn), score)]
         return stages if self.environment.render is None else [Stage(_named("render", turn), self.render), *stages]
 
-    def _chunk(self, start: int, rows: Sequence[Row], episodes: list[list[Episode]], turns: int) -> EpisodeChunk:
+    def _chunk(self, start: int, episodes: list[list[Episode]], turns: int) -> EpisodeChunk:
         shape = (len(episodes), len(episodes[0]))
         rewards, watched = (
             np.full((*shape, turns, len(names)), np.nan, np.float32)
             for names in (self.environment.reward_names, self.environment.watch_names)
         )
-        return EpisodeChunk(start, rows, episodes, np.ones(shape, bool), np.zeros(shape, bool), rewards, watched)
+        rows = self.rows[start : start + len(episodes)]
+        return EpisodeChunk(start, rows, episodes, rewards, watched, np.ones(shape, bool), np.zeros(shape, bool))
 
     def read(self, part: tuple[int, int]) -> tuple[tuple[int, int], Encoded]:
         return part, self.environment.encode(self.rows[slice(*part)])
@@ -397,24 +402,33 @@ class _Stages:
     def begin(self, read: tuple[tuple[int, int], Encoded]) -> EpisodeChunk:
         (start, stop), prompt = read
         assert self.keys is not None and self.sample is not None
+        several = isinstance(self.sample, EpisodeSampler)
+        sample = self.sample.begin if several else self.sample
         shown: dict[str, PictureStates] = {}
-        begin = self.sample.begin if isinstance(self.sample, EpisodeSampler) else self.sample
         with self._sampling():
             if prompt.pictures is not None and self.environment.encode_images is not None:
                 shown["pictures"], trained_on = self._encode_images(prompt.pictures)
                 prompt = prompt._replace(pictures=trained_on)
-            samples, carried = self._write(
-                begin, self.variables, prompt.tokens, prompt.mask, self.keys[start:stop], **shown
-            )
-        rows = self.rows[start:stop]
-        empty = [[Episode(())] * samples.truncated.shape[1] for _ in rows]
-        chunk = self._chunk(start, rows, empty, self.turns)
-        chunk = self._read_turn(chunk._replace(prompt=prompt, samples=(samples,), carried=carried))
-        return self._with_prompts(chunk) if self.keep_prompt else chunk
+            sampled = sample(self.variables, prompt.tokens, prompt.mask, self.keys[start:stop], **shown)
+            samples, carried = sampled if several else (sampled, None)
+            samples = on_host(samples)
+        if self.keep_prompt:
+            samples = jax.tree.map(self._with_prompts, samples)
+        empty = [[Episode(())] * samples.truncated.shape[1] for _ in range(start, stop)]
+        chunk = self._chunk(start, empty, self.turns)
+        chunk.prompt = prompt
+        chunk.carried = carried
+        self._read_turn(chunk, samples)
+        return chunk
+
+    def _with_prompts(self, array: np.ndarray) -> np.ndarray:
+        """Add rows for unchanged prompts behind each group's completions [P, G, ..], without a token."""
+        return np.pad(array, ((0, 0), (0, self.keep_prompt), *[(0, 0)] * (array.ndim - 2)))
 
     def go_on(self, turn: int, chunk: EpisodeChunk) -> EpisodeChunk:
+        carried, chunk.carried = chunk.carried, None
         if not chunk.active.any():
-            return chunk._replace(carried=None)
+            return chunk
         assert self.keys is not None and isinstance(self.sample, EpisodeSampler)
         reply = chunk.replies[-1]
         keys = turn_keys(self.keys[chunk.start : chunk.start + len(chunk.rows)], turn)
@@ -422,15 +436,15 @@ class _Stages:
         with self._sampling():
             if reply.pictures is not None:
                 states, trained_on = self._encode_images(reply.pictures)
-            arguments = (self.variables, chunk.carried, reply.tokens, reply.mask, keys, chunk.active, states)
-            samples, carried = self._write(self.sample.go_on, *arguments)
-        return self._read_turn(
-            chunk._replace(
-                carried=carried if turn + 1 < self.turns else None,
-                samples=(*chunk.samples, samples),
-                answer_pictures=(*chunk.answer_pictures, trained_on),
+            samples, carried = self.sample.go_on(
+                self.variables, carried, reply.tokens, reply.mask, keys, chunk.active, states
             )
-        )
+            samples = on_host(samples)
+        if turn + 1 < self.turns:
+            chunk.carried = carried
+        chunk.answer_pictures.append(trained_on)
+        self._read_turn(chunk, samples)
+        return chunk
 
     def _encode_images(self, pictures: Pictures) -> tuple[PictureStates, PictureInput | None]:
         """Return the states of pictures and, but in evaluation, what the update takes of them."""
@@ -439,53 +453,31 @@ class _Stages:
         states, trained_on = self.environment.encode_images(self.variables, pictures)
         return states, None if self.iteration is None else trained_on
 
-    def _write(
-        self, write: Callable[..., Any], *arguments: object, **pictures: PictureStates
-    ) -> tuple[Samples, Carried | None]:
-        written = write(*arguments, **pictures)
-        samples, carried = written if isinstance(self.sample, EpisodeSampler) else (written, None)
-        return on_host(samples), carried
-
-    def _read_turn(self, chunk: EpisodeChunk) -> EpisodeChunk:
-        samples, places = chunk.samples[-1], chunk.places
-
-        def with_turn(number: int, episode: Episode) -> Episode:
-            place = places[number]
-            tokens = samples.tokens[place][samples.mask[place]]
-            written, text, usable = self.environment.decode(tokens, chunk.rows[place[0]].prompt)
-            return Episode((*episode.turns, Turn(text, written, usable, bool(samples.truncated[place]))))
-
-        return chunk.with_episodes(with_turn, drawn=None)
-
-    def _with_prompts(self, chunk: EpisodeChunk) -> EpisodeChunk:
-        """Add unchanged prompts behind each group's completions: judged like them, and without a token."""
-
-        def padded(array: np.ndarray) -> np.ndarray:
-            return np.pad(array, ((0, 0), (0, self.keep_prompt), *[(0, 0)] * (array.ndim - 2)))
-
-        episodes = [
-            [*group, *[Episode((Turn(row.prompt, row.prompt),))] * self.keep_prompt]
-            for group, row in zip(chunk.episodes, chunk.rows, strict=True)
-        ]
-        wider = self._chunk(chunk.start, chunk.rows, episodes, self.turns)
-        return wider._replace(prompt=chunk.prompt, samples=(jax.tree.map(padded, chunk.samples[0]),))
+    def _read_turn(self, chunk: EpisodeChunk, samples: Samples) -> None:
+        """Add a turn to the active episodes: what was sampled or, where the prompt is kept, the prompt."""
+        chunk.samples.append(samples)
+        kept = chunk.active.shape[1] - self.keep_prompt
+        for p, g in chunk.places:
+            prompt = chunk.rows[p].prompt
+            turn = Turn(prompt, prompt)
+            if g < kept:
+                written, text, usable = self.environment.decode(chunk.written((p, g)), prompt)
+                turn = Turn(text, written, usable, bool(samples.truncated[p, g]))
+            chunk.episodes[p][g] = Episode((*chunk.episodes[p][g].turns, turn))
 
     def render(self, chunk: EpisodeChunk) -> EpisodeChunk:
         render = self.environment.render
         if render is None or not chunk.active.any():
             return chunk
         rows, episodes = chunk.judged()
-        drawn = render(rows, _texts(episodes), self.iteration or 0, self.iteration is None)
-        images, places = getattr(drawn, "images", None), chunk.places
-        if images is None:  # it failed, and may
-            return chunk._replace(drawn=drawn)
-
-        def with_image(number: int, episode: Episode) -> Episode:
-            # A picture that nobody looks at stays where it was drawn, perhaps on another machine.
-            looked_at = self.environment.answering is not None or chunk.start + places[number][0] < self.gallery
-            return episode.with_last(image=images[number]) if looked_at else episode
-
-        return chunk.with_episodes(with_image, drawn=drawn)
+        chunk.drawn = render(rows, _texts(episodes), self.iteration or 0, self.iteration is None)
+        images = getattr(chunk.drawn, "images", None)
+        if images is not None:  # it may fail
+            for number, place in enumerate(chunk.places):
+                # A picture that nobody looks at stays where it was drawn, perhaps on another machine.
+                if self.environment.answering is not None or chunk.start + place[0] < self.gallery:
+                    chunk.change_last(place, image=images[number])
+        return chunk
 
     def score(self, turn: int, last: bool, chunk: EpisodeChunk) -> EpisodeChunk:
         environment = self.environment
@@ -498,32 +490,29 @@ class _Stages:
                 episodes=None if environment.answering is None else episodes,
                 tokens=chunk.tokens if chunk.samples else None,
             )
-            rewards, watched = chunk.rewards.copy(), chunk.watched.copy()
-            for array, values in zip((rewards, watched), judged, strict=True):
-                array[chunk.active, turn] = values.reshape(len(chunk.places), values.shape[-1])
+            chunk.drawn = None
+            places = chunk.places
+            for array, values in zip((chunk.rewards, chunk.watched), judged, strict=True):
+                array[chunk.active, turn] = values.reshape(len(places), values.shape[-1])
             names = (*environment.reward_names, *environment.watch_names)
-            values = np.concatenate([rewards, watched], axis=-1)[chunk.active, turn].tolist()
-
-            def with_rewards(number: int, episode: Episode) -> Episode:
-                return episode.with_last(rewards=dict(zip(names, values[number], strict=True)))
-
-            chunk = chunk.with_episodes(with_rewards, drawn=None, rewards=rewards, watched=watched)
-        if not last:
-            return chunk
-        episodes = [
-            [remembered(episode, pictures=row < self.gallery) for episode in group]
-            for row, group in enumerate(chunk.episodes, chunk.start)
-        ]
-        return chunk._replace(episodes=episodes)
+            for p, g in places:
+                values = np.concatenate([chunk.rewards[p, g, turn], chunk.watched[p, g, turn]]).tolist()
+                chunk.change_last((p, g), rewards=dict(zip(names, values, strict=True)))
+        if last:
+            chunk.episodes = [
+                [remembered(episode, pictures=row < self.gallery) for episode in group]
+                for row, group in enumerate(chunk.episodes, chunk.start)
+            ]
+        return chunk
 
     def respond(self, chunk: EpisodeChunk) -> EpisodeChunk:
         """Ask the environment for its answer to each active completion; those that go on stay active."""
         answering = self.environment.answering
         if answering is None or not chunk.active.any():
             return chunk
-        places, samples = chunk.places, chunk.samples[-1]
+        places = chunk.places
         asked = [chunk.rows[p] for p, _ in places], [chunk.episodes[p][g] for p, g in places]
-        ended = [samples.tokens[place][samples.mask[place]][-1] in answering.eos_ids for place in places]
+        ended = [chunk.written(place)[-1] in answering.eos_ids for place in places]
         answers: list[Answer | None] = []
         reply = ReplyTokens(np.zeros(0), np.zeros(0))
         if is_main_process():
@@ -532,13 +521,12 @@ class _Stages:
             )
         if process_count() > 1:
             answers, reply = self._shared_answers(answers, reply)
-        active = np.zeros_like(chunk.active)
-        failed = chunk.failed.copy()
         for place, answer in zip(places, answers, strict=True):
-            active[place] = answer is not None and not answer.done
-            failed[place] = answer is None
-        chunk = chunk.with_episodes(lambda number, episode: episode.with_last(answer=answers[number]))
-        return chunk._replace(active=active, failed=failed, replies=(*chunk.replies, reply))
+            chunk.active[place] = answer is not None and not answer.done
+            chunk.failed[place] = answer is None
+            chunk.change_last(place, answer=answer)
+        chunk.replies.append(reply)
+        return chunk
 
     def _shared_answers(
         self, answers: list[Answer | None], reply: ReplyTokens

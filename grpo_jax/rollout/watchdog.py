@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -26,39 +27,10 @@ _SIGEV_THREAD, _SA_RESETHAND, _IOFBF = 2, 0x80000000, 0
 _BUFFER_BYTES = 4096
 
 
-class _SignalEvent(ctypes.Structure):
-    """`struct sigevent`: call `function(value)` in a thread of its own."""
-
-    _fields_ = [
-        ("value", ctypes.c_void_p),
-        ("signal", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("function", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("padding", ctypes.c_byte * 32),
-    ]
-
-
-class _TimerTime(ctypes.Structure):
-    """`struct itimerspec`."""
-
-    _fields_ = [
-        ("interval_seconds", ctypes.c_long),
-        ("interval_nanoseconds", ctypes.c_long),
-        ("seconds", ctypes.c_long),
-        ("nanoseconds", ctypes.c_long),
-    ]
-
-
-class _SignalAction(ctypes.Structure):
-    """`struct sigaction`."""
-
-    _fields_ = [
-        ("handler", ctypes.c_void_p),
-        ("mask", ctypes.c_byte * 128),
-        ("flags", ctypes.c_uint),
-        ("restorer", ctypes.c_void_p),
-    ]
+# Linux's structures, as `struct` packs them.
+_SIGNAL_EVENT = "PiiPP32x"  # sigevent: value, signal, notify, function, attributes
+_TIMER_TIME = "4l"  # itimerspec: seconds and nanoseconds between two times, and until the first
+_SIGNAL_ACTION = "P128sIP"  # sigaction: handler, mask, flags, restorer
 
 
 @functools.cache
@@ -104,15 +76,14 @@ class Watchdog:
                 self._files.append(file)
             calls = [(library.fflush, file) for file in self._files]
             for place, (function, value) in enumerate([*calls, (library._exit, ctypes.c_void_p(EXIT_CODE))], 1):
-                address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
-                event = _SignalEvent(value=value, notify=_SIGEV_THREAD, function=address)
+                address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+                event = struct.pack(_SIGNAL_EVENT, value.value, 0, _SIGEV_THREAD, address, 0)
                 timer = ctypes.c_void_p()
-                if library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)):
+                if library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)):
                     return  # no more timers: then there is no last resort
                 self._timers.append(timer)
                 nanoseconds = int((max(seconds, 0.0) + place * _STEP_SECONDS) * 1e9)
-                moment = _TimerTime(seconds=nanoseconds // 10**9, nanoseconds=nanoseconds % 10**9)
-                library.timer_settime(timer, 0, ctypes.byref(moment), None)
+                library.timer_settime(timer, 0, struct.pack(_TIMER_TIME, 0, 0, *divmod(nanoseconds, 10**9)), None)
 
     def disarm(self) -> None:
         """Disarm it, until it is armed again."""
@@ -175,12 +146,12 @@ def unseen_interrupts_end() -> Iterator[None]:
     if library is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = _SignalAction()
-    library.sigaction(signal.SIGINT, None, ctypes.byref(before))
-    once = _SignalAction.from_buffer_copy(before)
-    once.flags |= _SA_RESETHAND
-    library.sigaction(signal.SIGINT, ctypes.byref(once), None)
+    before = ctypes.create_string_buffer(struct.calcsize(_SIGNAL_ACTION))
+    library.sigaction(signal.SIGINT, None, before)
+    handler, mask, flags, restorer = struct.unpack(_SIGNAL_ACTION, before.raw)
+    once = struct.pack(_SIGNAL_ACTION, handler, mask, flags | _SA_RESETHAND, restorer)
+    library.sigaction(signal.SIGINT, once, None)
     try:
         yield
     finally:
-        library.sigaction(signal.SIGINT, ctypes.byref(before), None)
+        library.sigaction(signal.SIGINT, before, None)

@@ -25,7 +25,7 @@ from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, row_sizes, size_of_row
 from grpo_jax.rollout.pictures import File, as_text, size_of, source_of
-from grpo_jax.rollout.prompts import split_records
+from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
@@ -139,7 +139,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     expected = "prompts: expected a list of texts or of records {'prompt': text, column: value, …}"
     records = dataset_records(prompts, "prompts")
     if records is not None:
-        return split_records(records, **how)
+        return load_prompts(records, **how)
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
         prompts = prompts.to_dict("records")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
@@ -148,7 +148,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     for place, record in enumerate(listed):
         if not isinstance(record, Mapping):
             raise UserError(f"{expected}, got a {type(record).__name__} as row {place}")
-    return split_records(listed, **how)
+    return load_prompts(listed, **how)
 
 
 def _by_label(rewards: Any) -> dict[str, Reward]:

@@ -26,7 +26,7 @@ from grpo_jax.rollout.encoding import ImageProcessor, make_encode, prepare_rows
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.episodes import as_uint8
 from grpo_jax.rollout.pictures import File, open_picture, read_rgb, size_of
-from grpo_jax.rollout.prompts import load_prompts, make_prompt_set, split_records
+from grpo_jax.rollout.prompts import load_prompts, make_prompt_set
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.python_input import PythonInput, from_python, keep_prompts, kept_prompts
 
@@ -288,7 +288,7 @@ def test_cameras_and_transparency():
 
 
 def test_rows_that_ask_the_same_of_different_pictures_are_different_prompts(tmp_path):
-    rows = split_records([{"prompt": "what?", "image": picture(i % 8)} for i in range(16)], held_out=0.25)
+    rows = load_prompts([{"prompt": "what?", "image": picture(i % 8)} for i in range(16)], held_out=0.25)
     sizes = [len(part) for part in rows]
     assert sizes == [8, 4, 4]
     parts = [{sources.digest(row.pictures[0]) for row in part} for part in rows]
@@ -300,7 +300,7 @@ def test_rows_that_ask_the_same_of_different_pictures_are_different_prompts(tmp_
         names.append([[row.pictures[0].name for row in part] for part in load_prompts(path, held_out=0.2)])
     assert names[0] == names[1]
     with pytest.raises(UserError, match="this test prompt is also a train prompt"):
-        split_records([{"prompt": "x", "image": SEEN, "split": split} for split in ("train", "test")])
+        load_prompts([{"prompt": "x", "image": SEEN, "split": split} for split in ("train", "test")])
     assert len(split_rows([Row(i, f"p{i}") for i in range(10)], held_out=3).test) == 3  # texts as ever
 
 
@@ -345,7 +345,7 @@ def test_rows_given_in_python_are_kept_beside_the_run(tmp_path):
     SEEN.save(tmp_path / "seen.png")
     conversation = [{"role": "user", "content": [{"type": "text", "text": "t"}, {"type": "image", "image": SEEN}]}]
     held = {"prompt": "what?", "images": [tmp_path / "seen.png", SEEN, bytes_of()], "n": 1}
-    given = split_records([held, {"prompt": conversation}], held_out=0)
+    given = load_prompts([held, {"prompt": conversation}], held_out=0)
     config = make_config(task="text", rewards=[{"name": "m.py:f"}])
     notes = []
     keep_prompts(PythonInput(config, given, {}), RunDirectory(tmp_path), notes.append)

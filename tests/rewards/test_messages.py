@@ -10,7 +10,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.rollout.prompts import read_prompt, split_records
+from grpo_jax.rollout.prompts import load_prompts, read_prompt
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_arguments
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.tasks.recommendation.rewards import where_ranked
@@ -54,7 +54,7 @@ def test_a_function_of_python_that_takes_texts_for_messages_is_told_how_it_gets_
     def fmt(prompts, completions, **kwargs):
         return [float(len(prompts[0][-1]["content"]) + len(text[0]["content"])) for text in completions]
 
-    rows = split_records([{"prompt": [{"role": "user", "content": "a tree"}]}], held_out=0).train
+    rows = load_prompts([{"prompt": [{"role": "user", "content": "a tree"}]}], held_out=0).train
 
     def judged(**rewards):
         resolved = from_python(make_config(task="text", **rewards), None, [fmt])

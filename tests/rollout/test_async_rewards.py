@@ -58,65 +58,56 @@ def test_what_one_keeps_in_the_loop_is_there_in_the_next_call():
     assert kept[0] == kept[1] and kept[0][0] is event_loop() and kept[0][1] != threading.get_ident()
 
 
-def raising(error):
-    def judged(completions):
-        raise error
-
-    return judged
-
-
-def giving(values):
-    return lambda completions: values
-
-
 FAULTS = {
-    "raises": raising(RuntimeError("the judge is away")),
-    "exits": raising(SystemExit(3)),
-    "is cancelled": raising(asyncio.CancelledError()),
-    "one value too few": giving([1.0]),
-    "no list": giving(3.0),
-    "nan": giving([1.0, float("nan")]),
-    "text": giving(["good", 1.0]),
-    "none": giving([None, 1.0]),
-    "an array": giving(np.array([1, 2])),
+    "raises": RuntimeError("the judge is away"),
+    "exits": SystemExit(3),
+    "is cancelled": asyncio.CancelledError(),
+    "one value too few": [1.0],
+    "no list": 3.0,
+    "nan": [1.0, float("nan")],
+    "text": ["good", 1.0],
+    "none": [None, 1.0],
+    "an array": np.array([1, 2]),
 }
 
 
-@pytest.mark.parametrize("plain", FAULTS.values(), ids=FAULTS)
-def test_what_goes_wrong_is_told_as_of_one_that_is_no_coroutine(plain):
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_what_goes_wrong_is_told_as_of_one_that_is_no_coroutine(fault):
+    def plain(completions):
+        if isinstance(fault, BaseException):
+            raise fault
+        return fault
+
     async def judged(completions):
         await asyncio.sleep(0)
         return plain(completions)
 
     plain.__name__ = "judged"
-    said = []
+    messages = []
     for reward in (judged, plain):
         try:
-            said.append(collect(reward).tolist())
+            messages.append(collect(reward).tolist())
         except RewardError as error:
-            said.append((str(error), type(error.__cause__).__name__))
-    np.testing.assert_equal(*said)
+            messages.append((str(error), type(error.__cause__).__name__))
+    np.testing.assert_equal(*messages)
     both = [collect(reward, lengths, on_error="missing") for reward in (judged, plain)]
     np.testing.assert_array_equal(*both)
     np.testing.assert_array_equal(both[0][:, 1], [1, 2])
 
 
-def test_a_task_that_exits_does_not_take_the_loop_with_it():
+def test_a_task_that_exits_does_not_take_the_loop_with_it_and_a_stop_stops():
     async def exits():
         raise SystemExit(3)
 
     async def judged(completions):
         await asyncio.create_task(exits())
 
-    with pytest.raises(RewardError, match="reward judged: it raised SystemExit: 3"):
-        collect(judged)
-    np.testing.assert_array_equal(collect(lengths), [[1], [2]])
-
-
-def test_a_stop_stops():
     async def gone(completions):
         raise StopRun("the licence is over")
 
+    with pytest.raises(RewardError, match="reward judged: it raised SystemExit: 3"):
+        collect(judged)
+    np.testing.assert_array_equal(collect(lengths), [[1], [2]])
     with pytest.raises(StopRun, match="the licence is over"):
         collect(gone, lengths, on_error="missing")
 

@@ -22,11 +22,9 @@ import os, sys, time
 from grpo_jax.errors import StopRun
 
 def process(completions):
-    return [os.getpid()] * len(completions)
-
-def where(completions):
     assert "jax" not in sys.modules and "torch" not in sys.modules
-    return [float(sys.argv[1:] == [] and os.getsid(0) == os.getpid())] * len(completions)
+    assert sys.argv[1:] == [] and os.getsid(0) == os.getpid()
+    return [os.getpid()] * len(completions)
 
 def options(completions, wish, *, size=1, table=None):
     return [len(text) * size + table[w] for text, w in zip(completions, wish)]
@@ -80,7 +78,6 @@ def test_it_lives_in_one_process_of_its_own_session(file):
     reward = find(f"{file}:process")
     (first,), (again,) = set(call(reward)), set(call(reward))
     assert first == again != os.getpid()
-    assert call(find(f"{file}:where")).all()
 
 
 def test_columns_and_options_reach_it_and_pictures_do_not(file):
@@ -92,22 +89,15 @@ def test_columns_and_options_reach_it_and_pictures_do_not(file):
         find(f"{file}:options", options={"siz": 10})
     with pytest.raises(RewardError, match="a column cannot be sent"):
         call(find(f"{file}:columns"), wish=[lambda: 0] * 4)
-
-
-def test_pictures_of_the_rows_reach_it_where_nothing_is_drawn(file):
     image = pytest.importorskip("PIL.Image")
-    rows = [[image.new("RGB", (side, 3))] for side in (1, 2, 3, 4)]
-    reward = find(f"{file}:widths", source=TaskRewards())
-    np.testing.assert_array_equal(call(reward, images=rows), [1, 2, 3, 4])
+    rows = [[image.new("RGB", (side, 3))] for side in (1, 2, 3, 4)]  # of the data, where nothing is drawn
+    np.testing.assert_array_equal(call(find(f"{file}:widths"), images=rows), [1, 2, 3, 4])
 
 
-def test_stop_run_stops(file):
+def test_stop_run_stops_and_a_call_has_a_limit_of_its_own(file):
+    """A call of 1.5 s within a stage of 1 s is no timeout."""
     with pytest.raises(StopRun, match="the licence is over"):
         collect_rewards({"gone": find(f"{file}:gone")}, TEXTS, TEXTS, {}, 2, on_error="missing")
-
-
-def test_it_has_a_limit_of_its_own(file):
-    """A call of 1.5 s within a stage of 1 s is no timeout."""
     reward = isolate(f"{file}:slow", 600.0)
 
     def score(texts):

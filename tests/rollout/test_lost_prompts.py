@@ -20,6 +20,11 @@ LLAMA = dict(
 )
 
 
+def edit_json(path, change):
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | change(values)))
+
+
 def without_vocabulary(folder):
     (folder / "tokenizer.json").unlink()
 
@@ -29,46 +34,60 @@ def with_template_that_ignores(folder):
 
 
 def with_normaliser_that_deletes(folder):
-    described = json.loads((folder / "tokenizer.json").read_text())
-    described["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[a-z ]"}, "content": ""}
-    (folder / "tokenizer.json").write_text(json.dumps(described))
-    config = json.loads((folder / "config.json").read_text())  # Qwen2's tokenizer has a normaliser of its own
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    deletes = {"type": "Replace", "pattern": {"Regex": "[a-z ]"}, "content": ""}
+    edit_json(folder / "tokenizer.json", lambda _: {"normalizer": deletes})
+    edit_json(folder / "config.json", lambda _: {"model_type": "llama"})  # Qwen2's has a normaliser of its own
 
 
 def with_few_positions(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 30}))
+    edit_json(folder / "config.json", lambda _: {"max_position_embeddings": 30})
+
+
+def with_many_positions(folder):
+    edit_json(folder / "config.json", lambda _: {"max_position_embeddings": 2**30})
+
+
+def as_it_is(folder):
+    pass
+
+
+LARGE = ("--sampling.max_new_tokens=1000000", "--sampling.group_size=4096")
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "words", "messages"),
     [
-        (without_vocabulary, "makes the same"),
-        (with_template_that_ignores, "makes the same"),
-        (with_normaliser_that_deletes, "makes the same"),
-        (with_few_positions, "the policy has 30 (max_position_embeddings in its config.json)"),
+        (without_vocabulary, (), ["makes the same", "tree'"]),
+        (with_template_that_ignores, (), ["makes the same", "tree'"]),
+        (with_normaliser_that_deletes, (), ["makes the same", "tree'"]),
+        (as_it_is, ["--data.max_prompt_tokens=3"], ["data.max_prompt_tokens is 3: shorten it or raise the limit"]),
+        (with_few_positions, (), ["the policy has 30 (max_position_embeddings in its config.json)", "tree'"]),
+        (
+            with_many_positions,
+            LARGE,
+            [
+                "error: the run needs at least 3,906.3 GiB",
+                "lower sampling.max_new_tokens (1,000,000), sampling.group_size (4,096)",
+            ],
+        ),
     ],
 )
-def test_a_run_with_such_a_folder_is_refused_in_one_line(place, tmp_path, capsys, damage, message):
+def test_a_run_with_such_a_folder_is_refused_in_one_line(place, tmp_path, capsys, damage, words, messages):
     policy = shutil.copytree(place.policy, tmp_path / "policy")
     damage(policy)
     for weights in policy.glob("*.safetensors"):
         weights.unlink()  # it is told before they are looked for
-    assert train_here(place.config, tmp_path / "run", f"--policy.path={policy}") == 2
+    assert train_here(place.config, tmp_path / "run", f"--policy.path={policy}", *words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
-    assert message in error and "tree'" in error
+    assert all(message in error for message in messages)
 
 
-def test_a_single_prompt_that_leaves_no_token_is_named():
-    tokenizer = words()  # its normaliser deletes these
-    for prompts in (["a fox", "!?!"], ["!?!"]):
-        with pytest.raises(UserError, match=r"makes no token of the prompt '!\?!'"):
-            make_encode(tokenizer, DataSection(), pad_id=0, rows=plain_rows(prompts))
-
-
-def test_a_template_that_ignores_the_only_prompt_is_refused():
+@pytest.mark.parametrize("prompts", [["a fox", "!?!"], ["!?!"]])
+def test_a_single_prompt_that_leaves_no_token_is_named(prompts):
+    """The normaliser deletes it; a template may ignore the only one."""
+    with pytest.raises(UserError, match=r"makes no token of the prompt '!\?!'"):
+        make_encode(words(), DataSection(), pad_id=0, rows=plain_rows(prompts))
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = IGNORES
     with pytest.raises(UserError, match="makes no token of the prompt 'a fox'"):
@@ -97,16 +116,3 @@ def scaled(positions, kind="rope_type", **scaling):
 )  # fmt: skip
 def test_positions_are_those_that_the_config_scales_to(fields, expected):
     assert read_config(LLAMA | fields).context_length == expected
-
-
-def test_a_run_that_cannot_fit_into_memory_is_refused_before_the_weights(place, tmp_path, capsys):
-    policy = shutil.copytree(place.policy, tmp_path / "policy")
-    config = json.loads((policy / "config.json").read_text())
-    (policy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**30}))
-    for weights in policy.glob("*.safetensors"):
-        weights.unlink()
-    words = [f"--policy.path={policy}", "--sampling.max_new_tokens=1000000", "--sampling.group_size=4096"]
-    assert train_here(place.config, tmp_path / "run", *words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: the run needs at least 3,906.3 GiB") and error.count("\n") == 1
-    assert "lower sampling.max_new_tokens (1,000,000), sampling.group_size (4,096)" in error

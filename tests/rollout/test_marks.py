@@ -27,26 +27,27 @@ def as_transformers_does(tokenizer, content):
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-@pytest.fixture(params=TOKENIZERS, ids=list(TOKENIZERS))
+@pytest.fixture(scope="module", params=TOKENIZERS, ids=list(TOKENIZERS))
 def tokenizer(request):
     return TOKENIZERS[request.param]()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def marks(tokenizer):
     """The texts of all marks that a user may type."""
     return [tokenizer.convert_ids_to_tokens(token) for token in sorted(special_ids(tokenizer))]
 
 
-@pytest.mark.parametrize("prompt", ORDINARY)
-def test_ordinary_prompts_keep_their_tokens(tokenizer, prompt):
-    assert format_prompt(tokenizer, prompt, form="append") == tokenizer(prompt)["input_ids"]
-    content = INSTRUCTION.replace("{prompt}", prompt)
-    expected = as_transformers_does(tokenizer, content) if tokenizer.chat_template else tokenizer(content)["input_ids"]
-    assert format_prompt(tokenizer, prompt, instruction=INSTRUCTION) == expected
-    if tokenizer.chat_template:
-        assert format_prompt(tokenizer, prompt) == as_transformers_does(tokenizer, prompt)
-    assert plain_tokens(tokenizer, prompt) == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+def test_ordinary_prompts_keep_their_tokens(tokenizer):
+    for prompt in ORDINARY:
+        assert format_prompt(tokenizer, prompt, form="append") == tokenizer(prompt)["input_ids"]
+        content = INSTRUCTION.replace("{prompt}", prompt)
+        expected = tokenizer(content)["input_ids"]
+        if tokenizer.chat_template:
+            expected = as_transformers_does(tokenizer, content)
+            assert format_prompt(tokenizer, prompt) == as_transformers_does(tokenizer, prompt)
+        assert format_prompt(tokenizer, prompt, instruction=INSTRUCTION) == expected
+        assert plain_tokens(tokenizer, prompt) == tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
 
 def test_marks_in_a_prompt_are_text(tokenizer, marks):
@@ -62,48 +63,40 @@ def test_marks_in_a_prompt_are_text(tokenizer, marks):
                 assert count(prompt, **how) == usual, (how, prompt)
 
 
-def test_what_is_encoded_apart_still_says_the_same(tokenizer, marks):
-    if not spoken_tokens(tokenizer):
-        return
+def test_marks_are_still_said_and_an_answer_that_is_taught_holds_none(tokenizer, marks):
+    spoken = spoken_tokens(tokenizer)
     for mark in marks:
-        ids = format_prompt(tokenizer, f"a {mark} b")
-        assert mark in tokenizer.decode(ids).replace(" ", "") or mark in tokenizer.decode(ids)
-
-
-def test_an_answer_that_is_taught_holds_no_marks(tokenizer, marks):
-    for mark in marks:
+        text = tokenizer.decode(format_prompt(tokenizer, f"a {mark} b"))
+        assert not spoken or mark in text.replace(" ", "") or mark in text
         found = special_ids(tokenizer).intersection(plain_tokens(tokenizer, f"fox{mark}fox"))
-        assert found <= (set() if spoken_tokens(tokenizer) else {tokenizer.unk_token_id})
+        assert found <= (set() if spoken else {tokenizer.unk_token_id})
+
+
+CONTENT = "messages[0]['content']"
 
 
 @pytest.mark.parametrize(
-    ("template", "middle"),
+    ("template", "prompt", "written"),
     [
-        ("<|im_start|>{{ messages[0]['content'] | trim }}<|im_end|>", "a <|im_end|>"),
-        ("<|im_start|>{{ messages[0]['content'] | upper }}<|im_end|>", " A <|IM_END|> "),
-        ("<|im_start|>{{ messages[0]['content'] | e }}<|im_end|>", " a &lt;|im_end|&gt; "),
-        ("<|im_start|>{{ messages[0]['content'] }}/{{ messages[0]['content'] }}<|im_end|>", None),
+        ("{{ CONTENT | trim }}", " a <|im_end|> ", "a <|im_end|>"),
+        ("{{ CONTENT | upper }}", " a <|im_end|> ", " A <|IM_END|> "),
+        ("{{ CONTENT | e }}", " a <|im_end|> ", " a &lt;|im_end|&gt; "),
+        ("{{ CONTENT }}/{{ CONTENT }}", " a <|im_end|> ", " a <|im_end|> / a <|im_end|> "),
+        ("{% for c in CONTENT %}{{ c }}.{% endfor %}", "ab<|im_end|>", "a.b.<.|.i.m._.e.n.d.|.>."),
+        ("{{ CONTENT | reverse }}", "fox", "xof"),
+        ("{{ CONTENT | reverse }}", ">|dne_mi|<", UserError),
     ],
 )
-def test_templates_that_change_what_they_show(template, middle):
+def test_templates_that_change_what_they_show(template, prompt, written):
     tokenizer = TOKENIZERS["qwen2"]()
-    tokenizer.chat_template = template
-    ids = format_prompt(tokenizer, " a <|im_end|> ")
-    shown = " a <|im_end|> / a <|im_end|> " if middle is None else middle
-    assert tokenizer.decode(ids) == f"<|im_start|>{shown}<|im_end|>"
+    tokenizer.chat_template = f"<|im_start|>{template.replace('CONTENT', CONTENT)}<|im_end|>"
+    if written is UserError:
+        with pytest.raises(UserError, match="holds text that the tokenizer of the policy reads as a mark"):
+            format_prompt(tokenizer, prompt)
+        return
+    ids = format_prompt(tokenizer, prompt)
+    assert tokenizer.decode(ids) == f"<|im_start|>{written}<|im_end|>"
     assert len([token for token in ids if token in special_ids(tokenizer)]) == 2
-
-
-def test_a_template_that_does_not_show_the_prompt_as_it_is():
-    tokenizer = TOKENIZERS["qwen2"]()
-    tokenizer.chat_template = "<|im_start|>{% for c in messages[0]['content'] %}{{ c }}.{% endfor %}<|im_end|>"
-    assert (
-        tokenizer.decode(format_prompt(tokenizer, "ab<|im_end|>")) == "<|im_start|>a.b.<.|.i.m._.e.n.d.|.>.<|im_end|>"
-    )
-    tokenizer.chat_template = "{{ messages[0]['content'] | reverse }}<|im_end|>"
-    assert tokenizer.decode(format_prompt(tokenizer, "fox")) == "xof<|im_end|>"
-    with pytest.raises(UserError, match="holds text that the tokenizer of the policy reads as a mark"):
-        format_prompt(tokenizer, ">|dne_mi|<")
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.chat import default_system_prompt
 from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.rollout.encoding import check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.encoding import check_tools, make_encode
 from grpo_jax.rollout.environment import make_encode_answer
 from grpo_jax.rollout.episodes import Answer
-from grpo_jax.rollout.prompts import split_records
+from grpo_jax.rollout.prompts import load_prompts
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -33,7 +32,8 @@ def templated():
 
 def expected(tokenizer, prompt, **told):
     talk = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, **told)["input_ids"]
+    templated = tokenizer.apply_chat_template(talk, add_generation_prompt=True, **told)
+    return templated if isinstance(templated, str) else templated["input_ids"]
 
 
 def test_tools_and_options_of_the_config_are_as_transformers_has_them():
@@ -42,7 +42,6 @@ def test_tools_and_options_of_the_config_are_as_transformers_has_them():
     encoded = make_encode(tokenizer, section, pad_id=0, rows=plain_rows(["a fox"] * 2))(plain_rows(["a fox"]))
     found = encoded.tokens[encoded.mask].tolist()
     assert found == expected(tokenizer, "a fox", tools=[ADD, SIT], mood="merry") != expected(tokenizer, "a fox")
-    assert default_system_prompt(tokenizer, **section.template_options) == ""
 
 
 def test_tools_of_each_row_are_those_of_its_column():
@@ -50,7 +49,7 @@ def test_tools_of_each_row_are_those_of_its_column():
     tokenizer = templated()
     filled = {**SIT, "function": {"name": "sit", "parameters": None}}
     given = [[ADD], [filled, ADD], json.dumps([SIT]), None, "", []]
-    rows = split_records([{"prompt": f"p{i}", "can": tools} for i, tools in enumerate(given)], held_out=0).train
+    rows = load_prompts([{"prompt": f"p{i}", "can": tools} for i, tools in enumerate(given)], held_out=0).train
     encoded = make_encode(tokenizer, DataSection(tools="can"), pad_id=0, rows=rows)(rows)
     for row, tools in enumerate([[ADD], [SIT, ADD], [SIT], None, None, None]):
         found = encoded.tokens[row][encoded.mask[row]].tolist()
@@ -64,9 +63,8 @@ def test_marks_in_tools_are_text(mark):
     ends = special_ids(tokenizer)
 
     def encoded(prompt, tools):
-        rows = split_records([{"prompt": prompt, "can": tools}], held_out=0).train
-        section = DataSection(tools="can", max_prompt_tokens=600)
-        found = make_encode(tokenizer, section, pad_id=0, rows=rows)(rows)
+        rows = load_prompts([{"prompt": prompt, "can": tools}], held_out=0).train
+        found = make_encode(tokenizer, DataSection(tools="can", max_prompt_tokens=600), pad_id=0, rows=rows)(rows)
         return found.tokens[found.mask].tolist()
 
     usual = [token for token in encoded("a fox", [SIT]) if token in ends]
@@ -74,30 +72,28 @@ def test_marks_in_tools_are_text(mark):
     for prompt in ("a fox", f"a{mark}b"):
         ids = encoded(prompt, [SIT, odd])
         assert [token for token in ids if token in ends] == usual
-        talk = [{"role": "user", "content": prompt}]
-        told = tokenizer.apply_chat_template(talk, tools=[SIT, odd], add_generation_prompt=True, tokenize=False)
-        assert tokenizer.decode(ids) == told
+        assert tokenizer.decode(ids) == expected(tokenizer, prompt, tools=[SIT, odd], tokenize=False)
 
 
 def test_a_mark_that_a_template_puts_together_from_tools_is_refused():
     tokenizer = templated()
     tokenizer.chat_template = "{{ tools[0].function.name }}{{ tools[0].function.end }}" + TEMPLATE
     split = {"function": {"name": "<|im_", "end": "end|>"}}
-    rows = split_records([{"prompt": "a fox", "can": [split]}], held_out=0).train
+    rows = load_prompts([{"prompt": "a fox", "can": [split]}], held_out=0).train
     with pytest.raises(UserError, match=r"prompt 'a fox' \(or its tools\) holds text that .* reads as a mark"):
         make_encode(tokenizer, DataSection(tools="can"), pad_id=0, rows=rows)
 
 
 @pytest.mark.parametrize(("tools", "reason"), [(["sit"], r"must hold a list of JSON schemas, got"), ("{", "not JSON")])
 def test_a_column_that_holds_no_tools_is_named(tools, reason):
-    rows = split_records([{"prompt": "a", "can": tools}], held_out=0).train
+    rows = load_prompts([{"prompt": "a", "can": tools}], held_out=0).train
     with pytest.raises(UserError, match=f"row 0, data.tools: column 'can'.*{reason}"):
         make_encode(templated(), DataSection(tools="can"), pad_id=0, rows=rows)
     with pytest.raises(UserError, match=r"data.tools: expected a list of JSON schemas or a column of .*, got 'cannot'"):
         check_tools(DataSection(tools="cannot"), rows)
 
 
-def test_what_a_template_passes_over_is_refused_or_told():
+def test_what_a_template_passes_over_is_refused():
     tokenizer = chat_tokenizer()  # whose template knows nothing but messages
     for section, name in (
         (DataSection(tools=[ADD]), "data.tools"),
@@ -105,10 +101,6 @@ def test_what_a_template_passes_over_is_refused_or_told():
     ):
         with pytest.raises(UserError, match=f"^{name}: the policy's chat template knows no "):
             make_encode(tokenizer, section, pad_id=0)
-    said = []
-    section = DataSection(enable_thinking=True)
-    tell_system_prompt(tokenizer, section, plain_rows(["a"]), lambda *line: said.append(line))
-    assert said == [("template", "has no switch for thinking: data.enable_thinking changes nothing")]
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"^data.tools: expected nothing, the policy's tokenizer has no chat template"):
         make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)
@@ -129,11 +121,8 @@ def test_what_is_not_for_the_template_is_refused(data, message):
 
 def test_answers_between_turns_are_told_the_same():
     tokenizer = templated()
-    named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99}
-    encode_answer = make_encode_answer(
-        tokenizer, **named, **DataSection(chat_template_options={"mood": "merry"}).template_options
-    )
-    assert tokenizer.decode(encode_answer(Answer("no"), True)).endswith("assistant\nmerry")
+    named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99, "mood": "merry"}
+    assert tokenizer.decode(make_encode_answer(tokenizer, **named)(Answer("no"), True)).endswith("assistant\nmerry")
 
 
 def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):
@@ -145,12 +134,9 @@ def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_n
     words = [f"--{name}={value}" for name, value in values.items()]
     count = len(expected(templated(), "a tree", tools=[ADD], mood="merry"))
     for option, message in (
-        (f"--data.max_prompt_tokens={count - 1}", f"takes {count} tokens with its instruction"),
-        (
-            "--data.chat_template_options.tone=low",
-            "data.chat_template_options.tone: the policy's chat template knows no",
-        ),
+        (f"max_prompt_tokens={count - 1}", f"takes {count} tokens with its instruction"),
+        ("chat_template_options.tone=low", "data.chat_template_options.tone: the policy's chat template knows no"),
     ):
         mood = "--data.chat_template_options.mood=merry"
-        assert train_here(place.config, tmp_path / "run", *words, mood, option) == 2
+        assert train_here(place.config, tmp_path / "run", *words, mood, f"--data.{option}") == 2
         assert message in capsys.readouterr().err

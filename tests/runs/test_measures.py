@@ -4,7 +4,6 @@ A judge that turns during the run: from the third validation on, every completio
 without the hard one that it waits for. One process dies after three iterations and another goes on.
 """
 
-import html
 import json
 import re
 
@@ -114,7 +113,7 @@ def test_the_improvement_is_in_what_is_maximised(turned, capsys):
     assert f"improvement {after - before:+.3f}" in log
     assert re.search(r"total +\d\.\d+ +1\.000", log)
     page = (turned / "report.html").read_text()
-    assert "<p class='claim'>total" in page
+    assert '<p class="claim">total' in page
 
 
 def test_evaluate_shows_the_total(turned, capsys, monkeypatch):
@@ -198,10 +197,7 @@ def test_the_seconds_are_those_of_all_processes(turned):
 
 def chart(folder, title):
     """A figure of the report; empty where there is none."""
-    found = re.search(
-        rf"<figure class='chart'[^>]*><figcaption>{title}</figcaption>.*?</figure>",
-        (folder / "report.html").read_text(),
-    )
+    found = re.search(rf"(?s)<figcaption>{title}</figcaption>.*?</figure>", (folder / "report.html").read_text())
     return found.group() if found else ""
 
 
@@ -215,11 +211,11 @@ def test_charts_are_of_what_was_computed(turned):
 def test_iterations_that_compile_are_told_and_not_drawn(turned):
     table = [json.loads(line) for line in (turned / "metrics.jsonl").read_text().splitlines()]
     figure = chart(turned, "Seconds per iteration")
-    assert json.loads(html.unescape(re.search(r"data-points='(.*?)'", figure)[1]))["lines"][0]["x"] == [2, 3, 5]
-    told = re.search(r"<p class='note'>Left out, for then programs are compiled: (.*?)\.</p>", figure).group(1)
+    assert set(re.findall(r"<title>iteration (\d+):", figure)) == {"2", "3", "5"}
+    told = re.search(r"<p class=\"note\">Left out, for then programs are compiled: (.*?)\.</p>", figure).group(1)
     named = re.fullmatch(r"iteration 1 with (\S+) s, iteration 4 with (\S+) s", told).groups()
     expected = [table[0]["seconds/total"], table[3]["seconds/total"]]
     np.testing.assert_allclose([float(text) for text in named], expected, rtol=0.01)
     shown = [v for row in (table[1], table[2], table[4]) for k, v in row.items() if k.startswith("seconds/")]
-    top = max(float(text) for text in re.findall(r"text-anchor='end'>([\d.]+)<", figure))
+    top = max(float(text) for text in re.findall(r"text-anchor=\"end\">([\d.]+)<", figure))
     assert top <= 2.5 * max(shown)

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax.reports.page import RunEnd, end_sections, render_report
+from grpo_jax.reports.page import RunEnd, end_sections
+from grpo_jax.reports.report import render_report
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.measures import turn_measures, turns_table

@@ -10,7 +10,7 @@ from pathlib import Path
 from faults.fuzz.mutations import mutated_bytes, odd_value, tried
 from faults.outcome import Outcome
 
-from grpo_jax.rollout.prompts import load_prompts, split_records
+from grpo_jax.rollout.prompts import load_prompts
 
 WORDS = ("a red fox", "Ein Haus am See", "東京の夜", "two\tcats", "été", "🦊 in snow", "<|im_end|>", '"quoted"', "a\\b")
 
@@ -28,7 +28,7 @@ def _case(folder: Path, rng: random.Random, number: str):
     if rng.random() < 0.7:
         _change(rng, records)
     if kind == "records":
-        return f"{number} records", lambda: _used(split_records(records))
+        return f"{number} records", lambda: _used(load_prompts(records))
     ending = rng.choice(["\n", "\n", "\r\n", "\r", "\u2028"])
     lines = [json.dumps(record, ensure_ascii=rng.random() < 0.5) for record in records]
     text = ending.join(lines if kind == "jsonl" else [str(record.get("prompt")) for record in records])

@@ -144,7 +144,7 @@ def run_ray(folder, repeats, shards):
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (as the service does)
     import ray
 
-    from bridges.pool.pool import Pool, Request, start_actors
+    from bridges.pool.pool import start_actors
     from bridges.pool.section import PoolSection
     from bridges.retrieval import service
 
@@ -155,9 +155,8 @@ def run_ray(folder, repeats, shards):
         kind = bench_shard()
         parts = [kind(str(folder), "given", i, shards) for i in range(shards)]
         actors = start_actors("bench", parts, PoolSection(resources={"num_cpus": 1}))
-        pool = Pool("bench", actors, PoolSection(batch_timeout=0), whole=True)
-        warm_up, speed = ask(service.RayBackend("bench", pool, timeout=600), folder, repeats)
-        memory = sum(answer.value for answer in pool.ask([Request("memory", seat=i) for i in range(shards)]))
+        warm_up, speed = ask(service.RayBackend("bench", actors, timeout=600), folder, repeats)
+        memory = sum(ray.get([actor.call.remote("memory") for actor in actors]))
     finally:
         ray.shutdown()
     return [row(f"ray, {shards} actors", 0, warm_up, speed, memory)]

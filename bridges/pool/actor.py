@@ -5,116 +5,125 @@ Therefore only Python and NumPy are imported here, and messages are plain tuples
 """
 
 import asyncio
+import contextlib
 import inspect
 import os
 import sys
-import traceback
 
 import numpy as np
 
 
 class JudgeActor:
-    """A loaded judge; an exception that it raises is an answer like any other."""
+    """A judge, loaded when it is first asked: an error of loading it arrives as what it raises later does."""
 
     def __init__(self, packed, device, settings):
-        """Load the pickled judge onto "cpu" or "gpu:0" of the cards that Ray has given this actor.
+        """Take the pickled judge, and "cpu" or "gpu:0" of the cards that Ray has given this actor.
 
         `settings` has the run's "folder", and whether to "check" the judge and to use "deterministic" kernels.
         """
-        self._judge = self._failure = None
-        try:
-            from ray import cloudpickle
+        self._packed = packed
+        self._device = device
+        self._settings = settings
+        self._judge = None
 
-            if os.path.isdir(settings["folder"]):
-                os.chdir(settings["folder"])  # a config's paths begin there
-            if device == "cpu":
-                os.environ.setdefault("JAX_PLATFORMS", "cpu")
-            if settings["deterministic"]:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-                import torch
+    def _load(self):
+        if self._judge is not None:
+            return self._judge
+        from ray import cloudpickle
 
-                torch.use_deterministic_algorithms(True)
-            judge = cloudpickle.loads(packed)
-            if settings["check"]:
-                getattr(judge, "check", lambda: None)()
-            self._judge = judge.load(device)
-        except BaseException as error:
-            self._failure = failure(error)
+        if os.path.isdir(self._settings["folder"]):
+            os.chdir(self._settings["folder"])  # a config's paths begin there
+        if self._device == "cpu":
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        if self._settings["deterministic"]:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            import torch
+
+            torch.use_deterministic_algorithms(True)
+        judge = cloudpickle.loads(self._packed)
+        if self._settings["check"]:
+            getattr(judge, "check", lambda: None)()
+        self._judge = judge.load(self._device)
+        return self._judge
 
     def describe(self):
-        """Return ("raised", …) where the judge could not be loaded, else ("done", its `described`)."""
-        return self._failure or ("done", described(self._judge))
+        """Load the judge; return its plain public attributes, names of methods, and signature (None without one)."""
+        with plain_errors():
+            judge = self._load()
+            attributes, methods = {}, []
+            for name in dir(judge):
+                if name.startswith("_"):
+                    continue
+                try:
+                    value = getattr(judge, name)
+                except Exception:  # of a property that is not ready, or asks for a package
+                    continue
+                if callable(value):
+                    methods.append(name)
+                elif is_plain(value):
+                    attributes[name] = value
+            return attributes, methods, signature_of(judge) if callable(judge) else None
 
-    def answer(
-        self, method: str, arguments: tuple, keywords: dict[str, object], pieces: dict, *stored: np.ndarray
-    ) -> tuple[tuple, np.ndarray | None]:
-        """Answer one batch; `method` "" calls the judge itself.
+    def call(self, method, *arguments):
+        """Call a method, or the judge itself if its name is ""; tensors come to the CPU."""
+        with plain_errors():
+            return self._called(method, arguments, {})
 
-        `pieces` are {place among the arguments, or keyword: (rows, kind)}; rows are (number among `stored`, row).
+    def answer(self, method, values, pieces, *stored):
+        """Answer one batch.
+
+        `values` are {place among the arguments, or keyword: value}, `pieces` {place: (rows, kind)} those of arrays;
+        rows are (number among `stored`, row).
 
         Returns:
-            ("done", value) and None; ("stored", (shape, type)) and an array; ("raised", …) and None.
+            ("value", value) and None; or ("stored", (shape, type)) and the array of a tensor with more than one axis.
         """
-        try:
-            if self._failure:
-                return self._failure, None
-            device = getattr(self._judge, "device", None)
-            filled = {key: as_tensor(gathered(rows, stored), kind, device) for key, (rows, kind) in pieces.items()}
-            arguments = [filled.get(place, argument) for place, argument in enumerate(arguments)]
-            keywords = {name: filled.get(name, value) for name, value in keywords.items()}
-            value = (getattr(self._judge, method) if method else self._judge)(*arguments, **keywords)
-            if inspect.iscoroutine(value):
-                value = asyncio.run(value)
-            value = on_host(value)
+        with plain_errors():
+            device = getattr(self._load(), "device", None)
+            arrays = {place: as_tensor(gathered(rows, stored), kind, device) for place, (rows, kind) in pieces.items()}
+            values = {**values, **arrays}
+            places = sorted(place for place in values if isinstance(place, int))
+            keywords = {place: value for place, value in values.items() if isinstance(place, str)}
+            value = self._called(method, [values[place] for place in places], keywords)
             if not is_tensor(value) or value.ndim < 2:
-                return ("done", value), None
+                return ("value", value), None
             array, kind = as_array(value)
             return ("stored", (tuple(value.shape), kind)), array
-        except BaseException as error:  # sys.exit in a judge must not end the actor
-            return failure(error), None
+
+    def _called(self, method, arguments, keywords):
+        judge = self._load()
+        value = (getattr(judge, method) if method else judge)(*arguments, **keywords)
+        return on_host(asyncio.run(value) if inspect.iscoroutine(value) else value)
 
 
-def failure(error):
-    """An exception as an answer: itself where it can be pickled, its type, message and traceback."""
-    from ray import cloudpickle
-
-    text = "".join(traceback.format_exception(error))
+@contextlib.contextmanager
+def plain_errors():
+    """Raise what is no Exception as one: sys.exit in a judge must not end the actor."""
     try:
-        packed = cloudpickle.dumps(error)
+        yield
     except Exception:
-        packed = None
-    return "raised", (packed, type(error).__name__, str(error), text)
-
-
-def described(judge):
-    """Plain public attributes, names of public methods, and the arguments of a call (None if it cannot be called)."""
-    attributes, methods = {}, []
-    for name in dir(judge):
-        if name.startswith("_"):
-            continue
-        try:
-            value = getattr(judge, name)
-        except Exception:  # of a property that is not ready, or asks for a package
-            continue
-        if callable(value):
-            methods.append(name)
-        elif is_plain(value):
-            attributes[name] = value
-    return attributes, methods, signature_of(judge) if callable(judge) else None
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def signature_of(judge):
-    """Return (name, kind, whether it has a default) of each argument; of any function where none can be read."""
+    """The arguments of a call without their types, which another interpreter need not have; any where none is known."""
     try:
         parameters = inspect.signature(judge).parameters.values()
     except (TypeError, ValueError):
-        return [("arguments", "VAR_POSITIONAL", False), ("keywords", "VAR_KEYWORD", False)]
-    return [(one.name, one.kind.name, one.default is not one.empty) for one in parameters]
+        return inspect.signature(lambda *arguments, **keywords: None)
+    return inspect.Signature(
+        [
+            one.replace(annotation=one.empty, default=one.empty if one.default is one.empty else None)
+            for one in parameters
+        ]
+    )
 
 
 def is_plain(value):
     """Tell whether a value consists of built-in types alone, which any interpreter can unpickle."""
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+    if type(value) in (list, tuple):
         return all(map(is_plain, value))
     if type(value) is dict:
         return all(map(is_plain, value)) and all(map(is_plain, value.values()))
@@ -149,9 +158,7 @@ def as_array(tensor):
 
 
 def as_tensor(array, kind, device):
-    """The inverse of `as_array`, on a device; arrays of NumPy (kind "numpy") stay so."""
-    if kind == "numpy":
-        return array
+    """The inverse of `as_array`, on a device."""
     import torch
 
     tensor = torch.from_numpy(array)

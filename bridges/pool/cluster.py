@@ -1,6 +1,7 @@
 """A Ray cluster: how this process starts, joins and leaves one; errors of a pool on it."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +22,7 @@ NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 5.0
 _LEAVE_SECONDS = 2.0  # for Ray to notice that there is nothing to leave any more
-_STARTS = 3  # attempts to start one
+_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2, its kind in the fourth byte
 
 
 class NotJoined(UserError):
@@ -83,19 +85,13 @@ def start_cluster(host: str = LOOPBACK, *, object_store: int | None = None) -> N
     os.environ.setdefault("RAY_worker_niceness", "0")
     options = {"include_dashboard": False, "object_store_memory": object_store, "_node_ip_address": host}
     _stay_on_loopback(_is_loopback(host))
-    before = _ray_processes()
-    for attempt in range(_STARTS):
+    for attempts_left in (2, 1, 0):  # Ray waits half a minute for its own processes, which is little on a busy machine
         try:
             _init(address="local", **options)  # and not the cluster that RAY_ADDRESS names
             break
-        except Exception as error:  # Ray waits half a minute for its own processes, which is little on a busy machine
-            with own_signals(), suppress(Exception):
-                ray.shutdown()
-            for process in _ray_processes() - before:  # Ray forgets them, and they would be in the next one's way
-                with suppress(Exception):
-                    process.kill()
-                    process.wait(5)
-            if attempt + 1 == _STARTS:
+        except Exception as error:
+            _shut_down()
+            if not attempts_left:
                 raise UserError(f"Ray does not start on {host}: {first_line(error)}") from error
     if _is_loopback(host) and not _is_loopback(listening := cluster_address()):
         ray.shutdown()
@@ -112,13 +108,13 @@ def join(address: str) -> None:
         return
     if not answers(address):
         raise NotJoined(f"no Ray cluster answers at {address}")
-    if not _is_ray(address):
+    if not answers(address, grpc=True):
         raise NotJoined(f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts")
     _stay_on_loopback(_is_loopback(address))
     try:
         _init(address=address)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        if _is_about_a_token(error):
+        if re.search("AuthenticationError|InvalidAuthToken", "".join(traceback.format_exception(error))):
             raise TokenRefused(
                 f"the Ray cluster at {address} asks for a token and this process has none or another: set RAY_AUTH_MODE"
                 "=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's (by default ~/.ray/auth_token)"
@@ -126,16 +122,11 @@ def join(address: str) -> None:
         raise NotJoined(f"the Ray cluster at {address} cannot be joined: {first_line(error)}") from error
 
 
-class _Joined:
-    """State shared by all pools of this process: Ray knows one cluster at a time.
-
-    `ours` says that the first pool started or joined the cluster, so that the last leaves it.
-    """
-
-    lock = threading.Lock()
-    users = 0
-    address: str | None = None
-    ours = False
+_lock = threading.Lock()
+_users: list[str | None] = []
+"""Address of each pool of this process, all the same: Ray knows one cluster at a time."""
+_ours = threading.Event()
+"""Set where the first pool started or joined the cluster, so that the last leaves it."""
 
 
 def enter(address: str | None) -> None:
@@ -145,47 +136,48 @@ def enter(address: str | None) -> None:
     this process are on another one.
     """
     ray = import_ray(token=address is None or _has_token())
-    with _Joined.lock:
-        if _Joined.users and address != _Joined.address:
-            raise UserError(f"expected the address of the run's other pools, {_Joined.address}, got {address}")
-        if not _Joined.users:
-            _Joined.ours, _Joined.address = not ray.is_initialized(), address
+    with _lock:
+        if _users and address != _users[0]:
+            raise UserError(f"expected the address of the run's other pools, {_users[0]}, got {address}")
+        if not _users and not ray.is_initialized():
             if address is None:
                 start_cluster()
             else:
                 join(address)
-        _Joined.users += 1
+            _ours.set()
+        _users.append(address)
 
 
 def leave() -> None:
     """Leave for one pool; the last ends or leaves the cluster that the first came to."""
-    import ray
-
-    def shut_down() -> None:
-        with own_signals(), suppress(Exception):
-            ray.shutdown()
-
-    with _Joined.lock:
-        _Joined.users -= 1
-        if _Joined.users or not _Joined.ours:
+    with _lock:
+        _users.pop()
+        if _users or not _ours.is_set():
             return
+        _ours.clear()
         if not is_gone():
-            shut_down()
+            _shut_down()
             return
         # a cluster that is gone is not waited for
-        leaving = threading.Thread(target=shut_down, name=f"{ABANDONED}ray", daemon=True)
+        leaving = threading.Thread(target=_shut_down, name=f"{ABANDONED}ray", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)
 
 
-def is_gone() -> bool:
-    """Tell whether the cluster of this process no longer answers."""
+def _shut_down() -> None:
     import ray
 
-    try:
-        return not ray.is_initialized() or not answers(cluster_address())
-    except Exception:  # of a connection that is being closed
-        return True
+    with own_signals(), suppress(Exception):
+        ray.shutdown()
+
+
+def is_gone() -> bool:
+    """Tell whether the cluster of this process no longer answers, asked twice."""
+    import ray
+
+    with suppress(Exception):  # of a connection that is being closed
+        return not ray.is_initialized() or not any(answers(cluster_address()) for _ in range(2))
+    return True
 
 
 def grows() -> bool:
@@ -195,26 +187,64 @@ def grows() -> bool:
     """
     from ray.experimental import internal_kv
 
-    deadline = time.monotonic() + 2 * _PROBE_SECONDS
-    while time.monotonic() < deadline:  # a cluster that has just started says nothing yet
+    for _ in range(20):  # a cluster that has just started says nothing yet
         with suppress(Exception):
             status = json.loads(internal_kv._internal_kv_get("__autoscaling_status"))
-            kinds = status["autoscaler_report"]["active_nodes"]
-            if kinds:
+            if kinds := status["autoscaler_report"]["active_nodes"]:
                 return not all(re.fullmatch(r"node_[0-9a-f]{56}", kind) for kind in kinds)
         time.sleep(0.5)
     return True
 
 
-@contextmanager
-def lost_as_pool_lost() -> Iterator[None]:
-    """Raise Ray's errors of what is gone as `PoolLost`."""
+def get(references: list[Any], seconds: float = math.inf) -> list[Any]:
+    """Wait for values, and fetch them.
+
+    Raises:
+        PoolLate: Not all have come within the seconds.
+        PoolLost: The cluster is gone, or the actor or machine that had one of them.
+        Exception: Raised by a judge in an actor, as it was raised there.
+    """
+    import ray
     from ray import exceptions
 
+    deadline = time.monotonic() + seconds
     try:
-        yield
+        left = references
+        while left:
+            step = min(_PROBE_SECONDS, max(deadline - time.monotonic(), 0))
+            _, left = ray.wait(references, num_returns=len(references), timeout=step)
+            if left and is_gone():
+                raise ConnectionError("nothing answers there any more")
+            if left and time.monotonic() >= deadline:
+                raise PoolLate(f"no answer within {seconds:g} s")
+        return ray.get(references)
+    except (exceptions.RayTaskError, exceptions.UnserializableException) as error:
+        raise judge_error(error) from None
+    except exceptions.RayActorError as error:
+        raise PoolLost(f"an actor died: {last_line(error)}") from error
     except (exceptions.RayError, ConnectionError) as error:
-        raise PoolLost(f"the Ray cluster, or a machine of it, is gone: {first_line(error)}") from error
+        raise PoolLost(f"the Ray cluster, or a machine of it, is gone: {last_line(error)}") from error
+
+
+def put(value: Any) -> Any:
+    """Put a value into the object store; PoolLost if the cluster is gone."""
+    import ray
+
+    try:
+        return ray.put(value)
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise PoolLost(f"the Ray cluster is gone: {last_line(error)}") from error
+
+
+def judge_error(error: Exception) -> BaseException:
+    """Return the exception that a judge raised in an actor; a RuntimeError where this process has not its class."""
+    from ray.exceptions import RayError
+
+    cause = getattr(error, "cause", None)
+    if cause is None or isinstance(cause, RayError):
+        cause = RuntimeError(last_line(error))
+    cause.add_note(f"In the actor:\n{error}")
+    return cause
 
 
 def import_ray(*, token: bool) -> Any:
@@ -242,19 +272,6 @@ def _init(**options: Any) -> None:
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
 
 
-def _ray_processes() -> set[Any]:
-    """Processes of Ray started by this process."""
-    import psutil  # Ray brings it
-    import ray
-
-    processes = set()
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if any(str(Path(ray.__file__).parent) in word for word in child.cmdline()):
-                processes.add(child)
-    return processes
-
-
 def _stay_on_loopback(stay: bool) -> None:
     """Set Ray's one switch for it (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER): else Ray takes the machine's own address."""
     from ray._private import ray_constants
@@ -272,52 +289,17 @@ def _has_token() -> bool:
     return "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ or file.is_file()
 
 
-def _is_about_a_token(error: BaseException | None) -> bool:
-    while error is not None:
-        if type(error).__name__ == "AuthenticationError" or "InvalidAuthToken" in str(error):
-            return True
-        error = error.__cause__
-    return False
-
-
-def _connect(address: str) -> socket.socket:
+def answers(address: str, *, grpc: bool = False) -> bool:
+    """Tell whether something listens at HOST:PORT, with `grpc` whether it speaks HTTP/2: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS)
-
-
-def answers(address: str) -> bool:
-    """Tell whether something listens at HOST:PORT: Ray itself would try for minutes."""
     try:
-        _connect(address).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS) as connection:
+            if not grpc:
+                return True
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+            return connection.recv(9)[3:4] == _SETTINGS[3:4]
     except (OSError, ValueError):
         return False
-    return True
-
-
-def _is_ray(address: str) -> bool:
-    """Tell whether HOST:PORT is that of a Ray cluster, which gRPC without Ray would take minutes to find out.
-
-    Asks for the cluster's id in HTTP/2 frames by hand. A cluster answers also where a token is missing; other services
-    of gRPC say that they have no such method, which is status 12.
-    """
-
-    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
-
-    fields = {":method": "POST", ":scheme": "http", ":path": "/ray.rpc.NodeInfoGcsService/GetClusterId"}
-    fields |= {":authority": "ray", "content-type": "application/grpc", "te": "trailers"}
-    literals = [bytes([len(word)]) + word.encode() for pair in fields.items() for word in pair]
-    headers = b"".join(b"\0" + name + value for name, value in zip(literals[::2], literals[1::2], strict=True))
-    settings, message = frame(4, 0, 0, b""), frame(0, 1, 1, bytes(5))
-    answer = b""
-    with suppress(OSError), _connect(address) as connection:
-        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + frame(1, 4, 1, headers) + message)
-        while not re.search(rb"grpc-status(\x01.|\x02..)", answer, re.DOTALL):
-            part = connection.recv(4096)
-            answer += part
-            if not part or len(answer) > 4096:
-                break
-    return answer[3:4] == b"\x04" and b"grpc-status\x0212" not in answer  # 4: the settings of HTTP/2
 
 
 @contextmanager
@@ -353,14 +335,9 @@ def own_signals() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """An error's type and the first line of its message."""
-    return _line(error, 0)
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
 
 
 def last_line(error: BaseException) -> str:
-    """An error's type and the last line of its message, where Ray says why an actor died."""
-    return _line(error, -1)
-
-
-def _line(error: BaseException, number: int) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[number]}" if lines else type(error).__name__
+    """The last line of an error's message, where Ray says why an actor died or what a judge raised."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

@@ -2,13 +2,13 @@
 
 Each actor has a few batches in flight. No thread watches the pool: a caller that waits for an answer collects answers
 for all callers (`ray.wait`), and hands out waiting batches. Ray restarts an actor that died. Its batches do not wait
-for that: they go to others, like those of an actor that was ended because it was late.
+for that: they go to others, like those of an actor that was ended because it was late. (`max_task_retries` is not used
+for batches: Ray counts also what it tries while an actor restarts, and not only deaths.)
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import threading
@@ -16,319 +16,223 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridges.pool import actor, cluster
-from bridges.pool.cluster import BatchLost, PoolLate, PoolLost
+from bridges.pool.cluster import BatchLost, PoolLost
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
 
 _log = logging.getLogger(__name__)
 
-_PROBE_EVERY = 5.0  # seconds between two looks whether the cluster is there while nothing comes
-_PROBES = 2  # unanswered in a row: the cluster is gone
+_PROBE_EVERY = 10.0  # seconds without an answer until the cluster is asked whether it is there
+_START_SECONDS = 600.0  # to load the judges; large weights on a slow disk, or a cluster that grows, take minutes
 _RAY_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # of resources
 _OPTIONS = ("num_cpus", "num_gpus", "memory")  # resources that are options of an actor
 
 
-@dataclass(frozen=True)
-class Request:
-    """A batch, as `actor.JudgeActor.answer` takes it; `stored` are references.
+class Block(NamedTuple):
+    """An array in the object store: Ray's reference, rows, shape of a row, and tensor type, such as "float32"."""
 
-    `worker` is the number of the actor that is asked; None for whichever is free.
-    """
-
-    method: str
-    arguments: Sequence[Any] = ()
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    pieces: Mapping[int | str, tuple[list[tuple[int, int]], str]] = field(default_factory=dict)
-    stored: Sequence[Any] = ()
-    worker: int | None = None
+    reference: Any
+    rows: int
+    inner: tuple[int, ...]
+    kind: str
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The value of a batch; or the reference, shape and type of a tensor in the object store."""
+class Batch:
+    """A request, as `actor.JudgeActor.answer` takes it; later its answer (a value or a `Block`), or an error."""
 
-    value: Any = None
-    stored: tuple[Any, tuple[int, ...], str] | None = None
-
-
-class _Call:
-    """Requests that are waited for together."""
-
-    def __init__(self, count: int):
-        self.answers: list[Answer | None] = [None] * count
+    def __init__(self, method: str, values: Mapping[int | str, Any], pieces: Mapping = {}, stored: Sequence[Any] = ()):
+        """Take a request; `stored` are references, which `pieces` tell where to put."""
+        self.request = method, dict(values), dict(pieces)
+        self.stored = stored
+        self.references: list[Any] = []  # while an actor has it
+        self.attempts = 0  # actors that were lost over it
+        self.done = False
+        self.answer: Any = None
         self.error: BaseException | None = None
-
-    @property
-    def open(self) -> bool:
-        return self.error is None and None in self.answers
-
-
-class _Batch:
-    """A request: its call and place there, how many actors were lost over it, and its references while in flight."""
-
-    def __init__(self, call: _Call, place: int, request: Request):
-        self.call = call
-        self.place = place
-        self.request = request
-        self.attempts = 0
-        self.references: list[Any] = []
 
 
 class Worker:
-    """An actor. `starting` is a reference while it starts; afterwards it works on the first batch in `running`."""
+    """An actor. `starting` is a reference while it restarts; otherwise it works on the first batch in `running`."""
 
-    def __init__(self, handle: Any, number: int):
-        """Take Ray's handle; the actor may still be starting."""
+    def __init__(self, handle: Any):
+        """Take Ray's handle."""
         self.handle = handle
-        self.number = number
         self.starting: Any = None
-        self.gone = False
         self.since = 0.0  # when it began with the first batch
-        self.running: deque[_Batch] = deque()
+        self.running: list[Batch] = []
 
 
 class Pool:
-    """Actors and the batches that wait for them; thread-safe."""
+    """Actors of a judge, and the batches that wait for them; thread-safe."""
 
-    def __init__(self, name: str, handles: Sequence[Any], section: PoolSection, *, whole: bool = False):
-        """Take Ray's handles of `actor.JudgeActor`, and the limits of a section; `name` is for errors.
-
-        `whole` says that each actor has a part of its own, so that the pool is lost with any of them.
-        """
+    def __init__(self, name: str, section: PoolSection):
+        """Take the resources and limits of a section; `name` is for errors."""
         self.name = name
-        self.workers = [Worker(handle, number) for number, handle in enumerate(handles)]
+        self.workers: list[Worker] = []
         self._section = section
-        self._needed = len(handles) if whole else 1
-        self._description: Any = None
-        self._failure: BaseException | None = None  # of loading the judge
-        self._queue: deque[_Batch] = deque()
+        self._queue: deque[Batch] = deque()
         self._lock = threading.Lock()
         self._closed = ""  # why
         self._last_answer = time.monotonic()
-        self._unanswered = 0
-        for worker in self.workers:
-            self._probe(worker)
 
-    def wait_until_ready(self, seconds: float) -> Any:
-        """Return an actor's description of its judge (`actor.described`), once all have started or the time is over.
+    def start(self, judges: Sequence[Any]) -> Any:
+        """Start an actor for each judge; return a description of it (`JudgeActor.describe`) once all have loaded.
 
-        PoolLost if none came, or not all of those that are needed; an error of loading the judge is raised as it was.
+        Those that are late are ended. PoolLost if none has started; an error of loading the judge is raised as it was.
         """
-        deadline = time.monotonic() + seconds
-        while any(worker.starting for worker in self.workers) and not self._closed and time.monotonic() < deadline:
-            self._advance(deadline)
-        if self._failure:
-            raise self._failure
-        ready = sum(not worker.gone and not worker.starting for worker in self.workers)
-        if ready >= max(self._needed, 1):
-            return self._description
-        if self._closed:
-            raise PoolLost(f"{self.name}: {self._closed}")
-        raise PoolLate(f"{self.name}: no actor has started within {seconds:g} s (`ray status`)")
+        import ray
 
-    def ask(self, requests: Sequence[Request], seconds: float = math.inf) -> list[Answer]:
-        """Return the answers in the order of the requests.
+        self.workers = [Worker(handle) for handle in start_actors(self.name, judges, self._section)]
+        described = [worker.handle.describe.remote() for worker in self.workers]
+        with suppress(cluster.PoolLate):
+            cluster.get(described, _START_SECONDS)
+        ready = ray.wait(described, num_returns=len(described), timeout=0)[0]
+        for worker, reference in zip(list(self.workers), described, strict=True):
+            if reference not in ready:
+                _log.warning("%s: an actor has not started within %g s (`ray status`)", self.name, _START_SECONDS)
+                ray.kill(worker.handle)
+                self.workers.remove(worker)
+        if not ready:
+            raise cluster.PoolLate(f"no actor has started within {_START_SECONDS:g} s (`ray status`)")
+        self._last_answer = time.monotonic()
+        return cluster.get(ready)[0]
+
+    def ask(self, batches: Sequence[Batch]) -> list[Any]:
+        """Return the answers of batches, in their order.
 
         Raises:
-            PoolLost: Too few actors are left, or the cluster is gone.
-            PoolLate: No answer within the seconds; the actors are left alone.
+            PoolLost: No actor is left, or the cluster is gone.
             BatchLost: A batch cost as many actors as the limits allow.
-            Exception: The judge's own, which `failure_of` makes of its answer.
+            Exception: The judge's own.
         """
-        call = _Call(len(requests))
-        deadline = time.monotonic() + seconds
         with self._lock:
-            self._queue.extend(_Batch(call, place, request) for place, request in enumerate(requests))
+            self._queue.extend(batches)
         try:
-            while call.open:
-                self._advance(deadline)
-                if self._closed and call.open:
+            while not all(batch.done for batch in batches):
+                self._advance()
+                for batch in batches:
+                    if batch.error is not None:
+                        raise batch.error
+                if self._closed:
                     raise PoolLost(f"{self.name}: {self._closed}")
-                if time.monotonic() > deadline and call.open:
-                    raise PoolLate(f"{self.name}: no answer within {seconds:g} s")
         finally:
-            with self._lock:
-                self._queue = deque(batch for batch in self._queue if batch.call is not call)
-        if call.error is not None:
-            raise call.error
-        return call.answers
+            for batch in batches:
+                batch.done = True
+        return [batch.answer for batch in batches]
 
     def close(self) -> None:
         """End the actors; callers that wait for them get PoolLost."""
         import ray
 
         self._closed = self._closed or "it was closed"
-        gone = cluster.is_gone()  # Ray would wait for it to come back
-        for worker in self.workers:
-            worker.gone = True
-            with suppress(Exception):
-                if not gone:
+        if not cluster.is_gone():  # Ray would wait for it to come back
+            for worker in self.workers:
+                with suppress(Exception):
                     ray.kill(worker.handle)
 
-    def _advance(self, deadline: float) -> None:
-        """Hand out batches, wait until something in flight is done or somebody must look around, and collect."""
+    def _advance(self) -> None:
+        """Hand out batches, wait until something in flight is done or somebody is late, and collect."""
         import ray
 
         with self._lock:
             self._dispatch()
             waiting = [worker.starting for worker in self.workers if worker.starting]
             waiting += [batch.references[0] for worker in self.workers for batch in worker.running]
-        seconds = min(1.0, self._section.batch_timeout / 4 or 1.0, max(deadline - time.monotonic(), 0.0))
+        seconds = min(1.0, self._section.batch_timeout / 4 or 1.0)
         done: set[Any] = set()
-        if waiting:
-            try:
-                done = set(ray.wait(waiting, timeout=seconds, fetch_local=False)[0])
-            except Exception as error:  # of a connection that is gone
-                with self._lock:
-                    self._lose_all(f"the Ray cluster is gone: {cluster.first_line(error)}")
-        elif not self._closed:
-            time.sleep(min(seconds, 0.05))
+        try:
+            done = set(ray.wait(waiting, timeout=seconds, fetch_local=False)[0]) if waiting else done
+        except Exception as error:  # of a connection that is gone
+            self._closed = self._closed or f"the Ray cluster is gone: {cluster.last_line(error)}"
+        now = time.monotonic()
+        if done:
+            self._last_answer = now
+        elif now - self._last_answer > _PROBE_EVERY:
+            self._last_answer = now
+            if cluster.is_gone():
+                self._closed = self._closed or "the Ray cluster is gone: nothing answers there any more"
         with self._lock:
-            for worker in self.workers:
+            for worker in list(self.workers):
                 self._collect(worker, done)
-            self._look_around()
+                if worker.running and 0 < self._section.batch_timeout < now - worker.since:
+                    with suppress(Exception):
+                        ray.kill(worker.handle, no_restart=False)
+                    self._lost(worker, f"no answer within {self._section.batch_timeout:g} s")
 
     # Below, the lock is held.
 
     def _dispatch(self) -> None:
-        """Give waiting batches to the actors that have the fewest, or to the one that they ask for."""
-        left: deque[_Batch] = deque()
+        """Give waiting batches to the actors that have the fewest."""
         while self._queue:
+            ready = [worker for worker in self.workers if not worker.starting]
+            free = min(ready, key=lambda worker: len(worker.running), default=None)
+            if free is None or len(free.running) >= self._section.in_flight:
+                return
             batch = self._queue.popleft()
-            asked = batch.request.worker
-            workers = [s for s in self.workers if not s.gone and not s.starting and asked in (None, s.number)]
-            free = [worker for worker in workers if len(worker.running) < self._section.in_flight]
-            if not batch.call.open:
+            if batch.done:  # its call has failed
                 continue
-            if not free:
-                left.append(batch)
-                continue
-            self._send(batch, min(free, key=lambda worker: len(worker.running)))
-        self._queue = left
-
-    def _send(self, batch: _Batch, worker: Worker) -> None:
-        asked = batch.request
-        if not worker.running:
-            worker.since = time.monotonic()
-        fields = asked.method, list(asked.arguments), dict(asked.keywords), dict(asked.pieces)
-        try:
-            batch.references = worker.handle.answer.options(num_returns=2).remote(*fields, *asked.stored)
-            worker.running.append(batch)
-        except Exception as error:  # of a connection that is gone, or of an argument that cannot be pickled
-            batch.call.error = batch.call.error or error
-            if cluster.is_gone():
-                self._lose_all(f"the Ray cluster is gone: {cluster.first_line(error)}")
-
-    def _probe(self, worker: Worker) -> None:
-        """Ask an actor that is starting, or restarting, to say when it is ready: Ray repeats this until it is."""
-        try:
-            worker.starting = worker.handle.describe.options(max_task_retries=-1).remote()
-        except Exception as error:
-            self._gone(worker, cluster.first_line(error))
+            if not free.running:
+                free.since = time.monotonic()
+            try:
+                answer = free.handle.answer.options(num_returns=2, max_task_retries=0)
+                batch.references = answer.remote(*batch.request, *batch.stored)
+                free.running.append(batch)
+            except Exception as error:  # of a connection that is gone, or of an argument that cannot be pickled
+                batch.error = error
+                if cluster.is_gone():
+                    self._closed = self._closed or f"the Ray cluster is gone: {cluster.last_line(error)}"
 
     def _collect(self, worker: Worker, done: set[Any]) -> None:
         """Take what a worker has answered; another caller may have been first."""
         import ray
+        from ray import exceptions
 
-        if worker.starting in done and not worker.gone:
+        if worker.starting in done:
             starting, worker.starting = worker.starting, None
-            self._last_answer, self._unanswered = time.monotonic(), 0
             try:
-                kind, description = ray.get(starting)
+                ray.get(starting)
             except Exception as error:
-                self._gone(worker, cluster.last_line(error))
+                self.workers.remove(worker)
+                if not self.workers:
+                    self._closed = self._closed or f"no actor is left; the last: {cluster.last_line(error)}"
                 return
-            if kind == "raised":
-                self._failure = self._failure or failure_of(description)
-                self._gone(worker, f"{description[1]}: {description[2]}")
-            else:
-                self._description = description
         for batch in [batch for batch in worker.running if batch.references[0] in done]:
-            self._last_answer, self._unanswered = time.monotonic(), 0
             try:
                 kind, value = ray.get(batch.references[0])
-            except ray.exceptions.RayTaskError as error:  # the actor lives but could not unpickle the request
-                batch.call.error = batch.call.error or error
+            except (exceptions.RayTaskError, exceptions.UnserializableException) as error:
+                batch.error = cluster.judge_error(error)
             except Exception as error:
-                self._lost(worker, error)
+                self._lost(worker, cluster.last_line(error))
                 return
             else:
-                self._answered(batch, kind, value)
+                batch.answer = value
+                if kind == "stored":
+                    (rows, *inner), kind = value
+                    batch.answer = Block(batch.references[1], rows, tuple(inner), kind)
+                batch.done = True
             worker.running.remove(batch)
             worker.since = time.monotonic()
 
-    def _answered(self, batch: _Batch, kind: str, value: Any) -> None:
-        call = batch.call
-        if kind == "raised":
-            call.error = call.error or failure_of(value)
-        elif kind == "stored":
-            call.answers[batch.place] = Answer(stored=(batch.references[1], *value))
-        else:
-            call.answers[batch.place] = Answer(value)
-
-    def _lost(self, worker: Worker, failure: BaseException) -> None:
-        """An actor died: count it against the batch that it worked on, and give all of its batches to others."""
-        reason = cluster.last_line(failure)
-        batches = list(worker.running)
-        worker.running.clear()
+    def _lost(self, worker: Worker, reason: str) -> None:
+        """An actor died: count it against the batch that it worked on, give all of its batches to others."""
+        batches, worker.running = worker.running, []
         batches[0].attempts += 1
-        for batch in reversed(batches):
-            if batch.attempts >= self._section.batch_attempts:
-                spent = f"{batch.attempts} actors died over a batch, or were too late with it; the last: {reason}"
-                batch.call.error = batch.call.error or BatchLost(f"{self.name}: {spent}")
-            else:
-                self._queue.appendleft(batch)
-        self._probe(worker)
-
-    def _gone(self, worker: Worker, reason: str) -> None:
-        worker.gone = True
-        left = sum(not worker.gone for worker in self.workers)
-        if left < self._needed:
-            self._lose_all(f"{'an actor is gone' if left else 'no actor is left; the last'}: {reason}")
-
-    def _lose_all(self, reason: str) -> None:
-        self._closed = self._closed or reason
-
-    def _look_around(self) -> None:
-        """End actors that are late with a batch; probe the cluster where nothing comes."""
-        import ray
-
-        now = time.monotonic()
-        limit = self._section.batch_timeout or math.inf
-        for worker in self.workers:
-            if worker.running and now - worker.since > limit:
-                with suppress(Exception):
-                    ray.kill(worker.handle, no_restart=False)
-                self._lost(worker, TimeoutError(f"no answer within {limit:g} s"))
-        if now - self._last_answer > _PROBE_EVERY and not self._closed:
-            self._last_answer = now
-            self._unanswered = self._unanswered + 1 if cluster.is_gone() else 0
-            if self._unanswered >= _PROBES:
-                self._lose_all("the Ray cluster is gone: nothing answers there any more")
-
-
-def failure_of(answer: tuple[bytes | None, str, str, str]) -> BaseException:
-    """The exception that a judge raised in an actor; where this process has not its class, one of the same name."""
-    from ray import cloudpickle
-
-    packed, name, message, text = answer
-    error = None
-    with suppress(Exception):
-        error = cloudpickle.loads(packed or b"")
-    if not isinstance(error, BaseException):
-        error = type(name, (RuntimeError,), {})(message)
-    error.add_note(f"In the actor:\n{text}")
-    return error
+        if batches[0].attempts >= self._section.batch_attempts:
+            spent = f"{batches[0].attempts} actors died over a batch, or were too late with it; the last: {reason}"
+            batches.pop(0).error = BatchLost(f"{self.name}: {spent}")
+        self._queue.extendleft(reversed(batches))
+        with suppress(Exception):  # of a connection that is gone, which the next look notices
+            worker.starting = worker.handle.describe.remote()
 
 
 def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: Sequence[str] = ()) -> list[Any]:
-    """Start an actor for each judge, which it loads, and return their handles; `pool` is its name for errors.
+    """Start an actor for each judge, and return their handles; `pool` is its name for errors.
 
+    Questions that may be asked twice (`describe` and `call`) wait for an actor that Ray restarts, and are asked again.
     `names` are those under which any process of the cluster finds the actors; none where nobody looks for them.
     """
     import ray
@@ -343,16 +247,15 @@ def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: 
     resources = _resources(section)
     options: dict[str, Any] = {name: resources.pop(name) for name in _OPTIONS if name in resources}
     options |= {"resources": resources or None, "runtime_env": section.runtime_env or None}
-    options |= {"max_restarts": section.max_restarts, "max_task_retries": 0}
+    options |= {"max_restarts": section.max_restarts, "max_task_retries": -1, "namespace": cluster.NAMESPACE}
     device = "gpu:0" if section.cards else "cpu"
     cloudpickle.register_pickle_by_value(actor)  # an interpreter of the judge's own need not have this package
     try:
-        handles = []
-        for number, judge in enumerate(judges):
-            name = {"name": names[number], "namespace": cluster.NAMESPACE} if names else {}
-            remote = ray.remote(actor.JudgeActor).options(**options, **name)
-            handles.append(remote.remote(_packed(judge), device, settings))
-        return handles
+        remote = ray.remote(actor.JudgeActor)
+        return [
+            remote.options(**options, name=name or None).remote(_packed(judge), device, settings)
+            for judge, name in zip(judges, names or [""] * len(judges), strict=True)
+        ]
     except (TypeError, ValueError) as error:
         raise UserError(f"{pool}.resources, runtime_env: {cluster.first_line(error)}") from error
     finally:

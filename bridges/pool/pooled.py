@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bridges.placement import cards_left
 from bridges.pool import actor, cluster
 from bridges.pool.cluster import NotRowByRow, PoolLost
-from bridges.pool.pool import Answer, Pool, Request, require_room, start_actors
+from bridges.pool.pool import Batch, Block, Pool, require_room
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from inspect import Signature
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 ROWS = 32
 """Rows of a batch where neither the pool nor its judge sets them."""
-_START_SECONDS = 600.0  # to load the judges; large weights on a slow disk, or a cluster that grows, take minutes
 
 
 class PooledJudge:
@@ -35,14 +36,25 @@ class PooledJudge:
 
     device = "cpu"
 
-    def __init__(self, pool: Pool, description: tuple[dict, list, Any], *, size: int, close: Callable[[], None]):
+    def __init__(
+        self,
+        pool: Pool,
+        description: tuple[dict[str, Any], list[str], Signature | None],
+        *,
+        size: int,
+        close: Callable[[], None],
+    ):
         """Take a pool whose actors have loaded a judge, their description of it, and the rows of a batch."""
-        attributes, methods, _ = description
+        attributes, methods, signature = description
         vars(self).update({name: value for name, value in attributes.items() if name not in ("device", "close")})
-        self._pool, self._methods, self._size, self._close = pool, frozenset(methods), size, close
+        self._pool, self._methods, self._size = pool, frozenset(methods), size
+        self.close = close
+        """End the actors; the last pool of a process ends the cluster that the first one started."""
         self.placed = f"{len(pool.workers)} actors of a Ray cluster"
         judge = f"{attributes['summary']}; " if "summary" in attributes else ""
         self.summary = f"{judge}{self.placed}, {size} rows at a time"
+        if signature is not None:
+            self.__signature__ = signature
 
     def __getattr__(self, name: str) -> Any:
         """Return a proxy of a method of the judge."""
@@ -52,13 +64,9 @@ class PooledJudge:
             raise AttributeError(f"{name} is in the actors of a pool, which are asked by methods alone: {names}")
         return self._draw if name == "draw" else functools.partial(self._ask, name)
 
-    def close(self) -> None:
-        """End the actors; the last pool of a process ends the cluster that the first one started."""
-        self._close()
-
     def _ask(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
-        requests = split(method, arguments, keywords, self._size)
-        return join(self._pool.ask(requests), requests, f"{self._pool.name}.{method}".rstrip("."))
+        rows, batches = split(method, {**dict(enumerate(arguments)), **keywords}, self._size)
+        return join(self._pool.ask(batches), rows, f"{self._pool.name}.{method}".rstrip("."))
 
     def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
         """Draw equal pairs of text and seed once."""
@@ -70,14 +78,6 @@ class PooledJudge:
 
 class PooledReward(PooledJudge):
     """`PooledJudge` of a judge that can be called, with its signature, from which a reward's arguments are chosen."""
-
-    def __init__(self, pool: Pool, description: tuple[dict, list, Any], **options: Any):
-        super().__init__(pool, description, **options)
-        parameters = []
-        for name, kind, optional in description[2]:
-            default = None if optional else inspect.Parameter.empty
-            parameters.append(inspect.Parameter(name, getattr(inspect.Parameter, kind), default=default))
-        self.__signature__ = inspect.Signature(parameters)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the judge."""
@@ -94,22 +94,20 @@ def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
             cluster.enter(section.address)
     except UserError as error:
         raise UserError(f"{name}{'.address' if section.address else ''}: {error}") from error
-    pool = None
+    pool = Pool(name, section)
 
     @functools.cache
     def end() -> None:
-        if pool is not None:
-            pool.close()
+        pool.close()
         cluster.leave()
 
     try:
         require_room(name, section)
-        pool = Pool(name, start_actors(name, [judge] * section.replicas, section), section)
-        description = pool.wait_until_ready(_START_SECONDS)
+        description = pool.start([judge] * section.replicas)
     except BaseException as error:
         end()
         if isinstance(error, PoolLost):  # nothing has begun that could be saved
-            raise UserError(f"{error}; the pool did not start") from error
+            raise UserError(f"{name}: {error}; the pool did not start") from error
         raise
     size = section.batch or getattr(judge, "batch_size", None) or description[0].get("batch_size")
     kind = PooledJudge if description[2] is None else PooledReward
@@ -120,52 +118,60 @@ def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
 def _other_cards(address: str | None) -> Iterator[None]:
     """Give a cluster that is started inside the cards that this process does not use itself."""
     left = cards_left() if address is None else None
-    before = os.environ.get(_VISIBLE)
     if left is None:
         yield
         return
+    before = os.environ.get(_VISIBLE)
     os.environ[_VISIBLE] = ",".join(left)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_VISIBLE]
-        else:
+        del os.environ[_VISIBLE]
+        if before is not None:
             os.environ[_VISIBLE] = before
 
 
-def split(method: str, arguments: Sequence[Any], keywords: dict[str, Any], size: int) -> list[Request]:
-    """Split a call into batches of `size` rows, the last with what is left.
+def split(method: str, places: dict[int | str, Any], size: int) -> tuple[list[int], list[Batch]]:
+    """Split a call into batches of `size` rows, the last with what is left; return the rows of each, and the batches.
 
-    Lists, tuples, and arrays of NumPy or torch have rows. Where these are not all of one length, or none is given,
-    the call is one batch. Tensors of more than one axis go through the object store, once.
+    `places` are the arguments by place or name. Lists, tuples, and arrays of NumPy or torch have rows. Where these are
+    not all of one length, or none is given, the call is one batch. Tensors of more than one axis go through the object
+    store, once.
     """
-    places = {**dict(enumerate(arguments)), **keywords}
-    rows = {place: len(value) for place, value in places.items() if _has_rows(value)}
-    whole = len(set(rows.values())) != 1 or 0 in rows.values()
+    counts = {place: len(value) for place, value in places.items() if _has_rows(value)}
     stored = {}
     if any(map(actor.is_tensor, places.values())):
         from bridges.pool.stored import as_stored
 
-        tensors = {place: as_stored(places[place]) for place in rows}
+        tensors = {place: as_stored(places[place]) for place in counts}
         stored = {place: value for place, value in tensors.items() if value is not None}
-    requests = []
-    for start in [0] if whole else range(0, next(iter(rows.values())), size):
-        batch: dict[Any, Any] = {}
-        pieces = {}
+    whole = len(set(counts.values())) != 1 or 0 in counts.values()
+    parts = [slice(None)]
+    rows = [0]
+    if not whole:
+        (count,) = set(counts.values())
+        parts = [slice(start, start + size) for start in range(0, count, size)]
+        rows = [min(size, count - part.start) for part in parts]
+    batches = []
+    for part in parts:
+        values = {
+            place: actor.on_host(value[part] if place in counts and not whole else value)
+            for place, value in places.items()
+            if place not in stored
+        }
         references: list[Any] = []
-        for place, value in places.items():
-            part = value if whole or place not in rows else value[start : start + size]
-            batch[place] = None if place in stored else actor.on_host(part)
-        for place, value in stored.items():
-            part = value if whole else value[start : start + size]
-            blocks = sorted({block for block, _ in part.contents.rows})
-            numbers = {block: len(references) + number for number, block in enumerate(blocks)}
-            references += [part.contents.blocks[block].reference for block in blocks]
-            pieces[place] = [(numbers[block], row) for block, row in part.contents.rows], part.contents.blocks[0].kind
-        named = {name: batch.pop(name) for name in keywords}
-        requests.append(Request(method, list(batch.values()), named, pieces, references))
-    return requests
+        pieces = {place: _piece(value[part], references) for place, value in stored.items()}
+        batches.append(Batch(method, values, pieces, references))
+    return rows, batches
+
+
+def _piece(tensor: Any, references: list[Any]) -> tuple[list[tuple[int, int]], str]:
+    """A stored tensor as `JudgeActor.answer` takes it; the references of its blocks are appended to `references`."""
+    blocks, rows = tensor.contents.blocks, tensor.contents.rows
+    used = sorted({block for block, _ in rows})
+    numbers = {block: len(references) + number for number, block in enumerate(used)}
+    references += [blocks[block].reference for block in used]
+    return [(numbers[block], row) for block, row in rows], blocks[0].kind
 
 
 def _has_rows(value: Any) -> bool:
@@ -175,28 +181,25 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, list | tuple) and not hasattr(value, "_fields")
 
 
-def join(answers: Sequence[Answer], requests: Sequence[Request], judge: str) -> Any:
+def join(values: Sequence[Any], rows: Sequence[int], judge: str) -> Any:
     """Join the answers to the batches of a call, in their order; NotRowByRow if one has not a value for each row."""
-    values: list[Any] = [answer.value for answer in answers]
-    stored = [answer.stored for answer in answers if answer.stored]
-    if stored:
-        from bridges.pool.stored import join_stored, values_of
-
-        values = [join_stored([answer.stored]) if answer.stored else answer.value for answer in answers]
-    if len(values) == 1:
-        return values[0]
-    for value, request in zip(values, requests, strict=True):
-        count = _count_rows(request)
-        if not _has_rows(value) or len(value) != count:
+    for value, count in zip(values, rows, strict=True):
+        if len(values) == 1:
+            break
+        if (value.rows if isinstance(value, Block) else len(value) if _has_rows(value) else -1) != count:
             came = f"{len(value)} values" if _has_rows(value) else type(value).__name__
             raise NotRowByRow(
                 f"{judge} answered a batch of {count} rows with {came}, so it does not judge row by row: set its "
                 "`batch` to the rows of a whole call, which is then not taken apart"
             )
-    if len(stored) == len(values):
-        return join_stored(stored)
-    if stored:
-        values = [values_of(value) for value in values]
+    if any(isinstance(value, Block) for value in values):
+        from bridges.pool.stored import join_blocks, values_of
+
+        if all(isinstance(value, Block) for value in values):
+            return join_blocks(values)
+        values = [values_of(join_blocks([value])) if isinstance(value, Block) else value for value in values]
+    if len(values) == 1:
+        return values[0]
     if all(isinstance(value, list) for value in values):
         return [entry for value in values for entry in value]
     if all(isinstance(value, tuple) for value in values):
@@ -206,9 +209,3 @@ def join(answers: Sequence[Answer], requests: Sequence[Request], judge: str) -> 
     if all(map(actor.is_tensor, values)):
         return sys.modules["torch"].cat(values)
     raise NotRowByRow(f"{judge} answered one batch with a {type(values[0]).__name__}, and another with something else")
-
-
-def _count_rows(request: Request) -> int:
-    if request.pieces:
-        return len(next(iter(request.pieces.values()))[0])
-    return next(len(value) for value in (*request.arguments, *request.keywords.values()) if _has_rows(value))

@@ -8,55 +8,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_map
 
 from bridges.pool import actor, cluster
-
-
-class Block(NamedTuple):
-    """An array in the object store: Ray's reference, shape of a row, and tensor type, such as "float32"."""
-
-    reference: Any
-    rows: int
-    inner: tuple[int, ...]
-    kind: str
+from bridges.pool.pool import Block
 
 
 class Contents:
     """Rows of blocks, all of one row shape and type: (number of the block, row in it) of each row."""
 
     def __init__(self, blocks: tuple[Block, ...], rows: list[tuple[int, int]]):
-        """Takes blocks and rows."""
-        self.blocks, self.rows = blocks, rows
-        self._lock, self._tensor = threading.Lock(), None
-
-    @property
-    def fetched(self) -> bool:
-        """Tell whether the array was fetched to this process."""
-        return self._tensor is not None
+        """Take blocks and rows."""
+        self.blocks = blocks
+        self.rows = rows
+        self.tensor: torch.Tensor | None = None  # once it was fetched
+        self._lock = threading.Lock()
 
     def fetch(self) -> torch.Tensor:
         """The rows as a tensor on the CPU, fetched the first time; PoolLost if the cluster or the holder is gone."""
         with self._lock:
-            if self._tensor is None:
+            if self.tensor is None:
                 used = sorted({block for block, _ in self.rows})
-                arrays = fetch([self.blocks[block].reference for block in used])
-                there = dict(zip(used, arrays, strict=True))
-                self._tensor = actor.as_tensor(actor.gathered(self.rows, there), self.blocks[0].kind, None)
-            return self._tensor
-
-
-def fetch(references: list[Any]) -> list[np.ndarray]:
-    """Fetch arrays from the object store; PoolLost if the cluster is gone, or the machine that held one of them."""
-    import ray
-
-    with cluster.lost_as_pool_lost():
-        return ray.get(references)
+                arrays = cluster.get([self.blocks[block].reference for block in used])
+                rows = actor.gathered(self.rows, dict(zip(used, arrays, strict=True)))
+                self.tensor = actor.as_tensor(rows, self.blocks[0].kind, None)
+            return self.tensor
 
 
 class Stored(torch.Tensor):
@@ -84,9 +64,8 @@ class Stored(torch.Tensor):
 
     def to(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Onto a device without being fetched; into another type as any tensor."""
-        wanted = arguments[0] if len(arguments) == 1 and not keywords else None
-        if isinstance(wanted, str | torch.device):
-            return Stored(self.contents, wanted)
+        if len(arguments) == 1 and not keywords and isinstance(arguments[0], str | torch.device):
+            return Stored(self.contents, arguments[0])
         return values_of(self).to(*arguments, **keywords)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **keywords: Any) -> torch.Tensor:
@@ -100,7 +79,7 @@ class Stored(torch.Tensor):
         if isinstance(index, slice):
             return self.taken(range(len(self))[index])
         if isinstance(index, list | range) and all(type(row) is int for row in index):
-            return self.taken([range(len(self))[row] for row in index])
+            return self.taken(index)
         return values_of(self)[index]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -109,7 +88,7 @@ class Stored(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:
         """Representation without the values."""
-        return f"Stored({list(self.shape)}, {self.dtype}, fetched={self.contents.fetched})"
+        return f"Stored({list(self.shape)}, {self.dtype}, fetched={self.contents.tensor is not None})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,11 +99,8 @@ class Stored(torch.Tensor):
         args, kwargs = tree_map(values_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The same for operations that reach torch by another way."""
-        args, kwargs = tree_map(values_of, (args, kwargs or {}))
-        return func(*args, **kwargs)
+    __torch_dispatch__ = __torch_function__
+    """The same for operations that reach torch by another way."""
 
 
 def values_of(value: Any) -> Any:
@@ -132,14 +108,13 @@ def values_of(value: Any) -> Any:
     return value.contents.fetch().to(value.device) if isinstance(value, Stored) else value
 
 
-def join_stored(parts: Sequence[tuple[Any, tuple[int, ...], str]]) -> Stored:
-    """Join stored arrays, each a reference, shape and type; ValueError if row shapes or types differ."""
-    blocks = tuple(Block(reference, shape[0], shape[1:], kind) for reference, shape, kind in parts)
+def join_blocks(blocks: Sequence[Block]) -> Stored:
+    """Join stored arrays; ValueError if row shapes or types differ."""
     kinds = sorted({f"{block.kind} {list(block.inner)}" for block in blocks})
     if len(kinds) > 1:
         raise ValueError(f"rows of one shape and type expected, got {', '.join(kinds)}")
     rows = [(number, row) for number, block in enumerate(blocks) for row in range(block.rows)]
-    return Stored(Contents(blocks, rows))
+    return Stored(Contents(tuple(blocks), rows))
 
 
 def as_stored(array: Any) -> Stored | None:
@@ -151,12 +126,8 @@ def as_stored(array: Any) -> Stored | None:
         return array
     if not (isinstance(array, torch.Tensor) and array.ndim > 1 and len(array)):
         return None
-    import ray
-
     values, kind = actor.as_array(array.detach().cpu())
-    with cluster.lost_as_pool_lost():
-        reference = ray.put(values)
-    return join_stored([(reference, tuple(array.shape), kind)])
+    return join_blocks([Block(cluster.put(values), len(array), tuple(array.shape[1:]), kind)])
 
 
 _KNOWN = {

@@ -41,8 +41,14 @@ def serve(options: argparse.Namespace) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
     from bridges.pool.cluster import NAMESPACE, answers, cluster_address, cluster_session
     from bridges.retrieval.retriever import Retriever
-    from bridges.retrieval.service import ServiceSection, start_service
-    from bridges.retrieval.whereabouts import Whereabouts, announced, find_service, service_file
+    from bridges.retrieval.service import (
+        ServiceSection,
+        Whereabouts,
+        announced,
+        find_service,
+        service_file,
+        start_service,
+    )
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
     running = find_service(options.service)

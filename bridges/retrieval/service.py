@@ -1,35 +1,27 @@
-"""Retrieval in a pool of actors of a Ray cluster: each holds a part of the catalogue and an encoder.
+"""Retrieval by actors of a Ray cluster: each holds a part of the catalogue and an encoder, as a pool's holds a judge.
 
-A call is two rounds: whichever shard is free encodes a batch of the texts, then every shard counts its part with all
-the vectors. Ray restarts an actor that dies; it loads its vectors from the cache and is asked again. Failures that
-the pool cannot mend arrive here as typed errors.
+A call is two rounds: each shard encodes some batches of the texts, then every shard counts its part with all the
+vectors. Ray restarts an actor that dies, which loads its vectors from the cache, and asks it again (`max_restarts`,
+`max_task_retries`). Failures that Ray cannot mend arrive here as typed errors.
+
+`serve` leaves its cluster's address in a file that only the user can write. Ray's own ways to find a cluster
+(RAY_ADDRESS, "auto") find anybody's: a run joins what this file or its config names.
 """
 
 import itertools
+import json
 import os
-import time
+import socket
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
-from bridges.pool.cluster import (
-    LOOPBACK,
-    NAMESPACE,
-    BatchLost,
-    NotJoined,
-    PoolLate,
-    PoolLost,
-    TokenRefused,
-    cluster_session,
-    first_line,
-    is_gone,
-    is_joined,
-    join,
-    start_cluster,
-)
-from bridges.pool.pool import Pool, Request, start_actors
+from bridges.pool import cluster
+from bridges.pool.pool import start_actors
 from bridges.pool.section import PoolSection
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
@@ -38,36 +30,40 @@ from bridges.retrieval.local import Shard
 from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import Counts, Nearest, Scale, merge_counts, merge_nearest
 from bridges.retrieval.retriever import RetrieverSection
-from bridges.retrieval.whereabouts import find_service
+from grpo_jax.config.files import load_json
 from grpo_jax.errors import StopRun, UserError
 
 _OBJECT_STORE = 256 * 2**20  # bytes, of a cluster started here: only queries and counts pass through it
 _START_SECONDS = 600.0  # for actors to load encoder and vectors; a large catalogue on a slow disk takes minutes
-_LIMITS = PoolSection(
-    batch_attempts=100, batch_timeout=0
-)  # Ray ends the restarts, and an actor that is late may serve others
 
 
 class RankShard:
-    """Judge of a pool: a part of the catalogue, and the encoder. `actor.described` reports its plain attributes."""
+    """Judge of an actor: a part of the catalogue, and the encoder."""
 
     def __init__(self, folder: str, encoder: str, shard: int, shards: int):
         """Take a part, from 0, of the index in a folder of `open_index`: a restart finds the same vectors there."""
-        self._folder, self.encoder, self._number, self.shards = folder, encoder, shard, shards
+        self._folder = folder
+        self._number = shard
+        self.encoder = encoder
+        self.shards = shards
 
     def load(self, device: str) -> "RankShard":
         """Load the encoder and this part's vectors onto "cpu" or "gpu:N", as the actor sees its cards.
 
         The device is that of a sentence encoder and of dense vectors.
         """
+        jax_device = None
         if device != "cpu":
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the encoder is on the same card
+            import jax
+
+            jax_device = jax.local_devices(backend="gpu")[int(device.removeprefix("gpu:"))]
         self._encoder = load_encoder(self.encoder, load_titles(self._folder), device=device)
         index = load_index(self._folder)
         if self._encoder.identity != index.fingerprint.encoder:
             raise UserError(f"encoder {self.encoder} is not the one that {self._folder} was made with")
         part = {"emphasis": self._encoder.emphasis, "shard": self._number, "shards": self.shards}
-        self._shard = Shard(index, **part, device=_jax_device(device))
+        self._shard = Shard(index, **part, device=jax_device)
         self.items, self.fingerprint = index.vectors.shape[0], tuple(index.fingerprint)
         return self
 
@@ -89,27 +85,21 @@ class RankShard:
 class RayBackend:
     """A running service, as a `retriever.Backend`; made by `connect` and `start_service`."""
 
-    def __init__(
-        self,
-        service: str,
-        pool: Pool,
-        *,
-        timeout: float,
-        owner: bool = False,
-        address: str | None = None,
-    ):
-        """Take the actors in the order of their shards; `owner` says whether `close` ends the service.
+    def __init__(self, service: str, actors: Sequence[Any], *, timeout: float, address: str | None = None):
+        """Take Ray's handles of the shards in their order.
 
         `timeout` is seconds of one attempt, `address` the cluster to join where this one is gone, as in `connect`.
         """
-        said = _describe(pool, timeout)
-        self.items, self.encoder, self.fingerprint = said["items"], said["encoder"], Fingerprint(*said["fingerprint"])
+        attributes = _describe(actors, timeout)
+        self.items: int = attributes["items"]
+        self.encoder: str = attributes["encoder"]
+        self.fingerprint = Fingerprint(*attributes["fingerprint"])
+        self.actors = actors
         self._service = service
-        self._pool: Pool | None = pool
         self._timeout = timeout
         self._address = address
         # Ray ends an actor when the handle goes with which it was made, whoever else holds one
-        self._owned = pool if owner else None
+        self._owned: Sequence[Any] = ()
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """`retriever.Backend.count` within the timeout."""
@@ -121,39 +111,41 @@ class RayBackend:
 
     def _asked(self, method: str, queries: Queries, argument: Any) -> list[Any]:
         """Answers of every shard's method to the queries."""
-        pool = self._pool or self.reconnect()  # handles of a cluster that was left must not be used
-        deadline = time.monotonic() + self._timeout
+        actors = self.actors or self.reconnect()  # handles of a cluster that was left must not be used
         with typed_errors(self._timeout):
-            vectors = pool.ask([Request("encode", [batch]) for batch in queries.texts], self._timeout)
-            asked = [queries._replace(texts=[]), argument, *(answer.value for answer in vectors)]
-            counted = [Request(method, asked, worker=worker.number) for worker in pool.workers]
-            return [answer.value for answer in pool.ask(counted, deadline - time.monotonic())]
+            asked = itertools.cycle(actors)
+            vectors = [next(asked).call.remote("encode", batch) for batch in queries.texts]
+            queries = queries._replace(texts=[])
+            counted = [actor.call.remote(method, queries, argument, *vectors) for actor in actors]
+            return cluster.get(counted, self._timeout)
 
-    def reconnect(self) -> Pool:
+    def reconnect(self) -> Sequence[Any]:
         """Look cluster and actors up again: the service may have been started again by hand.
 
         StopRun if another catalogue or encoder is served under its name.
         """
-        self._pool = None
+        self.actors = ()
         import ray
 
-        if ray.is_initialized() and is_gone():
+        if ray.is_initialized() and cluster.is_gone():
             ray.shutdown()
         join_cluster(self._address, self._service)
-        pool = _look_up(self._service, self._timeout)
-        backend = RayBackend(self._service, pool, timeout=self._timeout)
+        backend = RayBackend(self._service, _look_up(self._service, self._timeout), timeout=self._timeout)
         if backend.fingerprint != self.fingerprint:
             raise StopRun(
                 f"the retrieval service {self._service!r} was started again with something else: "
                 f"{backend.fingerprint} instead of {self.fingerprint}"
             )
-        self._pool = pool
-        return pool
+        self.actors = backend.actors
+        return self.actors
 
     def close(self) -> None:
         """End the actors if they were started through this object; a service started elsewhere goes on."""
-        if self._owned is not None:
-            self._owned.close()
+        import ray
+
+        for actor in self._owned:
+            with suppress(Exception):
+                ray.kill(actor)
 
 
 def connect(titles: Sequence[str], section: RetrieverSection = RetrieverSection("ray")) -> RayBackend:
@@ -161,12 +153,12 @@ def connect(titles: Sequence[str], section: RetrieverSection = RetrieverSection(
 
     UserError if it serves another catalogue or encoder than expected.
     """
-    service, timeout = section.service, section.timeout
-    if not timeout > 0:
-        raise ValueError(f"timeout: expected a number > 0, got {timeout}")
+    service = section.service
+    if not section.timeout > 0:
+        raise ValueError(f"timeout: expected a number > 0, got {section.timeout}")
     join_cluster(section.address, service)
-    pool = _look_up(service, max(timeout, _START_SECONDS))
-    backend = RayBackend(service, pool, timeout=timeout, address=section.address)
+    actors = _look_up(service, max(section.timeout, _START_SECONDS))
+    backend = RayBackend(service, actors, timeout=section.timeout, address=section.address)
     if backend.encoder != resolved_name(section.encoder):
         raise UserError(
             f"the retrieval service {service!r} was started with the encoder {backend.encoder}, not {section.encoder}"
@@ -201,7 +193,7 @@ class ServiceSection:
     shards: int = 1
     cache: str | Path | None = None
     address: str | None = None
-    host: str = LOOPBACK
+    host: str = cluster.LOOPBACK
     cpus: float = 1.0
     gpus: float = 0.0
     timeout: float = 120.0
@@ -222,7 +214,7 @@ def start_service(
     if section.address == "auto":
         raise UserError("address: auto may be anybody's cluster; give HOST:PORT, or leave it out to start one")
     if section.address is None:
-        start_cluster(section.host, object_store=_OBJECT_STORE)
+        cluster.start_cluster(section.host, object_store=_OBJECT_STORE)
     else:
         join_cluster(section.address, service)
     import ray
@@ -236,17 +228,17 @@ def start_service(
             )
     name = resolved_name(section.encoder)
     index = open_index(titles, load_encoder(name, titles), section.cache or default_cache())
-    parts = [shard_class(str(index.folder), name, i, shards) for i in range(shards)]
+    parts = [shard_class(str(index.folder), name, shard, shards) for shard in range(shards)]
     resources = {"num_cpus": section.cpus, "num_gpus": section.gpus}
-    actors_section = PoolSection(resources=resources, max_restarts=section.restarts)
-    actors = start_actors(service, parts, actors_section, [_actor_name(service, i) for i in range(shards)])
-    pool = Pool(service, actors, _LIMITS, whole=True)
+    limits = PoolSection(resources=resources, max_restarts=section.restarts)
+    actors = start_actors(service, parts, limits, [_actor_name(service, shard) for shard in range(shards)])
     try:
-        _describe(pool, _START_SECONDS)
+        _describe(actors, _START_SECONDS)
+        backend = RayBackend(service, actors, timeout=section.timeout)
     except RetrievalError as error:
-        pool.close()
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
-    return RayBackend(service, pool, timeout=section.timeout, owner=True)
+    backend._owned = actors
+    return backend
 
 
 def join_cluster(address: str | None, service: str) -> None:
@@ -255,7 +247,7 @@ def join_cluster(address: str | None, service: str) -> None:
     Nothing of the run is placed there before the service itself was found. `address` is HOST:PORT; None or "auto" is
     where this user's `serve` of that name runs, and nowhere else.
     """
-    if is_joined():
+    if cluster.is_joined():
         return
     running = None
     if address in (None, "auto"):
@@ -264,12 +256,12 @@ def join_cluster(address: str | None, service: str) -> None:
             raise ServiceNotFound(not_found(service, f"none of yours runs here{_foreign()}"))
         address = running.address
     try:
-        join(address)
-    except TokenRefused as error:
+        cluster.join(address)
+    except cluster.TokenRefused as error:
         raise ServiceNotFound(str(error)) from error
-    except NotJoined as error:
+    except cluster.NotJoined as error:
         raise ServiceNotFound(not_found(service, str(error))) from error
-    if running is not None and cluster_session() != running.session:
+    if running is not None and cluster.cluster_session() != running.session:
         import ray
 
         ray.shutdown()
@@ -285,21 +277,17 @@ def _foreign() -> str:
 
 @contextmanager
 def typed_errors(seconds: float) -> Iterator[None]:
-    """Raise a pool's failures, given its limit in seconds, as errors of `bridges.retrieval.errors`."""
-    from ray import exceptions
-
+    """Raise failures of a call, given its limit in seconds, as errors of `bridges.retrieval.errors`."""
     try:
         yield
     except RetrievalError:  # raised here, or in an actor
         raise
-    except PoolLate as error:
+    except cluster.PoolLate as error:
         raise RetrievalTimeout(f"no answer within {seconds:g} s") from error
-    except (PoolLost, BatchLost) as error:
-        raise (ConnectionLost if is_gone() else ActorLost)(f"a shard died, or the cluster is gone: {error}") from error
-    except (exceptions.RayError, ConnectionError) as error:
-        raise ConnectionLost(first_line(error)) from error
+    except cluster.PoolLost as error:
+        raise (ConnectionLost if cluster.is_gone() else ActorLost)(str(error)) from error
     except Exception as error:
-        raise RetrievalError(f"the service failed: {first_line(error)}") from error
+        raise RetrievalError(f"the service failed: {cluster.first_line(error)}") from error
 
 
 def not_found(service: str, reason: str) -> str:
@@ -318,36 +306,76 @@ def _find_actor(service: str, shard: int) -> Any | None:
     import ray
 
     try:
-        return ray.get_actor(_actor_name(service, shard), namespace=NAMESPACE)
+        return ray.get_actor(_actor_name(service, shard), namespace=cluster.NAMESPACE)
     except ValueError:
         return None
 
 
-def _look_up(service: str, timeout: float) -> Pool:
+def _look_up(service: str, timeout: float) -> list[Any]:
     with typed_errors(timeout):
-        actors = (_find_actor(service, i) for i in itertools.count())
-        pool = Pool(service, [*itertools.takewhile(bool, actors)], _LIMITS, whole=True)
-    if not pool.workers:
+        actors = list(itertools.takewhile(bool, (_find_actor(service, shard) for shard in itertools.count())))
+    if not actors:
         raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
     try:
-        shards = _describe(pool, timeout)["shards"]
+        shards = _describe(actors, timeout)["shards"]
     except ActorLost as error:  # it keeps its name until whoever started it ends
         raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
-    if len(pool.workers) < shards:
-        raise ServiceNotFound(not_found(service, f"shard {len(pool.workers)} of {shards} is gone"))
-    return pool
+    if len(actors) < shards:
+        raise ServiceNotFound(not_found(service, f"shard {len(actors)} of {shards} is gone"))
+    return actors
 
 
-def _describe(pool: Pool, seconds: float) -> dict[str, Any]:
-    """Description of the service by a shard, once all have loaded."""
+def _describe(actors: Sequence[Any], seconds: float) -> dict[str, Any]:
+    """Attributes of a shard, once all have loaded."""
     with typed_errors(seconds):
-        return pool.wait_until_ready(seconds)[0]
+        return cluster.get([actor.describe.remote() for actor in actors], seconds)[0][0]
 
 
-def _jax_device(name: str) -> Any:
-    """JAX device of "cpu" (None) or of the actor's card."""
-    if name == "cpu":
+class Whereabouts(NamedTuple):
+    """Cluster of one service, HOST:PORT, and its session: another one at that address is another cluster."""
+
+    address: str
+    session: str
+
+
+def service_file(service: str) -> Path:
+    """The file of a service of this name on this machine."""
+    name = quote(f"{service}@{socket.gethostname()}", safe="@")  # homes are shared, loopbacks are not
+    return default_cache().parent / "services" / f"{name}.json"
+
+
+@contextmanager
+def announced(service: str, where: Whereabouts) -> Iterator[None]:
+    """Keep the file of a service while the block runs; UserError if it cannot be written."""
+    path = service_file(service)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)  # 0600
+        with os.fdopen(handle, "w") as file:
+            json.dump(where._asdict(), file)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}), where training looks for the service") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError, UserError):
+            if find_service(service) == where:  # not another's, who came after it
+                path.unlink()
+
+
+def find_service(service: str) -> Whereabouts | None:
+    """Find this user's service of that name, which may have been killed since; None if no file names it.
+
+    UserError if somebody else can write the file, or it is broken.
+    """
+    path = service_file(service)
+    try:
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise UserError(f"{path} can be written by others; remove it and start the service again")
+        return Whereabouts(**load_json(path))
+    except FileNotFoundError:
         return None
-    import jax
-
-    return jax.local_devices(backend="gpu")[int(name.removeprefix("gpu:"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read; remove it and start the service again") from error

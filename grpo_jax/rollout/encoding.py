@@ -23,7 +23,6 @@ from grpo_jax.models.hf.chat import (
     Message,
     Part,
     conversation_encoder,
-    default_system_prompt,
     knows_option,
     picture_tokens,
 )
@@ -296,24 +295,6 @@ def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
     if isinstance(column, str) and column and not any(column in row.columns for row in rows):
         raise UserError(
             f"data.tools: expected a list of JSON schemas or a column of the data, got {short_repr(column)}"
-        )
-
-
-def tell_system_prompt(
-    tokenizer: PreTrainedTokenizerBase, section: DataSection, rows: Sequence[Row], say: Callable[[str, str], None]
-) -> None:
-    """Report a system prompt that the chat template adds, and a template without a switch for thinking."""
-    if not _uses_template(tokenizer, section):
-        return
-    if section.enable_thinking and not knows_option(tokenizer, "enable_thinking"):
-        say("template", "has no switch for thinking: data.enable_thinking changes nothing")
-    if section.system_prompt or row_sizes(rows)["has_system"].all():
-        return
-    default = default_system_prompt(tokenizer, **section.template_options)
-    if default:
-        say(
-            "template",
-            f"tells the policy {short_repr(default, 100)} before each prompt; data.system_prompt replaces it",
         )
 
 

@@ -50,7 +50,7 @@ def pictures(cluster):
     """(stored, plain): the same pictures in the object store, as two blocks, and here."""
     plain = torch.rand(6, 3, 4, 4)
     blocks = [stored.as_stored(part).contents.blocks[0] for part in (plain[:4], plain[4:])]
-    return stored.join_stored([(block.reference, (block.rows, *block.inner), block.kind) for block in blocks]), plain
+    return stored.join_blocks(blocks), plain
 
 
 def test_shape_rows_and_devices_fetch_nothing(pictures):
@@ -60,14 +60,14 @@ def test_shape_rows_and_devices_fetch_nothing(pictures):
     assert isinstance(there, torch.Tensor) and len(there) == 6 and there.shape == plain.shape
     assert (there.ndim, there.dtype, there.device, there.size()) == (4, plain.dtype, plain.device, plain.size())
     assert there.is_floating_point() and "fetched=False" in repr(there)
-    assert not any(one.contents.fetched for one in (there, repeated, taken))
+    assert not any(one.contents.tensor is not None for one in (there, repeated, taken))
     assert torch.equal(taken, plain.repeat_interleave(2, dim=0)[3:11][[0, -1, 4]])
-    assert torch.equal(repeated, plain.repeat_interleave(2, dim=0)) and not there.contents.fetched
+    assert torch.equal(repeated, plain.repeat_interleave(2, dim=0)) and there.contents.tensor is None
 
 
 def test_anything_else_is_done_with_the_values(pictures):
     there, plain = pictures
-    assert torch.equal(there[2], plain[2]) and type(there[2]) is torch.Tensor and there.contents.fetched
+    assert torch.equal(there[2], plain[2]) and type(there[2]) is torch.Tensor and there.contents.tensor is not None
     assert torch.equal(1 - there * 2, 1 - plain * 2) and torch.equal(there.mean(dim=(2, 3)), plain.mean(dim=(2, 3)))
     assert torch.equal(torch.stack(list(there)), plain) and torch.equal(torch.cat([there, plain])[:6], plain)
     assert torch.equal(there.to(torch.float64), plain.double()) and torch.equal(there[:, 0], plain[:, 0])
@@ -96,8 +96,8 @@ def kill_a_child_that_draws(run: Path, killed: list[int]) -> None:
 def test_a_run_draws_and_scores_in_pools_what_it_does_in_one_process(cluster, tmp_path, monkeypatch):
     assert train(tmp_path / "here") == 0
     fetched, killed = [], []
-    plain = stored.fetch
-    monkeypatch.setattr(stored, "fetch", lambda references: fetched.append(references) or plain(references))
+    plain = stored.Contents.fetch
+    monkeypatch.setattr(stored.Contents, "fetch", lambda contents: fetched.append(contents) or plain(contents))
     killer = threading.Thread(target=kill_a_child_that_draws, args=(tmp_path / "pools", killed), daemon=True)
     killer.start()
     assert train(tmp_path / "pools", **POOLS) == 0

@@ -174,7 +174,7 @@ def test_an_answer_that_comes_too_late_is_a_failure(running, misbehave):
 def test_an_actor_killed_in_mid_step_is_restarted_and_the_step_repeated(running, misbehave):
     backend = running[0]
     expected = Retriever(backend).score_ranks(QUERIES, TARGETS, EXCLUDE)
-    actor = backend._pool.workers[1].handle
+    actor = backend.actors[1]
     before = actor_pid(actor)
     misbehave(hold=1)
     killer = kill_once_held(running, actor, restart=True)
@@ -191,7 +191,7 @@ def test_an_actor_that_stays_dead_stops_the_run(running, misbehave):
     """The last test of the service: afterwards it is gone."""
     backend = running[0]
     misbehave(hold=0)
-    kill_once_held(running, backend._pool.workers[0].handle, restart=False)
+    kill_once_held(running, backend.actors[0], restart=False)
     with pytest.raises(retrieval.ActorLost, match="died"):
         backend.count(make_queries([["a"]], [[1.0]], [0], [[]]), retrieval.Scale())
     retriever = Retriever(backend, patience=retrieval.Patience(attempts=2, first_wait=0.1, budget=1))

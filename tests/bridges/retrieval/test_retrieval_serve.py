@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
 from bridges.pool import cluster  # noqa: E402
-from bridges.retrieval import whereabouts  # noqa: E402
+from bridges.retrieval import service as whereabouts  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]

@@ -14,7 +14,8 @@ from bridges.retrieval import service  # noqa: E402
 from grpo_jax.tasks.recommendation.dummy import make_catalogue_of_words  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+# Wide: bridges/retrieval/test_retrieval_ray.py holds that ranks are those in process and what becomes of an actor.
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.wide]
 
 TRAINING = 16  # completions of one batch; evaluations have others
 OPTIONS = {
@@ -134,7 +135,6 @@ def test_an_actor_that_dies_changes_nothing_and_a_failed_call_is_missing_rewards
     assert "service 'retrieval' over Ray" in (tmp_path / "run" / "train.log").read_text()
 
 
-@pytest.mark.wide  # test_retrieval_ray.py stops a run so, too
 def test_an_actor_that_is_gone_stops_the_run_which_goes_on_with_another(in_process, serve, tmp_path, capsys):
     serve("2:leave")
     changes = {"task.retrieval.backend": "ray", "task.retrieval.attempts": 2}

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--service", default="retrieval", help="name that training looks for")
     command.add_argument("--shards", type=int, default=1, help="actors that share the catalogue")
     command.add_argument("--cpus", type=float, default=1.0, help="CPUs of each actor")
-    command.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor")
+    command.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor's encoder")
     command.add_argument("--cache", help="folder for vectors; every node must see it (default: ~/.cache/grpo_jax)")
     command.add_argument("--address", help="HOST:PORT of a Ray cluster to join; by default one is started")
     command.add_argument(

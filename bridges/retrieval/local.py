@@ -5,10 +5,8 @@ cos of the one + w · cos of the other. Each keeps its own index (and its own fo
 are built in each space separately, so that the lengths of one do not weigh in the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -21,17 +19,15 @@ from bridges.retrieval.ranking import (
     Counts,
     Nearest,
     Scale,
-    SparseShard,
+    VectorShard,
     count_scores,
+    dense_product,
     joined,
     merge_counts,
     merge_nearest,
     nearest_of,
 )
 from bridges.retrieval.retriever import RetrieverSection
-
-if TYPE_CHECKING:
-    import jax  # sparse vectors do without it
 
 
 def encoded(encoder: Encoder, queries: Queries) -> Vectors:
@@ -58,27 +54,13 @@ def query_vectors(queries: Queries, texts: Vectors, items: Vectors, emphasis: np
 class Shard:
     """A part of an index."""
 
-    def __init__(
-        self,
-        index: Index,
-        *,
-        emphasis: np.ndarray | None = None,
-        shard: int = 0,
-        shards: int = 1,
-        device: jax.Device | None = None,
-    ):
+    def __init__(self, index: Index, *, emphasis: np.ndarray | None = None, shard: int = 0, shards: int = 1):
         """Load the vectors of part `shard` (from 0) of an index; NonFiniteScores if one is NaN or infinite."""
         self._vectors = index.vectors
         self._emphasis = emphasis
         items = index.vectors.shape[0]
         first = items * shard // shards
-        part = index.vectors[first : items * (shard + 1) // shards]
-        if sparse.issparse(part):
-            self._part = SparseShard(part, first=first)
-        else:
-            from bridges.retrieval.dense import DenseShard
-
-            self._part = DenseShard(part, first=first, device=device)
+        self._part = VectorShard(index.vectors[first : items * (shard + 1) // shards], first=first)
 
     def count(self, queries: Queries, vectors: Vectors, scale: Scale) -> Counts:
         """Counts of the part's items, from the vectors of the queries' distinct texts."""
@@ -94,18 +76,12 @@ class Shard:
 class LocalBackend:
     """Encoder and catalogue in this process; see `retriever.Backend`."""
 
-    def __init__(self, index: Index, encoder: Encoder, *, shards: int = 1, device: jax.Device | None = None):
-        """Take an index and the encoder that made it.
-
-        The number of shards does not change results. `device` is where dense vectors are compared; None is the CPU.
-        """
+    def __init__(self, index: Index, encoder: Encoder, *, shards: int = 1):
+        """Take an index and the encoder that made it. The number of shards does not change results."""
         self.items = index.vectors.shape[0]
         self.fingerprint = index.fingerprint
         self._encoder = encoder
-        self._shards = [
-            Shard(index, emphasis=encoder.emphasis, shard=shard, shards=shards, device=device)
-            for shard in range(shards)
-        ]
+        self._shards = [Shard(index, emphasis=encoder.emphasis, shard=shard, shards=shards) for shard in range(shards)]
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """See `retriever.Backend`."""
@@ -132,8 +108,8 @@ class Space(NamedTuple):
 
     def similarities(self, queries: Queries, vectors: Vectors) -> np.ndarray:
         """Cosines f32 [B, N] of queries and items, from the vectors of the queries' distinct texts."""
-        scores = query_vectors(queries, vectors, self.index.vectors, self.encoder.emphasis) @ self.index.vectors.T
-        return scores.toarray() if sparse.issparse(scores) else np.asarray(scores)
+        wanted = query_vectors(queries, vectors, self.index.vectors, self.encoder.emphasis)
+        return dense_product(wanted, self.index.vectors.T)
 
 
 class HybridBackend:
@@ -196,4 +172,4 @@ def local_backend(
             spaces.append(Space(encoder, open_index(titles, encoder, section.cache)))
     if len(spaces) == 2:
         return HybridBackend(*spaces, section.dense_weight)
-    return LocalBackend(spaces[0].index, spaces[0].encoder, device=section.device)
+    return LocalBackend(spaces[0].index, spaces[0].encoder)

@@ -49,6 +49,7 @@ def test_the_python_of_the_readme_trains_and_answers(folder, monkeypatch, capsys
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # the same training as above; each command has tests of its own
 def test_the_command_lines_of_the_readme_run_one_after_the_other(folder, monkeypatch):
     lines = [shlex.split(line)[2:] for line in commands(OWN)]
     assert [line[0] for line in lines] == [*["grpo_jax.train"] * 2, "grpo_jax.evaluate", "grpo_jax.export"]

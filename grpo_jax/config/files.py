@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 Values = Mapping[str, Any]
 """Plain values by their names, nested: of a config, a row of metrics, a summary."""
+Fields = dict[str, Any]
+"""The same, to be changed."""
 MOST_BYTES = 2**28
 """Limit of a file that is read whole, by default."""
 SILENCE_SECONDS = 60.0

@@ -178,7 +178,7 @@ class Option(NamedTuple):
     """
 
     name: str
-    hint: Any
+    hint: object
     value: Any
     line: str
     names: tuple[str, ...] = ()
@@ -251,7 +251,7 @@ def clause(line: str) -> str:
 _WORDS = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false", types.NoneType: "null"}
 
 
-def type_word(hint: Any) -> str:
+def type_word(hint: object) -> str:
     """Return a type as help spells it: INT, TEXT|null, constant|linear|cosine, [TEXT, …]."""
     members = sorted(members_of(hint), key=lambda member: member is types.NoneType)
     if len(members) > 1:

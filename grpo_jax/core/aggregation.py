@@ -15,14 +15,10 @@ from grpo_jax.core.masking import as_mask, count, masked_mean, safe_divide, sele
 
 
 class Mean(NamedTuple):
-    """A mean on its way: add the parts, then take the value."""
+    """A mean on its way: add up the totals and the weights of the parts, then take the value."""
 
     total: ArrayLike
     weight: ArrayLike
-
-    def add(self, other: "Mean") -> "Mean":
-        """The mean over both parts."""
-        return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> jax.Array:
         """total / weight, and 0 where there is no weight."""
@@ -80,7 +76,6 @@ def loss_normaliser(
         dtype: type of the result.
 
     Raises:
-        TypeError: the mask is not bool.
         ValueError: an unknown aggregation, or a mask without axes.
     """
     mask = as_mask("mask", mask)

@@ -57,7 +57,6 @@ def token_logprobs(
         (logprobs, entropy), both `[.., T]`, float32 (float64 if `hidden` is).
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that do not fit, a negative or infinite temperature, a cap that is not positive, a chunk
             size below 1.
     """

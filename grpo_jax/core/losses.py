@@ -247,7 +247,6 @@ def grpo_loss(
         (loss, metrics); the loss a scalar of at least float32.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that do not fit, an unknown choice, a penalty without `ref_logprobs`, a bonus
             without `entropy`.
     """
@@ -294,7 +293,6 @@ def sft_loss(
         (loss, metrics); the loss a scalar of at least float32.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that differ.
     """
     logprobs = as_float("logprobs", logprobs)

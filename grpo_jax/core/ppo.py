@@ -87,15 +87,8 @@ def ppo_loss(
         (loss, metrics); the loss a scalar of at least float32. `metrics.old_kl` is what others call approx_kl.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that do not fit, a bound that is out of range, a bonus without `entropy`.
     """
-    if not 0 <= clip_low <= 1:
-        raise ValueError(f"clip_low must be in [0, 1], got {clip_low}")
-    if not clip_high >= 0:
-        raise ValueError(f"clip_high must be at least 0, got {clip_high}")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be more than 1, got {dual_clip}")
     return grpo_loss(
         logprobs,
         old_logprobs,
@@ -140,7 +133,6 @@ def value_loss(
         (loss, metrics); the loss a scalar of at least float32.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that differ, a negative clip, a clip without `old_values`.
     """
     predicted = as_float("values", values)

@@ -40,7 +40,6 @@ def kl_penalised_rewards(
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        TypeError: an argument that is not floating, or a mask that is not bool.
         ValueError: shapes that do not fit, an unknown estimator, a negative weight.
     """
     logprobs = as_float("logprobs", logprobs)
@@ -121,7 +120,6 @@ def overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> jax.Arra
         `[..]`, float32, from -1 to 0.
 
     Raises:
-        TypeError: lengths are not integers.
         ValueError: a buffer that is not in 1..limit.
     """
     lengths = jnp.asarray(lengths)

@@ -25,7 +25,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, all_rows, batches_per_epoch, iterations_in_all, row_sizes
-from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
 from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rewards import Reward
@@ -163,7 +163,6 @@ def load_parts(
     if devices[0].platform == "cpu" and process_count() == 1:
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
-    tell_system_prompt(folder.tokenizer, config.data, data.prompts.train, say)
     judges = {}
     for name, judge in judge_sections.items():
         with judge_named(name):

@@ -1,6 +1,5 @@
 """The number of micro-batches that a memory budget asks for."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ from grpo_jax.runs import parts as parts_module
 from grpo_jax.runs.parts import Parts, within_budget
 from grpo_jax.tasks.task import TaskData
 from grpo_jax.tasks.text_task import Text
-from grpo_jax.training.memory import fewest_parts, update_bytes
+from grpo_jax.training.memory import fewest_parts
 
 PROMPTS, LENGTH = 8, 16
 
@@ -60,19 +59,19 @@ def made(**training) -> tuple[Parts, list]:
     return Parts(**parts)
 
 
-@pytest.fixture(scope="module")
-def needed() -> int:
-    """Bytes with two micro-batches, measured apart."""
-    config = made(accumulation=2).config
-    data = dataclasses.replace(config.data, max_prompt_tokens=LENGTH)
-    return update_bytes(dataclasses.replace(config, data=data), tiny_update.CONFIG, None)
+def test_accumulation_is_what_the_budget_asks_for(monkeypatch):
+    """Measured are updates at the longest prompt's length, with as many micro-batches as are tried."""
+    measured = []
 
+    def update_bytes(config, *_):
+        measured.append((config.training.accumulation, config.data.max_prompt_tokens))
+        return 2**30 // config.training.accumulation
 
-def test_accumulation_is_what_the_budget_asks_for(needed):
-    said = []
-    parts = within_budget(made(memory_budget_gib=needed / 2**30), lambda *line: said.append(line))
-    assert parts.config.training.accumulation == 2
-    assert said[0][0] == "update" and said[0][1].startswith("2 micro-batches of 4 prompts: 0.00 GiB")
+    monkeypatch.setattr(parts_module, "update_bytes", update_bytes)
+    lines = []
+    parts = within_budget(made(memory_budget_gib=0.5), lambda *line: lines.append(line))
+    assert parts.config.training.accumulation == 2 and measured == [(1, LENGTH), (2, LENGTH)]
+    assert lines[0][0] == "update" and lines[0][1].startswith("2 micro-batches of 4 prompts: 0.50 GiB")
 
 
 def test_a_budget_that_nothing_fits_is_refused(monkeypatch):

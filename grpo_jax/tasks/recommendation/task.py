@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Le, Lt
 
 from grpo_jax.config.fields import (
     Count,
+    Length,
     NonNegative,
     Positive,
     PositiveCount,
@@ -176,15 +179,15 @@ class Recommendation(Task):
     training_targets: Literal["every", "last", "apart"] = "every"
     blank_titles: Literal["error", "keep"] = "error"
     minimum_rating: float = 0.0
-    minimum_items: int = 4
+    minimum_items: Annotated[int, Ge(2)] = 4
     exclude_history: bool = True
     order_column: str | None = None
     decay: Share = 0.7
-    dummy_users: int = 2000
-    dummy_items: int = 2000
-    dummy_length: int = 8
-    dummy_fickle: float = 0.1
-    dummy_noise: float = 0.02
+    dummy_users: Length = 2000
+    dummy_items: Length = 2000
+    dummy_length: Annotated[int, Ge(4), Le(56)] = 8  # the rules come back after 56 items
+    dummy_fickle: Annotated[Share, Lt(1)] = 0.1
+    dummy_noise: Annotated[Share, Lt(1)] = 0.02
     dummy_seed: int = 0
     pairs: Literal["next", "together", "forms", "lessons", "hearsay"] = "next"
     pair_characters: Count = 0

@@ -120,7 +120,7 @@ def test_a_policy_that_writes_queries_has_no_prior_to_choose(run, capsys):
         ({"task.catalogue": "none.tsv"}, "none.tsv does not exist: expected a catalogue"),
         ({"task.catalogue": ""}, "task.catalogue: expected a file with the titles"),
         ({"task.source": "data.parquet"}, "expected dummy, a .txt of sequences or a .csv of events"),
-        ({"task.order_column": "asin"}, "order_column must be one of [], got 'asin'"),
+        ({"task.order_column": "asin"}, "task.order_column: expected one of [], got 'asin'"),
         ({"task.template": "{titles}"}, "expected one of {history}, {last}, {items} in it"),
         ({"task.history_items": 0}, "task.history_items: expected a number >= 1"),
         ({"task.pairs": "hearsay"}, "task.pairs: expected next, together or forms"),

@@ -111,8 +111,6 @@ def test_a_cut_in_time_by_hand():
     assert [user.items for user in split.known] == [(0, 1, 2), (3, 4), (), ()]
     assert [target[:3] for target in split.validation] == [("both", (3, 4), 5)]
     assert [target[:3] for target in split.test] == [("both", (3, 4, 5), 6), ("new", (7,), 8)]
-    with pytest.raises(ValueError, match="users must have times"):
-        time_split([UserSequence("a", (1, 2))], 0.5)
 
 
 @pytest.mark.parametrize("split", ["last", "items", "time"])

@@ -17,17 +17,11 @@ from grpo_jax.core.masking import as_float, as_mask, count, masked_mean, masked_
 
 
 class Condition(NamedTuple):
-    """Objective `easy` counts only where objective `hard` reaches `threshold`.
+    """Objective `easy` counts only where objective `hard` reaches `threshold`."""
 
-    Attributes:
-        easy: index of the objective that is conditioned.
-        hard: index of the objective it waits for.
-        threshold: the least raw reward of `hard` at which `easy` counts.
-    """
-
-    easy: int
-    hard: int
-    threshold: float
+    easy: int  # index of the objective that is conditioned
+    hard: int  # index of the objective it waits for
+    threshold: float  # the least raw reward of `hard` at which `easy` counts
 
 
 def _as_rewards(rewards: ArrayLike, ndim: int) -> jax.Array:

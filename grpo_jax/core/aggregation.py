@@ -26,15 +26,10 @@ class Mean(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """Denominators of a whole update, of which a loss call may see a part.
+    """Denominators of a whole update, of which a loss call may see a part."""
 
-    Attributes:
-        loss: divides the aggregated policy loss and KL penalty.
-        tokens: number of tokens, for the entropy bonus, a token mean under every aggregation.
-    """
-
-    loss: ArrayLike
-    tokens: ArrayLike
+    loss: ArrayLike  # divides the aggregated policy loss and KL penalty
+    tokens: ArrayLike  # number of tokens, for the entropy bonus, a token mean under every aggregation
 
 
 @dataclass(frozen=True)

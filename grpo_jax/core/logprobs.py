@@ -236,9 +236,6 @@ def tree_logprobs(
 
     Returns:
         (logprobs, entropy), both `[P, G, T]`, float32 (float64 if `hidden` is).
-
-    Raises:
-        TypeError, ValueError: As of `token_logprobs`.
     """
     hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
     nodes, options = walk(trie, tokens), {"temperature": temperature, "softcap": softcap}

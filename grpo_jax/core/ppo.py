@@ -13,23 +13,13 @@ from grpo_jax.core.surrogates import Clip
 
 
 class ValueMetrics(NamedTuple):
-    """Metrics of one `value_loss` call; every member a `Mean` over steps, so that parts of a batch add up.
-
-    Attributes:
-        loss: the value loss.
-        clip_fraction: share of steps at which the clipped error is the larger one, which stops the gradient.
-        value: the predictions.
-        target: the returns.
-        error: return less prediction.
-        squared_target: for the explained variance.
-        squared_error: for the explained variance.
-    """
+    """Metrics of one `value_loss` call; every member a `Mean` over steps, so that parts of a batch add up."""
 
     loss: Mean
-    clip_fraction: Mean
-    value: Mean
-    target: Mean
-    error: Mean
+    clip_fraction: Mean  # share of steps at which the clipped error is the larger one, which stops the gradient
+    value: Mean  # the predictions
+    target: Mean  # the returns
+    error: Mean  # return less prediction
     squared_target: Mean
     squared_error: Mean
 
@@ -77,11 +67,7 @@ def ppo_loss(
         clip_low: how far below 1 the ratio pays.
         clip_high: how far above 1.
         dual_clip: bound of the ratio where the advantage is negative, as in `Clip`.
-        aggregation: as in `grpo_loss`.
-        normaliser: as in `grpo_loss`.
-        entropy: `[.., T]`; without a coefficient it is only measured.
-        entropy_coef: weight of the entropy bonus.
-        token_weights: as in `grpo_loss`.
+        aggregation, normaliser, entropy, entropy_coef, token_weights: as in `grpo_loss`.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32. `metrics.old_kl` is what others call approx_kl.

@@ -71,17 +71,11 @@ class AdaptiveKL:
         coef' = coef · (1 + error · samples / horizon)
 
     From Ziegler et al., section 2.2 (https://arxiv.org/abs/1909.08593).
-
-    Attributes:
-        target: the divergence to keep, in the measure that `update` is given: there the mean over rows of a row's
-            summed k1.
-        horizon: how many samples it takes to change the weight by the factor `1 + error`.
-        limit: bound of the relative error.
     """
 
-    target: float
-    horizon: float
-    limit: float = 0.2
+    target: float  # the divergence to keep, as `update` is given it: there the mean over rows of a row's summed k1
+    horizon: float  # how many samples it takes to change the weight by the factor `1 + error`
+    limit: float = 0.2  # bound of the relative error
 
     def __post_init__(self) -> None:
         for name in ("target", "horizon", "limit"):

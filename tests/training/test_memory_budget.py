@@ -10,7 +10,7 @@ from grpo_jax.config import Config, SamplingSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.runs import parts as parts_module
-from grpo_jax.runs.parts import Parts, within_budget
+from grpo_jax.runs.parts import RunContext, within_budget
 from grpo_jax.tasks.task import TaskData
 from grpo_jax.tasks.text_task import Text
 from grpo_jax.training.memory import fewest_parts
@@ -41,14 +41,14 @@ def test_the_fewest_parts_that_fit_with_few_measurements(budget, least, expected
     assert (got, asked) == (expected, measured)
 
 
-def made(**training) -> tuple[Parts, list]:
+def made(**training) -> tuple[RunContext, list]:
     """Parts of a run on the tiny decoder, as far as a budget looks at them."""
     config = Config(
         task=Text(),
         training=TrainingSection(prompts_per_batch=PROMPTS, **training),
         sampling=SamplingSection(group_size=4, max_new_tokens=12),
     )
-    parts = dict.fromkeys(Parts._fields) | {
+    parts = dict.fromkeys(RunContext._fields) | {
         "config": config,
         "policy": SimpleNamespace(config=tiny_update.CONFIG, mesh=None),
         "task_data": TaskData(PromptSet((Row(1, "a"),), (), ())),
@@ -56,7 +56,7 @@ def made(**training) -> tuple[Parts, list]:
             encode=lambda rows: SimpleNamespace(tokens=np.zeros((len(rows), LENGTH)), pictures=None)
         ),
     }
-    return Parts(**parts)
+    return RunContext(**parts)
 
 
 def test_accumulation_is_what_the_budget_asks_for(monkeypatch):

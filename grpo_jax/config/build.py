@@ -252,13 +252,6 @@ def _make_objects(kind: type, values: Values, name: str) -> tuple[Fields, Fields
     return names, objects
 
 
-def _section_at(kind: Any, path: Iterable[str | int]) -> Any:
-    """Return the dataclass at a place of another one."""
-    for part in path:
-        kind = get_args(kind)[0] if isinstance(part, int) else get_type_hints(kind)[part]
-    return kind
-
-
 def _unknown(kind: type, values: Values, name: str, value: object, siblings: list[str]) -> str:
     """Return the line about a field that does not exist in a whole config.
 

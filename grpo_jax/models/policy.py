@@ -445,9 +445,8 @@ def load_policy(
     if section.quantised != "none":
         store = partial(quantise, kind=section.quantised, device=devices[0])
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
-    dtype = section.frozen_dtype if section.lora.used else "float32"
     try:
-        weights = hf.load_weights(read, param_dtype=dtype, put=store).params
+        weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store).params
     except ValueError as error:  # a weight that the mesh does not divide
         raise UserError(f"policy.mesh: {error}") from error
     config = read.config
@@ -457,8 +456,7 @@ def load_policy(
     tower = None
     if (config.vision is not None if vision is None else vision) or needs_tower(section, lora):
         _check_tower(section, read)
-        tower_dtype = "float32" if section.vision == "train" else section.frozen_dtype
-        tower = hf.load_tower(read, param_dtype=tower_dtype, put=None if mesh is None else put)
+        tower = hf.load_tower(read, param_dtype=tower_dtype(section), put=None if mesh is None else put)
         if mesh is None:
             tower = jax.device_put(tower, devices[0])
         variables = with_tower(variables, tower, trained=section.vision == "train")
@@ -472,6 +470,16 @@ def load_policy(
     if value_head:
         variables[VALUE] = put({VALUE: init_value_head(config.hidden_size)})[VALUE]
     return policy.replace(folder=read, variables=variables, mesh=mesh)
+
+
+def weight_dtype(section: PolicySection) -> str:
+    """The type of the weights: trained ones are float32."""
+    return section.frozen_dtype if section.lora.used else "float32"
+
+
+def tower_dtype(section: PolicySection) -> str:
+    """The type of the vision tower's weights, which may be frozen where the rest is trained."""
+    return "float32" if section.vision == "train" else section.frozen_dtype
 
 
 def configured_functions(

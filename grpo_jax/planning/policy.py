@@ -24,7 +24,7 @@ from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.weights import read_json
 from grpo_jax.models.lora import count_weights
-from grpo_jax.models.policy import configured_functions, lora_config, needs_tower
+from grpo_jax.models.policy import configured_functions, lora_config, needs_tower, weight_dtype
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL
 from grpo_jax.models.vision.config import VisionConfig
@@ -41,7 +41,6 @@ from grpo_jax.training.memory import (
     state_shapes,
     temporary_bytes,
     update_bytes,
-    weight_dtype,
 )
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
@@ -137,7 +136,7 @@ def policy_memory(
     Prompts have data.max_prompt_tokens. ValueError for adapters on projections that the architecture lacks, or
     weights that the mesh does not divide.
     """
-    narrow = {config.policy.compute_dtype, weight_dtype(config)} - {"float32"}
+    narrow = {config.policy.compute_dtype, weight_dtype(config.policy)} - {"float32"}
     widened = bool(narrow) and jax.default_backend() == "cpu"
     held = held_memory(config, model, mesh, shown)
     state = state_shapes(config, model, mesh, pictures=shown is not None)
@@ -145,7 +144,7 @@ def policy_memory(
     wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
     apart = _layers_bytes(state_shapes(wide, model, mesh, pictures=shown is not None))
     # Where they differ in type, the head is cast once for a whole program.
-    casts = weight_dtype(config) != config.policy.compute_dtype and widened
+    casts = weight_dtype(config.policy) != config.policy.compute_dtype and widened
     cast = model.vocab_size * model.hidden_size * jnp.dtype(config.policy.compute_dtype).itemsize if casts else 0
     return held._replace(
         apart=_layers_bytes(state),

@@ -193,8 +193,6 @@ def _permutation(n: int, *numbers: int) -> np.ndarray:
 
 def batches_per_epoch(n: int, batch_size: int) -> int:
     """Count the batches in one pass over ``n`` rows, the rest left over; UserError if there is none."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if n < batch_size:
         raise UserError(f"a batch takes {batch_size} different prompts and there are {n}: lower it or add prompts")
     return n // batch_size

@@ -226,10 +226,7 @@ def prepare_rows(rows: Sequence[Row], processor: ImageProcessor) -> list[list[Pi
 
 
 def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token lists as one array i32 [P, width] and its mask bool [P, width]; ValueError if one is longer."""
-    longest = max(map(len, encoded), default=0)
-    if longest > width:
-        raise ValueError(f"width must be at least the longest prompt's {longest} tokens, got {width}")
+    """Return token lists as one array i32 [P, width] and its mask bool [P, width]; none is longer."""
     mask = np.arange(width) >= width - np.array([len(tokens) for tokens in encoded])[:, None]
     array = np.full(mask.shape, pad_id, np.int32)
     array[mask] = [*itertools.chain.from_iterable(encoded)]

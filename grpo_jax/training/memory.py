@@ -21,7 +21,15 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.lora import init_adapters, quantise
-from grpo_jax.models.policy import Policy, configured_functions, lora_config, make_loss_scale, needs_tower
+from grpo_jax.models.policy import (
+    Policy,
+    configured_functions,
+    lora_config,
+    make_loss_scale,
+    needs_tower,
+    tower_dtype,
+    weight_dtype,
+)
 from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
 from grpo_jax.models.variables import VALUE, VISUAL, PyTree, init_value_head, with_tower
 from grpo_jax.models.vision.config import VisionConfig
@@ -49,16 +57,6 @@ _GIB = 2**30
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def weight_dtype(config: Config) -> str:
-    """Return the dtype of the policy's weights: trained ones are float32."""
-    return config.policy.frozen_dtype if config.policy.lora.used else "float32"
-
-
-def tower_dtype(config: Config) -> str:
-    """Return the dtype of the vision tower's weights, which may be frozen where the rest is trained."""
-    return "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
-
-
 def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) -> Pictures:
     """Return the shapes of pictures [*lead, S, C] as a tower takes them."""
     side = math.isqrt(patches // vision.merged) * vision.merge
@@ -80,9 +78,9 @@ def state_shapes(
 
     def start() -> TrainState:
         key = jax.random.key(0)
-        variables = init_variables(model, key, param_dtype=weight_dtype(config), lora=lora)
+        variables = init_variables(model, key, param_dtype=weight_dtype(section), lora=lora)
         if pictures or needs_tower(section, lora):
-            visual = init_tower(model.vision, key, tower_dtype(config))
+            visual = init_tower(model.vision, key, tower_dtype(section))
             variables = with_tower(variables, visual, trained=section.vision == "train")
             if lora is not None:
                 variables["lora"] = init_adapters(variables["params"], key, lora, visual)

@@ -7,7 +7,6 @@ import shutil
 import sys
 
 import pytest
-import yaml
 from support.text_task import rows
 
 from grpo_jax import evaluate, export
@@ -45,15 +44,6 @@ def error_line(captured):
     assert "Traceback" not in captured.out + captured.err
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
     return captured.err.strip()
-
-
-def changed(place, path, **sections):
-    """A config file with other values; a section's fields are merged."""
-    values = yaml.safe_load(place.config.read_text())
-    for name, value in sections.items():
-        values[name] = values.get(name, {}) | value if isinstance(value, dict) else value
-    path.write_text(yaml.safe_dump(values))
-    return path
 
 
 def test_yaml_runs_no_code(refused, tmp_path):

@@ -211,7 +211,6 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
         ({"sampling.turns": 1, "task.environment": "a.py:b"}, "sampling.turns: expected at least 2 with task.env"),
         ({"task.environment": f"{CALCULATOR}:nothing"}, "has no nothing"),
         ({"task.environment": f"{CALCULATOR}:SIGNS"}, "it is a dict, not a function"),
-        ({"task.environment": f"{CALCULATOR}:SIGNS", "task.isolated": "true"}, "it is a dict, not a function"),
         ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task answers nothing"),
         ({"sampling.max_answer_tokens": 1, "task.environment": f"{CALCULATOR}:respond"}, "max_answer_tokens is 1"),
     ],

@@ -85,3 +85,5 @@ def test_where_it_means_nothing_it_is_refused(values, changes, message):
     values = {**values, "sampling": {"keep_prompt": 2}, **changes}
     with pytest.raises(UserError, match=f"sampling.keep_prompt: expected {message}"):
         make_config(values)
+    shipped = make_config(task="prompt_enhancement", sampling={"keep_prompt": 2, "group_size": 8})
+    assert shipped.sampling.written_completions == 6

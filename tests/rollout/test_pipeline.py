@@ -183,20 +183,6 @@ def test_a_signal_reaches_the_caller(number):
     assert len(begun) < 10**6
 
 
-@pytest.mark.parametrize(
-    ("stages", "settings", "message"),
-    [
-        ([], {}, "at least one"),
-        ([Stage("a", identity), Stage("a", identity)], {}, "distinct"),
-        ([Stage("a", identity)], {"in_flight": 0}, "in_flight"),
-        ([Stage("a", identity)], {"timeout": 0.0}, "timeout"),
-    ],
-)
-def test_wrong_arguments_are_named(stages, settings, message):
-    with pytest.raises(ValueError, match=message):
-        run_pipeline([1], stages, **settings)
-
-
 def test_a_failing_stage_says_who_was_at_work():
     release = threading.Event()
 

@@ -5,11 +5,8 @@ import os
 
 import pytest
 
-# before Ray is imported: a process that gives an address must say that it has the cluster's token
-os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
-from bridges.pool import cluster  # noqa: E402
 from bridges.retrieval import service  # noqa: E402
 from grpo_jax.tasks.recommendation.dummy import make_catalogue_of_words  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
@@ -66,20 +63,9 @@ def make_faulty(folder):
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory):
+def serve(cluster, tmp_path_factory):
     """serve(orders): from now on the service has these faults; "" ends it and starts another, which has none."""
     folder = tmp_path_factory.mktemp("service")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=80 * 2**20,
-        namespace=cluster.NAMESPACE,
-    )
     running = []
 
     def start(orders):
@@ -94,10 +80,9 @@ def serve(tmp_path_factory):
             running.append(service.start_service(titles, section, shard_class=kind))
         return folder / "calls"
 
-    try:
-        yield start
-    finally:
-        ray.shutdown()
+    yield start
+    for backend in running:
+        backend.close()
 
 
 def train(run_dir, **changes):

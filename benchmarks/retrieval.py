@@ -108,7 +108,6 @@ def ask(backend, folder, repeats):
 
 def run_local(folder, repeats, shards):
     from bridges.retrieval.catalogue import load_index
-    from bridges.retrieval.dense import DenseShard  # noqa: F401 (JAX is loaded before memory is counted)
     from bridges.retrieval.local import LocalBackend
 
     before = peak_mib()
@@ -124,8 +123,6 @@ def bench_shard():
 
     class BenchShard(service.RankShard):
         def load(self, device):
-            from bridges.retrieval.dense import DenseShard  # noqa: F401
-
             self._before = peak_mib()
             self._encoder = Given(np.load(Path(self._folder) / "queries.npy"))
             index = load_index(Path(self._folder) / "index")

@@ -146,21 +146,11 @@ def extras_named() -> Iterator[None]:
         raise UserError(f'{error.name} is not installed; run pip install "grpo_jax[{EXTRAS[error.name]}]"') from error
 
 
-def run_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser that begins with --run; `with_common_options` ends it."""
-    parser = plain_parser(command, description)
-    parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
-    return parser
-
-
-def plain_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser that knows its command's name."""
-    return argparse.ArgumentParser(prog=f"python -m grpo_jax.{command}", description=description)
-
-
-def with_common_options(parser: argparse.ArgumentParser, *, checkpoint: bool = True) -> argparse.ArgumentParser:
-    """The parser with what all commands have, after a command's own: --checkpoint of a run, --version, --debug."""
-    if checkpoint:
+def run_parser(command: str, description: str, *, reads_run: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with what all commands have: --version, --debug, and --run and --checkpoint of a run."""
+    parser = argparse.ArgumentParser(prog=f"python -m grpo_jax.{command}", description=description)
+    if reads_run:
+        parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
         parser.add_argument(
             "--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s)."
         )
@@ -169,14 +159,9 @@ def with_common_options(parser: argparse.ArgumentParser, *, checkpoint: bool = T
     return parser
 
 
-def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """The long options of a command."""
-    return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-
-
 def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
     """Raise UserError for an unknown option, with the nearest known one."""
-    options = option_names(parser)
+    options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     for word in arguments:
         name = word.partition("=")[0]
         if name.startswith("--") and not any(one.startswith(name) for one in options):

@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from grpo_jax.errors import UserError, carry_out, leave, run_parser, with_common_options
+from grpo_jax.errors import UserError, carry_out, leave, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="Write the JSON to a file too.")
-    return with_common_options(parser)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,10 +106,5 @@ def _print_measures(report: Mapping[str, Any]) -> None:
         print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
 
 
-def command() -> NoReturn:
-    """`main` as a process of its own."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    command()
+    leave(main())

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
-from grpo_jax.errors import UserError, carry_out, leave, run_parser, with_common_options
+from grpo_jax.errors import UserError, carry_out, leave, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -27,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="Push the folder to the Hugging Face hub too.")
     parser.add_argument("--private", action="store_true", help="Make a new repository of --push_to_hub private.")
-    return with_common_options(parser)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,10 +57,5 @@ def _export(options: argparse.Namespace) -> None:
         print(f"pushed to {push_folder(options.out, options.push_to_hub, private=options.private)}")
 
 
-def command() -> NoReturn:
-    """`main` as a process of its own."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    command()
+    leave(main())

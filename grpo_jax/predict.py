@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_jax.config.files import read_text
-from grpo_jax.errors import UserError, carry_out, extras_named, leave, run_parser, with_common_options
+from grpo_jax.errors import UserError, carry_out, extras_named, leave, run_parser
 
 if TYPE_CHECKING:
     from grpo_jax.config import Config
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument("--file", metavar="FILE", help="A prompt on each line; prints JSON, a line for each.")
     parser.add_argument("--picture", nargs="+", default=[], metavar="FILE", help="What every prompt shows.")
     parser.add_argument("--json", action="store_true", help="Print JSON, a line for each prompt.")
-    return with_common_options(parser)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

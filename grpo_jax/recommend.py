@@ -24,7 +24,6 @@ from grpo_jax.errors import (
     one_line,
     run_parser,
     short_name,
-    with_common_options,
 )
 from grpo_jax.predict import make_rewriter, read_lines
 
@@ -93,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--users", type=int, help="Of --choose_prior (default: the run's validation prompts).")
     parser.add_argument("--catalogue", metavar="FILE", help="Rank the items of this file, not of the run's catalogue.")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
-    return with_common_options(parser)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import UserError, carry_out, leave, plain_parser, short_name, with_common_options
+from grpo_jax.errors import UserError, carry_out, leave, run_parser, short_name
 
 if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def make_parser() -> argparse.ArgumentParser:
     """The options of the command."""
     description = "Writes report.html of a run again, finished or not; of several runs one page that compares them."
-    parser = plain_parser("report", description)
+    parser = run_parser("report", description, reads_run=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directory of a training run.")
     parser.add_argument(
         "--out", metavar="FILE", help="Where to (default: RUN/report.html, of several comparison.html)."
     )
-    return with_common_options(parser, checkpoint=False)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

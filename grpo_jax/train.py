@@ -1,7 +1,7 @@
 """The training command, a thin shell over `run`.
 
 - `python -m grpo_jax.train [--config FILE] [--task NAME] [--run_dir DIR] [--resume] [--section.field VALUE …]`
-- `python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`
+- `python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16 | --target h100]`
 - `python -m grpo_jax.train … --help [SECTION]`
 """
 
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
@@ -128,12 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     def act() -> int:
-        planned_gib, rest = take_request(words)
-        config = parse(rest, "plan" if planned_gib is not None else "resume" if "--resume" in rest else "train")
-        if planned_gib is not None:
+        request, rest = take_request(words)
+        config = parse(rest, "plan" if request is not None else "resume" if "--resume" in rest else "train")
+        if request is not None:
             from grpo_jax.planning.command import show_plan
 
-            return show_plan(config, planned_gib)
+            return show_plan(config, request)
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = dataclasses.replace(config, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -159,10 +159,5 @@ def _is_other_process() -> bool:
     return False
 
 
-def command() -> NoReturn:
-    """`main` as a process of its own."""
-    leave(main())
-
-
 if __name__ == "__main__":
-    command()
+    leave(main())

@@ -41,18 +41,19 @@ class Check(NamedTuple):
     leaves: str = ""
 
 
+TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.txt", "--rewards=[{name: reward.py:brief}]",
+        "--training.prompts_per_batch=4", "--training.max_steps=1", "--training.inner_epochs=1",
+        "--sampling.group_size=2", "--sampling.max_new_tokens=4"]  # fmt: skip
+
+
 def text_task(run: str, *options: str, leaves: str = "summary.json") -> Check:
     """An iteration of a text task with a reward in Python, on the miniature's policy."""
-    task = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.txt",
-            "--rewards=[{name: reward.py:brief}]"]  # fmt: skip
-    small = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--training.inner_epochs=1",
-             "--sampling.group_size=2", "--sampling.max_new_tokens=4"]  # fmt: skip
-    return Check(["grpo-train", *task, *small, f"--run_dir={run}", *options], leaves=f"{run}/{leaves}")
+    return Check(["grpo", "train", *TEXT, f"--run_dir={run}", *options], leaves=f"{run}/{leaves}")
 
 
 def refused(extra: str, *options: str) -> Check:
     """A command that needs what is not installed."""
-    return Check(["grpo-train", "--run_dir=refused", *options], code=2, says=f'run pip install "grpo_jax[{extra}]"')
+    return Check(["grpo", "train", "--run_dir=refused", *options], code=2, says=f'run pip install "grpo_jax[{extra}]"')
 
 
 def absent(module: str) -> Check:
@@ -66,10 +67,10 @@ CHECKS = {
         absent("torch"),
         Check(["python", "-c", "import grpo_jax"]),
         Check(["grpo", "--version"], says="0."),
-        Check(["grpo-train", "--help"], says="--policy.path"),
+        Check(["grpo", "train", "--help"], says="--policy.path"),
         text_task("run"),
-        Check(["grpo-evaluate", "--run", "run"], says="held-out prompts"),
-        Check(["grpo-export", "--run", "run", "--out", "out"], leaves="out/model.safetensors"),
+        Check(["grpo", "evaluate", "--run", "run"], says="held-out prompts"),
+        Check(["grpo", "export", "--run", "run", "--out", "out"], leaves="out/model.safetensors"),
         Check(["python", "-c", REWRITE], says="wrote"),
         refused("diffusion"),
         refused("recommendation", "--config=recommendation_quick"),
@@ -78,7 +79,7 @@ CHECKS = {
     "cartpole": [
         absent("torch"),
         Check(
-            ["grpo-train", "--config=cartpole_grpo", "--training.iterations=10", "--run_dir=run"],
+            ["grpo", "train", "--config=cartpole_grpo", "--training.iterations=10", "--run_dir=run"],
             says="seeds",
             leaves="run/summary.json",
         ),
@@ -96,7 +97,7 @@ CHECKS = {
     ],
     "recommendation": [
         Check(
-            ["grpo-train", "--config=recommendation_quick", "--warm_start.steps=10", "--training.max_steps=2",
+            ["grpo", "train", "--config=recommendation_quick", "--warm_start.steps=10", "--training.max_steps=2",
              "--run_dir=run"],
             says="policy, after",
             leaves="run/summary.json",
@@ -104,14 +105,19 @@ CHECKS = {
     ],
     "diffusion": [
         Check(
-            ["grpo-train", "--training.max_steps=1", "--training.inner_epochs=1", "--evaluation.prompts=8",
+            ["grpo", "train", "--training.max_steps=1", "--training.inner_epochs=1", "--evaluation.prompts=8",
              "--evaluation.validation_prompts=8", "--evaluation.gallery=2", "--run_dir=run"],
             says="pixel_accuracy",
             leaves="run/images/*",
         ),
-        Check(["grpo-evaluate", "--run", "run"], says="pixel_accuracy"),
+        Check(["grpo", "evaluate", "--run", "run"], says="pixel_accuracy"),
         Check(["python", "-c", REWRITE], says="wrote"),
-        Check(["grpo-train", "--plan", "--device_memory_gib=80,80,80"], says="fits"),
+        Check(["grpo", "train", "--plan", "--device_memory_gib=80,80,80"], says="fits"),
+    ],
+    "targets": [
+        text_task("run"),
+        Check(["grpo", "plan", *TEXT, "--target=h100"], says="It fits."),
+        Check(["grpo", "plan", *TEXT, "--target=v5e"], says="It fits."),
     ],
     "cuda12": [Check(["python", "-c", "import grpo_jax, jax, jax_cuda12_plugin; print(jax.devices())"], says="Device")],
     "cuda13": [Check(["python", "-c", "import grpo_jax, jax, jax_cuda13_plugin; print(jax.devices())"], says="Device")],

@@ -20,6 +20,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     if "XLA_FLAGS" not in os.environ:
         os.environ["XLA_FLAGS"] = known_flags()
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
 for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ[offline] = "1"
 os.environ["WANDB_MODE"] = "disabled"
@@ -89,3 +90,22 @@ def x64():
     """float64 is float64."""
     with (jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64)(True):  # before jax 0.8
         yield
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster on this machine, which this process belongs to: started once, and left for the next module."""
+    pytest.importorskip("ray")
+    from bridges.pool import cluster
+
+    cluster.start_cluster(object_store=256 * 2**20)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def no_cluster():
+    """This process belongs to none, which it is to start or join itself."""
+    ray = pytest.importorskip("ray")
+    ray.shutdown()
+    yield
+    ray.shutdown()

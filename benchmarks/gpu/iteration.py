@@ -23,13 +23,12 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.policy import configured_functions, lora_config
+from grpo_jax.models.policy import configured_functions, lora_config, weight_dtype
 from grpo_jax.planning.policy import policy_memory, read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import make_objectives
-from grpo_jax.training.memory import weight_dtype
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import commit_to_device, init_state, needs_reference
 from grpo_jax.training.update import make_update
@@ -77,7 +76,7 @@ def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
         max_new_tokens=section.written_tokens,
         ppo=config.ppo,
     )
-    variables = shapes.variables(model, weight_dtype(config), lora=lora_config(config.policy.lora, model))
+    variables = shapes.variables(model, weight_dtype(config.policy), lora=lora_config(config.policy.lora, model))
     reference = needs_reference(config.algorithm, config.ppo)
     return sample, update, commit_to_device(init_state(variables, optimizer, keep_reference=reference, take_over=True))
 

@@ -75,10 +75,6 @@ def open_retriever(
         backend: Backend = connect(titles, section)
     elif section.backend != "local":
         raise ValueError(f'backend: expected "local" or "ray", got {section.backend!r}')
-    elif section.dense is not None:
-        from bridges.retrieval.hybrid import hybrid_backend
-
-        backend = hybrid_backend(titles, section)
     else:
         from bridges.retrieval.local import local_backend
 

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--service", default="retrieval", help="name that training looks for")
     command.add_argument("--shards", type=int, default=1, help="actors that share the catalogue")
     command.add_argument("--cpus", type=float, default=1.0, help="CPUs of each actor")
-    command.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor")
+    command.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor's encoder")
     command.add_argument("--cache", help="folder for vectors; every node must see it (default: ~/.cache/grpo_jax)")
     command.add_argument("--address", help="HOST:PORT of a Ray cluster to join; by default one is started")
     command.add_argument(
@@ -31,48 +31,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         with extras_named():
-            return serve(parser.parse_args(arguments))
+            return serve(**vars(parser.parse_args(arguments)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def serve(options: argparse.Namespace) -> int:
+def serve(*, command: str, catalogue: str, blank_titles: str, **options: object) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
     from bridges.pool.cluster import NAMESPACE, answers, cluster_address, cluster_session
+    from bridges.retrieval import service
     from bridges.retrieval.retriever import Retriever
-    from bridges.retrieval.service import (
-        ServiceSection,
-        Whereabouts,
-        announced,
-        find_service,
-        service_file,
-        start_service,
-    )
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
-    running = find_service(options.service)
+    section = service.ServiceSection(**options)
+    running = service.find_service(section.service)
     if running is not None and answers(running.address):
         raise UserError(
-            f"a service {options.service!r} of yours is at {running.address} already: end it or choose another "
-            f"--service (if it is not, remove {service_file(options.service)})"
+            f"a service {section.service!r} of yours is at {running.address} already: end it or choose another "
+            f"--service (if it is not, remove {service.service_file(section.service)})"
         )
     stop = threading.Event()
-    titles = read_catalogue(options.catalogue, blank_titles=options.blank_titles).titles
-    fields = ("encoder", "service", "shards", "cache", "address", "host", "cpus", "gpus")
-    section = ServiceSection(**{name: getattr(options, name) for name in fields})
-    backend = start_service(titles, section)
+    titles = read_catalogue(catalogue, blank_titles=blank_titles).titles
+    backend = service.start_service(titles, section)
     # after Ray has started, which has handlers of its own
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     try:
         share = Retriever(backend).self_test(titles)
-        with announced(options.service, Whereabouts(cluster_address(), cluster_session())):
+        with service.announced(section.service, service.Whereabouts(cluster_address(), cluster_session())):
             print(f"cluster     {cluster_address()}")
             print(f"catalogue   {backend.fingerprint.catalogue}")
-            print(f"encoder     {options.encoder} ({backend.fingerprint.encoder})")
+            print(f"encoder     {section.encoder} ({backend.fingerprint.encoder})")
             print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
-            print(f"serving     {options.service!r} in {options.shards} actors (namespace {NAMESPACE}); Ctrl-C ends it")
+            print(f"serving     {section.service!r} in {section.shards} actors (namespace {NAMESPACE}); Ctrl-C ends it")
             sys.stdout.flush()
             stop.wait()
     finally:

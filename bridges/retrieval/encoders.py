@@ -15,10 +15,9 @@ import numpy as np
 from scipy import sparse
 
 from bridges.retrieval.errors import NonFiniteScores
+from bridges.retrieval.ranking import Vectors
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
-
-Vectors = np.ndarray | sparse.csr_matrix
 
 BATCH = 64
 WORD = r"(?u)\b\w+\b"

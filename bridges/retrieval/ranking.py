@@ -15,6 +15,8 @@ from scipy import sparse
 
 from bridges.retrieval.errors import NonFiniteScores
 
+Vectors = np.ndarray | sparse.csr_matrix
+
 Ties = Literal["against", "average", "favour"]
 TIES: dict[str, float] = {"against": 1.0, "average": 0.5, "favour": 0.0}
 
@@ -108,30 +110,29 @@ def ranks_of(counts: Counts, *, ties: Ties, temperature: float) -> Ranks:
     return Ranks(1.0 + counts.better + share * counts.level, probability.astype(np.float32))
 
 
-class SparseShard:
-    """Rows of a catalogue of sparse unit vectors, such as TF-IDF; always on the CPU.
+class VectorShard:
+    """Rows of a catalogue of unit vectors, on the CPU: sparse ones (TF-IDF) or dense ones.
 
-    Their products are sparse too, so inverted lists beat a dense product by far.
+    Products of sparse vectors are sparse too, so inverted lists beat a dense product by far.
     """
 
-    def __init__(self, vectors: sparse.csr_matrix, *, first: int = 0):
-        """Turn vectors f32 [N, V], unit or zero, into inverted lists by blocks; NonFiniteScores if one is not finite.
+    def __init__(self, vectors: Vectors, *, first: int = 0):
+        """Take vectors f32 [N, V], unit or zero, in blocks; NonFiniteScores if one is not finite.
 
         `first` is the first vector's row in the whole catalogue.
         """
-        check_rows(np.isfinite(np.asarray(vectors.sum(1))).reshape(-1), first)
         self._first = first
-        self._blocks = [
-            (start, vectors[start : start + _BLOCK].T.tocsr()) for start in range(0, vectors.shape[0], _BLOCK)
-        ]
+        self._blocks = []
+        for start in range(0, vectors.shape[0], _BLOCK):
+            block = vectors[start : start + _BLOCK]
+            finite = np.isfinite(np.asarray(block.sum(1)).reshape(-1))
+            if not finite.all():
+                row = first + start + int(np.argmin(finite))
+                raise NonFiniteScores(f"the catalogue's vector in row {row} is not finite")
+            self._blocks.append((start, block.T.tocsr() if sparse.issparse(block) else block.T))
 
     def count(
-        self,
-        queries: sparse.csr_matrix,
-        targets: np.ndarray,
-        target_vectors: sparse.csr_matrix,
-        exclude: np.ndarray,
-        scale: Scale,
+        self, queries: Vectors, targets: np.ndarray, target_vectors: Vectors, exclude: np.ndarray, scale: Scale
     ) -> Counts:
         """Count over this shard's items for queries f32 [B, V] and targets i32 [B], their vectors f32 [B, V].
 
@@ -140,25 +141,32 @@ class SparseShard:
         parts = []
         for start in range(0, queries.shape[0], QUERIES):
             rows = slice(start, start + QUERIES)
-            target_rows = target_vectors[rows]
-            score = np.asarray(queries[rows].multiply(target_rows).sum(1), np.float64).reshape(-1)
-            out = np.concatenate([targets[rows, None], exclude[rows]], axis=1)
+            part = queries[rows]
+            products = part.multiply(target_vectors[rows]) if sparse.issparse(part) else part * target_vectors[rows]
+            score = np.asarray(products.sum(1), np.float64).reshape(-1)
+            silent = np.diff(part.indptr) == 0 if sparse.issparse(part) else ~part.any(1)
+            out = np.concatenate([targets[rows, None], exclude[rows]], axis=1) - self._first
             counts = [
-                count_scores((queries[rows] @ block).toarray(), score, out - self._first - first, scale)
+                Counts(*count_scores(dense_product(part, block), score, out - first, scale), score, silent)
                 for first, block in self._blocks
             ]
-            silent = np.diff(queries[rows].indptr) == 0
-            parts.append(merge_counts([Counts(*counts_of_part, score, silent) for counts_of_part in counts]))
+            parts.append(merge_counts(counts))
         return joined(parts)
 
-    def nearest(self, queries: sparse.csr_matrix, exclude: np.ndarray, count: int) -> Nearest:
+    def nearest(self, queries: Vectors, exclude: np.ndarray, count: int) -> Nearest:
         """This shard's best for queries f32 [B, V], without the rows `exclude` [B, X] of the whole catalogue."""
         out = exclude - self._first
         parts = [
-            nearest_of((queries @ block).toarray(), out - start, count, first=self._first + start)
+            nearest_of(dense_product(queries, block), out - start, count, first=self._first + start)
             for start, block in self._blocks
         ]
         return merge_nearest(parts, count)
+
+
+def dense_product(queries: Vectors, block: Vectors) -> np.ndarray:
+    """Return the similarities f32 [B, M] of queries [B, V] and the columns of a block [V, M]."""
+    scores = queries @ block
+    return scores.toarray() if sparse.issparse(scores) else np.asarray(scores)
 
 
 def count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale: Scale) -> tuple:
@@ -183,12 +191,6 @@ def _leave_out(scores: np.ndarray, out: np.ndarray) -> None:
     """Set -inf in the columns `out` [B, X] of scores [B, M], where they lie inside."""
     inside = (out >= 0) & (out < scores.shape[1])
     scores[np.nonzero(inside)[0], out[inside]] = -np.inf
-
-
-def check_rows(finite: np.ndarray, first: int) -> None:
-    """Raise NonFiniteScores naming the first row that is not finite; bool [M], of the rows from `first` on."""
-    if not finite.all():
-        raise NonFiniteScores(f"the catalogue's vector in row {first + int(np.argmin(finite))} is not finite")
 
 
 def joined(parts: list[Counts]) -> Counts:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -56,7 +56,6 @@ class RetrieverSection:
         dense_weight: Factor of the second encoder's cosine.
         cache: Local: folder that keeps the catalogue's vectors between runs, or None.
         encoder_device: Local: "cpu" or "gpu:N" for a sentence-transformers model.
-        device: Local: JAX device of the comparison of dense vectors; None for the CPU.
         service: Ray: name of the service.
         address: Ray: host and port of the cluster; None or "auto" for where this user's `serve` of that name runs.
         timeout: Ray: seconds one attempt of a call may take.
@@ -68,7 +67,6 @@ class RetrieverSection:
     dense_weight: float = 0.0
     cache: str | Path | None = None
     encoder_device: str = "cpu"
-    device: Any = None
     service: str = "retrieval"
     address: str | None = None
     timeout: float = 120.0

@@ -48,22 +48,12 @@ class RankShard:
         self.shards = shards
 
     def load(self, device: str) -> "RankShard":
-        """Load the encoder and this part's vectors onto "cpu" or "gpu:N", as the actor sees its cards.
-
-        The device is that of a sentence encoder and of dense vectors.
-        """
-        jax_device = None
-        if device != "cpu":
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the encoder is on the same card
-            import jax
-
-            jax_device = jax.local_devices(backend="gpu")[int(device.removeprefix("gpu:"))]
+        """Load the encoder onto "cpu" or "gpu:N", as the actor sees its cards, and this part's vectors."""
         self._encoder = load_encoder(self.encoder, load_titles(self._folder), device=device)
         index = load_index(self._folder)
         if self._encoder.identity != index.fingerprint.encoder:
             raise UserError(f"encoder {self.encoder} is not the one that {self._folder} was made with")
-        part = {"emphasis": self._encoder.emphasis, "shard": self._number, "shards": self.shards}
-        self._shard = Shard(index, **part, device=jax_device)
+        self._shard = Shard(index, emphasis=self._encoder.emphasis, shard=self._number, shards=self.shards)
         self.items, self.fingerprint = index.vectors.shape[0], tuple(index.fingerprint)
         return self
 
@@ -183,7 +173,7 @@ class ServiceSection:
         cache: Folder that every node of the cluster sees; None for `default_cache()`.
         address: Host and port of a cluster to join; None starts one on this machine.
         host: Address of the cluster that is started; on a loopback one nothing outside this machine reaches it.
-        cpus: Of each actor, like `gpus`; 0 GPUs keep it on the CPU.
+        cpus: Of each actor, like `gpus`; 0 GPUs keep its encoder on the CPU.
         timeout: Seconds of a call made through the returned backend.
         restarts: How often Ray starts a dead actor again.
     """

@@ -16,7 +16,7 @@ from pydantic import ValidationInfo
 from pydantic_core import core_schema
 
 from grpo_jax.config.fields import MAY_CHANGE, Path, UnknownField, default_of, is_section, join, members_of, typed
-from grpo_jax.config.files import Values, checked, read_yaml
+from grpo_jax.config.files import Fields, Values, checked, read_yaml
 from grpo_jax.config.named import KEY, class_name, find_class, load_object
 from grpo_jax.config.other_names import NOT_HERE, TRL, fields_of, hint_of
 from grpo_jax.errors import FieldError, UserError, short_name, short_repr
@@ -58,7 +58,7 @@ class Named:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         """Let pydantic take the object that `make` has made, from the context, by its name."""
 
-        def take(name: str, info: ValidationInfo) -> Any:
+        def take(name: str, info: ValidationInfo[Values]) -> Any:
             if isinstance(info.context[name], UserError):
                 raise info.context[name]
             return info.context[name]
@@ -75,7 +75,7 @@ class Named:
         """Fields of the shared section."""
         return [field.name for field in dataclasses.fields(self.holder.section)] if self.shared else []
 
-    def complete(self, value: Any, name: str) -> dict[str, Any]:
+    def complete(self, value: Any, name: str) -> Fields:
         """Return the values of all fields of one object in one shape (`complete`)."""
         if dataclasses.is_dataclass(value):
             return _nested(_object_leaves(self, value, ()))
@@ -86,7 +86,7 @@ class Named:
         more = complete(self.holder.section, shared, name) if shared else {}
         return {KEY: value[KEY], **complete(kind, own, name), **more}
 
-    def _split(self, value: Values, name: str) -> tuple[type, dict[str, Any], dict[str, Any]]:
+    def _split(self, value: Values, name: str) -> tuple[type, Fields, Fields]:
         """Return the class that a mapping names, its values, and those of the shared section."""
         kind = find_class(value[KEY], self.places, name)
         names = {field.name for field in dataclasses.fields(kind)}
@@ -115,7 +115,7 @@ class Named:
             return FieldError(*(line if line.startswith(name) else f"{name}.{line}" for line in error.args))
 
 
-def named_of(hint: Any) -> Named | None:
+def named_of(hint: object) -> Named | None:
     """Return the annotation of a field whose objects' classes the config names."""
     inner = get_args(hint)[-1] if get_origin(hint) is dict else hint
     return next((mark for mark in getattr(inner, "__metadata__", ()) if isinstance(mark, Named)), None)
@@ -127,11 +127,11 @@ def hinted_fields(kind: type) -> Iterator[tuple[dataclasses.Field, Any]]:
     yield from ((field, hints[field.name]) for field in dataclasses.fields(kind))
 
 
-def complete(kind: type, values: Values, name: str = "") -> dict[str, Any]:
+def complete(kind: type, values: Values, name: str = "") -> Fields:
     """Return plain values of all fields of a dataclass in one shape: given ones, unknown ones and defaults."""
     if not isinstance(values, Mapping):
         raise UserError(f"{short_name(name)}: expected a mapping of fields, got {short_repr(values)}")
-    result: dict[str, Any] = {}
+    result: Fields = {}
     for field, hint in hinted_fields(kind):
         value = values.get(field.name, default_of(field))
         if value is not dataclasses.MISSING:
@@ -139,7 +139,7 @@ def complete(kind: type, values: Values, name: str = "") -> dict[str, Any]:
     return result | {str(key): value for key, value in values.items() if key not in result}
 
 
-def _plain(hint: Any, value: Any, name: str) -> Any:
+def _plain(hint: object, value: Any, name: str) -> Any:
     """Return a value as the plain data that pydantic reads its type from.
 
     A section may be null, a list of sections be given as texts, and a number as text, as YAML reads 1e-6.
@@ -187,7 +187,7 @@ def _spelled_out(section: Any, value: Any) -> Any:
     return [{shorthand: entry} if isinstance(entry, str) else entry for entry in entries]
 
 
-def _read_argument(hint: Any, text: RawArgument, name: str) -> Any:
+def _read_argument(hint: object, text: RawArgument, name: str) -> Any:
     """Return a text of the command line as a value of the expected type."""
     members = members_of(hint)
     if text == "null" and types.NoneType in members:
@@ -236,10 +236,10 @@ def _siblings(kind: Any, path: Path) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def _make_objects(kind: type, values: Values, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _make_objects(kind: type, values: Values, name: str) -> tuple[Fields, Fields]:
     """Return the names of the objects in a dataclass's fields, and the objects by their names."""
-    names: dict[str, Any] = {}
-    objects: dict[str, Any] = {}
+    names: Fields = {}
+    objects: Fields = {}
     for field, hint in hinted_fields(kind):
         named = named_of(hint)
         if named is None or field.name not in values:
@@ -250,13 +250,6 @@ def _make_objects(kind: type, values: Values, name: str) -> tuple[dict[str, Any]
         entries = {where: value} if KEY in value else {join(where, key): entry for key, entry in value.items()}
         objects |= {place: named.make(entry, place) for place, entry in entries.items()}
     return names, objects
-
-
-def _section_at(kind: Any, path: Iterable[str | int]) -> Any:
-    """Return the dataclass at a place of another one."""
-    for part in path:
-        kind = get_args(kind)[0] if isinstance(part, int) else get_type_hints(kind)[part]
-    return kind
 
 
 def _unknown(kind: type, values: Values, name: str, value: object, siblings: list[str]) -> str:
@@ -305,7 +298,7 @@ def listed(names: Iterable[str]) -> str:
     return text if len(text) <= _LIST_WIDTH else f"{text[:_LIST_WIDTH].rpartition(', ')[0]}, …"
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Any) -> Fields:
     """Return nested plain values of a dataclass, the inverse of `build`."""
     return _nested(_leaves(config))
 
@@ -317,12 +310,12 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
-def identity(config: Any) -> dict[str, Any]:
+def identity(config: Any) -> Fields:
     """Return the fields that change what is learned, {"section.field": plain value}: those without `may_change`."""
     return {".".join(path): value for path, value in _leaves(config, lasting=True)}
 
 
-def differences(saved: Mapping[str, Any], config: Any) -> list[str]:
+def differences(saved: Values, config: Any) -> list[str]:
     """Return the fields in which a config differs from a saved `identity`, each as "name: saved → now"."""
     now = identity(config)
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
@@ -371,8 +364,8 @@ def _dumped(value: Any, *, lasting: bool) -> Any:
     return [_dumped(entry, lasting=lasting) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _nested(leaves: _Leaves) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+def _nested(leaves: _Leaves) -> Fields:
+    result: Fields = {}
     for path, value in leaves:
         inner = result
         for key in path[:-1]:
@@ -381,18 +374,18 @@ def _nested(leaves: _Leaves) -> dict[str, Any]:
     return result
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Values, prefix: str = "") -> Fields:
     """Return nested values as {"section.field": value}."""
-    result: dict[str, Any] = {}
+    result: Fields = {}
     for name, value in values.items():
         dotted = f"{prefix}{name}"
         result |= flat(value, f"{dotted}.") if isinstance(value, Mapping) and value else {dotted: value}
     return result
 
 
-def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def merged(*layers: Values) -> Fields:
     """Merge nested mappings: later ones win; lists are replaced whole."""
-    result: dict[str, Any] = {}
+    result: Fields = {}
     for layer in layers:
         for key, value in layer.items():
             below = result.get(key)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.build import RawArgument, build, complete, listed, merged, to_yaml
-from grpo_jax.config.files import DEEPEST, LONGEST, Values, read_text, read_yaml, require_text
+from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml, require_text
 from grpo_jax.config.help import show_help
 from grpo_jax.config.named import KEY
 from grpo_jax.config.run import find_task, with_defaults
@@ -86,7 +86,7 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Fields:
     """Return the nested values of a YAML file; UserError if it holds anything else."""
     text = read_text(path, LONGEST)
     try:
@@ -156,7 +156,7 @@ def _without_value(argument: str) -> str:
     return f"{short_name(argument)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
 
 
-def _with_class(values: Values, place: Sequence[str], kind: str) -> dict[str, Any]:
+def _with_class(values: Values, place: Sequence[str], kind: str) -> Fields:
     """Return values with the class at a place; where another stood, its fields go with it."""
     first, *rest = place
     inner = values.get(first) or {}
@@ -167,7 +167,7 @@ def _with_class(values: Values, place: Sequence[str], kind: str) -> dict[str, An
     return {**values, first: {**(inner if same else {}), KEY: kind}}
 
 
-def _assigned(values: Values, assignments: Sequence[tuple[str, str]], resets: Mapping[str, Values]) -> dict[str, Any]:
+def _assigned(values: Values, assignments: Sequence[tuple[str, str]], resets: Mapping[str, Values]) -> Fields:
     for name, _ in assignments:
         values = merged(values, resets.get(name, {}))
     for name, text in assignments:
@@ -175,7 +175,7 @@ def _assigned(values: Values, assignments: Sequence[tuple[str, str]], resets: Ma
     return {**values}
 
 
-def _placed(values: Values, path: Sequence[str], text: RawArgument) -> dict[str, Any]:
+def _placed(values: Values, path: Sequence[str], text: RawArgument) -> Fields:
     """Return values with an argument at a place; a section changes the fields it names."""
     first, *rest = path
     below = values.get(first)

@@ -85,7 +85,7 @@ def _bounded(kind: type) -> dict[str, Any]:
     return {name: hints[name] for name, found in marks.items() if any(isinstance(mark, BaseMetadata) for mark in found)}
 
 
-def typed(hint: Any, value: Any, name: str, *, unknown: UnknownField | None = None, context: Any = None) -> Any:
+def typed(hint: object, value: Any, name: str, *, unknown: UnknownField | None = None, context: Any = None) -> Any:
     """Return plain data as a value of a type, strictly: no text is a number, no number is text.
 
     Raises:
@@ -165,12 +165,12 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def is_section(hint: Any) -> TypeGuard[type]:
+def is_section(hint: object) -> TypeGuard[type]:
     """Whether the type of a field is a dataclass."""
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
-def members_of(hint: Any) -> tuple[Any, ...]:
+def members_of(hint: object) -> tuple[Any, ...]:
     """Return the members of a union, or a type itself, without annotations."""
     if get_origin(hint) is Annotated:
         return members_of(get_args(hint)[0])

@@ -1,20 +1,17 @@
-"""Read whole files, and the YAML and JSON in them, within bounds of size, time and depth.
+"""Read whole files, and the YAML and JSON in them, within bounds of size and depth.
 
-A path may lead to a device without an end, to a pipe that nobody writes into, or to a damaged file. Each takes at
-most the memory of its bound, and the error is one line with the path. YAML and JSON allow what no config or prompt
-means and later code cannot hold: a key twice, texts that are not Unicode, numbers of a thousand digits, nesting
-without end, and in YAML ten lines that stand for a billion entries.
+A path may lead to a device without an end, or to a damaged file. Each takes at most the memory of its bound, and the
+error is one line with the path. YAML and JSON allow what no config or prompt means and later code cannot hold: a key
+twice, texts that are not Unicode, numbers of a thousand digits, nesting without end, and in YAML ten lines that stand
+for a billion entries.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
-import os
-import select
-import stat
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,17 +24,17 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 Values = Mapping[str, Any]
 """Plain values by their names, nested: of a config, a row of metrics, a summary."""
+Fields = dict[str, Any]
+"""The same, to be changed."""
 MOST_BYTES = 2**28
 """Limit of a file that is read whole, by default."""
-SILENCE_SECONDS = 60.0
-"""Limit of the wait for a pipe or a terminal."""
 DEEPEST = 32
 """Levels of nesting of what users write; it is walked by functions that call themselves."""
 LONGEST = 2**20
 """Characters of a YAML text: a config, not data."""
-_PART = 2**20  # bytes read at once
 _DEEPEST_WRITTEN = 100  # levels of JSON that a program wrote
 _MOST_ENTRIES = 100_000  # that a YAML text stands for
+_PART = 2**20  # bytes read at once
 _DIGITS = 400  # of a number: a float's 309 among them
 _JSON_TYPES = {dict: "object", list: "list"}
 
@@ -47,33 +44,14 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
     Raises:
         OSError: The system refuses it.
-        ValueError: It is longer, no path at all, or nothing comes from the pipe for `SILENCE_SECONDS`.
+        ValueError: It is longer, or no path at all.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        regular = stat.S_ISREG(os.fstat(handle).st_mode)
-        parts = []
-        size = 0
-        while size <= most:
-            if not regular:
-                _wait(handle)
-            part = os.read(handle, min(_PART, most + 1 - size))
-            if not part:
-                return b"".join(parts)
-            parts.append(part)
-            size += len(part)
-    finally:
-        os.close(handle)
-    raise ValueError(f"it holds more than {most:,} bytes")
-
-
-def _wait(handle: int) -> None:
-    end = time.monotonic() + SILENCE_SECONDS
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    while not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-        if time.monotonic() >= end:
-            raise ValueError(f"nothing came from it for {SILENCE_SECONDS:g} s, it is no file but a pipe or a device")
+    with open(path, "rb") as file:
+        parts = iter(functools.partial(file.read, _PART), b"")
+        content = b"".join(itertools.islice(parts, most // _PART + 1))
+    if len(content) > most:
+        raise ValueError(f"it holds more than {most:,} bytes")
+    return content
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:

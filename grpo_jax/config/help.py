@@ -49,14 +49,16 @@ by name.
   grpo train --resume --run_dir runs/mine          the same in other words
 """,
     "plan": f"""\
-usage: grpo plan [--device_memory_gib GIB,GIB,…] [options of grpo train …]
+usage: grpo plan [--device_memory_gib GIB,GIB,… | --target DEVICE] [options of grpo train …]
 
 Says what each device would hold and whether the run fits, and what would make it fit; it reads no
-weights and trains nothing. --device_memory_gib plans for devices that are not here. Exit code: 0
-fits, 1 does not.
+weights and trains nothing. --device_memory_gib plans for devices that are not here; --target asks
+their own compiler (h100, h200, b200, a100, a6000, rtx6000pro, v5e, v6e, v5p; h100:8, h100:2x8), and
+--plan_json FILE writes what it says of each program. Exit code: 0 fits, 1 does not.
 
   grpo plan --config my.yaml                             on the devices of this machine
   grpo plan --config my.yaml --device_memory_gib 80,80   on two cards of 80 GiB
+  grpo plan --config my.yaml --target h100               compiled for an H100
   grpo plan {_TEXT}
 """,
 }
@@ -178,7 +180,7 @@ class Option(NamedTuple):
     """
 
     name: str
-    hint: Any
+    hint: object
     value: Any
     line: str
     names: tuple[str, ...] = ()
@@ -251,7 +253,7 @@ def clause(line: str) -> str:
 _WORDS = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false", types.NoneType: "null"}
 
 
-def type_word(hint: Any) -> str:
+def type_word(hint: object) -> str:
     """Return a type as help spells it: INT, TEXT|null, constant|linear|cosine, [TEXT, …]."""
     members = sorted(members_of(hint), key=lambda member: member is types.NoneType)
     if len(members) > 1:

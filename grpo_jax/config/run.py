@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from grpo_jax.config.build import Named, build, merged, require_known, to_dict
 from grpo_jax.config.fields import may_change, require
-from grpo_jax.config.files import Values
+from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.named import KEY, find_class
 from grpo_jax.config.sections import (
     AlgorithmSection,
@@ -223,7 +223,7 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
     return build(find_task(laid_over["task"][KEY]).config, laid_over)
 
 
-def with_defaults(values: Values) -> dict[str, Any]:
+def with_defaults(values: Values) -> Fields:
     """Return values over the defaults of their task; the task's name stands as {"kind": name}."""
     task = values.get("task")
     task = {KEY: task} if isinstance(task, str) else task

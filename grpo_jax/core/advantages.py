@@ -17,17 +17,11 @@ from grpo_jax.core.masking import as_float, as_mask, count, masked_mean, masked_
 
 
 class Condition(NamedTuple):
-    """Objective `easy` counts only where objective `hard` reaches `threshold`.
+    """Objective `easy` counts only where objective `hard` reaches `threshold`."""
 
-    Attributes:
-        easy: index of the objective that is conditioned.
-        hard: index of the objective it waits for.
-        threshold: the least raw reward of `hard` at which `easy` counts.
-    """
-
-    easy: int
-    hard: int
-    threshold: float
+    easy: int  # index of the objective that is conditioned
+    hard: int  # index of the objective it waits for
+    threshold: float  # the least raw reward of `hard` at which `easy` counts
 
 
 def _as_rewards(rewards: ArrayLike, ndim: int) -> jax.Array:
@@ -77,8 +71,9 @@ def _centred(rewards: jax.Array) -> jax.Array:
     return select(present, shifted - masked_mean(shifted, present, axis=1, keepdims=True))
 
 
-def _group_scaled(rewards: jax.Array, eps: float) -> jax.Array:
-    std = masked_std(rewards, ~jnp.isnan(rewards), axis=1, keepdims=True)
+def _scaled(rewards: jax.Array, eps: float, axis: int | None) -> jax.Array:
+    """`_centred` rewards over the standard deviation along an axis, or of all."""
+    std = masked_std(rewards, ~jnp.isnan(rewards), axis=axis, keepdims=True)
     return safe_divide(_centred(rewards), jnp.where(std == 0, 0, std + eps))
 
 
@@ -100,19 +95,15 @@ def group_advantages(rewards: ArrayLike, *, scale: str = "group", eps: float = 1
         `[P, G]`, at least float32.
 
     Raises:
-        TypeError: rewards are not floating.
         ValueError: another rank, a group of one, an unknown scale, a negative eps.
     """
     rewards = _as_rewards(rewards, 2)
     _check_eps(eps)
-    if scale == "group":
-        return _group_scaled(rewards, eps)
-    if scale == "batch":
-        std = masked_std(rewards, ~jnp.isnan(rewards))
-        return safe_divide(_centred(rewards), jnp.where(std == 0, 0, std + eps))
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
     if scale == "none":
         return _centred(rewards)
-    raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+    return _scaled(rewards, eps, axis=1 if scale == "group" else None)
 
 
 def leave_one_out_advantages(rewards: ArrayLike) -> jax.Array:
@@ -129,7 +120,6 @@ def leave_one_out_advantages(rewards: ArrayLike) -> jax.Array:
         `[P, G]`, at least float32.
 
     Raises:
-        TypeError: rewards are not floating.
         ValueError: another rank, or a group of one.
     """
     rewards = _as_rewards(rewards, 2)
@@ -159,7 +149,6 @@ def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps:
         `[P, G]`, at least float32.
 
     Raises:
-        TypeError: rewards are not floating.
         ValueError: another rank, a group of one under "group", an unknown centre, a negative eps.
     """
     if centre not in ("batch", "group"):
@@ -200,7 +189,6 @@ def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | No
         `[P, G]`; NaN where every objective is missing.
 
     Raises:
-        TypeError: rewards are not floating.
         ValueError: another rank, or weights of another length.
     """
     rewards = as_float("rewards", rewards, ndim=3)
@@ -240,7 +228,6 @@ def gdpo_advantages(
         `[P, G]`, at least float32.
 
     Raises:
-        TypeError: rewards are not floating or the mask not bool.
         ValueError: another rank, a group of one, weights of another length, a negative eps, an unknown
             `whiten`, a mask that is missing or does not fit.
     """
@@ -251,7 +238,7 @@ def gdpo_advantages(
     if whiten == "token" and mask is None:
         raise ValueError("mask must be given for whiten='token': it says how many tokens each row has")
     weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
-    terms = _group_scaled(rewards, eps) * weights
+    terms = _scaled(rewards, eps, axis=1) * weights
     counted = weights != 0
     rows = (~jnp.isnan(rewards) & counted).any(axis=-1)
     alive = (_signal(rewards) & counted).any(axis=-1)
@@ -290,7 +277,6 @@ def groups_without_signal(rewards: ArrayLike) -> jax.Array:
         bool `[P]` or `[P, N]`.
 
     Raises:
-        TypeError: rewards are not floating.
         ValueError: another rank.
     """
     rewards = as_float("rewards", rewards)
@@ -318,7 +304,6 @@ def distinct_advantages(
         int32, one count, or one for each place of the other axes.
 
     Raises:
-        TypeError: advantages are not floating, or the mask is not bool.
         ValueError: a mask of another shape, an axis that does not exist, a tolerance outside [0, 1).
     """
     advantages = as_float("advantages", advantages)
@@ -379,7 +364,6 @@ def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> ja
         `[P, G, N]`, at least float32.
 
     Raises:
-        TypeError: rewards are not floating, or an index is not an integer.
         ValueError: another rank, an index out of range, a threshold that is NaN, conditions that form a cycle.
     """
     rewards = as_float("rewards", rewards, ndim=3)

@@ -15,14 +15,10 @@ from grpo_jax.core.masking import as_mask, count, masked_mean, safe_divide, sele
 
 
 class Mean(NamedTuple):
-    """A mean on its way: add the parts, then take the value."""
+    """A mean on its way: add up the totals and the weights of the parts, then take the value."""
 
     total: ArrayLike
     weight: ArrayLike
-
-    def add(self, other: "Mean") -> "Mean":
-        """The mean over both parts."""
-        return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> jax.Array:
         """total / weight, and 0 where there is no weight."""
@@ -30,15 +26,10 @@ class Mean(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """Denominators of a whole update, of which a loss call may see a part.
+    """Denominators of a whole update, of which a loss call may see a part."""
 
-    Attributes:
-        loss: divides the aggregated policy loss and KL penalty.
-        tokens: number of tokens, for the entropy bonus, a token mean under every aggregation.
-    """
-
-    loss: ArrayLike
-    tokens: ArrayLike
+    loss: ArrayLike  # divides the aggregated policy loss and KL penalty
+    tokens: ArrayLike  # number of tokens, for the entropy bonus, a token mean under every aggregation
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,6 @@ def loss_normaliser(
         dtype: type of the result.
 
     Raises:
-        TypeError: the mask is not bool.
         ValueError: an unknown aggregation, or a mask without axes.
     """
     mask = as_mask("mask", mask)

@@ -76,7 +76,6 @@ def kl_divergence(logprobs: ArrayLike, ref_logprobs: ArrayLike, *, estimator: st
         The estimate of each element, at least float32.
 
     Raises:
-        TypeError: arguments are not floating.
         ValueError: shapes that differ, or an unknown estimator.
     """
     check_estimator(estimator)

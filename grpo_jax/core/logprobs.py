@@ -57,7 +57,6 @@ def token_logprobs(
         (logprobs, entropy), both `[.., T]`, float32 (float64 if `hidden` is).
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that do not fit, a negative or infinite temperature, a cap that is not positive, a chunk
             size below 1.
     """
@@ -237,9 +236,6 @@ def tree_logprobs(
 
     Returns:
         (logprobs, entropy), both `[P, G, T]`, float32 (float64 if `hidden` is).
-
-    Raises:
-        TypeError, ValueError: As of `token_logprobs`.
     """
     hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
     nodes, options = walk(trie, tokens), {"temperature": temperature, "softcap": softcap}

@@ -28,37 +28,22 @@ from grpo_jax.core.surrogates import CappedWeight, Clip, SoftGate, Surrogate
 
 
 class GRPOMetrics(NamedTuple):
-    """Metrics of one `grpo_loss` call; every member a `Mean`, so that parts of a batch add up.
+    """Metrics of one `grpo_loss` call; every member a `Mean` over tokens, so that parts of a batch add up."""
 
-    Attributes:
-        policy_loss: the aggregated surrogate, without KL and entropy.
-        kl: estimate of the distance from the reference, mean over tokens; weight 0 without a reference.
-        entropy: mean over tokens; weight 0 when not given.
-        ratio: probability under the policy over that of the old one, mean over tokens.
-        old_kl: k3 estimate of the distance from the old policy, mean over tokens.
-        clip_low: share of tokens whose gradient the lower bound stops.
-        clip_high: share of tokens whose gradient (or weight) the upper bound stops.
-        advantage: mean over tokens.
-    """
-
-    policy_loss: Mean
-    kl: Mean
-    entropy: Mean
-    ratio: Mean
-    old_kl: Mean
-    clip_low: Mean
-    clip_high: Mean
+    policy_loss: Mean  # the aggregated surrogate, without KL and entropy
+    kl: Mean  # estimate of the distance from the reference; weight 0 without one
+    entropy: Mean  # weight 0 when not given
+    ratio: Mean  # probability under the policy over that under the old one
+    old_kl: Mean  # k3 estimate of the distance from the old policy
+    clip_low: Mean  # share of tokens whose gradient the lower bound stops
+    clip_high: Mean  # share of tokens whose gradient (or weight) the upper bound stops
     advantage: Mean
 
 
 class SFTMetrics(NamedTuple):
-    """Metrics of one `sft_loss` call.
+    """Metrics of one `sft_loss` call."""
 
-    Attributes:
-        loss: negative log-likelihood, mean over tokens.
-    """
-
-    loss: Mean
+    loss: Mean  # negative log-likelihood, mean over tokens
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -247,7 +232,6 @@ def grpo_loss(
         (loss, metrics); the loss a scalar of at least float32.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that do not fit, an unknown choice, a penalty without `ref_logprobs`, a bonus
             without `entropy`.
     """
@@ -294,7 +278,6 @@ def sft_loss(
         (loss, metrics); the loss a scalar of at least float32.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that differ.
     """
     logprobs = as_float("logprobs", logprobs)

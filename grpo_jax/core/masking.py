@@ -15,7 +15,6 @@ def as_float(name: str, value: ArrayLike, *, ndim: int | None = None) -> jax.Arr
     """Return `value` as an array of at least float32 (float64 stays float64).
 
     Raises:
-        TypeError: `value` is not of a floating type; integers would truncate what is computed from them.
         ValueError: it has not `ndim` axes.
     """
     array = jnp.asarray(value)

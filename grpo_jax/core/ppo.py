@@ -13,23 +13,13 @@ from grpo_jax.core.surrogates import Clip
 
 
 class ValueMetrics(NamedTuple):
-    """Metrics of one `value_loss` call; every member a `Mean` over steps, so that parts of a batch add up.
-
-    Attributes:
-        loss: the value loss.
-        clip_fraction: share of steps at which the clipped error is the larger one, which stops the gradient.
-        value: the predictions.
-        target: the returns.
-        error: return less prediction.
-        squared_target: for the explained variance.
-        squared_error: for the explained variance.
-    """
+    """Metrics of one `value_loss` call; every member a `Mean` over steps, so that parts of a batch add up."""
 
     loss: Mean
-    clip_fraction: Mean
-    value: Mean
-    target: Mean
-    error: Mean
+    clip_fraction: Mean  # share of steps at which the clipped error is the larger one, which stops the gradient
+    value: Mean  # the predictions
+    target: Mean  # the returns
+    error: Mean  # return less prediction
     squared_target: Mean
     squared_error: Mean
 
@@ -77,25 +67,14 @@ def ppo_loss(
         clip_low: how far below 1 the ratio pays.
         clip_high: how far above 1.
         dual_clip: bound of the ratio where the advantage is negative, as in `Clip`.
-        aggregation: as in `grpo_loss`.
-        normaliser: as in `grpo_loss`.
-        entropy: `[.., T]`; without a coefficient it is only measured.
-        entropy_coef: weight of the entropy bonus.
-        token_weights: as in `grpo_loss`.
+        aggregation, normaliser, entropy, entropy_coef, token_weights: as in `grpo_loss`.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32. `metrics.old_kl` is what others call approx_kl.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that do not fit, a bound that is out of range, a bonus without `entropy`.
     """
-    if not 0 <= clip_low <= 1:
-        raise ValueError(f"clip_low must be in [0, 1], got {clip_low}")
-    if not clip_high >= 0:
-        raise ValueError(f"clip_high must be at least 0, got {clip_high}")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be more than 1, got {dual_clip}")
     return grpo_loss(
         logprobs,
         old_logprobs,
@@ -140,7 +119,6 @@ def value_loss(
         (loss, metrics); the loss a scalar of at least float32.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that differ, a negative clip, a clip without `old_values`.
     """
     predicted = as_float("values", values)

@@ -66,7 +66,6 @@ def discounted_returns(rewards: ArrayLike, *, discount: ArrayLike, mask: ArrayLi
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        TypeError: rewards or discount are not floating, or the mask is not bool.
         ValueError: a shape that does not fit, or a discount outside [0, 1].
     """
     rewards = _as_steps("rewards", rewards)
@@ -118,7 +117,6 @@ def gae_advantages(
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        TypeError: an argument that is not floating, or a mask or boundary that is not bool.
         ValueError: a shape that does not fit, or a discount or trace outside [0, 1].
     """
     rewards = _as_steps("rewards", rewards)
@@ -172,7 +170,6 @@ def normalised_returns(returns: ArrayLike, *, mask: ArrayLike, eps: float = 1e-4
         `[.., G, T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        TypeError: returns are not floating, or the mask is not bool.
         ValueError: fewer than two axes, a group of one, a mask of another shape, a negative eps.
     """
     returns = as_float("returns", returns)

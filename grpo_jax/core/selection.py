@@ -30,7 +30,6 @@ def high_entropy_mask(entropy: ArrayLike, mask: ArrayLike, *, share: float) -> j
         bool `[.., T]`.
 
     Raises:
-        TypeError: entropy is not floating, or the mask is not bool.
         ValueError: shapes that differ, or a share outside (0, 1].
     """
     entropy = jax.lax.stop_gradient(as_float("entropy", entropy))
@@ -64,7 +63,6 @@ def without_truncated(mask: ArrayLike, truncated: ArrayLike) -> jax.Array:
         bool `[.., T]`.
 
     Raises:
-        TypeError: an argument that is not bool.
         ValueError: shapes that do not fit.
     """
     mask = as_mask("mask", mask)
@@ -87,7 +85,6 @@ def groups_with_signal(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLi
         bool `[P]`.
 
     Raises:
-        TypeError: rewards are not floating.
         ValueError: another rank, or weights that do not fit.
     """
     signal = ~groups_without_signal(rewards)
@@ -127,7 +124,6 @@ def truncated_importance_weights(
         `[.., T]` (1 where the mask is False), or `[.., 1]` for "sequence"; at least float32.
 
     Raises:
-        TypeError: an argument of the wrong type.
         ValueError: shapes that differ, a cap below 1, an unknown level.
     """
     old = as_float("old_logprobs", old_logprobs)

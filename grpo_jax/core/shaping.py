@@ -40,7 +40,6 @@ def kl_penalised_rewards(
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        TypeError: an argument that is not floating, or a mask that is not bool.
         ValueError: shapes that do not fit, an unknown estimator, a negative weight.
     """
     logprobs = as_float("logprobs", logprobs)
@@ -72,17 +71,11 @@ class AdaptiveKL:
         coef' = coef · (1 + error · samples / horizon)
 
     From Ziegler et al., section 2.2 (https://arxiv.org/abs/1909.08593).
-
-    Attributes:
-        target: the divergence to keep, in the measure that `update` is given: there the mean over rows of a row's
-            summed k1.
-        horizon: how many samples it takes to change the weight by the factor `1 + error`.
-        limit: bound of the relative error.
     """
 
-    target: float
-    horizon: float
-    limit: float = 0.2
+    target: float  # the divergence to keep, as `update` is given it: there the mean over rows of a row's summed k1
+    horizon: float  # how many samples it takes to change the weight by the factor `1 + error`
+    limit: float = 0.2  # bound of the relative error
 
     def __post_init__(self) -> None:
         for name in ("target", "horizon", "limit"):
@@ -121,7 +114,6 @@ def overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> jax.Arra
         `[..]`, float32, from -1 to 0.
 
     Raises:
-        TypeError: lengths are not integers.
         ValueError: a buffer that is not in 1..limit.
     """
     lengths = jnp.asarray(lengths)

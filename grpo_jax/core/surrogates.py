@@ -62,12 +62,9 @@ class CappedWeight:
         stop_gradient(min(ρ, cap)) · A · log π
 
     Every token keeps a gradient; only its weight is bounded.
-
-    Attributes:
-        cap: the largest weight itself (1 + ε_high in the paper's notation), more than 1.
     """
 
-    cap: float = 5.0
+    cap: float = 5.0  # the largest weight itself (1 + ε_high in the paper's notation), more than 1
 
     def __post_init__(self) -> None:
         if not self.cap > 1:
@@ -91,14 +88,10 @@ class SoftGate:
         4 / τ · sigmoid(τ (ρ - 1)) · A,  τ = positive where A > 0, else negative
 
     Its slope is 1 at ρ = 1 and falls off on both sides.
-
-    Attributes:
-        positive: τ for positive advantages.
-        negative: τ for the others; larger, since their gradients spread over all other tokens.
     """
 
-    positive: float = 1.0
-    negative: float = 1.05
+    positive: float = 1.0  # τ for positive advantages
+    negative: float = 1.05  # τ for the others; larger, since their gradients spread over all other tokens
 
     def __post_init__(self) -> None:
         for name, value in (("positive", self.positive), ("negative", self.negative)):

@@ -31,7 +31,6 @@ def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
         `[P, G, N]`; NaN where an episode has no turn.
 
     Raises:
-        TypeError: rewards are not floating, or `exists` is not bool.
         ValueError: shapes that do not fit.
     """
     rewards, exists = _as_turns(rewards, exists)
@@ -59,7 +58,6 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, discount: float) -> j
         a reward.
 
     Raises:
-        TypeError: rewards are not floating, or `exists` is not bool.
         ValueError: shapes that do not fit, or a discount outside [0, 1].
     """
     rewards, exists = _as_turns(rewards, exists)
@@ -71,31 +69,6 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, discount: float) -> j
     returns = jnp.moveaxis(discounted_returns(over_turns[0], discount=discount, mask=over_turns[1]), -1, 2)
     some = jnp.flip(jnp.cumsum(jnp.flip(present, 2), axis=2), 2) > 0
     return jnp.where(there & some, returns, jnp.nan)
-
-
-def spread_turns(values: ArrayLike, turn: ArrayLike, mask: ArrayLike) -> jax.Array:
-    """A value of each turn as one of each of its tokens.
-
-    Args:
-        values: `[P, G, U]`, floating.
-        turn: int `[P, G, T]`, the turn of each token, from 0.
-        mask: bool `[P, G, T]`, the tokens that get one.
-
-    Returns:
-        `[P, G, T]`; 0 where the mask is False.
-
-    Raises:
-        TypeError: values are not floating, turns no integers, or the mask not bool.
-        ValueError: shapes that do not fit.
-    """
-    values, turn = as_float("values", values, ndim=3), jnp.asarray(turn)
-    if not jnp.issubdtype(turn.dtype, jnp.integer):
-        raise TypeError(f"turn must be of an integer type, got {turn.dtype}")
-    mask = as_mask("mask", mask, turn.shape)
-    if turn.ndim != 3 or turn.shape[:2] != values.shape[:2]:
-        raise ValueError(f"turn must have shape {(*values.shape[:2], 'T')}, got {turn.shape}")
-    places = jnp.clip(turn, 0, values.shape[-1] - 1)
-    return select(mask, jnp.take_along_axis(values, places, axis=-1))
 
 
 def turn_advantages(
@@ -117,10 +90,14 @@ def turn_advantages(
         `[P, G, T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        TypeError: returns are not floating, turns no integers, or the mask not bool.
         ValueError: shapes that do not fit.
     """
     returns, turn = as_float("returns", returns, ndim=4), jnp.asarray(turn)
+    if not jnp.issubdtype(turn.dtype, jnp.integer):
+        raise TypeError(f"turn must be of an integer type, got {turn.dtype}")
     mask = as_mask("mask", mask, turn.shape)
+    if turn.ndim != 3 or turn.shape[:2] != returns.shape[:2]:
+        raise ValueError(f"turn must have shape {(*returns.shape[:2], 'T')}, got {turn.shape}")
     each = [estimate(returns[:, :, u], mask & (turn == u)) for u in range(returns.shape[2])]
-    return spread_turns(jnp.stack(each, axis=-1), turn, mask)
+    places = jnp.clip(turn, 0, returns.shape[2] - 1)
+    return select(mask, jnp.take_along_axis(jnp.stack(each, axis=-1), places, axis=-1))

@@ -118,15 +118,14 @@ def attend(
 
     Many queries take turns, a block at a time: scores and masks are then [.., block, S] and never [.., S, S], in the
     backward pass too, which computes them again (Rabe and Staats 2021, arXiv:2112.05682). Of keys of their own, those
-    of later quarters are left out. On a CPU rows take turns as well, so that a block's scores stay in its cache;
-    `by_row` is False where they are laid over several devices, which then all work.
+    of later quarters are left out. With `by_row` rows take turns as well: on a CPU a block's scores then stay in its
+    cache; not where rows are laid over several devices, which all work.
 
     Queries and result are [P, K, G, R, S, E], their order [P or 1, S] or [P, G, S]. The result has the queries'
     dtype; scores and softmax are float32. The scalars: i32 `window`, how far back keys are read (None: all); float32
     `scale` of the scores (None: E^-0.5); `softcap`, the cap that they are drawn towards (``core.logprobs.capped``).
     """
     scoring = _Scoring(window, query.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    by_row = by_row and jax.default_backend() == "cpu"
     if query.shape[-2] < (_MANY_OF_A_ROW if by_row else _MANY):
         return _attend(query, queries, sources, scoring)
     return (_attend_rows if by_row else _attend_quarters)(query, queries, sources, scoring)

@@ -67,6 +67,14 @@ def write(
     )
 
 
+def of_paths(cache: Cache, parents: jax.Array) -> Cache:
+    """The keys and values of other completions: of `parents` [P, G], or [G] where they are alike for all prompts."""
+    axes = (0, 0 if parents.ndim == 2 else None)
+    take = jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3), axes)
+    keys, values = (tuple(take(part, parents) for part in parts) for parts in (cache.keys, cache.values))
+    return cache._replace(keys=keys, values=values)
+
+
 def with_heads(cache: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """A layer's keys [P, K, G, E, T] and values [P, K, G, T, E], also where there is one head."""
     keys, values = cache

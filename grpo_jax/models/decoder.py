@@ -27,6 +27,7 @@ class Decoder(nn.Module):
     stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
     # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device
     spread: Callable[[jax.Array], jax.Array] | None = None
+    by_row: bool = False  # see `attend`
 
     def setup(self):
         """Declare the weights."""
@@ -47,10 +48,12 @@ class Decoder(nn.Module):
             in_axes=(0, nn.broadcast),
             length=self.config.num_layers,
         )
-        return stack(self.config, self.dtype, self.param_dtype, self.lora, self.spread)
+        by_row = self.by_row and self.spread is None
+        return stack(self.config, self.dtype, self.param_dtype, self.lora, self.spread, by_row)
 
     def _sequence(self, block: type[nn.Module]) -> list[nn.Module]:
-        return [block(self.config, self.dtype, self.param_dtype, self.lora) for _ in range(self.config.num_layers)]
+        settings = self.config, self.dtype, self.param_dtype, self.lora, None, self.by_row
+        return [block(*settings) for _ in range(self.config.num_layers)]
 
     def _embedding(self, name: str, rows: int) -> jax.Array:
         return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size), self.param_dtype)

@@ -240,6 +240,7 @@ def make_policy(
     lora: LoraConfig | None = None,
     spread: Callable[[jax.Array], jax.Array] | None = None,
     matmul_precision: str | None = None,
+    platform: str | None = None,
 ) -> Policy:
     """Make the functions of a decoder.
 
@@ -251,6 +252,8 @@ def make_policy(
         lora: Configuration of the adapters, if variables will hold any.
         spread: See `Decoder`; ``sharding.over_prompts`` makes it.
         matmul_precision: See `precision_of`.
+        platform: What they are compiled for (cpu, cuda, tpu), which decides how attention is computed; None for JAX's
+            default.
 
     Raises:
         ValueError: A choice is unknown, or an adapter's target is no projection of this architecture.
@@ -263,8 +266,9 @@ def make_policy(
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
     limit = config.max_positions if family.learned_positions else family.longest(config)
-    decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
-    unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False)
+    by_row = (platform or jax.default_backend()) == "cpu"
+    decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread, by_row=by_row)
+    unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False, by_row=by_row)
 
     def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         @wraps(function)
@@ -441,9 +445,8 @@ def load_policy(
     if section.quantised != "none":
         store = partial(quantise, kind=section.quantised, device=devices[0])
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
-    dtype = section.frozen_dtype if section.lora.used else "float32"
     try:
-        weights = hf.load_weights(read, param_dtype=dtype, put=store).params
+        weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store).params
     except ValueError as error:  # a weight that the mesh does not divide
         raise UserError(f"policy.mesh: {error}") from error
     config = read.config
@@ -453,8 +456,7 @@ def load_policy(
     tower = None
     if (config.vision is not None if vision is None else vision) or needs_tower(section, lora):
         _check_tower(section, read)
-        tower_dtype = "float32" if section.vision == "train" else section.frozen_dtype
-        tower = hf.load_tower(read, param_dtype=tower_dtype, put=None if mesh is None else put)
+        tower = hf.load_tower(read, param_dtype=tower_dtype(section), put=None if mesh is None else put)
         if mesh is None:
             tower = jax.device_put(tower, devices[0])
         variables = with_tower(variables, tower, trained=section.vision == "train")
@@ -470,7 +472,19 @@ def load_policy(
     return policy.replace(folder=read, variables=variables, mesh=mesh)
 
 
-def configured_functions(section: PolicySection, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Policy:
+def weight_dtype(section: PolicySection) -> str:
+    """The type of the weights: trained ones are float32."""
+    return section.frozen_dtype if section.lora.used else "float32"
+
+
+def tower_dtype(section: PolicySection) -> str:
+    """The type of the vision tower's weights, which may be frozen where the rest is trained."""
+    return "float32" if section.vision == "train" else section.frozen_dtype
+
+
+def configured_functions(
+    section: PolicySection, config: ModelConfig, mesh: jax.sharding.Mesh | None, platform: str | None = None
+) -> Policy:
     """The functions of `make_policy` as a section asks for them, over the mesh if there is one."""
     policy = make_policy(
         config,
@@ -479,6 +493,7 @@ def configured_functions(section: PolicySection, config: ModelConfig, mesh: jax.
         lora=lora_config(section.lora, config),
         spread=over_prompts(mesh),
         matmul_precision=section.matmul_precision,
+        platform=platform,
     )
     return shard_policy(policy, mesh)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.build import flat, to_dict
+from grpo_jax.config.build import flat, merged, to_dict
 from grpo_jax.config.fields import require
 from grpo_jax.config.help import spelled
 from grpo_jax.config.named import own_package
-from grpo_jax.config.run import POLICY, Config
+from grpo_jax.config.run import POLICY, Config, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning import MEMORY
-from grpo_jax.planning.policy import GIB, PolicyMemory, policy_memory
+from grpo_jax.planning.policy import GIB, PolicyMemory, held_memory, policy_memory
+from grpo_jax.planning.target_plan import Report, plan_programs
+from grpo_jax.planning.targets import Target, open_devices
 from grpo_jax.training.memory import Shown
 
 RUNTIME = GIB // 2
@@ -67,9 +69,13 @@ class Card(NamedTuple):
 class Planner:
     """Plans of configs with one policy's shape on the same devices; each shape is compiled once."""
 
-    def __init__(self, model: ModelConfig, gib: tuple[float, ...], shown: Shown | None = None):
-        """Take the decoder's config, the devices' memory in GiB and the pictures that the policy is shown."""
+    def __init__(
+        self, model: ModelConfig, gib: tuple[float, ...], shown: Shown | None = None, target: Target | None = None
+    ):
+        """Take the decoder's config, the devices' memory in GiB, the pictures shown to the policy, and the target."""
         self._model = model
+        self._target = target
+        self.programs: dict[str, Report] = {}
         self._gib = gib
         self._shown = shown
         self._planned: dict[str, PolicyMemory] = {}
@@ -80,15 +86,30 @@ class Planner:
         if (key := repr(relevant)) not in self._planned:
             section = config.policy.mesh
             try:
-                mesh = make_mesh(section.fsdp, section.tensor, jax.devices()) if section.size > 1 else None
-                self._planned[key] = policy_memory(config, self._model, mesh, self._shown)
+                devices = jax.devices() if self._target is None else open_devices(self._target)
+                mesh = make_mesh(section.fsdp, section.tensor, devices) if section.size > 1 else None
+                if self._target is None:
+                    self._planned[key] = policy_memory(config, self._model, mesh, self._shown)
+                else:
+                    self._planned[key] = self._on_target(config, self._target, devices, mesh)
             except ValueError as error:  # no such projection, a weight that does not divide, too few devices
                 raise UserError(f"policy: {error}") from error
         return self._planned[key]
 
+    def _on_target(
+        self, config: Config, target: Target, devices: Sequence[jax.Device], mesh: jax.sharding.Mesh | None
+    ) -> PolicyMemory:
+        programs = plan_programs(config, self._model, target, devices[0], mesh, self._shown)
+        self.programs = self.programs or programs
+        sampling = [report.working_bytes for name, report in programs.items() if name in ("vision", "sample", "turn")]
+        learning = [report.working_bytes for name, report in programs.items() if name in ("logprobs", "update")]
+        held = held_memory(config, self._model, mesh, self._shown)
+        return held._replace(sampling=max(sampling), update=max(learning), gradients=0, compiled_for=str(target))
+
     def cards(self, config: Config) -> list[Card]:
         """All devices with their lines."""
-        places = places_of(config, len(self._gib))
+        on_tpu = self._target is not None and self._target.platform == "tpu"
+        places = places_on_tpu(config) if on_tpu else places_of(config, len(self._gib))
         names = list(dict.fromkeys([*(f"gpu:{i}" for i in range(len(self._gib))), *sum(places.values(), ())]))
         cards = {name: Card(name, _capacity(name, self._gib), {}) for name in names}
         lines = {POLICY: policy_lines(config, self.policy(config))}
@@ -119,6 +140,12 @@ def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
     return {name: tuple(where.split(",")) for name, where in {**places, **away}.items()}
 
 
+def places_on_tpu(config: Config) -> dict[str, tuple[str, ...]]:
+    """Devices of each part where the policy is on TPUs: judges, which torch runs, are on the host."""
+    policy = tuple(f"gpu:{chip}" for chip in range(config.policy.mesh.size))
+    return {POLICY: policy} | {name: ("cpu",) for name in config.judges}
+
+
 def _capacity(name: str, gib: tuple[float, ...]) -> int:
     if name == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -142,11 +169,21 @@ def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
     no_copy = "the base without its adapters" if lora.used else "none: no KL"
     rank = f" of rank {lora.rank}" if lora.rank else ""
     dtype = f"{section.frozen_dtype}, adapters{rank} float32" if lora.used else "float32"
-    return [
+    held = [
         Line("parameters", memory.weights, dtype),
         Line("optimizer state", memory.optimizer, "float32"),
         Line("reference", memory.reference, "float32" if memory.reference else no_copy),
         *behind,
+    ]
+    if memory.compiled_for:
+        note = f"compiled for {memory.compiled_for}, with its"
+        return [
+            *held,
+            Line("sampling", memory.sampling, f"{note} caches", sampling),
+            Line("update", memory.update, f"{note} gradients; remat: {section.remat}", update),
+        ]
+    return [
+        *held,
         *_sampling_lines(config, memory, sampling),
         Line("update: gradients", memory.gradients, "float32", update),
         Line("update: activations", memory.update, f"{limit}; remat: {section.remat}", update),
@@ -176,8 +213,8 @@ def judge_lines(judge: object) -> list[Line]:
     return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]
 
 
-def list_savings(config: Config, cards: Sequence[Card]) -> list[str]:
-    """Return the options that take less memory of devices that are full; those that change no result come first."""
+def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
+    """Return fields that take less memory of devices that are full; those that change no result come first."""
     full = {part for card in cards if card.excess for part in card.parts}
     section, prompts = config.policy, config.training.prompts_per_batch // config.training.minibatches
     policy: dict[str, object] = {
@@ -199,4 +236,24 @@ def list_savings(config: Config, cards: Sequence[Card]) -> list[str]:
         for fields in getattr(config.judges[name], "savings", list)():
             changes |= {f"judges.{name}.{field}": value for field, value in fields.items()}
     now = flat(to_dict(config))
-    return [f"--{name} {spelled(value)}" for name, value in changes.items() if now[name] != value]
+    return {name: value for name, value in changes.items() if now[name] != value}
+
+
+def first_that_fits(planner: Planner, config: Config, savings: Mapping[str, object]) -> str | None:
+    """Return the first change that makes the run fit by itself, as an option; None if none does."""
+    for name, value in savings.items():
+        values: object = value
+        for part in reversed(name.split(".")):
+            values = {part: values}
+        try:
+            cards = planner.cards(make_config(merged(to_dict(config), values)))
+        except UserError:  # a change that this run does not take
+            continue
+        if not any(card.excess for card in cards):
+            return option(name, value)
+    return None
+
+
+def option(name: str, value: object) -> str:
+    """Spell a field as the command line does."""
+    return f"--{name} {spelled(value)}"

@@ -1,36 +1,51 @@
-"""`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16]`: a run's memory, from config.json alone."""
+"""`python -m grpo_jax.train … --plan [--device_memory_gib 16,16,16 | --target h100]`, from config.json alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.run import POLICY, Config
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.policy import precision_of
-from grpo_jax.planning import PLAN
-from grpo_jax.planning.cards import FREE, Card, Planner, list_savings
+from grpo_jax.planning import JSON, PLAN, TARGET, PlanRequest
+from grpo_jax.planning.cards import FREE, Card, Planner, first_that_fits, list_savings, option
 from grpo_jax.planning.policy import GIB, PolicyMemory, read_shape, read_shown
+from grpo_jax.planning.target_plan import Report
+from grpo_jax.planning.targets import Target, parse_target, prepare
 from grpo_jax.runs.policy import NEW
 
 _PREALLOCATED = 0.75  # JAX's default share of a card
 
 
-def show_plan(config: object, gib: tuple[float, ...]) -> int:
-    """Print the plan of a config for devices of `gib` (() for this machine's); return 0 if it fits, 1 if not."""
+def show_plan(config: object, request: PlanRequest) -> int:
+    """Print the plan of a config; return 0 if it fits, 1 if not."""
+    target = parse_target(request.target) if request.target else None
+    if target is not None:
+        prepare()
     if not isinstance(config, Config):
         name = to_dict(config)["task"]["kind"]
         raise UserError(f"{PLAN}: a {name} run has no language policy and takes little; there is nothing to plan")
     if config.policy.path == NEW:
         raise UserError(f"{PLAN}: policy.path new is made of the task's words when the run begins; it is small")
+    size = config.policy.mesh.size
+    if target is not None and size > target.count:
+        raise UserError(f"policy.mesh: expected at most {target.count} devices for {TARGET} {target}, got {size}")
+    gib = request.gib if target is None else (target.kind.memory / GIB,) * target.count
     model = read_shape(config.policy.path)
     pictures, notes = read_shown(config, model)
     _show_devices(gib, config)
-    planner = Planner(model, gib, pictures)
+    planner = Planner(model, gib, pictures, target)
     memory, cards = planner.policy(config), planner.cards(config)
     _tell(config, memory, cards, notes)
+    if target is not None:
+        _tell_programs(target, planner.programs)
+        if request.file:
+            _write(Path(request.file), target, planner.programs)
     full = [card for card in cards if card.excess]
     if not full:
         print("It fits.")
@@ -39,9 +54,38 @@ def show_plan(config: object, gib: tuple[float, ...]) -> int:
     if small := [card.name for card in full if card.runtime > card.room]:
         print(f"{verdict} Contexts and libraries alone are too much for {', '.join(small)}: take larger devices.")
         return 1
-    print(f"{verdict} These take less (plan again with them), and so do a smaller model and larger devices:")
-    print("\n".join(f"  {option}" for option in list_savings(config, cards)) or "  (nothing that is known here)")
+    savings = list_savings(config, cards)
+    if target is not None and (enough := first_that_fits(planner, config, savings)):
+        print(f"{verdict} It would with {enough}.")
+        return 1
+    alone = " Nothing below is enough alone." if target is not None else ""
+    print(f"{verdict}{alone} These take less (plan again with them), and so do a smaller model and larger devices:")
+    print("\n".join(f"  {option(*saving)}" for saving in savings.items()) or "  (nothing that is known here)")
     return 1
+
+
+def _tell_programs(target: Target, programs: Mapping[str, Report]) -> None:
+    print(f"Programs, compiled for {target.kind.title} and not run; judges, which torch runs, are counted:")
+    print(
+        f"  {'':<12}{'arguments':>10}{'temporary':>10}{'peak':>8}  GiB{'kernels':>9}{'a layer':>9}{'copies':>8}  bound"
+    )
+    for name, report in programs.items():
+        reading = report.reading
+        sizes = (report.argument_bytes, report.temporary_bytes, report.peak_bytes)
+        memory = "".join(f"{_gib(size):>{width}}" for size, width in zip(sizes, (12, 10, 8), strict=True))
+        copies = reading.weight_copies + reading.cache_copies
+        kernels = f"{reading.kernels:>14,}{reading.layer_kernels:>9.0f}{copies:>8}"
+        print(f"  {name:<10}{memory}{kernels}  {report.bound_seconds:.3g} s")
+        for kind, size, count in reading.collectives:
+            print(f"  {'':<12}{count:,} x {kind}: {_gib(size)} GiB")
+
+
+def _write(file: Path, target: Target, programs: Mapping[str, Report]) -> None:
+    values = {name: report.as_dict(name) for name, report in programs.items()}
+    try:
+        file.write_text(json.dumps({"target": str(target), "programs": values}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{JSON}: {short_name(file)} cannot be written: {error.strerror}") from error
 
 
 def _show_devices(gib: tuple[float, ...], config: Config) -> None:

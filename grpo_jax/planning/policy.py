@@ -24,7 +24,7 @@ from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.weights import read_json
 from grpo_jax.models.lora import count_weights
-from grpo_jax.models.policy import configured_functions, lora_config, needs_tower
+from grpo_jax.models.policy import configured_functions, lora_config, needs_tower, weight_dtype
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE, VISUAL
 from grpo_jax.models.vision.config import VisionConfig
@@ -35,12 +35,12 @@ from grpo_jax.sampling.sampler import Samples, bucket_size, make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.memory import (
+    Program,
     Shown,
     picture_shapes,
     state_shapes,
     temporary_bytes,
     update_bytes,
-    weight_dtype,
 )
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
@@ -88,6 +88,8 @@ class PolicyMemory(NamedTuple):
         update: Rest of the update: activations, logits of a chunk of tokens, the optimizer's steps.
         widened: Compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds.
         behind: The copy of the trained ones that samples ahead (training.lag); 0 where the newest sample.
+        compiled_for: The target whose compiler said so; "" for this machine. `sampling` and `update` are then whole
+            programs, with their caches, log-probabilities and gradients.
     """
 
     parameters: int
@@ -102,6 +104,7 @@ class PolicyMemory(NamedTuple):
     update: int
     widened: bool
     behind: int = 0
+    compiled_for: str = ""
 
     @property
     def held(self) -> int:
@@ -133,30 +136,44 @@ def policy_memory(
     Prompts have data.max_prompt_tokens. ValueError for adapters on projections that the architecture lacks, or
     weights that the mesh does not divide.
     """
-    narrow = {config.policy.compute_dtype, weight_dtype(config)} - {"float32"}
+    narrow = {config.policy.compute_dtype, weight_dtype(config.policy)} - {"float32"}
     widened = bool(narrow) and jax.default_backend() == "cpu"
+    held = held_memory(config, model, mesh, shown)
     state = state_shapes(config, model, mesh, pictures=shown is not None)
-    trained = trained_weights(state.variables)
     same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
     wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
-    gradients, beside = tree_bytes(trained), config.training.lag > 0
     apart = _layers_bytes(state_shapes(wide, model, mesh, pictures=shown is not None))
     # Where they differ in type, the head is cast once for a whole program.
-    casts = weight_dtype(config) != config.policy.compute_dtype and widened
+    casts = weight_dtype(config.policy) != config.policy.compute_dtype and widened
     cast = model.vocab_size * model.hidden_size * jnp.dtype(config.policy.compute_dtype).itemsize if casts else 0
+    return held._replace(
+        apart=_layers_bytes(state),
+        cache=cache_bytes(config, model),
+        sampling=_beside_the_cache(wide, model, mesh, shown, apart) + cast,
+        update=max(update_bytes(wide, model, mesh, shown) - held.gradients, 0) + cast,
+        widened=widened,
+    )
+
+
+def held_memory(
+    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None = None, shown: Shown | None = None
+) -> PolicyMemory:
+    """Count what no compiler is needed for: sampling and the update's temporaries are 0; raises as `policy_memory`."""
+    state = state_shapes(config, model, mesh, pictures=shown is not None)
+    trained = trained_weights(state.variables)
     return PolicyMemory(
         parameters=count_weights(state.variables["params"]),
         trained=tree_size(trained),
         weights=tree_bytes(state.variables),
         optimizer=tree_bytes(state.opt_state),
         reference=tree_bytes(state.reference),
-        apart=_layers_bytes(state),
-        cache=cache_bytes(config, model),
-        sampling=_beside_the_cache(wide, model, mesh, shown, apart) + cast,
-        gradients=gradients,
-        update=max(update_bytes(wide, model, mesh, shown) - gradients, 0) + cast,
-        widened=widened,
-        behind=tree_bytes(trained[policy_collection(trained)]) if beside else 0,
+        apart=0,
+        cache=0,
+        sampling=0,
+        gradients=tree_bytes(trained),
+        update=0,
+        widened=False,
+        behind=tree_bytes(trained[policy_collection(trained)]) if config.training.lag > 0 else 0,
     )
 
 
@@ -197,7 +214,7 @@ def _beside_the_cache(
     beside = [_compiled_sampling(config, model, mesh, shown) - apart - first]
     if section.turns > 1:  # the prompts' and what the turns before left come from outside
         last = _cached(config, model, section.group_size * _slots(config, section.turns))
-        beside.append(_compiled_turn(config, model, mesh) - apart - last)
+        beside.append(temporary_bytes(turn_program(config, model, mesh)) - apart - last)
     return max(*beside, 0)
 
 
@@ -228,10 +245,12 @@ def _params(config: Config) -> SamplingParams:
     return sampling_params(config.sampling, config.sampling.written_completions, config.sampling.temperature)
 
 
-def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> int:
-    sampler = make_episode_sampler(
-        configured_functions(config.policy, model, mesh), _params(config), eos_ids=(0,), pad_id=0
-    )
+def turn_program(
+    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, platform: str | None = None
+) -> Program:
+    """Return the sampling of an episode's last turn."""
+    policy = configured_functions(config.policy, model, mesh, platform)
+    sampler = make_episode_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     prompts, section = _chunk(config), config.sampling
     tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
     reply = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
@@ -241,14 +260,31 @@ def _compiled_turn(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh |
     carried = jax.eval_shape(lambda v: sampler.begin(v, tokens, np.ones_like(tokens, bool), keys)[1], variables)
     for _ in range(section.turns - 2):
         carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *replies)[1], variables, carried)
-    return temporary_bytes(
-        jax.jit(lambda v, before: gather(sampler.go_on(v, before, *replies)[0], mesh)), variables, carried
-    )
+    go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *replies)[0], mesh))
+    return Program(go_on, (variables, carried), section.max_new_tokens)
 
 
 def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None) -> int:
     """Temporary bytes of sampling a chunk of prompts; with pictures, also of their states or the tower before."""
-    policy = configured_functions(config.policy, model, mesh)
+    programs = sampling_programs(config, model, mesh, shown)
+    sampling = temporary_bytes(programs["sample"])
+    if "vision" not in programs:
+        return sampling
+    _, pictures = programs["vision"].arguments
+    _, states = programs["sample"].arguments
+    seen = tree_bytes(pictures) + temporary_bytes(programs["vision"])
+    return tree_bytes(states) + max(sampling, seen)
+
+
+def sampling_programs(
+    config: Config,
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    shown: Shown | None,
+    platform: str | None = None,
+) -> dict[str, Program]:
+    """Return the sampling of a chunk of prompts, and the vision tower before it where the prompts hold pictures."""
+    policy = configured_functions(config.policy, model, mesh, platform)
     sample = make_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), len(tokens))
@@ -258,12 +294,15 @@ def _compiled_sampling(config: Config, model: ModelConfig, mesh: jax.sharding.Me
 
     variables = state_shapes(config, model, mesh, pictures=shown is not None).variables
     variables = {name: tree for name, tree in variables.items() if name != VALUE}
+    turns = config.sampling.max_new_tokens
     if shown is None or not shown.prompt:
-        return temporary_bytes(jax.jit(draw), variables, None)
+        return {"sample": Program(jax.jit(draw), (variables, None), turns)}
     pictures = picture_shapes(model.vision, (len(tokens), shown.prompt), shown.patches)
     states = jax.eval_shape(policy.encode_images, variables, pictures)
-    seen = tree_bytes(pictures) + temporary_bytes(jax.jit(policy.encode_images), variables, pictures)
-    return tree_bytes(states) + max(temporary_bytes(jax.jit(draw), variables, states), seen)
+    return {
+        "vision": Program(jax.jit(policy.encode_images), (variables, pictures)),
+        "sample": Program(jax.jit(draw), (variables, states), turns),
+    }
 
 
 def read_shape(path: str) -> ModelConfig:

@@ -63,15 +63,14 @@ class Row:
         return repr((self.prompt, messages, [digest(source) for source in self.pictures]))
 
 
-ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages", "has_system")])
-"""Sizes of a row: bytes of all its text, pictures, messages (0 for a prompt alone), whether a system one begins."""
+ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages")])
+"""Sizes of a row: bytes of all its text, pictures, messages (0 for a prompt alone)."""
 
 
-def size_of_row(row: Row) -> tuple[int, int, int, int]:
+def size_of_row(row: Row) -> tuple[int, int, int]:
     """Return the entries of `ROW_SIZES` of a row."""
     texts = [message.text for message in row.messages] or [row.prompt]
-    has_system = bool(row.messages) and row.messages[0].role == "system"
-    return sum(len(text.encode()) for text in texts), len(row.pictures), len(row.messages), int(has_system)
+    return sum(len(text.encode()) for text in texts), len(row.pictures), len(row.messages)
 
 
 class Rows(Sequence[Row]):
@@ -194,8 +193,6 @@ def _permutation(n: int, *numbers: int) -> np.ndarray:
 
 def batches_per_epoch(n: int, batch_size: int) -> int:
     """Count the batches in one pass over ``n`` rows, the rest left over; UserError if there is none."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if n < batch_size:
         raise UserError(f"a batch takes {batch_size} different prompts and there are {n}: lower it or add prompts")
     return n // batch_size

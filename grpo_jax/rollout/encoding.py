@@ -23,7 +23,6 @@ from grpo_jax.models.hf.chat import (
     Message,
     Part,
     conversation_encoder,
-    default_system_prompt,
     knows_option,
     picture_tokens,
 )
@@ -227,10 +226,7 @@ def prepare_rows(rows: Sequence[Row], processor: ImageProcessor) -> list[list[Pi
 
 
 def pad_left(encoded: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token lists as one array i32 [P, width] and its mask bool [P, width]; ValueError if one is longer."""
-    longest = max(map(len, encoded), default=0)
-    if longest > width:
-        raise ValueError(f"width must be at least the longest prompt's {longest} tokens, got {width}")
+    """Return token lists as one array i32 [P, width] and its mask bool [P, width]; none is longer."""
     mask = np.arange(width) >= width - np.array([len(tokens) for tokens in encoded])[:, None]
     array = np.full(mask.shape, pad_id, np.int32)
     array[mask] = [*itertools.chain.from_iterable(encoded)]
@@ -296,24 +292,6 @@ def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
     if isinstance(column, str) and column and not any(column in row.columns for row in rows):
         raise UserError(
             f"data.tools: expected a list of JSON schemas or a column of the data, got {short_repr(column)}"
-        )
-
-
-def tell_system_prompt(
-    tokenizer: PreTrainedTokenizerBase, section: DataSection, rows: Sequence[Row], say: Callable[[str, str], None]
-) -> None:
-    """Report a system prompt that the chat template adds, and a template without a switch for thinking."""
-    if not _uses_template(tokenizer, section):
-        return
-    if section.enable_thinking and not knows_option(tokenizer, "enable_thinking"):
-        say("template", "has no switch for thinking: data.enable_thinking changes nothing")
-    if section.system_prompt or row_sizes(rows)["has_system"].all():
-        return
-    default = default_system_prompt(tokenizer, **section.template_options)
-    if default:
-        say(
-            "template",
-            f"tells the policy {short_repr(default, 100)} before each prompt; data.system_prompt replaces it",
         )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -84,12 +83,6 @@ class AnswerError(UserError):
         super().__init__(f"the environment: {reason}")
 
 
-class Refused(NamedTuple):
-    """An isolated environment's answer that is none, in words."""
-
-    reason: str
-
-
 Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | None]]
 """respond(rows, episodes) → an answer for each of them, its text alone, or None where the episode is done."""
 
@@ -106,11 +99,14 @@ def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode
 
 
 def checked(answer: object) -> Answer:
-    """Return an answer whatever form it came in; raises ValueError, which describes it, for anything else."""
+    """Return an answer whatever form it came in; raises ValueError, which describes it, for anything else.
+
+    An isolated environment gives a ValueError itself in place of an answer that is none.
+    """
     if answer is None:
         return Answer(done=True)
-    if isinstance(answer, Refused):
-        raise ValueError(answer.reason)
+    if isinstance(answer, ValueError):
+        raise answer
     if isinstance(answer, str):
         answer = Answer(answer)
     if not isinstance(answer, Answer):
@@ -125,20 +121,19 @@ def checked(answer: object) -> Answer:
 
 def remembered(episode: Episode, *, pictures: bool) -> Episode:
     """Return an episode with its pictures as uint8 [H, W, 3] on the host, or without them."""
-
-    def of_turn(turn: Turn) -> Turn:
+    turns = []
+    for turn in episode.turns:
         image = None
         try:
             if pictures and turn.image is not None:
                 image = as_uint8(turn.image)
         except ValueError as error:
             raise UserError(f"judges.renderer drew a picture that cannot be shown: {error}") from error
-        if turn.answer is None:
-            return replace(turn, image=image)
-        answered = tuple(map(as_uint8, turn.answer.pictures)) if pictures else ()
-        return replace(turn, image=image, answer=replace(turn.answer, pictures=answered))
-
-    return Episode(tuple(map(of_turn, episode.turns)))
+        answer = turn.answer
+        if answer is not None:
+            answer = replace(answer, pictures=tuple(map(as_uint8, answer.pictures)) if pictures else ())
+        turns.append(replace(turn, image=image, answer=answer))
+    return Episode(tuple(turns))
 
 
 def as_uint8(picture: Source) -> np.ndarray:

@@ -32,7 +32,7 @@ from grpo_jax.config.files import parse_json
 from grpo_jax.config.named import load_object
 from grpo_jax.errors import StopRun, UserError, one_line
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Refused, Respond, answers_of, checked, remembered
+from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Respond, answers_of, checked, remembered
 from grpo_jax.rollout.pipeline import untimed
 from grpo_jax.rollout.rewards import (
     PICTURES,
@@ -83,11 +83,11 @@ def isolate_environment(name: str, timeout: float | None) -> Respond:
     """Return an environment in a process of its own, as `isolate` does; it neither gets nor answers pictures."""
     worker = _Worker(name, timeout, ENVIRONMENT, AnswerError)
 
-    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | Refused]:
+    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | ValueError]:
         plain = [replace(row, pictures=(), messages=()) for row in rows]
         texts = [remembered(episode, pictures=False) for episode in episodes]
         answers = worker.call({"rows": plain, "episodes": texts})
-        return [Refused(answer["refused"]) if "refused" in answer else Answer(**answer) for answer in answers]
+        return [ValueError(answer["refused"]) if "refused" in answer else Answer(**answer) for answer in answers]
 
     return respond
 

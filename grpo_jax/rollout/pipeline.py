@@ -268,6 +268,7 @@ def run_pipeline(
     `watchdog` then ends the process. The stages' threads have the caller's context variables.
 
     Args:
+        stages: At least one, with distinct names.
         timeout: Seconds one call of a stage may take (compilation in a first call counts); None for no limit.
         in_flight: Chunks that may be on their way at once, whatever the queues hold; None for no limit.
         stopping: Asked twice a second.
@@ -281,13 +282,6 @@ def run_pipeline(
         StageTimeout: A call took longer than `timeout`. Its thread is abandoned: end the process soon.
         Stopped: A call that takes longer than two seconds more is abandoned too.
     """
-    names = [stage.name for stage in stages]
-    if not names or len(set(names)) != len(names):
-        raise ValueError(f"stages must be at least one, with distinct names, got {names}")
-    if in_flight is not None and in_flight < 1:
-        raise ValueError(f"in_flight must be at least 1, got {in_flight}")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be positive or None, got {timeout}")
     state = _State(len(stages), slot, timeout)
     state.queues[0].extend(chunks)
     count = len(state.queues[0])
@@ -316,4 +310,4 @@ def run_pipeline(
         _join(state, threads, grace)
     if state.error is not None:
         raise state.error
-    return list(state.queues[-1]), dict(zip(names, state.seconds, strict=True))
+    return list(state.queues[-1]), dict(zip((stage.name for stage in stages), state.seconds, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -36,6 +35,8 @@ TIERS = ("plain", "attributes", "crowded")
 _NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
 """Column names that data sets often have for prompts."""
+Data = str | Path | Records | Iterable[Mapping[str, object]]
+"""Name of a data set, or records, each like a line of a ``.jsonl`` file."""
 ROLES = ("system", "user", "assistant")
 _MOST_PICTURES = 256
 _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
@@ -53,7 +54,7 @@ def prompts_of(section: DataSection) -> PromptSet:
 
 
 def load_prompts(
-    data: str | Path | Records | Iterable[Mapping[str, object]],
+    data: Data,
     *,
     held_out: int | float = 0.2,
     columns: Mapping[str, str] = MappingProxyType({}),
@@ -71,7 +72,6 @@ def load_prompts(
     Blank lines are skipped. A prompt that occurs twice is drawn twice as often; it may not stand in two parts.
 
     Args:
-        data: Name of a data set, or records, each like a line of a ``.jsonl`` file.
         held_out: Without a ``split`` column: how many different prompts (int), or which share of them (float), are
             kept for testing, and as many again for validation (`split_places`).
         columns: {name: the data's name for it}.
@@ -81,26 +81,11 @@ def load_prompts(
     Raises:
         UserError: The file is missing, unreadable or empty, or has bad lines: the first are named, all are counted.
     """
-    if not (validation or test):
-        return _split(_scan(data, columns), _subject(data), held_out)
-    parts: dict[str, Rows] = {}
-    digests = np.empty(0, DIGEST)
-    first = 0
-    for part, place in (("train", data), ("validation", validation), ("test", test)):
-        if place == "":
-            continue
-        where = "data.prompts" if part == "train" else f"data.{part}"
-        scanned = _scan(place, columns, first)
-        if (scanned.splits != _NO_SPLIT).any():
-            raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
-        same = np.flatnonzero(np.isin(scanned.digests, digests))
-        if same.size:
-            example = short_repr(scanned.rows[int(same[0])].prompt)
-            raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
-        digests = np.concatenate([digests, scanned.digests])
-        parts[part] = scanned.rows
-        first = scanned.rows[-1].id + 1
-    return PromptSet(*(parts.get(name, ()) for name in SPLITS))
+    if validation or test:
+        others = {part: place for part, place in (("validation", validation), ("test", test)) if place}
+        return _separate({"train": data, **others}, columns, apart=True)
+    subject = str(data) if isinstance(data, str | Path) else "prompts"
+    return _split(_scan(data, columns, subject), subject, held_out)
 
 
 def make_prompt_set(
@@ -113,22 +98,29 @@ def make_prompt_set(
     Raises:
         UserError: If a row is bad or nothing is there to train on.
     """
-    parts = PromptSet([], [], [])
-    problems = Problems()
-    ids = itertools.count()
-    for split, records, rows in zip(SPLITS, (train, validation, test), parts, strict=True):
-        for place, record in enumerate(records):
-            try:
-                row, named = _parse(dict(record), next(ids), None)
-                if named not in (None, split):
-                    raise ValueError(f'its "split" is {named}')
-                rows.append(row)
-            except ValueError as error:
-                problems.add(f"row {place} of {split}: {error}")
-    problems.refuse("bad prompts")
-    if not parts.train:
-        raise UserError("no prompts to train on")
-    return PromptSet(*map(tuple, parts))
+    others = {part: rows for part, rows in (("validation", [*validation]), ("test", [*test])) if rows}
+    return _separate({"train": train, **others}, {}, apart=False)
+
+
+def _separate(data: Mapping[str, Data], columns: Mapping[str, str], *, apart: bool) -> PromptSet:
+    """Read each part from data of its own; ids count through. No prompt may stand in two parts that are `apart`."""
+    parts: dict[str, Rows] = {}
+    digests = np.empty(0, DIGEST)
+    first = 0
+    for part, own in data.items():
+        where = "data.prompts" if part == "train" else f"data.{part}"
+        subject = str(own) if isinstance(own, str | Path) else part
+        scanned = _scan(own, columns, subject, first=first, hashed=apart)
+        if (scanned.splits != _NO_SPLIT).any():
+            raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
+        same = np.flatnonzero(np.isin(scanned.digests, digests))
+        if same.size:
+            example = short_repr(scanned.rows[int(same[0])].prompt)
+            raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
+        digests = np.concatenate([digests, scanned.digests])
+        parts[part] = scanned.rows
+        first = scanned.rows[-1].id + 1
+    return PromptSet(*(parts.get(name, ()) for name in SPLITS))
 
 
 def _builtin(name: str) -> Records:
@@ -284,19 +276,12 @@ class _Scanned(NamedTuple):
     splits: np.ndarray
 
 
-def _subject(data: object) -> str:
-    """Return the name of a data set in errors."""
-    return str(data) if isinstance(data, str | Path) else "prompts"
-
-
-def _scan(
-    data: str | Path | Records | Iterable[Mapping[str, object]], columns: Mapping[str, str], first: int = 0
-) -> _Scanned:
+def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0, hashed: bool = True) -> _Scanned:
     """Parse every record once, and raise UserError for bad ones or none; a row is made again when it is drawn.
 
-    `first` is added to the rows' ids.
+    `subject` names the data in errors; `first` is added to the rows' ids. Where rows are not `hashed` there are no
+    digests, and their splits are not compared.
     """
-    subject = _subject(data)
     if isinstance(data, Records):
         records = data
     elif not isinstance(data, str | Path):
@@ -322,13 +307,14 @@ def _scan(
             names |= dict.fromkeys(map(str, record))
         try:
             row, split = parse(record, number)
+            if hashed:
+                digests += row_digest(row)
         except ValueError as error:
             problems.add(f"{records.unit} {number}: {error}")
             continue
         places.append(place)
         numbers.append(number)
         sizes.extend(size_of_row(row))
-        digests += row_digest(row)
         splits.append(_NO_SPLIT if split is None else SPLITS.index(split))
     if names:
         _check_columns(list(names), columns, subject)
@@ -343,7 +329,8 @@ def _scan(
 
     rows = Rows(make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES))
     scanned = _Scanned(rows, np.frombuffer(digests, DIGEST), np.frombuffer(splits, np.int8))
-    _check_splits(scanned, numbers, records.unit, problems)
+    if hashed:
+        _check_splits(scanned, numbers, records.unit, problems)
     problems.refuse(subject)
     if not places:
         raise UserError(f"{subject}: expected at least one prompt")

@@ -89,8 +89,6 @@ def collect_rewards(
     for name, values in columns.items():
         if len(values) != count:
             raise ValueError(f"column {name!r} must have {count} values, got {len(values)}")
-    if on_error not in ("raise", "missing"):
-        raise ValueError(f'on_error must be "raise" or "missing", got {on_error!r}')
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
     lenient = on_error == "missing"
     forgiven = suppress(RewardError) if lenient else nullcontext()

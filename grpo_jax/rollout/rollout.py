@@ -8,7 +8,6 @@ of each, U turns, T tokens, N rewards, W watched measures. The parts come as fun
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from grpo_jax.errors import StageError, Stopped
 from grpo_jax.models.broadcast import broadcast, is_main_process, process_count, together
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
-from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined, joined_some
+from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import Encoded, PictureInput
 from grpo_jax.rollout.environment import Answering, Environment, ReplyTokens, ask_environment
@@ -246,24 +245,8 @@ def collect(
     if answering is not None:  # processes take part in one turn at a time
         in_flight = IN_FLIGHT if process_count() == 1 else 1
     chunks, seconds, judgement = stages.run(scheduling, stages.sampled(), in_flight)
-    prompts = [chunk.prompt for chunk in chunks]
-    samples = concatenated([_stream(chunk, answering) for chunk in chunks])
-    counts = [len(chunk.rows) for chunk in chunks]
-    pictures = {
-        "pictures": joined([prompt.pictures for prompt in prompts]),
-        "answers": joined_some([chained(chunk.answer_pictures) for chunk in chunks], counts),
-    }
-    episodes = Episodes(
-        rows,
-        right_aligned([prompt.tokens for prompt in prompts]),
-        right_aligned([prompt.mask for prompt in prompts]),
-        samples,
-        [group for chunk in chunks for group in chunk.episodes],
-        _lengths(samples, stages.turns),
-        stages.seconds(seconds),
-        {name: some for name, some in pictures.items() if some is not None},
-    )
-    return episodes, judgement
+    episodes = _joined([_episodes_of(chunk, answering, stages.turns) for chunk in chunks])
+    return episodes._replace(seconds=stages.seconds(seconds)), judgement
 
 
 def judge(
@@ -566,21 +549,47 @@ def _judgement(chunks: Sequence[EpisodeChunk]) -> Judgement:
     return Judgement(np.concatenate(rewards), np.concatenate([chunk.watched for chunk in chunks]), np.array(last))
 
 
-def right_aligned(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Join prompts of several chunks [p, L], padded on the left to the longest."""
-    width = max(array.shape[1] for array in arrays)
-    return np.concatenate([np.pad(array, ((0, 0), (width - array.shape[1], 0))) for array in arrays])
+def _episodes_of(chunk: EpisodeChunk, answering: Answering | None, turns: int) -> Episodes:
+    samples = chunk.samples[0]
+    if answering is not None:
+        samples = join_turns(chunk.samples, chunk.replies, answering.stream_tokens, answering.pad_id)
+    pictures = {"pictures": chunk.prompt.pictures, "answers": chained(chunk.answer_pictures)}
+    return Episodes(
+        chunk.rows,
+        chunk.prompt.tokens,
+        chunk.prompt.mask,
+        samples,
+        chunk.episodes,
+        _lengths(samples, turns),
+        {},
+        {name: some for name, some in pictures.items() if some is not None},
+    )
 
 
-def concatenated(parts: Sequence[Tree]) -> Tree:
+def _joined(parts: Sequence[Episodes]) -> Episodes:
+    """Join the episodes of several chunks or batches; prompts are padded on the left to the longest."""
+    width = max(one.prompt_tokens.shape[1] for one in parts)
+
+    def aligned(array: np.ndarray) -> np.ndarray:
+        return np.pad(array, ((0, 0), (width - array.shape[1], 0)))
+
+    counts = [len(one.rows) for one in parts]
+    names = sorted({name for one in parts for name in one.pictures})
+    return Episodes(
+        [row for one in parts for row in one.rows],
+        np.concatenate([aligned(one.prompt_tokens) for one in parts]),
+        np.concatenate([aligned(one.prompt_mask) for one in parts]),
+        _concatenated([one.samples for one in parts]),
+        [group for one in parts for group in one.episodes],
+        np.concatenate([one.lengths for one in parts]),
+        {name: sum(one.seconds[name] for one in parts) for name in parts[0].seconds},
+        {name: joined_some([one.pictures.get(name) for one in parts], counts) for name in names},
+    )
+
+
+def _concatenated(parts: Sequence[Tree]) -> Tree:
     """Concatenate trees of arrays [p, ..], on the host."""
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-
-
-def _stream(chunk: EpisodeChunk, answering: Answering | None) -> Samples:
-    if answering is None:
-        return chunk.samples[0]
-    return join_turns(chunk.samples, chunk.replies, answering.stream_tokens, answering.pad_id)
 
 
 def _lengths(samples: Samples, turns: int) -> np.ndarray:
@@ -623,35 +632,26 @@ def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], lengt
 
 def informative_first(batches: Sequence[tuple[Episodes, Judgement]]) -> tuple[Episodes, Judgement]:
     """Choose, from several batches, as many groups as the first has, informative ones first."""
-    episodes, judgements = zip(*batches, strict=True)
+    judgements = [judgement for _, judgement in batches]
     informative = np.concatenate([judgement.informative for judgement in judgements])
-    places = np.argsort(~informative, kind="stable")[: len(episodes[0].rows)]
-
-    def pick(parts: Sequence[Tree]) -> Tree:
-        return jax.tree.map(lambda array: array[places], concatenated(parts))
-
-    def pick_list(parts: Sequence[Sequence[Tree]]) -> list[Tree]:
-        items = [*itertools.chain.from_iterable(parts)]
-        return [items[place] for place in places]
-
+    places = np.argsort(~informative, kind="stable")[: len(batches[0][0].rows)]
     values = [(one.objectives.rewards, one.objectives.returns) for one in judgements]
     rewards, returns = jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[places], *values)  # on their device
-    counts = [len(one.rows) for one in episodes]
-    names = sorted({name for one in episodes for name in one.pictures})
-    pictures = {name: joined_some([one.pictures.get(name) for one in episodes], counts) for name in names}
-    return Episodes(
-        pick_list([one.rows for one in episodes]),
-        right_aligned([one.prompt_tokens for one in episodes])[places],
-        right_aligned([one.prompt_mask for one in episodes])[places],
-        pick([one.samples for one in episodes]),
-        pick_list([one.episodes for one in episodes]),
-        pick([one.lengths for one in episodes]),
-        {name: sum(one.seconds[name] for one in episodes) for name in episodes[0].seconds},
-        jax.tree.map(lambda array: array[places], pictures),
+
+    def pick(tree: Tree) -> Tree:
+        return jax.tree.map(lambda array: array[places], tree)
+
+    episodes = _joined([episodes for episodes, _ in batches])
+    return episodes._replace(
+        rows=[episodes.rows[place] for place in places],
+        prompt_tokens=episodes.prompt_tokens[places],
+        prompt_mask=episodes.prompt_mask[places],
+        samples=pick(episodes.samples),
+        episodes=[episodes.episodes[place] for place in places],
+        lengths=episodes.lengths[places],
+        pictures=pick(episodes.pictures),
     ), Judgement(
-        pick([one.rewards for one in judgements]),
-        pick([one.watched for one in judgements]),
-        pick([one.last for one in judgements]),
+        *pick(_concatenated([(one.rewards, one.watched, one.last) for one in judgements])),
         objectives=judgements[0].objectives._replace(rewards=rewards, returns=returns),
         informative=informative[places],
     )

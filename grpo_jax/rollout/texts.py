@@ -42,71 +42,46 @@ def continued(written: str, prompt: str) -> Reading:
     return Reading(" ".join(f"{prompt}{line}".split()), True)
 
 
-def allowed_tokens(
-    tokenizer: PreTrainedTokenizerBase, rule: str, *, vocab_size: int, eos_ids: Sequence[int]
-) -> np.ndarray | None:
-    """Return the mask bool [V] of the tokens that a policy may write; None for "all".
-
-    "ascii" allows tokens of printable ASCII text, "english" ASCII letters, digits, spaces and the marks of plain
-    sentences. `eos_ids` are always allowed, other special tokens and those beyond the tokenizer's vocabulary never.
-    """
-    if rule == "all":
-        return None
-    patterns = {"ascii": r"[ -~]+", "english": r"[A-Za-z0-9 .,;:!?'\"()-]+"}
-    if rule not in patterns:
-        raise ValueError(f"rule must be all, {', '.join(patterns)}, got {rule!r}")
-    pattern = re.compile(patterns[rule])
-    special = special_ids(tokenizer)
-    count = min(len(tokenizer), vocab_size)
-    texts = tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False)
-    allowed = np.zeros(vocab_size, bool)
-    allowed[:count] = [i not in special and bool(pattern.fullmatch(text)) for i, text in enumerate(texts)]
-    if not allowed.any():
-        raise UserError(f"data.allowed_tokens = {rule}: no token of this tokenizer is allowed by it")
-    allowed[list(eos_ids)] = True
-    return allowed
-
-
-def without_forbidden(
-    allowed: np.ndarray | None,
-    forbidden: Sequence[int | str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    vocab_size: int,
-    eos_ids: Sequence[int],
-) -> np.ndarray | None:
-    """Take data.forbidden_tokens, ids and texts of one token each, out of the mask of allowed tokens (None: all)."""
-    if not forbidden:
-        return allowed
-    left = np.ones(vocab_size, bool) if allowed is None else allowed.copy()
-    for entry in forbidden:
-        ids = [entry] if isinstance(entry, int) else tokenizer(entry, add_special_tokens=False)["input_ids"]
-        where = f"data.forbidden_tokens: {one_line(repr(entry), 60)}"
-        if len(ids) != 1:
-            raise UserError(f"{where} is {len(ids)} tokens, {list(ids)}: name one token, by its text or its id")
-        if not 0 <= ids[0] < vocab_size:
-            raise UserError(f"{where} is not in [0, {vocab_size}), the policy's tokens")
-        if ids[0] in eos_ids:
-            raise UserError(f"{where} ends completions: none would end any more")
-        left[ids[0]] = False
-    if not np.delete(left, list(eos_ids)).any():
-        raise UserError("data.forbidden_tokens: no token is left to write")
-    return left
+_ALLOWED = {"ascii": r"[ -~]+", "english": r"[A-Za-z0-9 .,;:!?'\"()-]+"}
+"""Rules of data.allowed_tokens: printable ASCII; ASCII letters, digits, spaces and the marks of plain sentences."""
 
 
 def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     """Return the mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
 
-    A policy with a vision tower never writes a picture's placeholder: there would be no picture in its place.
+    A rule of data.allowed_tokens allows no special tokens but those that end a completion, which are always allowed,
+    and none beyond the tokenizer's vocabulary. A policy with a vision tower never writes a picture's placeholder:
+    there would be no picture in its place.
     """
-    size = folder.config.vocab_size
-    ends = folder.eos_ids
-    allowed = allowed_tokens(folder.tokenizer, config.data.allowed_tokens, vocab_size=size, eos_ids=ends)
-    forbidden = config.data.forbidden_tokens
-    allowed = without_forbidden(allowed, forbidden, folder.tokenizer, vocab_size=size, eos_ids=ends)
+    rule, forbidden = config.data.allowed_tokens, config.data.forbidden_tokens
+    tokenizer, size, ends = folder.tokenizer, folder.config.vocab_size, list(folder.eos_ids)
     vision = getattr(folder.config, "vision", None)
+    if rule == "all" and not forbidden and vision is None:
+        return None
+    allowed = np.ones(size, bool)
+    if rule != "all":
+        special = special_ids(tokenizer)
+        count = min(len(tokenizer), size)
+        texts = tokenizer.batch_decode([[i] for i in range(count)], clean_up_tokenization_spaces=False)
+        readable = [i not in special and bool(re.fullmatch(_ALLOWED[rule], text)) for i, text in enumerate(texts)]
+        allowed[:] = False
+        allowed[:count] = readable
+        if not allowed.any():
+            raise UserError(f"data.allowed_tokens = {rule}: no token of this tokenizer is allowed by it")
+        allowed[ends] = True
+    for entry in forbidden:
+        ids = [entry] if isinstance(entry, int) else tokenizer(entry, add_special_tokens=False)["input_ids"]
+        where = f"data.forbidden_tokens: {one_line(repr(entry), 60)}"
+        if len(ids) != 1:
+            raise UserError(f"{where} is {len(ids)} tokens, {list(ids)}: name one token, by its text or its id")
+        if not 0 <= ids[0] < size:
+            raise UserError(f"{where} is not in [0, {size}), the policy's tokens")
+        if ids[0] in ends:
+            raise UserError(f"{where} ends completions: none would end any more")
+        allowed[ids[0]] = False
+    if forbidden and not np.delete(allowed, ends).any():
+        raise UserError("data.forbidden_tokens: no token is left to write")
     if vision is not None:
-        allowed = np.ones(size, bool) if allowed is None else allowed
         allowed[list(picture_tokens(vision))] = False
     return allowed
 
@@ -168,8 +143,6 @@ def completion_statistics(
         stands in for.
     """
     pairs = [(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group]
-    if not pairs:
-        raise ValueError("texts must hold at least one completion")
     words = sum(len(_words(text)) for _, text in pairs)
     counts = {
         "words": words,

@@ -34,6 +34,7 @@ class RunLock:
         self._handle: int | None = self._take()
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, json.dumps({"host": socket.gethostname(), "process": os.getpid()}).encode(), 0)
+        os.register_at_fork(after_in_child=self._close)  # else what a reward forks would hold the lock after the run
 
     def release(self) -> None:
         """Release the lock; a second time does nothing."""
@@ -41,9 +42,13 @@ class RunLock:
             return
         if _is_same(self._handle, self._path):
             self._path.unlink(missing_ok=True)
-        with suppress(OSError):  # a judge may have closed it
-            os.close(self._handle)
-        self._handle = None
+        self._close()
+
+    def _close(self) -> None:
+        if self._handle is not None:
+            with suppress(OSError):  # a judge may have closed it
+                os.close(self._handle)
+            self._handle = None
 
     def _take(self) -> int:
         while True:
@@ -53,10 +58,7 @@ class RunLock:
             except OSError:
                 holder = _read_holder(handle)
                 os.close(handle)
-                if not _is_dead(holder):
-                    raise self._refusal(holder) from None
-                self._path.unlink(missing_ok=True)  # a child of it has the lock still: another file is another lock
-                continue
+                raise self._refusal(holder) from None
             if _is_same(handle, self._path):
                 return handle
             os.close(handle)  # given back, and removed, since it was opened
@@ -74,17 +76,6 @@ def _is_same(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except OSError:
         return False
-
-
-def _is_dead(holder: dict[str, object]) -> bool:
-    process = holder.get("process")
-    if holder.get("host") != socket.gethostname() or not isinstance(process, int):
-        return False
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return isinstance(error, ProcessLookupError)
-    return False
 
 
 def _read_holder(handle: int) -> dict[str, object]:

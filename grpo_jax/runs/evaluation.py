@@ -17,7 +17,7 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
 from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
-from grpo_jax.runs.parts import Parts, objectives_of
+from grpo_jax.runs.parts import RunContext, objectives_of
 from grpo_jax.training.estimators import total_rewards
 
 PICTURE_CHUNK = 32
@@ -47,7 +47,9 @@ class Evaluation(NamedTuple):
         return [episode.last.text for episode in self.episodes]
 
 
-def evaluate_policy(parts: Parts, variables: Variables, rows: Sequence[Row], *, sampled: bool = False) -> Evaluation:
+def evaluate_policy(
+    parts: RunContext, variables: Variables, rows: Sequence[Row], *, sampled: bool = False
+) -> Evaluation:
     """Measure the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
 
     Where the task lists the possible texts, the first of its ranking takes the greedy completion's place.
@@ -72,7 +74,7 @@ def evaluate_policy(parts: Parts, variables: Variables, rows: Sequence[Row], *, 
     return Evaluation(measures, first, [group[0] for group in episodes.episodes], samples)
 
 
-def sample_measures(parts: Parts, episodes: Episodes, judgement: Judgement) -> Statistics:
+def sample_measures(parts: RunContext, episodes: Episodes, judgement: Judgement) -> Statistics:
     """Mean@k and pass@k of every reward and watched measure, and mean@k of the total.
 
     "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often
@@ -101,7 +103,7 @@ def _mean_of(values: np.ndarray) -> list[float]:
     return [*mean_interval(np.divide(sums, present.sum(1), out=np.full(len(sums), np.nan), where=present.any(1)))]
 
 
-def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) -> Evaluation:
+def evaluate_ranking(parts: RunContext, variables: Variables, rows: Sequence[Row]) -> Evaluation:
     """Measure the policy's rankings of the possible texts; the task's words for one stand in its row's columns."""
     choices, rank = parts.task_data.choices, parts.samplers.rank
     assert choices is not None and rank is not None
@@ -130,7 +132,7 @@ def evaluate_ranking(parts: Parts, variables: Variables, rows: Sequence[Row]) ->
     return evaluation._replace(judgement=evaluation.judgement._replace(columns=every))
 
 
-def evaluate_controls(parts: Parts, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
+def evaluate_controls(parts: RunContext, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
     """Measures of the policy's episodes where another environment answers, as NAME_CONTROL."""
     environment, measures = parts.environment, {}
     if environment.answering is None:
@@ -145,19 +147,19 @@ def evaluate_controls(parts: Parts, variables: Variables, rows: Sequence[Row]) -
     return measures
 
 
-def evaluate_texts(parts: Parts, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
+def evaluate_texts(parts: RunContext, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
     """Measure given texts in the policy's place: unchanged prompts or the oracle's rewrites. No length penalty."""
     episodes, judgement = judge(parts.environment, rows, [[text] for text in texts], parts.scheduling(_chunk(parts)))
     measures = means(parts, judgement, np.zeros((len(rows), 1, 1), np.int32))
     return Evaluation(measures, judgement, [group[0] for group in episodes])
 
 
-def _chunk(parts: Parts) -> int:
+def _chunk(parts: RunContext) -> int:
     environment = parts.environment
     return TEXT_CHUNK if environment.render is None and environment.encode_images is None else PICTURE_CHUNK
 
 
-def measure_all(parts: Parts, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
+def measure_all(parts: RunContext, variables: Variables, *, references: bool = True) -> dict[str, Evaluation]:
     """Measure the test prompts, if any: the policy's texts and, with `references`, others in its place."""
     rows = parts.test_rows
     if not rows:
@@ -171,7 +173,7 @@ def measure_all(parts: Parts, variables: Variables, *, references: bool = True) 
     return evaluations
 
 
-def means(parts: Parts, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
+def means(parts: RunContext, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
     """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
 
     The total is the weighted sum of the objectives' means, each over the rows that have it (a group of one has no

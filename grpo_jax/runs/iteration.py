@@ -38,7 +38,7 @@ from grpo_jax.rollout.pipeline import Pipeline, Slot
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
 from grpo_jax.rollout.watchdog import unseen_interrupts_end
 from grpo_jax.runs.measures import present_mean, turn_metrics
-from grpo_jax.runs.parts import Parts, objectives_of
+from grpo_jax.runs.parts import RunContext, objectives_of
 from grpo_jax.runs.progress import Record
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import (
@@ -80,7 +80,7 @@ class Learner(NamedTuple):
     refresh: Callable[[TrainState], TrainState]
 
 
-def make_learner(parts: Parts) -> Learner:
+def make_learner(parts: RunContext) -> Learner:
     """Make optimizer, schedule and update step from a run's config."""
     config, policy, training = parts.config, parts.policy, parts.config.training
     iterations = iterations_in_all(training, len(parts.prompts.train))
@@ -144,7 +144,7 @@ Sampled = tuple[Episodes, Judgement, Record]
 """The groups that an iteration learns from, their judgement, and the batch's part of the metrics row."""
 
 
-def sample_groups(parts: Parts, variables: Variables, iteration: int, slot: Slot | None = None) -> Sampled:
+def sample_groups(parts: RunContext, variables: Variables, iteration: int, slot: Slot | None = None) -> Sampled:
     """Sample and judge the batch of an iteration, and with dynamic sampling others until P groups are informative.
 
     DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come in the order they
@@ -165,7 +165,7 @@ def sample_groups(parts: Parts, variables: Variables, iteration: int, slot: Slot
 
 
 def run_iteration(
-    parts: Parts, learner: Learner, state: TrainState, iteration: int, prefetcher: Prefetcher | None = None
+    parts: RunContext, learner: Learner, state: TrainState, iteration: int, prefetcher: Prefetcher | None = None
 ) -> Iteration:
     """Sample a batch, judge it and learn from it; with a prefetcher (training.lag) the next batch is begun first."""
     started = time.monotonic()
@@ -203,7 +203,7 @@ def run_iteration(
 
 
 def sample_batch(
-    parts: Parts, variables: Variables, iteration: int, number: int = 0, slot: Slot | None = None
+    parts: RunContext, variables: Variables, iteration: int, number: int = 0, slot: Slot | None = None
 ) -> tuple[Episodes, Judgement]:
     """Sample and judge one draw: rows and random numbers are functions of (seed, iteration, number)."""
     config, rows = parts.config, parts.prompts.train
@@ -225,7 +225,7 @@ def sample_batch(
     return episodes, judgement._replace(objectives=objectives, informative=informative)
 
 
-def batch_of(parts: Parts, episodes: Episodes, judgement: Judgement) -> Batch:
+def batch_of(parts: RunContext, episodes: Episodes, judgement: Judgement) -> Batch:
     """Convert a judged batch to the update's `Batch`."""
     assert judgement.objectives is not None and judgement.informative is not None
     return make_batch(
@@ -272,7 +272,7 @@ def update_metrics(report: Record) -> Record:
     return row | {name: float(measured[name]) for name in named if name in measured}
 
 
-def rollout_metrics(parts: Parts, episodes: Episodes, judgement: Judgement) -> dict[str, float]:
+def rollout_metrics(parts: RunContext, episodes: Episodes, judgement: Judgement) -> dict[str, float]:
     """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts.
 
     Kept prompts (sampling.keep_prompt) are only in the signal, and in a total of their own.
@@ -312,7 +312,7 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": present_mean(values), f"{name}/std": float(present.std()) if present.size else float("nan")}
 
 
-def completion_columns(parts: Parts, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:
+def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:
     """Columns of a batch's completions, one entry each, group after group; of episodes one for each turn.
 
     `advantages` are f32 [P, G] (of PPO the mean over each completion's tokens), or [P, G, T] by turn.
@@ -360,7 +360,7 @@ class Prefetcher:
     of several passes (turns, further draws) begins after the one before.
     """
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: RunContext):
         """Begin with no batch on its way."""
         config = parts.config
         self._parts = parts._replace(stopping=lambda: self._closed or parts.stopping())

@@ -30,7 +30,7 @@ from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all
 from grpo_jax.runs.iteration import Learner, Prefetcher, make_learner, run_iteration
 from grpo_jax.runs.measures import TOTAL
-from grpo_jax.runs.parts import Parts, load_parts, within_budget
+from grpo_jax.runs.parts import RunContext, load_parts, within_budget
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
@@ -57,7 +57,7 @@ class LanguageProgram:
     """
 
     config: Config
-    parts: Parts
+    parts: RunContext
     learner: Learner
     say: Callable[[str], None]
     clock: float

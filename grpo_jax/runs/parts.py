@@ -25,7 +25,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, all_rows, batches_per_epoch, iterations_in_all, row_sizes
-from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
 from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rewards import Reward
@@ -51,7 +51,7 @@ _GIB = 2**30
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 
 
-class Parts(NamedTuple):
+class RunContext(NamedTuple):
     """Everything a config names, loaded.
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
@@ -109,7 +109,7 @@ def load_parts(
     rewards: Mapping[str, Reward] = MappingProxyType({}),
     stopping: Callable[[], bool] = lambda: False,
     leaving: ExitStack | None = None,
-) -> Parts:
+) -> RunContext:
     """Load everything, one line (say(name, detail)) per part.
 
     `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges that hold something
@@ -163,7 +163,6 @@ def load_parts(
     if devices[0].platform == "cpu" and process_count() == 1:
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
-    tell_system_prompt(folder.tokenizer, config.data, data.prompts.train, say)
     judges = {}
     for name, judge in judge_sections.items():
         with judge_named(name):
@@ -182,7 +181,7 @@ def load_parts(
         config.sampling, config.evaluation, policy, allowed, trie, listed=choices.listed if choices else 0
     )
     meet()  # judges are loaded in process 0 alone
-    return Parts(
+    return RunContext(
         config=config,
         task_data=data,
         policy=policy,
@@ -305,7 +304,7 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
     )
 
 
-def objectives_of(parts: Parts, rewards: np.ndarray, lengths: np.ndarray) -> Objectives:
+def objectives_of(parts: RunContext, rewards: np.ndarray, lengths: np.ndarray) -> Objectives:
     """Objectives of judged rewards f32 [P, G, U, N] and lengths i32 [P, G, U] tokens, on the policy's device."""
     leaf = jax.tree.leaves(parts.policy.variables)[0]
     device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
@@ -345,7 +344,7 @@ def ask_for_determinism(*, torch_too: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def within_budget(parts: Parts, say: Say) -> Parts:
+def within_budget(parts: RunContext, say: Say) -> RunContext:
     """Set training.accumulation so that an update fits training.memory_budget_gib; unchanged where it is 0.
 
     It counts XLA's temporary memory at maximum lengths, without weights and optimizer state.
@@ -383,7 +382,7 @@ def within_budget(parts: Parts, say: Say) -> Parts:
     return parts._replace(config=with_accumulation(count))
 
 
-def _shown(parts: Parts, pictures: Pictures | None) -> Shown | None:
+def _shown(parts: RunContext, pictures: Pictures | None) -> Shown | None:
     """The most pictures that the policy is shown, given those of the prompt that has most."""
     answers = (parts.config.sampling.turns - 1) * parts.task_data.environment.shows_pictures
     if pictures is None and not answers:

@@ -10,12 +10,9 @@ import dataclasses
 import functools
 import itertools
 import json
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import parse_json
@@ -23,10 +20,10 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, row_sizes, size_of_row
-from grpo_jax.rollout.pictures import File, as_text, size_of, source_of
+from grpo_jax.rollout.data import SPLITS, PromptSet, Row, all_rows
+from grpo_jax.rollout.pictures import File, Source, as_text, size_of, source_of
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.rollout.records import dataset_records, read_lines
+from grpo_jax.rollout.records import dataset_records
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.runs.progress import Record
@@ -80,30 +77,18 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
             f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
-    records = read_lines(directory.prompts, _parsed)
-    splits, sizes = array("b"), array("q")
-    line: Any
-    for number, line in records.all():
-        try:
-            splits.append(SPLITS.index(line["split"]))
-            sizes.extend(size_of_row(_row(line)))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = line if isinstance(line, str) else f"no row as a run keeps it, {one_line(error)}"
-            raise UserError(f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)") from error
-
-    def make(place: int) -> Row:
-        ((_, line),) = records.read(place, place + 1)
-        return _row(line)  # type: ignore[arg-type]
-
-    rows = Rows(make, np.arange(len(splits)), np.frombuffer(sizes, ROW_SIZES))
-    return PromptSet(*(rows.take(np.array(splits) == part) for part in range(len(SPLITS))))
-
-
-def _parsed(text: str) -> Record | str:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        return str(error)
+    parts: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    with directory.prompts.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = parse_json(text)
+                parts[line["split"]].append(_row(line))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                reason = f"no row as a run keeps it, {one_line(error)}"
+                raise UserError(
+                    f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)"
+                ) from error
+    return PromptSet(**parts)
 
 
 def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:
@@ -199,36 +184,31 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
 
 def _what_json_would_change(prompts: PromptSet) -> str | None:
     """Return the first column that JSON would change, or pictures too large for it; None if none is."""
-    rows = all_rows(prompts)
-    held: dict[int, Any] = {}
+    counted: dict[int, Source] = {}  # kept, so that no other gets its id
     size = 0
-    for place in np.flatnonzero(row_sizes(rows)["pictures"]).tolist():
-        new = [one for one in rows[place].pictures if not isinstance(one, File) and id(one) not in held]
-        held |= {id(source): source for source in new}  # kept, so that no other gets its id
-        size += sum(map(_size, new))
+    for row in all_rows(prompts):
+        for source in row.pictures:
+            if not isinstance(source, File) and id(source) not in counted:
+                counted[id(source)] = source
+                size += _size(source)
         if size > _MOST_KEPT:
             return f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB, which is much beside a run"
-    for row in rows:
         for name, value in row.columns.items():
-            foreign = _foreign(value)
-            if foreign is not None:
-                return f"column {name!r} of row {row.id} holds a {foreign}, which JSON does not keep"
+            if not _is_json(value):
+                return f"column {name!r} of row {row.id} holds what JSON does not keep, such as a tuple or an array"
     return None
 
 
-def _size(source: object) -> int:
+def _size(source: Source) -> int:
     if isinstance(source, bytes):
         return len(source)
     height, width = size_of(source)
     return 3 * height * width
 
 
-def _foreign(value: object) -> str | None:
-    """Return the name of the first type within a value that JSON has not."""
-    if value is None or type(value) in (bool, int, float, str):
-        return None
-    if type(value) is list:
-        return next(filter(None, map(_foreign, value)), None)
-    if type(value) is dict and all(type(key) is str for key in value):
-        return next(filter(None, map(_foreign, value.values())), None)
-    return type(value).__name__
+def _is_json(value: object) -> bool:
+    """Return whether a value comes back from JSON as it was, NaN included."""
+    try:
+        return repr(json.loads(json.dumps(value))) == repr(value)
+    except (TypeError, ValueError, RecursionError):
+        return False

@@ -21,7 +21,7 @@ from grpo_jax.runs.evaluation import (
     measure_all,
 )
 from grpo_jax.runs.measures import TOTAL, turns_table
-from grpo_jax.runs.parts import Parts
+from grpo_jax.runs.parts import RunContext
 from grpo_jax.runs.progress import Progress, Record, added
 from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table
@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def finish_language(parts: Parts, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
+def finish_language(parts: RunContext, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
     """Measure the held-out prompts after training and write `policy/` and `adapter/`."""
     started = time.monotonic()
     after = measure_all(parts, state.variables, references=False)
@@ -76,7 +76,7 @@ def finish_language(parts: Parts, state: TrainState, progress: Progress, directo
     return finished._replace(gallery=gallery, tables_below=below, episodes=episodes)
 
 
-def find(parts: Parts, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
+def find(parts: RunContext, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
     """Return the task's findings from measurements, the last of which is called `name`; none without any."""
     if not evaluations:
         return Findings()
@@ -86,7 +86,7 @@ def find(parts: Parts, remembered: Record, name: str, evaluations: Mapping[str, 
 
 
 def summarise(
-    parts: Parts, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
+    parts: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
 ) -> Record:
     """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices."""
     before, measures = progress.notes["before"], after["greedy"].measures if after else {}
@@ -128,7 +128,7 @@ def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:
     return evaluations["sampled"].samples if "sampled" in evaluations else None
 
 
-def samples_of(parts: Parts, measured: Mapping[str, Statistics | None]) -> Record:
+def samples_of(parts: RunContext, measured: Mapping[str, Statistics | None]) -> Record:
     """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn."""
     present = {when: by_measure for when, by_measure in measured.items() if by_measure is not None}
     if not present:
@@ -180,7 +180,7 @@ def _interval(values: Sequence[float] | None) -> str:
     return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if bounded else f"{mean:.3f}"
 
 
-def make_gallery(parts: Parts, after: Evaluation) -> list[GalleryEntry]:
+def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
     rows = parts.test_rows[: parts.config.evaluation.gallery]
     drawn = parts.environment.render is not None
@@ -215,7 +215,7 @@ def _last_images(evaluation: Evaluation, count: int) -> list[np.ndarray | None]:
     return [episode.last.image for episode in evaluation.episodes[:count]]
 
 
-def shown_episodes(parts: Parts, after: Evaluation) -> list[EpisodeEntry]:
+def shown_episodes(parts: RunContext, after: Evaluation) -> list[EpisodeEntry]:
     """The episodes of the first held-out prompts, chosen by place and not by result."""
     if parts.environment.answering is None:
         return []
@@ -243,7 +243,7 @@ def scores_of(judgement: Judgement) -> np.ndarray:
     return np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)[:, 0]
 
 
-def texts_table(parts: Parts, after: Evaluation) -> Table:
+def texts_table(parts: RunContext, after: Evaluation) -> Table:
     """One line per held-out prompt: prompt, text, the task's columns, each reward and watched measure."""
     values = scores_of(after.judgement)
     columns = parts.task_data.report.columns
@@ -259,7 +259,7 @@ def texts_table(parts: Parts, after: Evaluation) -> Table:
     return Table("Held-out prompts after training", ("prompt", "rewrite", *columns, *parts.measure_names), rows)
 
 
-def words_table(parts: Parts, after: Evaluation) -> Table:
+def words_table(parts: RunContext, after: Evaluation) -> Table:
     """The words that texts add to their prompts most often."""
     words = most_added_words([row.prompt for row in parts.test_rows], after.texts)
     note = "Words that rewrites have and prompts lack. A word that appears everywhere may be gaming a judge."

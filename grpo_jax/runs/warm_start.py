@@ -22,7 +22,7 @@ from grpo_jax.rollout.environment import prepared
 from grpo_jax.rollout.episodes import Answer, checked
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.parts import Parts
+from grpo_jax.runs.parts import RunContext
 from grpo_jax.runs.progress import Record
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
@@ -38,7 +38,7 @@ _LINES = 20  # lines on the console
 
 
 def warm_start(
-    parts: Parts,
+    parts: RunContext,
     *,
     checkpoints: Checkpoints,
     meta: Callable[[], Record],
@@ -95,7 +95,7 @@ def warm_start(
 
 
 def make_sft(
-    parts: Parts,
+    parts: RunContext,
 ) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
     """Make start(variables) → state and step(state, batch) → (state, report)."""
     config, policy, section = parts.config, parts.policy, parts.config.warm_start
@@ -125,7 +125,7 @@ def make_sft(
     return start, step
 
 
-def _batches(parts: Parts, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
+def _batches(parts: RunContext, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
     seed, section = parts.config.seed, parts.config.warm_start
     if not section.group_by_length:
         return lambda number: batch_at(seed, number, batch_size=section.batch, n=len(pairs))
@@ -142,7 +142,7 @@ def _require_updates(state: TrainState, steps: int) -> None:
         )
 
 
-def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
+def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
     """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
     allowed, choices = parts.allowed_tokens, parts.task_data.choices
     if choices is not None:
@@ -163,7 +163,7 @@ def teachable(parts: Parts, pairs: Sequence[Pair], say: Callable[[str], None]) -
     return writable
 
 
-def supervised_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
+def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
     """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens (then without its end)."""
     loaded, config = parts.policy.folder, parts.config
     listed = parts.task_data.choices is not None  # its texts are the same behind every prompt
@@ -171,7 +171,7 @@ def supervised_tokens(parts: Parts, prompt: str, text: str) -> list[int]:
     return completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)[: config.sampling.max_new_tokens]
 
 
-def supervised_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
+def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
     """Tokens after a pair's prompt, as sampling makes them, and which of them the policy is to write."""
     answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
@@ -191,7 +191,7 @@ def supervised_stream(parts: Parts, pair: Pair, grids: Sequence[np.ndarray] = ()
     return ids, learned
 
 
-def supervised_batch(parts: Parts, variables: Variables, pairs: Sequence[Pair]) -> Batch:
+def supervised_batch(parts: RunContext, variables: Variables, pairs: Sequence[Pair]) -> Batch:
     """Encode the pairs: prompts and answers as in sampling, with the states of their pictures under `variables`."""
     environment, section = parts.environment, parts.config.sampling
     prompts = environment.encode([as_row(pair[0]) for pair in pairs])

@@ -28,7 +28,7 @@ from grpo_jax.core.trie import (
     text_count,
     widest_below,
 )
-from grpo_jax.models.cache import Cache
+from grpo_jax.models.cache import of_paths
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import Samples, over_buckets
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -127,7 +127,7 @@ def make_search(policy: Policy, params: SamplingParams, *, pad_id: int, trie: Tr
             last = lax.dynamic_index_in_dim(beams.tokens, index - 1, axis=2, keepdims=False)
             hidden, cache = policy.decode_step(unstacked, prefix, last, cache)
             beams, parents = extend(index, beams, hidden, wide)
-            return index + 1, beams, _reordered(cache, parents)
+            return index + 1, beams, of_paths(cache, parents)
 
         def unfinished(carry):
             index, beams, _ = carry
@@ -243,12 +243,3 @@ def _with_noise(total: jax.Array, rank: jax.Array, keys: jax.Array) -> jax.Array
     rank = jnp.where(jnp.isfinite(rank), rank, 0)[..., None]
     excess = rank - jnp.where(exists, drawn, 0) + jnp.log(-jnp.expm1(below))
     return jnp.where(exists, rank - jnp.maximum(excess, 0) - jnp.log1p(jnp.exp(-jnp.abs(excess))), -jnp.inf)
-
-
-def _reordered(cache: Cache, parents: jax.Array) -> Cache:
-    """Keys and values of the beams that were kept: [P, .., G, E, T] by parents [P, G]."""
-
-    def of_parents(part: jax.Array) -> jax.Array:
-        return jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3))(part, parents)
-
-    return cache._replace(keys=tuple(map(of_parents, cache.keys)), values=tuple(map(of_parents, cache.values)))

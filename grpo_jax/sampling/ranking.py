@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from grpo_jax.core.trie import NARROW, Trie, depth_of, text_count, widest_below
-from grpo_jax.models.cache import Cache
+from grpo_jax.models.cache import Cache, of_paths
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.beams import check_group, make_search
 from grpo_jax.sampling.sampler import Array, checked_prompts, move, over_buckets
@@ -208,7 +208,7 @@ def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0
         def descend(carry, level: Stage):
             scores, total, cache = carry
             tokens = jnp.broadcast_to(level.written, total.shape)
-            hidden, cache = policy.decode_step(unstacked, prefix, tokens, _of_parents(cache, level.origin))
+            hidden, cache = policy.decode_step(unstacked, prefix, tokens, of_paths(cache, level.origin))
             logits = policy.logits("ped,ed->pe", hidden[:, level.parent], head[level.token])
             logs = _of_node(logits / scale, level.parent, total.shape[1])
             logs = total[:, level.parent] + logs
@@ -248,9 +248,3 @@ def _moved(policy: Policy, cache: Cache, prompts: int, stage: Stage) -> Cache:
         tuple(_fitted(part, stage.nodes, axis=part.ndim - 3) for part in parts) for parts in (cache.keys, cache.values)
     )
     return move(cache._replace(keys=keys, values=values), policy.init_cache(prompts, stage.nodes, stage.depth))
-
-
-def _of_parents(cache: Cache, parents: Array) -> Cache:
-    """Give each node of the next level its parent's path: [P, .., N, E, T] by int [N]."""
-    keys, values = (tuple(jnp.take(part, parents, axis=-3) for part in parts) for parts in (cache.keys, cache.values))
-    return cache._replace(keys=keys, values=values)

@@ -99,21 +99,13 @@ class Loop(NamedTuple):
 
 
 class PromptBatch(NamedTuple):
-    """A bucket of prompts.
+    """A bucket of prompts."""
 
-    Attributes:
-        tokens: int32 [P, L], padded on the left.
-        mask: bool [P, L].
-        keys: Typed PRNG keys [P].
-        real: bool [P], false for rows added as padding.
-        pictures: What the vision tower made of the prompts' pictures, or None.
-    """
-
-    tokens: jax.Array
-    mask: jax.Array
-    keys: jax.Array
-    real: jax.Array
-    pictures: PictureStates | None
+    tokens: jax.Array  # int32 [P, L], padded on the left
+    mask: jax.Array  # bool [P, L]
+    keys: jax.Array  # typed PRNG keys [P]
+    real: jax.Array  # bool [P], false for rows added as padding
+    pictures: PictureStates | None  # what the vision tower made of the prompts' pictures
 
 
 def make_sampler(

@@ -86,8 +86,8 @@ def make_samplers(
     ) -> Callable[..., Samples] | EpisodeSampler:
         params = sampling_params(section, group_size, temperature)
         if section.turns > 1:
-            begin, go_on = make_episode_sampler(policy, params, **ends)
-            return EpisodeSampler(_gathered_turn(begin, policy.mesh), _gathered_turn(go_on, policy.mesh))
+            turns = make_episode_sampler(policy, params, **ends)
+            return EpisodeSampler(*(_gathered(turn, policy.mesh, carries=True) for turn in turns))
         if trie is None or group_size == 1 or section.group == "samples":
             return _gathered(make_sampler(policy, params, **ends, trie=trie), policy.mesh)
         drawn = section.group == "distinct"
@@ -147,16 +147,12 @@ def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndar
     return stop_table(stops, pieces.first, pieces.later)
 
 
-def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None) -> Callable[..., PyTree]:
-    return lambda *arguments, **named: gather(sample(*arguments, **named), mesh)
-
-
-def _gathered_turn(turn: Callable[..., PyTree], mesh: Mesh | None) -> Callable[..., PyTree]:
-    """Gather the samples of an episode sampler's function; what is carried stays where it is."""
+def _gathered(sample: Callable[..., PyTree], mesh: Mesh | None, *, carries: bool = False) -> Callable[..., PyTree]:
+    """Gather what a sampler returns; of an episode sampler what it carries stays where it is."""
 
     def gathered(*arguments: PyTree, **named: PyTree) -> PyTree:
-        samples, carried = turn(*arguments, **named)
-        return gather(samples, mesh), carried
+        made = sample(*arguments, **named)
+        return (gather(made[0], mesh), made[1]) if carries else gather(made, mesh)
 
     return gathered
 

@@ -23,7 +23,6 @@ from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
-from grpo_jax.rollout.rewards import as_list
 from grpo_jax.rollout.texts import Reading
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.rewriting import names_a_negative, parse_rewrite
@@ -43,7 +42,9 @@ TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
 
 def _values(array: object) -> np.ndarray:
     """Return an array of any library as f64 on the host, NaN where NumPy masks it."""
-    return np.array([np.nan if value is None else value for value in as_list(array)], np.float64)
+    if hasattr(array, "detach"):
+        array = array.detach().cpu().double().numpy()
+    return np.ma.filled(np.asanyarray(array, np.float64), np.nan)
 
 
 def alignment(

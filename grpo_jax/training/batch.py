@@ -31,15 +31,10 @@ Array = jax.Array | np.ndarray  # on the policy's devices, or still on the host
 
 
 class Packing(NamedTuple):
-    """Places of the tokens of P groups of G completions [T] in R rows of W for each prompt.
+    """Places of the tokens of P groups of G completions [T] in R rows of W for each prompt."""
 
-    Attributes:
-        source: i32 [P, R, W], which token g·T + t of its group a place holds; -1 for none.
-        start: i32 [P, G], the place r·W + w of each completion's first token.
-    """
-
-    source: Array
-    start: Array
+    source: Array  # i32 [P, R, W], which token g·T + t of its group a place holds; -1 for none
+    start: Array  # i32 [P, G], the place r·W + w of each completion's first token
 
 
 def _rounded(number: int, limit: int, smallest: int = 1) -> int:

@@ -21,7 +21,15 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.lora import init_adapters, quantise
-from grpo_jax.models.policy import configured_functions, lora_config, make_loss_scale, needs_tower
+from grpo_jax.models.policy import (
+    Policy,
+    configured_functions,
+    lora_config,
+    make_loss_scale,
+    needs_tower,
+    tower_dtype,
+    weight_dtype,
+)
 from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
 from grpo_jax.models.variables import VALUE, VISUAL, PyTree, init_value_head, with_tower
 from grpo_jax.models.vision.config import VisionConfig
@@ -49,16 +57,6 @@ _GIB = 2**30
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def weight_dtype(config: Config) -> str:
-    """Return the dtype of the policy's weights: trained ones are float32."""
-    return config.policy.frozen_dtype if config.policy.lora.used else "float32"
-
-
-def tower_dtype(config: Config) -> str:
-    """Return the dtype of the vision tower's weights, which may be frozen where the rest is trained."""
-    return "float32" if config.policy.vision == "train" else config.policy.frozen_dtype
-
-
 def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) -> Pictures:
     """Return the shapes of pictures [*lead, S, C] as a tower takes them."""
     side = math.isqrt(patches // vision.merged) * vision.merge
@@ -80,9 +78,9 @@ def state_shapes(
 
     def start() -> TrainState:
         key = jax.random.key(0)
-        variables = init_variables(model, key, param_dtype=weight_dtype(config), lora=lora)
+        variables = init_variables(model, key, param_dtype=weight_dtype(section), lora=lora)
         if pictures or needs_tower(section, lora):
-            visual = init_tower(model.vision, key, tower_dtype(config))
+            visual = init_tower(model.vision, key, tower_dtype(section))
             variables = with_tower(variables, visual, trained=section.vision == "train")
             if lora is not None:
                 variables["lora"] = init_adapters(variables["params"], key, lora, visual)
@@ -191,9 +189,34 @@ def _tree_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+class Program(NamedTuple):
+    """A compiled part of a run, not compiled yet.
+
+    Attributes:
+        function: The jitted function that a run calls.
+        arguments: Shapes of its arguments, with their shardings over a mesh.
+        turns: Tokens that its loops of unknown length write; 0 where there are none.
+    """
+
+    function: jax.stages.Wrapped
+    arguments: tuple[PyTree, ...]
+    turns: int = 0
+
+
 def update_bytes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:
     """Temporary bytes of one optimizer update: activations, gradients, logits of a chunk of tokens."""
-    policy = configured_functions(config.policy, model, mesh)
+    return temporary_bytes(update_program(config, model, mesh, shown))
+
+
+def update_program(
+    config: Config,
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    shown: Shown | None = None,
+    platform: str | None = None,
+) -> Program:
+    """Return one optimizer update at maximum lengths."""
+    policy = configured_functions(config.policy, model, mesh, platform)
     forward = make_forward(policy, temperature=config.sampling.temperature)
     step = make_configured_step(
         forward,
@@ -204,10 +227,20 @@ def update_bytes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | N
         max_new_tokens=config.sampling.written_tokens,
     )
     state = state_shapes(config, model, mesh, pictures=shown is not None)
+    pictures = shown_shapes(config, model, policy, state, shown)
+    batch = batch_shapes(config, state, forward, mesh, pictures)
+    return Program(jax.jit(step, donate_argnums=0), (state, batch))
 
+
+def shown_shapes(
+    config: Config, model: ModelConfig, policy: Policy, state: TrainState, shown: Shown | None
+) -> Callable[[tuple[int, ...]], dict[str, PyTree]] | None:
+    """Return the function (P, G) → shapes of a batch's pictures as the update takes them; None where there are none."""
+    if shown is None:
+        return None
     again = config.policy.vision == "train" or VISUAL in state.variables.get("lora", {})
 
-    def of_rows(shown: Shown, rows: tuple[int, ...]) -> dict[str, PyTree]:
+    def of_rows(rows: tuple[int, ...]) -> dict[str, PyTree]:
         counts = {"pictures": (rows[:1], shown.prompt), "answers": (rows, shown.answers)}
         pictures = {
             name: picture_shapes(model.vision, (*lead, count), shown.patches)
@@ -219,14 +252,14 @@ def update_bytes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | N
         encoded = partial(jax.eval_shape, policy.encode_images, state.variables)
         return {name: encoded(part) for name, part in pictures.items()}
 
-    batch = batch_shapes(config, state, forward, mesh, shown and partial(of_rows, shown))
-    return temporary_bytes(jax.jit(step, donate_argnums=0), state, batch)
+    return of_rows
 
 
-def temporary_bytes(compiled: jax.stages.Wrapped, *shapes: PyTree) -> int:
-    """Temporary bytes of a jitted function for arguments of these shapes, without running it."""
+def temporary_bytes(program: Program) -> int:
+    """Temporary bytes of a program on this machine's devices, without running it."""
     options = _FAST_COMPILE if jax.default_backend() == "cpu" else None
-    return int(compiled.lower(*shapes).compile(compiler_options=options).memory_analysis().temp_size_in_bytes)
+    compiled = program.function.lower(*program.arguments).compile(compiler_options=options)
+    return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def fewest_parts(measure: Callable[[int], int], rows: int, *, budget: int, least: int = 1) -> tuple[int, int]:

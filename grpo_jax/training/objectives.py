@@ -181,21 +181,13 @@ def make_ppo_objective(forward: ForwardPass, options: dict[str, Any], section: P
 
 
 class Estimates(NamedTuple):
-    """Measures of a PPO batch before its first update; scalars but for the first.
+    """Measures of a PPO batch before its first update; scalars but for the first."""
 
-    Attributes:
-        advantages: [P, G], the mean over each completion's tokens, as they are trained on.
-        completion_kl: KL against the reference of one completion, its tokens' k1 estimates summed; mean over rows.
-        value: Mean over tokens.
-        returns: Mean of the values' targets.
-        explained_variance: 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 a constant, less is worse.
-    """
-
-    advantages: jax.Array
-    completion_kl: jax.Array
-    value: jax.Array
-    returns: jax.Array
-    explained_variance: jax.Array
+    advantages: jax.Array  # [P, G], the mean over each completion's tokens, as they are trained on
+    completion_kl: jax.Array  # against the reference, the k1 estimates of a completion's tokens summed; mean over rows
+    value: jax.Array  # mean over tokens
+    returns: jax.Array  # mean of the values' targets
+    explained_variance: jax.Array  # 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 a constant, less is worse
 
 
 def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array, jax.Array], tuple[Batch, Estimates]]:

@@ -7,7 +7,6 @@ import shutil
 import sys
 
 import pytest
-import yaml
 from support.text_task import rows
 
 from grpo_jax import evaluate, export
@@ -45,39 +44,6 @@ def error_line(captured):
     assert "Traceback" not in captured.out + captured.err
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
     return captured.err.strip()
-
-
-def changed(place, path, **sections):
-    """A config file with other values; a section's fields are merged."""
-    values = yaml.safe_load(place.config.read_text())
-    for name, value in sections.items():
-        values[name] = values.get(name, {}) | value if isinstance(value, dict) else value
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-# configuration: nothing is loaded, no folder is made
-
-CYCLE = json.dumps([{"name": f"m:{name}", "condition_on": other} for name, other in ("ab", "bc", "ca")])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--training.max_step", "3"], "training.max_step: no such field; did you mean training.max_steps?"),
-        (["--sampling.temperature", "-1"], "sampling.temperature: expected a number > 0, got -1"),
-        (["--rewards", '[{"nom": "x"}]'], "rewards[0].nom: no such field; did you mean rewards[0].name?"),
-        (["--rewards", '[{"name": "m:a", "weight": .nan}]'], "rewards[0].weight: expected a finite number, got nan"),
-        (
-            ["--rewards", '[{"name": "m:a", "condition_on": "b", "threshold": .nan}, {"name": "m:b"}]'],
-            "rewards[0].threshold: expected a finite number, got nan",
-        ),
-        (["--rewards", CYCLE], "rewards.a.condition_on: expected a chain that ends, got 'a → b → c → a'"),
-    ],
-)
-def test_configuration(refused, run, arguments, message):
-    assert message in refused(*arguments)
-    assert not run.exists()
 
 
 def test_yaml_runs_no_code(refused, tmp_path):
@@ -241,30 +207,6 @@ def test_a_full_disk_keeps_the_last_checkpoint(refused, run, impatient):
 
 
 # judges
-
-
-@pytest.mark.wide  # each fault ends a run of its own in tests/faults/test_judges.py
-def test_failing_judges_save_the_run_which_goes_on_without_them(refused, run, monkeypatch):
-    def judge(action):
-        monkeypatch.setenv("JUDGE", action)
-
-    judge("raise:0")
-    message = refused()
-    assert "reward letters: it raised RuntimeError: the judge is away. Nothing was trained yet" in message
-    judge("raise:2")
-    message = refused()  # the same command, in the same folder
-    assert "the judge is away" in message and "Saved after iteration 2" in message
-    assert f"--resume --run_dir {run}" in message and "--on_judge_error missing" in message
-    judge("validation:3")
-    assert "Saved after iteration 4" in refused("--resume")
-    assert len(rows(run)) == 4 and "validation/score" not in rows(run)[3]
-    judge("short:4")
-    assert main(["--run_dir", str(run), "--resume", "--on_judge_error", "missing"]) == 0
-    table = rows(run)
-    assert [row["step"] for row in table] == [1, 2, 3, 4, 5, 6]
-    assert table[5]["missing/letters"] == 1.0 and table[5]["reward/letters/mean"] is None
-    assert table[5]["missing/brief"] == 0.0
-    assert "on_judge_error: missing" in (run / "config.yaml").read_text()
 
 
 def test_a_hanging_judge(refused, monkeypatch):

@@ -65,26 +65,9 @@ def test_every_command_says_its_version(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sampling.goup_size=3"], "sampling.goup_size: no such field; did you mean sampling.group_size?"),
-        (["--learning_rate", "1"], "learning_rate: no such field; here it is optimizer.learning_rate; 1e-6"),
-        (["--sampling.learning_rate=1"], "sampling.learning_rate: no such field; here it is optimizer.learning_rate"),
-        (["--lora_rank=3"], "lora_rank: no such field; did you mean policy.lora.rank?"),
-        (["--resum"], "--resum: no such option; did you mean --resume?"),
-        (["--plam", "--seed=1"], "--plam: no such option; did you mean --plan?"),
-    ],
-)
-def test_an_option_that_is_none_is_told_the_field_that_was_meant(words, message):
-    with pytest.raises(UserError) as raised:
-        parse(["--task=text", *words])
-    assert str(raised.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
         (["export", "--rum", "x", "--out", "y"], "error: --rum: no such option; did you mean --run?"),
         (["evaluate", "--run=x", "--chekpoint=best"], "error: --chekpoint: no such option; did you mean --checkpoint?"),
-        (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, --run, --out, "),
+        (["export", "--wholly_other"], "error: --wholly_other: no such option; there are: --help, --run, "),
         (["exprot"], "error: exprot: no such command; did you mean export?"),
     ],
 )

@@ -6,9 +6,8 @@ import re
 import pytest
 from support.text_task import ROOT
 
-from grpo_jax import __main__, evaluate, export, train
+from grpo_jax import __main__, train
 from grpo_jax.config import make_config
-from grpo_jax.config.help import sections_of, type_word
 from grpo_jax.config.named import built_in_names
 from grpo_jax.config.run import TASKS
 from grpo_jax.config.sections import RewardSection
@@ -132,20 +131,3 @@ def test_a_run_that_is_resumed_shows_its_own_values(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("task: text\ntraining: {max_steps: 77}\n")
     text = printed(capsys, "resume", str(tmp_path), "--help", "training.max_steps", command=__main__.main)
     assert "(default: 77)" in text
-
-
-def test_options_that_take_one_of_few_values_say_which():
-    config = make_config(task="text")
-    from grpo_jax.config.build import to_dict
-
-    options = {option.name: option for part in sections_of(type(config), to_dict(config)) for option in part.options}
-    words = {"policy.quantised": "none|int8|int4", "resume": "true|false", "seed": "INT", "run_dir": "TEXT|null",
-             "report_to": "[tensorboard|wandb|mlflow|trackio, …]", "data.columns": "{NAME: TEXT, …}"}  # fmt: skip
-    assert {name: type_word(options[name].hint) for name in words} == words
-    assert options["task"].names == tuple(built_in_names(TASKS))
-
-
-def test_the_other_commands_name_their_options(capsys):
-    for command, options in ((evaluate.main, ("--run", "--checkpoint", "--json")), (export.main, ("--out", "--dtype"))):
-        text = printed(capsys, "--help", command=command)
-        assert all(option in text for option in options)

@@ -106,7 +106,7 @@ def test_no_float_takes_nan_or_infinity(task):
         assert refused == {*names}
 
 
-@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "y" * 5000, "a/" * 400, "~no_such_user/x"])
+@pytest.mark.parametrize("path", ["a\0b", "y" * 5000, "~no_such_user/x"])
 def test_names_that_no_file_has(place, tmp_path, capsys, path):
     values = yaml.safe_load(place.config.read_text())
     for section, field in (("data", "prompts"), ("policy", "path")):

@@ -58,6 +58,14 @@ from grpo_jax.errors import UserError
         ({"rewards": [{"name": "m:a"}, {"name": "n:a"}]}, "rewards: .* under another name .*give one a label"),
         ({"rewards": [{"name": "m:a", "condition_on": "b"}]}, r"rewards.a.condition_on: expected one of \[\], got 'b'"),
         ({"rewards": [{"name": "m:a", "condition_on": "a"}]}, "rewards.a.condition_on: expected one of"),
+        (
+            {"rewards": [{"name": f"m:{a}", "condition_on": b} for a, b in ("ab", "bc", "ca")]},
+            "rewards.a.condition_on: expected a chain that ends, got 'a → b → c → a'",
+        ),
+        (
+            {"rewards": [{"name": "m:a", "threshold": float("nan")}]},
+            r"rewards\[0\].threshold: expected a finite number, got nan",
+        ),
         ({"devices": {"scorer": "cpu"}}, "devices.scorer: no such field; there are: policy"),
     ],
 )

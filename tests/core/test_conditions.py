@@ -47,7 +47,6 @@ R2, R3 = np.zeros((2, 3), np.float32), np.zeros((2, 3, 2), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: condition_rewards(R2, []), ValueError, "rewards must have 3 axes"),
         (lambda: condition_rewards(R3, [Condition(0, 2, 0.0)]), ValueError, r"hard must be in 0..1, got 2"),
         (lambda: condition_rewards(R3, [Condition(-1, 0, 0.0)]), ValueError, r"easy must be in 0..1, got -1"),
         (lambda: condition_rewards(R3, [Condition(0.0, 1, 0.0)]), TypeError, "easy must be the index"),

@@ -32,13 +32,6 @@ def test_loss_is_the_loop(choices, x64):
             np.testing.assert_allclose(loss, loop_loss(parts, choices, **extras), rtol=1e-12)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2"])
-def test_a_loss_with_another_estimator_is_the_loop(estimator, x64):
-    parts, choices, penalty = batch(0, dtype=np.float64), PRESETS["grpo"], KLPenalty(0.1, estimator)
-    (loss, _), _ = evaluate(parts, choices, kl=penalty)
-    np.testing.assert_allclose(loss, loop_loss(parts, choices, kl=penalty), rtol=1e-12)
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_advantages_per_token(level, x64):
     parts = batch(1, dtype=np.float64)
@@ -186,17 +179,12 @@ X = np.zeros((2, 3), np.float32)
         (lambda: grpo_loss(X[0, 0], X, A, M), ValueError, "logprobs must have a token axis"),
         (lambda: grpo_loss(X, X[:1], A, M), ValueError, r"old_logprobs must have .* \(2, 3\), got \(1, 3\)"),
         (lambda: grpo_loss(X, X, A[:1], M), ValueError, r"advantages must have shape \(2,\) or \(2, 3\)"),
-        (lambda: grpo_loss(X, X, A[:, None], M), ValueError, "advantages must have shape"),
-        (lambda: grpo_loss(X, X, A, M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
         (lambda: grpo_loss(X, X, A, M, ratio="row"), ValueError, "ratio must be 'token' or 'sequence'"),
         (lambda: grpo_loss(X, X, A, M, aggregation="mean"), ValueError, "aggregation must be 'sequence', 'token'"),
         (lambda: grpo_loss(X, X, A, M, surrogate=Clip), TypeError, "surrogate must be a Clip"),
-        (lambda: grpo_loss(X, X, A, M, surrogate="clip"), TypeError, "surrogate must be a Clip"),
         (lambda: grpo_loss(X, X, A, M, kl=0.1), TypeError, "kl must be a KLPenalty or None, got 0.1"),
         (lambda: grpo_loss(X, X, A, M, kl=KLPenalty(0.1)), ValueError, "ref_logprobs must be given"),
-        (lambda: grpo_loss(X, X, A, M, ref_logprobs=X[:1]), ValueError, "ref_logprobs must have"),
         (lambda: grpo_loss(X, X, A, M, entropy_coef=0.1), ValueError, "entropy must be given"),
-        (lambda: grpo_loss(X, X, A, M, entropy=X[:1]), ValueError, "entropy must have"),
         (lambda: grpo_loss(X, X, A, M, normaliser=A), ValueError, "normaliser must be a Normaliser or a scalar"),
         (
             lambda: grpo_loss(X, X, A, M, normaliser=2.0, entropy=X, entropy_coef=0.1),
@@ -204,11 +192,8 @@ X = np.zeros((2, 3), np.float32)
             "normaliser must be a Normaliser when there is an entropy bonus",
         ),
         (lambda: grpo_loss(X, X, A, M, token_weights=A), ValueError, r"token_weights must have shape .* got \(2,\)"),
-        (lambda: grpo_loss(X, X, A, M, token_weights=X.astype(int)), TypeError, "token_weights must be of a floating"),
         (lambda: FixedLength(0), ValueError, "length must be at least 1, got 0"),
-        (lambda: loss_normaliser(M, "row"), ValueError, "aggregation must be"),
         (lambda: loss_normaliser(M[0, 0]), ValueError, "mask must have a token axis"),
-        (lambda: sft_loss(X, M[:1]), ValueError, r"mask must have shape \(2, 3\)"),
     ],
 )
 def test_bad_input(call, error, message):

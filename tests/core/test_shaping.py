@@ -93,21 +93,12 @@ def penalised(scores=S, logprobs=X, ref=X, mask=M, kl_coef=0.1, **options):
     [
         (lambda: penalised(scores=X), ValueError, r"scores must have shape \(2,\), got \(2, 3\)"),
         (lambda: penalised(logprobs=X[0, 0]), ValueError, "logprobs must have a token axis"),
-        (lambda: penalised(ref=X[:1]), ValueError, r"ref_logprobs must have .* \(2, 3\), got \(1, 3\)"),
-        (lambda: penalised(mask=M[:1]), ValueError, r"mask must have shape \(2, 3\), got \(1, 3\)"),
         (lambda: penalised(kl_coef=-0.1), ValueError, "kl_coef must be at least 0, got -0.1"),
-        (lambda: penalised(kl_coef=np.nan), ValueError, "kl_coef must be at least 0, got nan"),
         (lambda: penalised(kl_coef=S), ValueError, r"kl_coef must be a scalar, got shape \(2,\)"),
-        (lambda: penalised(estimator="k4"), ValueError, "estimator must be 'k1', 'k2' or 'k3', got 'k4'"),
         (lambda: AdaptiveKL(0.0, 10), ValueError, "target must be more than 0, got 0.0"),
-        (lambda: AdaptiveKL(1.0, -1), ValueError, "horizon must be more than 0, got -1"),
-        (lambda: AdaptiveKL(1.0, 10, limit=0.0), ValueError, "limit must be more than 0, got 0.0"),
         (lambda: AdaptiveKL(1.0, 10).update(0.1, 0.1, 50), ValueError, "samples must be .* less than .* 50, got 50"),
-        (lambda: AdaptiveKL(1.0, 10).update(0.1, 0.1, -1), ValueError, "samples must be at least 0"),
         (lambda: overlong_penalty(S, limit=4, buffer=2), TypeError, "lengths must be of an integer type, got float32"),
-        (lambda: overlong_penalty(M, limit=4, buffer=2), TypeError, "lengths must be of an integer type, got bool"),
         (lambda: overlong_penalty([1], limit=4, buffer=5), ValueError, "buffer must be in 1..limit = 4, got 5"),
-        (lambda: overlong_penalty([1], limit=4, buffer=0), ValueError, "buffer must be in 1..limit = 4, got 0"),
     ],
 )
 def test_bad_input(call, error, message):

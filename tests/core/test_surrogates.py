@@ -59,9 +59,6 @@ def test_capped_weight_keeps_every_token():
         (lambda: Clip(dual=0.9), ValueError, "dual must be more than 1, got 0.9"),
         (lambda: CappedWeight(0.2), ValueError, "cap is the largest weight itself and must be more than 1"),
         (lambda: SoftGate(0.0, 1.0), ValueError, "positive must be more than 0"),
-        (lambda: SoftGate(1.0, -1.0), ValueError, "negative must be more than 0"),
-        (lambda: Clip(low=1.1), ValueError, r"low must be in \[0, 1\], got 1.1"),
-        (lambda: Clip(high=float("nan")), ValueError, "high must be at least 0, got nan"),
     ],
 )
 def test_bad_input(call, error, message):

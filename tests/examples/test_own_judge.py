@@ -20,6 +20,7 @@ from grpo_jax.train import main
 FILE = ROOT / "examples" / "own_judge" / "brightness.py"
 DARK = [{"name": "alignment"}, {"name": f"{FILE}:dark", "weight": 0.5}]
 SMALL = {
+    "policy.remat": "none",
     "training.prompts_per_batch": 4,
     "training.max_steps": 1,
     "training.inner_epochs": 1,
@@ -62,10 +63,6 @@ def table(run):
     return pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
 
 
-def test_it_is_short():
-    assert len(FILE.read_text().splitlines()) < 60
-
-
 def test_every_judge_says_what_it_is_asked(run, table):
     """The pictures drawn again, from the noise of the run: by hand what the file says, by their models the others."""
     config = run_config(run)
@@ -91,18 +88,8 @@ def test_a_second_clip_is_a_judge_of_its_own(run, table):
     assert "mean brightness, weights (0.5," in (run / "train.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--watch", '["alignment@nobody"]'], "watch.alignment@nobody: judges.nobody: no such field; there are:"),
-        (["--judges.brightness.red", "bright"], "judges.brightness.red"),
-        (["--judges.brightness", f"{FILE}:Darkness"], "Darkness must name one frozen dataclass with a `load`"),
-        (["--judges.brightness", "nowhere.py"], "judges.brightness: the file nowhere.py does not exist"),
-        (["--devices", "{brigthness: cpu}"], "devices.brigthness: no such field; did you mean devices.brightness?"),
-    ],
-)
-def test_mistakes_name_the_judge(options, message, tmp_path, capsys):
-    given = [f"--judges.brightness={FILE}", f"--run_dir={tmp_path / 'run'}"]
-    assert main([*given, *options]) == 2
+def test_a_reward_of_a_judge_that_is_not_there(tmp_path, capsys):
+    words = [f"--judges.brightness={FILE}", f"--run_dir={tmp_path / 'run'}", '--watch=["alignment@nobody"]']
+    assert main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert error.startswith("error: watch.alignment@nobody: judges.nobody: no such field; there are:")

@@ -29,10 +29,6 @@ def folder(tmp_path_factory):
     )
 
 
-def test_it_is_short():
-    assert len(PATH.read_text().splitlines()) < 60
-
-
 def test_its_step_is_the_trainers(folder, monkeypatch):
     """By plain gradient descent at rate 1, of which the step is the gradient, on the batch that the loop drew."""
     monkeypatch.setattr(optax, "adamw", optax.sgd)

@@ -5,7 +5,6 @@ import json
 import pyarrow.parquet
 import pytest
 from support.imports import ROOT
-from support.stopping import stopped_after
 
 from grpo_jax.train import main
 
@@ -47,10 +46,6 @@ def rows(run):
     return [{name: value for name, value in json.loads(line).items() if not name.startswith(TIMES)} for line in lines]
 
 
-def test_it_is_short():
-    assert len(FILE.read_text().splitlines()) < 150
-
-
 def test_its_rewards_are_what_the_answers_are_worth(finished):
     """Recomputed from the completions by Python's own arithmetic."""
     assert [row["step"] for row in rows(finished)] == [1, 2, 3]
@@ -83,26 +78,6 @@ def test_its_table_and_measures_are_reported(finished):
     assert "40 puzzles of numbers up to 9" in (finished / "train.log").read_text()
 
 
-@pytest.mark.wide
-def test_stopped_and_resumed_is_uninterrupted(finished, tmp_path, monkeypatch, capsys):
-    """From another folder: the run knows where the task's file is."""
-    run = tmp_path / "run"
-    monkeypatch.chdir(ROOT)
-    relative = ["--task", "examples/own_task/task.py:Countdown"]
-    with stopped_after(run, 1):
-        assert main([*relative, *command(run)[2:]]) == 0
-    assert len(rows(run)) == 1 and not (run / "summary.json").exists()
-    monkeypatch.chdir(tmp_path)
-    assert main(["--resume", "--run_dir", str(run)]) == 0
-    assert "resumed after iteration 1 of 3" in capsys.readouterr().out
-    assert rows(run) == rows(finished)
-    assert json.loads((run / "summary.json").read_text())["evaluation"] == json.loads(
-        (finished / "summary.json").read_text()
-    )["evaluation"]  # fmt: skip
-    assert main(["--resume", "--run_dir", str(run), "--task.puzzle_seed", "1"]) == 2
-    assert "task.puzzle_seed: 0 → 1" in capsys.readouterr().err
-
-
 def test_what_it_remarks_on_completions_is_said_once(tmp_path, capsys):
     (tmp_path / "remarking.py").write_text(
         "from dataclasses import dataclass\n"
@@ -117,25 +92,6 @@ def test_what_it_remarks_on_completions_is_said_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("note: 16 completions were read") == 1
 
 
-def test_help_shows_its_fields(capsys):
-    with pytest.raises(SystemExit):
-        main([*TASK, "--help", "all"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "--task.largest INT (default: 9) Largest number of a puzzle." in said
-    assert "--judges.calculator.strict" in said and "Whether an answer may use each number only as often" in said
-    assert "task: Reach a number by adding and taking away others." in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--task.largest", "2"], "task.largest: expected a number >= 3, got 2"),
-        (["--task.largest", "many"], "task.largest"),
-        (["--task.biggest", "9"], "task.biggest: no such field"),
-        (["--rewards", '[{"name": "wrong"}]'], "of this task distance, readable, right; got 'wrong'"),
-    ],
-)
-def test_mistakes_name_its_fields(arguments, message, tmp_path, capsys):
-    assert main([*command(tmp_path / "run"), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+def test_its_checks_name_its_fields(tmp_path, capsys):
+    assert main([*command(tmp_path / "run"), "--task.largest", "2"]) == 2
+    assert capsys.readouterr().err == "error: task.largest: expected a number >= 3, got 2\n"

@@ -50,11 +50,6 @@ SMALLER = {
 FROM = dict.fromkeys(("short_answers.md", "after_a_crash.md", "reading_the_report.md"), "own_reward.md")
 """Pages that use the files of another."""
 UNCUT = ("after_a_crash.md",)
-WIDE = (
-    *("own_reward.md", "after_a_crash.md", "several_cards.md", "reading_the_report.md", "own_judge.md"),
-    *("short_answers.md", "arithmetic.md", "own_catalogue.md", "own_task.md", "picture_input.md"),
-)
-"""Long pages whose commands other tests run too."""
 
 
 class Block(NamedTuple):
@@ -209,7 +204,8 @@ def in_process_of_its_own(line: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.wide] * (page in WIDE)) for page in PAGES])
+@pytest.mark.wide  # long; other tests run their commands too
+@pytest.mark.parametrize("page", PAGES)
 def test_a_recipe_runs_as_it_stands(page, desk, capsys):
     if page == "own_judge.md":
         pytest.importorskip("diffusers")

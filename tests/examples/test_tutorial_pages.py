@@ -10,12 +10,7 @@ from grpo_jax.config.named import load_module
 maker = load_module(str(ROOT / "docs" / "make_tutorial.py"), "tutorial")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?%?")
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-DEFAULT = ("4_grpo",)
-"""The page of which the default run makes sure; the others are as long, and made of the same functions."""
-each_page = pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.wide] * (path.stem not in DEFAULT), id=path.stem) for path in maker.PAGES],
-)
+each_page = pytest.mark.parametrize("path", maker.PAGES, ids=[path.stem for path in maker.PAGES])
 
 
 def form(printed: str) -> str:
@@ -46,6 +41,7 @@ def test_the_pages_are_seven_and_short():
     assert all(f"]({path.name})" in index for path in pages)
 
 
+@pytest.mark.wide  # each trains; they are made of functions that have tests of their own
 @each_page
 def test_a_page_is_what_its_code_prints(path):
     """Its own assertions hold, its text and code are those of the .py, its numbers those of this run."""

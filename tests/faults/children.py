@@ -1,6 +1,6 @@
 """Training commands in forked children: a process of its own for each, without the seconds that imports take.
 
-The process that forks must have imported everything and started no device of JAX: run this through `faults.__main__`.
+The process that forks must have imported everything and started no device of JAX: see `benchmarks/campaign.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from support.tiny_decoders import LLAMA as TINY
 from support.tiny_decoders import compiled
 
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families import FAMILIES, family_of, llama, read_config
+from grpo_jax.models.families import FAMILIES, llama, read_config
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.hf.weights import name_table
 from grpo_jax.models.lora import LoraConfig
@@ -51,9 +51,7 @@ def without(fields, name):
         (LLAMA | dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention"),
         (LLAMA | dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (LLAMA | dict(sliding_window=8), "sliding_window"),
-        (LLAMA | dict(attention_dropout=0.1), "attention_dropout"),
         (LLAMA | dict(quantization_config=dict(bits=4)), "quantization_config"),
-        (LLAMA | dict(logits_scaling=8.0), "logits_scaling"),
         (QWEN2 | dict(attention_bias=False), "attention_bias"),
         (QWEN2 | dict(mlp_bias=True), "mlp_bias"),
         (QWEN2 | dict(layer_types=["sliding_attention", "full_attention"]), "sliding_window"),
@@ -87,16 +85,10 @@ def without(fields, name):
         (GPT2 | dict(pruned_heads={"0": [1]}), "pruned_heads"),
         (GPT2 | dict(n_head=5), "n_head, got 768 and 5"),
         (GPT2 | dict(n_layer=None), "lacks n_layer"),
-        (GPT2 | dict(n_positions=0), "n_positions: expected a whole number from 1"),
-        (GPT2 | dict(vocab_size=10**12), "vocab_size: expected a whole number from 1 to 16777216, got 1000000000000"),
-        (GPT2 | dict(scale_attn_weights="no"), "scale_attn_weights: expected true or false, got 'no'"),
         (MISTRAL | dict(attention_bias=True), "attention_bias=True is not supported: Mistral has no biases"),
         (MISTRAL | dict(layer_types=["full_attention", "sliding_attention"]), "layer_types=.* not supported"),
         (LLAMA | dict(num_hidden_layers=True), "num_hidden_layers: expected a whole number"),
-        (LLAMA | dict(rms_norm_eps="small"), "rms_norm_eps: expected a finite number >= 0, got 'small'"),
-        (LLAMA | dict(rope_scaling=["linear"]), "rope_scaling: expected a table of fields"),
         (LLAMA | dict(rope_scaling=dict(type="linear", factor=0)), "rope_parameters.factor: expected a finite number"),
-        (LLAMA | dict(hidden_act=["silu"]), "hidden_act: expected a name"),
         (QWEN2 | dict(layer_types="full_attention"), "layer_types: expected a list of names"),
         (QWEN2 | dict(model_type="qwen2_vl", text_config=[1]), "text_config: expected a table of fields"),
     ],
@@ -193,15 +185,6 @@ def test_names_that_transformers_also_takes_for_gpt2():
     assert read_config(renamed) == read_config(GPT2 | dropouts | dict(reorder_and_upcast_attn=True))
 
 
-def test_gpt2_small_has_its_published_shape():
-    config = read_config(GPT2)
-    lora = LoraConfig(4, 8.0, tuple(family_of(config).projections))
-    shapes = jax.eval_shape(lambda key: init_variables(config, key, lora=lora), jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(shapes["params"])) == 124_439_808
-    assert shapes["lora"]["layers"]["c_attn"]["b"].shape == (12, 4, 3 * 768)
-    assert shapes["lora"]["layers"]["mlp_c_proj"]["a"].shape == (12, 3072, 4)
-
-
 def drawn(fields):
     return jax.jit(lambda key: init_variables(read_config(fields), key)["params"])(jax.random.key(3))
 
@@ -246,12 +229,9 @@ def test_a_new_family_is_its_row(monkeypatch, tmp_path):
     policy = compiled(make_policy(config, lora=lora))
     prompts, tokens = np.array([[1, 2, 3]], np.int32), np.array([[[4, 5, 6]]], np.int32)
     full = policy.forward_group(variables, prompts, prompts > 0, tokens, tokens > 0)
-    prefix, cache = policy.prefill(variables, prompts, prompts > 0), policy.init_cache(1, 1, 3)
-    hidden, _ = policy.decode_step(policy.unstack(variables), prefix, tokens[:, :, 0], cache)
-    np.testing.assert_allclose(hidden, full[:, :, 1], atol=1e-5)
     elsewhere = {**variables["params"], "embed_positions": -variables["params"]["embed_positions"]}
-    moved = policy.prefill({**variables, "params": elsewhere}, prompts, prompts > 0)
-    assert float(jnp.abs(moved.hidden - prefix.hidden).max()) > 1e-3
+    moved = policy.forward_group({**variables, "params": elsewhere}, prompts, prompts > 0, tokens, tokens > 0)
+    assert float(jnp.abs(moved - full).max()) > 1e-3
     with pytest.raises(ValueError, match="at most 8 tokens"):
         make_policy(config).prefill(variables, np.ones((1, 9), np.int32), np.ones((1, 9), bool))
 

@@ -1,5 +1,6 @@
 """LoRA as it is trained: what the state holds, what a run writes, and where it starts again."""
 
+import importlib.util
 import json
 import os
 
@@ -16,12 +17,10 @@ from grpo_jax import export, train
 from grpo_jax.config import AlgorithmSection, LoraSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import gpt2, llama
 from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama import DecoderConfig
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.lora import LoraConfig, as_array, quantise
 from grpo_jax.models.policy import lora_config, make_policy
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.training.optimizer import make_optimizer
@@ -76,47 +75,6 @@ def test_a_checkpoint_holds_no_weight_of_the_base(adam):
     assert bytes_of(saved) < 3 * bytes_of(variables["lora"]) + 64
 
 
-def test_all_weights_would_take_four_times_the_base():
-    """What LoRA saves: weights, their reference, two moments."""
-    variables = tiny_update.make_variables()
-    optimizer = make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
-    state = init_state(variables, optimizer, keep_reference=True)
-    assert bytes_of(state) == pytest.approx(4 * bytes_of(variables["params"]), rel=1e-3)
-
-
-def test_seven_billion_parameters_take_little_more_than_themselves():
-    """Qwen2-7B's shape in bfloat16, rank 16 on queries, keys, values and outputs; nothing is allocated."""
-    config = DecoderConfig.from_hf(
-        dict(
-            model_type="qwen2",
-            hidden_size=3584,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            intermediate_size=18944,
-            vocab_size=152064,
-            rms_norm_eps=1e-6,
-            hidden_act="silu",
-            rope_theta=1e6,
-            max_position_embeddings=32768,
-            tie_word_embeddings=False,
-        )
-    )
-    lora = LoraConfig(16, 32.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
-    optimizer = make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
-
-    def start(key):
-        variables = init_variables(config, key, param_dtype="bfloat16", lora=lora)
-        return init_state(variables, optimizer, keep_reference=True)
-
-    state = jax.eval_shape(start, jax.random.key(0))
-    base, everything = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (
-        state.variables["params"], state
-    ))  # fmt: skip
-    assert base == 2 * 7_615_616_512
-    assert (everything - base) / base < 0.01
-
-
 def test_adapters_that_say_something_are_the_reference():
     """Read from a folder, warm-started, or refreshed later: then the base alone is not where training began."""
     variables = tiny_update.make_variables(lora=LORA)
@@ -160,11 +118,15 @@ def test_a_folder_of_adapters_brings_its_own_settings(tmp_path):
 # through the commands
 
 
+# Where qwix is installed the base is stored in few bits: what is merged and written is then the rounded one.
+KIND = "int8" if importlib.util.find_spec("qwix") else "none"
+
+
 def train_here(place, run, *options):
     os.environ["JUDGE_RUN"], os.environ["JUDGE"] = str(run), "work:0"
     steps = ["--training.max_steps", "2", "--training.inner_epochs", "1", "--training.minibatches", "1"]
-    config = [] if "--resume" in options else ["--config", str(place.config), *steps]
-    return train.main([*config, "--run_dir", str(run), *options])
+    steps += ["--policy.quantised", KIND]
+    return train.main(["--config", str(place.config), *steps, "--run_dir", str(run), *options])
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +147,14 @@ def test_a_run_writes_its_adapters_beside_the_merged_policy(place, run, tmp_path
     jax.tree.map(np.testing.assert_array_equal, adapters, final["lora"])
     described = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(place.policy.resolve())
-    base, merged = (
-        hf.load_folder(folder, tokenizer=False).params["layers"] for folder in (place.policy, run / "policy")
-    )
+    base, merged = (hf.load_folder(folder, tokenizer=False).params for folder in (place.policy, run / "policy"))
+    if KIND != "none":
+        base = quantise(base, KIND)
+        assert f"float32 on {KIND}, LoRA rank 2" in (run / "train.log").read_text()
     for name in PROJECTIONS:
         a, b = (np.asarray(adapters["layers"][name][factor], np.float64) for factor in "ab")
-        expected = base[name]["kernel"] + a @ b * (32.0 / 2)
-        np.testing.assert_allclose(merged[name]["kernel"], expected, atol=1e-6)
+        expected = as_array(base["layers"][name]["kernel"], jnp.float32) + a @ b * (32.0 / 2)
+        np.testing.assert_allclose(merged["layers"][name]["kernel"], expected, atol=1e-6)
 
     assert export.main(["--run", str(run), "--out", str(tmp_path / "first"), "--checkpoint", "1", "--adapters"]) == 0
     assert "the adapters of" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def test_only_float16_has_a_scale():
 
 def test_gradients_too_small_for_float16_survive(batch):
     """A loss a millionth of its size: without the scale half of the gradients are lost on the way."""
-    exact = moves(*stepped(batch, "float32", scale=None)[:2])
+    exact = moves(*stepped(batch, "float32", scale=make_loss_scale("float16"))[:2])
     shrink = 2.0**-20
     scaled = moves(*stepped(batch, "float16", scale=make_loss_scale("float16"), shrink=shrink)[:2]) / shrink
     plain = moves(*stepped(batch, "float16", scale=None, shrink=shrink)[:2]) / shrink

@@ -9,15 +9,11 @@ pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
 from support import tiny_update
 from support.tiny_decoders import merged_params
 
-from grpo_jax import train
 from grpo_jax.config import LoraSection, MeshSection, PolicySection, make_config, to_dict
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf
-from grpo_jax.models.hf.peft import load_adapters
 from grpo_jax.models.lora import TILE, LoraConfig, count_weights, quantise
 from grpo_jax.models.policy import make_policy
-from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
 
@@ -104,17 +100,6 @@ def test_the_update_computes_from_the_rounded_weights(variables, step):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, want)
 
 
-def test_the_sampler_takes_them(variables):
-    policy = make_policy(tiny_update.CONFIG, lora=LORA)
-    sample = make_sampler(policy, SamplingParams(2, 4, temperature=0.0), eos_ids=(0,), pad_id=0)
-    tokens, mask = tiny_update.make_batch()[:2]
-    keys = jax.random.split(jax.random.key(0), len(tokens))
-    small = {**variables, "params": quantise(variables["params"], "int8")}
-    ours, theirs = (sample(tree, tokens, mask, keys) for tree in (small, {**small, "params": plain(small["params"])}))
-    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
-
-
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="kind must be one of"):
         quantise({}, "int2")
@@ -124,19 +109,3 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(UserError, match=r"policy\.quantised: expected none without policy\.lora"):
             make_config(task="text", policy=to_dict(policy))
-
-
-def test_a_run_trains_adapters_on_them(place, tmp_path, monkeypatch):
-    """The merged policy that it writes is the one it trained: rounded weights and adapters."""
-    run = tmp_path / "run"
-    monkeypatch.setenv("JUDGE_RUN", str(run))
-    monkeypatch.setenv("JUDGE", "work:0")
-    options = ["--policy.lora.rank", "2", "--policy.quantised", "int8", "--training.max_steps", "1"]
-    options += ["--training.inner_epochs", "1", "--training.minibatches", "1", "--evaluation.every", "0"]
-    assert train.main(["--config", str(place.config), "--run_dir", str(run), *options]) == 0
-    assert "float32 on int8, LoRA rank 2" in (run / "train.log").read_text()
-    lora, adapters = load_adapters(run / "adapter", hf.load_folder(place.policy, tokenizer=False).config)
-    base = quantise(hf.load_folder(place.policy, tokenizer=False).params, "int8")
-    expected = merged_params({"params": plain(base), "lora": adapters}, lora)
-    written = hf.load_folder(run / "policy", tokenizer=False).params
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), written, expected)

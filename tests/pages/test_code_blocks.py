@@ -26,8 +26,8 @@ WHOLE = ("tutorial", "recipes")
 SMALL = {"sampling": {"group_size": 2, "max_new_tokens": 4}, "training": {"max_steps": 1, "prompts_per_batch": 2}}
 DEVICES = {"docs/scaling.md": 8}
 """Pages that need several."""
-WIDE = ("docs/scaling.md", "docs/runs.md", "docs/coming_from_trl.md")
-"""Pages whose calls the tests of meshes, of runs and of the page itself make too."""
+WIDE = ("docs/scaling.md", "docs/runs.md", "docs/rewards.md", "docs/coming_from_trl.md")
+"""Pages whose calls the tests of meshes, runs, rewards and of the page itself make too."""
 PACKAGES = {"docs/ending.md": "mlflow"}
 """Pages whose blocks need a package that is no dependency."""
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's

@@ -53,18 +53,6 @@ def test_pixel_values_are_the_processors(folder, size, shape):
     assert patches.dtype == torch.float32 and patches.is_contiguous()
 
 
-def test_a_drawn_picture_is_the_one_that_was_saved(folder):
-    """Handed over or read from a PNG: the policy cannot tell."""
-    from PIL import Image
-
-    image_processor = load_image_processor(folder, VISION, None)
-    images = drawn(2)
-    array = (images.permute(0, 2, 3, 1) * 255).round().byte().numpy()
-    host = image_processor.prepare([Image.fromarray(one) for one in array])
-    for one, patches in zip(host, patches_of(images, image_processor.settings)[0], strict=True):
-        np.testing.assert_allclose(one.patches, patches.numpy(), rtol=0, atol=1e-6)
-
-
 def test_prepared_patches_are_handed_over_without_a_copy(folder, monkeypatch):
     image_processor = load_image_processor(folder, VISION, None)
     lent = []

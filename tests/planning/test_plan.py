@@ -311,9 +311,9 @@ def test_the_adapters_of_a_folder_are_adapters():
     """They have a rank of their own: there is none to ask for, and the base may be narrow."""
     config = configured("--policy.lora.path=some_adapter", "--policy.remat=none")
     full = cards.Card("gpu:0", GIB, {"policy": [cards.Line("parameters", 2 * GIB)]})
-    options = cards.list_savings(config, [full])
+    options = [cards.option(*saving) for saving in cards.list_savings(config, [full]).items()]
     assert "--policy.frozen_dtype bfloat16" in options and not [name for name in options if "lora" in name]
-    assert cards.list_savings(config, [full._replace(capacity=9 * GIB)]) == []
+    assert cards.list_savings(config, [full._replace(capacity=9 * GIB)]) == {}
     lines = {line.name: line.note for line in cards.policy_lines(config, PolicyMemory(*[0] * 10, False))}
     assert lines["parameters"] == "float32, adapters float32"
 

@@ -14,8 +14,7 @@ from grpo_jax.models.families import read_config
 from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.planning.policy import policy_memory, read_shape, read_shown, tree_bytes, tree_size
 from grpo_jax.train import main
-from grpo_jax.training import memory as training_memory
-from grpo_jax.training.memory import Shown, update_bytes
+from grpo_jax.training.memory import Shown, update_program
 
 TINY = {
     **QWEN2_FIELDS,
@@ -83,14 +82,13 @@ def test_seeing_takes_memory():
     assert memory.to_sample > scores and memory.update > scores / 2  # two micro-batches
 
 
-def test_an_update_takes_states_or_pictures(monkeypatch):
+def test_an_update_takes_states_or_pictures():
     """States of a frozen tower; pictures where it is trained; both in prompts and among the turns."""
     batches = []
-    monkeypatch.setattr(training_memory, "temporary_bytes", lambda program, state, batch: batches.append(batch) or 0)
     turns = ("--sampling.turns=2", "--sampling.max_answer_tokens=24", "--task.environment=games.py:say")
     both = Shown(prompt=2, answers=1, patches=64)
     for arguments in (turns, (*turns, "--policy.vision=train"), (*turns, *LORA, "--policy.lora.vision=true")):
-        update_bytes(configured(*arguments), MODEL, None, both)
+        batches.append(update_program(configured(*arguments), MODEL, None, both).arguments[1])
     frozen, trained, adapted = batches
     assert {name: states.states.shape for name, states in frozen.pictures.items()} == {
         "pictures": (4, 2, 16, 32),
@@ -100,8 +98,7 @@ def test_an_update_takes_states_or_pictures(monkeypatch):
         pictures, answers = batch.pictures["pictures"], batch.pictures["answers"]
         assert pictures.patches.shape == (4, 2, 64, 96) and answers.patches.shape == (4, 3, 1, 64, 96)
         assert pictures.windows.shape == (4, 2, 4, 4)
-    update_bytes(configured(), MODEL, None)
-    assert not batches[-1].pictures
+    assert not update_program(configured(), MODEL, None).arguments[1].pictures
 
 
 def test_the_plan_says_what_is_seen(folder, not_compiled, capsys, tmp_path):

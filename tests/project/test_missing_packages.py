@@ -10,13 +10,7 @@ from importlib.metadata import packages_distributions
 import pytest
 from support.imports import ROOT
 
-from bridges import miniature
-from grpo_jax import load_rewriter
-from grpo_jax.config import to_yaml
-from grpo_jax.config.command_line import parse
 from grpo_jax.errors import EXTRAS
-from grpo_jax.models.hf import load_folder
-from grpo_jax.runs.checkpoint import Checkpoints
 
 HIDE = """
 from importlib.machinery import PathFinder
@@ -33,20 +27,20 @@ PathFinder.find_spec = find_spec
 """
 SCRIPT = """
 import contextlib, importlib, io, json, sys
-refused, trained, exported, rewriter = json.loads(sys.argv[1])
+refused, trained = json.loads(sys.argv[1])
 results = []
-for module, *arguments in [*refused, trained, exported]:
+for module, *arguments in [*refused, trained]:
     errors, output = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
         code = importlib.import_module(module).main(arguments)
     results.append([code, (errors.getvalue() or output.getvalue()).splitlines()])
-from grpo_jax import UserError, load_rewriter, make_config, run
+from grpo_jax import UserError, make_config, run
 try:
     run(make_config(task="prompt_enhancement", policy={"path": "miniature"}, data={"prompts": "miniature"},
                     run_dir="run"))
 except UserError as error:
     results.append(str(error))
-print(json.dumps([*results, load_rewriter(rewriter)("a huge crimson disc")]))
+print(json.dumps(results))
 """
 TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.jsonl", "--rewards=[{name: judge.py:brief}]"]
 SHORT = "--sampling.max_new_tokens=4"  # the miniature's policy has 128 positions
@@ -54,20 +48,8 @@ SMALL = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--sampling
          "--evaluation.sampled=false"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def rewriter(tmp_path_factory):
-    """A run of the miniature, as far as evaluating and exporting need one."""
-    folder = tmp_path_factory.mktemp("rewriter")
-    (folder / "config.yaml").write_text(to_yaml(parse(["--config", "prompt_enhancement_miniature"])))
-    params = load_folder(miniature.path("policy")).params
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        checkpoints.save_final(1, {"variables": {"params": params}}, {"progress": {}})
-    return folder
-
-
 @pytest.mark.slow
-def test_commands_and_python_name_the_extra_and_what_needs_none_goes_on(rewriter, tmp_path):
-    """A text run, exporting and rewriting go on."""
+def test_commands_and_python_name_the_extra_and_a_text_run_needs_none(tmp_path):
     (tmp_path / "judge.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
     rows = [json.dumps({"prompt": f"a {letter}"}) for letter in "abcdefghijklmnopqrstuvwxyz"]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
@@ -76,27 +58,22 @@ def test_commands_and_python_name_the_extra_and_what_needs_none_goes_on(rewriter
     refused = {
         ("grpo_jax.train",): ("torch", "diffusion"),
         ("grpo_jax.train", "--plan"): ("torch", "diffusion"),
-        ("grpo_jax.evaluate", "--run", str(rewriter)): ("torch", "diffusion"),
         ("grpo_jax.train", "--config", "recommendation_quick"): ("sklearn", "recommendation"),
         ("grpo_jax.train", *TEXT, SHORT, "--policy.lora.rank=2", "--policy.quantised=int8"): ("qwix", "quantised"),
     }
     trained = ["grpo_jax.train", *TEXT, SHORT, *SMALL, "--run_dir=text_run"]
-    exported = ["grpo_jax.export", "--run", str(rewriter), "--out", "out"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "hidden"), str(ROOT)])}
-    arguments = [sys.executable, "-c", SCRIPT, json.dumps([[*refused], trained, exported, str(rewriter)])]
+    arguments = [sys.executable, "-c", SCRIPT, json.dumps([[*refused], trained])]
     done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    *results, training, export, refusal, text = json.loads(done.stdout)
+    *results, training, refusal = json.loads(done.stdout)
     assert [(code, lines[-1]) for code, lines in results] == [
         (2, f'error: {module} is not installed; run pip install "grpo_jax[{extra}]"')
         for module, extra in refused.values()
     ]
     assert training[0] == 0 and any("no TensorBoard events" in line for line in training[1])
     assert json.loads((tmp_path / "text_run" / "summary.json").read_text())["iterations"] == 1
-    assert export[0] == 0 and export[1][0].startswith("out: the policy of")
-    assert (tmp_path / "out" / "model.safetensors").is_file()
     assert refusal == 'torch is not installed; run pip install "grpo_jax[diffusion]"'
-    assert text == load_rewriter(rewriter)("a huge crimson disc") != ""
 
 
 def test_extras_bring_what_they_are_named_for():

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from support.tiny_models import causal_lm
 
+from grpo_jax.config import run as config
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 OWN = README[README.index("## Your own task") : README.index("## Build on it")]
 BLOCKS = re.findall(r"```python\n(.*?)```", OWN, flags=re.S)
+QUICKLY = {"evaluation": {"sampled": False, "gallery": 0}, "policy": {"remat": "none"}, "report_to": []}
 
 
 def commands(text: str) -> list[str]:
@@ -42,6 +45,8 @@ def test_the_python_of_the_readme_trains_and_answers(folder, monkeypatch, capsys
     answered = BLOCKS[2].replace('answer("What', 'print("said:", answer("What').replace('number.")', 'number."))')
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
+    make_config = config.make_config
+    monkeypatch.setattr(config, "make_config", lambda **sections: make_config(QUICKLY, **sections))
     exec(compile(BLOCKS[1] + answered, "README.md", "exec"), {"__name__": "__main__"})
     summary = json.loads((folder / "runs" / "sums" / "summary.json").read_text())
     assert summary["iterations"] == 5 and set(summary["evaluation"]) >= {"correct", "total"}
@@ -49,6 +54,7 @@ def test_the_python_of_the_readme_trains_and_answers(folder, monkeypatch, capsys
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # the same training as above; each command has tests of its own
 def test_the_command_lines_of_the_readme_run_one_after_the_other(folder, monkeypatch):
     lines = [shlex.split(line)[2:] for line in commands(OWN)]
     assert [line[0] for line in lines] == [*["grpo_jax.train"] * 2, "grpo_jax.evaluate", "grpo_jax.export"]

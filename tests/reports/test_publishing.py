@@ -84,13 +84,13 @@ def hub():
 
 
 @pytest.fixture(scope="module")
-def run_dir(hub, tmp_path_factory):
+def run_dir(hub, place, tmp_path_factory):
     """An iteration of a text task, pushed at its end."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "prompts.txt").write_text("".join(f"a tree on hill {i}\n" for i in range(12)))
     (folder / "brief.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
     words = [
-        *("--task=text", "--policy.path=miniature", f"--data.prompts={folder / 'prompts.txt'}", "--report_to=[]"),
+        *("--task=text", f"--policy.path={place.policy}", f"--data.prompts={folder / 'prompts.txt'}", "--report_to=[]"),
         *(f"--rewards={folder / 'brief.py'}:brief", "--policy.lora.rank=2", "--evaluation.sampled=false"),
         *("--training.prompts_per_batch=2", "--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0"),
         *("--sampling.group_size=2", "--sampling.max_new_tokens=2", f"--run_dir={folder / 'run'}"),

@@ -47,6 +47,8 @@ def plain(prompts, completions, **kwargs):
     return [len(text) for text in completions]
 """
 TRL = {"format_reward": True, "asked": True, "beside": False, "plain": False}  # whether each takes messages
+APART = {1: "asked", 3: "plain"}
+"""Those of them that also run in a process of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def finished(place, own, tmp_path_factory):
         {**length, "options": {"target": 3, "unit": "tokens"}, "label": "three"},
         {**length, "options": {"target": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
         *trl,
-        *({**reward, "isolated": True, "label": f"apart_{name}"} for name, reward in zip(TRL, trl, strict=True)),
+        *({**trl[place], "isolated": True, "label": f"apart_{name}"} for place, name in APART.items()),
     ]
     home = tmp_path_factory.mktemp("asked")
     lines = []
@@ -101,10 +103,9 @@ def test_rewards_that_want_messages_get_them_and_others_texts(table):
     """In the run's process and in one of their own."""
     lengths, chats = [len(text) for text in table["completion"]], [one[0] == one[1] for one in table["prompt"]]
     assert len({*chats}) == 2
-    for home in ("reward/", "reward/apart_"):
-        assert table[f"{home}format_reward"] == table[f"{home}plain"] == lengths
-        assert table[f"{home}asked"] == [4.0 if chat else 2.0 for chat in chats]
-        assert set(table[f"{home}beside"]) == {1.0}
+    assert table["reward/format_reward"] == table["reward/plain"] == table["reward/apart_plain"] == lengths
+    assert table["reward/asked"] == table["reward/apart_asked"] == [4.0 if chat else 2.0 for chat in chats]
+    assert set(table["reward/beside"]) == {1.0}
 
 
 def test_texts_that_the_policy_did_not_write_have_tokens_too():

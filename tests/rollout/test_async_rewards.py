@@ -95,22 +95,19 @@ def test_what_goes_wrong_is_told_as_of_one_that_is_no_coroutine(fault):
     np.testing.assert_array_equal(both[0][:, 1], [1, 2])
 
 
-def test_a_task_that_exits_does_not_take_the_loop_with_it():
+def test_a_task_that_exits_does_not_take_the_loop_with_it_and_a_stop_stops():
     async def exits():
         raise SystemExit(3)
 
     async def judged(completions):
         await asyncio.create_task(exits())
 
-    with pytest.raises(RewardError, match="reward judged: it raised SystemExit: 3"):
-        collect(judged)
-    np.testing.assert_array_equal(collect(lengths), [[1], [2]])
-
-
-def test_a_stop_stops():
     async def gone(completions):
         raise StopRun("the licence is over")
 
+    with pytest.raises(RewardError, match="reward judged: it raised SystemExit: 3"):
+        collect(judged)
+    np.testing.assert_array_equal(collect(lengths), [[1], [2]])
     with pytest.raises(StopRun, match="the licence is over"):
         collect(gone, lengths, on_error="missing")
 

@@ -1,17 +1,15 @@
 """Dynamic sampling: which prompts are drawn, which groups are kept."""
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
-import yaml
 from support.text_task import rows, train_here
 
 from grpo_jax.config import make_config
 from grpo_jax.rollout.binding import Trainer
-from grpo_jax.rollout.data import batch_at, further_batch_at
+from grpo_jax.rollout.data import Row, batch_at, further_batch_at
 from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.rollout import Judgement, Scheduling
@@ -23,14 +21,6 @@ from grpo_jax.training.estimators import informative_groups
 SIZE, GROUP, STEPS, ROWS = 4, 3, 5, 14
 
 
-class Row(NamedTuple):
-    id: int
-    prompt: str
-
-
-# which prompts
-
-
 @pytest.mark.parametrize("iteration", [0, 1, 7])
 def test_a_draw_is_a_function_of_seed_iteration_and_number(iteration):
     draws = [further_batch_at(3, iteration, number, batch_size=4, n=14) for number in range(5)]
@@ -40,9 +30,6 @@ def test_a_draw_is_a_function_of_seed_iteration_and_number(iteration):
     assert sorted(np.concatenate(draws)[:14]) == list(range(14))  # all prompts once before any comes again
     assert all(len(set(rows)) == 4 for rows in draws)
     assert not np.array_equal(draws[1], further_batch_at(4, iteration, 1, batch_size=4, n=14))
-
-
-# which groups
 
 
 def make_parts(teaches, **algorithm):
@@ -94,17 +81,14 @@ def drawn_of(parts, iteration=0):
     return sample_groups(parts, None, iteration)
 
 
-def batch_with(parts, episodes, rewards):
-    """The batch of episodes with these rewards [P, G, N], and which groups are informative."""
+def learned_from(parts, rewards):
+    """The batch of an iteration with rewards [P, G, N], or [G, N] in each group; which groups are informative."""
+    episodes = drawn_of(parts)[0]
+    rewards = np.broadcast_to(np.array(rewards, np.float32), (SIZE, GROUP, 2))
     objectives = objectives_of(parts, rewards[:, :, None], episodes.lengths)
     informative = informative_groups(objectives, parts.config.algorithm)
     judgement = Judgement(rewards, rewards, episodes.lengths, objectives=objectives, informative=informative)
     return batch_of(parts, episodes, judgement), informative
-
-
-def learned_from(parts, rewards):
-    """The same of an iteration's batch with rewards [G, N] in each of its groups."""
-    return batch_with(parts, drawn_of(parts)[0], np.broadcast_to(np.array(rewards, np.float32), (SIZE, GROUP, 2)))
 
 
 def ids(episodes):
@@ -115,11 +99,14 @@ def order(iteration=0):
     return list(np.concatenate([further_batch_at(0, iteration, k, batch_size=SIZE, n=ROWS) for k in range(4)]))
 
 
-def test_a_batch_that_teaches_is_the_batch():
-    parts, judged = make_parts(range(ROWS))
-    episodes, _, row = drawn_of(parts, 2)
+@pytest.mark.parametrize("cap", [2.0, 0.0])
+def test_a_batch_that_teaches_is_the_batch(cap):
+    """The sampler's own probabilities travel only when asked for."""
+    parts, judged = make_parts(range(ROWS), importance_cap=cap)
+    episodes, judgement, row = drawn_of(parts, 2)
     assert ids(episodes) == list(batch_at(0, 2, batch_size=SIZE, n=ROWS))
     assert row["draws"] == 1 and len(judged) == 1
+    assert (batch_of(parts, episodes, judgement).sampler_logprobs is not None) == bool(cap)
 
 
 def test_further_prompts_take_the_places_of_dead_groups():
@@ -195,11 +182,10 @@ def test_dropped_groups_are_as_if_they_had_not_been():
 
 def test_a_completion_without_a_reward_takes_no_part_in_ppo():
     parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage="gae")
-    episodes, judgement, _ = drawn_of(parts)
-    rewards = judgement.final_rewards.copy()
+    rewards = drawn_of(parts)[1].final_rewards.copy()
     rewards[1, 2] = np.nan  # all of it is missing
     rewards[2, 0, 1] = np.nan  # one of two
-    batch, _ = batch_with(parts, episodes, rewards)
+    batch, _ = learned_from(parts, rewards)
     rows_with_tokens = np.asarray(batch.mask.any(-1))
     assert not rows_with_tokens[1, 2] and rows_with_tokens.sum() == SIZE * GROUP - 1
     assert batch.advantages is None and np.isnan(batch.scores[1, 2])
@@ -237,39 +223,19 @@ def test_a_missing_reward_does_not_make_a_dead_group_teach():
     assert not informative.any() and not batch.mask.any()
 
 
-def test_the_samplers_own_probabilities_travel_only_when_asked_for():
-    for cap, there in ((2.0, True), (0.0, False)):
-        parts, _ = make_parts(range(ROWS), importance_cap=cap)
-        batch = batch_of(parts, *drawn_of(parts)[:2])
-        assert (batch.sampler_logprobs is not None) == there
-
-
-# a run
-
-
-@pytest.mark.slow
+@pytest.mark.wide  # each choice by itself: training, runs/loop and the tests above
 def test_a_run_with_every_choice_tells_of_each(place, tmp_path):
-    values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] |= {
-        "advantage": "grpo", "scale": "batch", "dead_groups": "resample", "resample_rounds": 2,
-        "entropy_share": 0.5, "importance_cap": 2.0, "kl_straight_through": True,
-    }  # fmt: skip
-    values["sampling"] |= {"top_k": 40}
-    values["training"] |= {"max_steps": 2, "minibatches": 1, "save_every": 0}
-    values["evaluation"] = {"every": 0}
-    # half of all prompts have groups without signal
-    (tmp_path / "judge.py").write_text(
-        place.judge.read_text()
-        + "\ndef some(prompts, completions, wish, **columns):\n"
-        + "    values = letters(prompts, completions, wish)\n"
-        + "    return [v if w in 'acegikmo' else 1.0 for v, w in zip(values, wish)]\n"
-    )
-    values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:some"}]
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(values))
-
+    some = "    return [v if w in 'acegikmo' else 1.0 for v, w in zip(letters(prompts, completions, wish), wish)]\n"
+    judge = tmp_path / "judge.py"  # half of all prompts have groups without signal
+    judge.write_text(f"{place.judge.read_text()}\ndef some(prompts, completions, wish, **columns):\n{some}")
+    algorithm = {"advantage": "grpo", "scale": "batch", "dead_groups": "resample", "resample_rounds": 2}
+    algorithm |= {"entropy_share": 0.5, "importance_cap": 2.0, "kl_straight_through": "true"}
+    training = {"max_steps": 2, "minibatches": 1, "inner_epochs": 1, "save_every": 0}
+    words = [f"--algorithm.{name}={value}" for name, value in algorithm.items()]
+    words += [f"--training.{name}={value}" for name, value in training.items()]
+    words += ["--sampling.top_k=40", "--evaluation.every=0", f"--rewards={judge}:some"]
     whole = tmp_path / "whole"
-    assert train_here(config, whole) == 0
+    assert train_here(place.config, whole, *words) == 0
     table = rows(whole)
     assert max(row["draws"] for row in table) > 1 and min(row["groups_kept"] for row in table) >= 1
     assert all(0 < row["importance_weight"] < 2 and row["dead_groups/total"] > 0 for row in table)

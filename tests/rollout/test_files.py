@@ -7,18 +7,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from support.encoded_prompts import plain_rows
-from support.marked_tokenizers import llama3, qwen2, smollm
 from support.text_task import train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax import predict
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.chat import default_system_prompt
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.runs.python_input import from_python
-from grpo_jax.train import main
 
 RECORDS = [{"question": f'{c} "tree",\nplease', "solution": f"00{i}"} for i, c in enumerate("abcdefgh")]
 COLUMNS = {"prompt": "question", "answer": "solution"}
@@ -83,12 +80,6 @@ def test_a_parquet_file_of_any_name_that_changes_or_is_broken(tmp_path):
         with pytest.raises(UserError, match=f"cannot be loaded: {reason}") as error:
             load_prompts(tmp_path / name)
         assert "\n" not in str(error.value)
-
-
-def test_empty_cells_are_no_values_and_blank_lines_no_rows(tmp_path):
-    (tmp_path / "p.csv").write_text("prompt,answer,wish\na,,x\n\nb,7\n")
-    rows = load_prompts(tmp_path / "p.csv", held_out=0).train
-    assert [(row.id, row.prompt, row.columns) for row in rows] == [(2, "a", {"wish": "x"}), (4, "b", {"answer": "7"})]
 
 
 def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
@@ -179,32 +170,13 @@ def test_a_conversation_that_has_a_system_message_keeps_it():
     )
 
 
-def test_the_system_prompt_that_a_template_has_by_itself_is_found():
-    assert default_system_prompt(templated()) == "You are Tiny."
-    for tokenizer in (qwen2(), llama3(), smollm()):  # none; none; one that stands before any other
-        assert default_system_prompt(tokenizer) == ""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    folder = causal_lm(tmp_path_factory.mktemp("chatting") / "policy")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-def test_the_templates_own_system_prompt_is_told_at_the_start(place, policy, tmp_path, capsys):
-    words = ["--policy.path", str(policy), "--rewards", "grpo_jax.rewards:target_length"]  # which lacks its option
-    assert main(["--config", str(place.config), *words, "--run_dir", str(tmp_path / "run")]) == 2
-    out, err = capsys.readouterr()
-    assert "tells the policy 'You are Tiny.' before each prompt; data.system_prompt replaces it" in out
-    assert "reward target_length: it raised TypeError: " in err and "'target'" in err
-
-
-def test_a_trained_policy_is_asked_as_it_was_trained(place, policy, tmp_path, capsys):
+def test_a_trained_policy_is_asked_as_it_was_trained(place, tmp_path, capsys):
     """CSV under other names and a test file, through the command; then as a function, and by transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    policy = causal_lm(tmp_path / "chatting")
+    (policy / "chat_template.jinja").write_text(TEMPLATE)
     records = "".join(f"{c} tree,{i}\n" for i, c in enumerate("abcdefgh"))
     (tmp_path / "p.csv").write_text("question,solution\n" + records)
     (tmp_path / "t.jsonl").write_text('{"question": "x tree", "solution": 9}\n')
@@ -215,8 +187,7 @@ def test_a_trained_policy_is_asked_as_it_was_trained(place, policy, tmp_path, ca
     named = {"policy.path": str(policy), "rewards": "grpo_jax.rewards:numeric_answer", **data, **said, **short}
     run = tmp_path / "run"
     assert train_here(place.config, run, *(f"--{name}={value}" for name, value in named.items())) == 0
-    out = capsys.readouterr().out
-    assert "8 train, 0 validation, 1 test" in out and "tells the policy" not in out
+    assert "8 train, 0 validation, 1 test" in capsys.readouterr().out
     table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
     assert np.isfinite(table["reward/numeric_answer"]).all()
 

@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 import pytest
-import yaml
-from support.text_task import ROOT, rewriting
+from support.text_task import rewriting
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
@@ -31,13 +30,9 @@ def advantages_of(rewards, written):
     return ((summed - summed.mean()) / (summed.std(ddof=1) + 1e-4))[:, :written]
 
 
-@pytest.fixture
-def judge(monkeypatch, tmp_path):
-    monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
-
-
-def test_the_update_is_that_of_groups_with_the_prompt_in_masked_rows(values, judge):
+def test_the_update_is_that_of_groups_with_the_prompt_in_masked_rows(values, monkeypatch, tmp_path):
     """Against whole groups that were sampled, their last rows replaced by hand."""
+    monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
     kept = parts_of(values, sampling=values["sampling"] | {"keep_prompt": KEPT})
     episodes, judgement = sample_batch(kept, kept.policy.variables, 0)
     batch = batch_of(kept, episodes, judgement)
@@ -90,9 +85,5 @@ def test_where_it_means_nothing_it_is_refused(values, changes, message):
     values = {**values, "sampling": {"keep_prompt": 2}, **changes}
     with pytest.raises(UserError, match=f"sampling.keep_prompt: expected {message}"):
         make_config(values)
-
-
-def test_the_shipped_task_that_rewrites_prompts_takes_it():
-    values = yaml.safe_load((ROOT / "configs" / "prompt_enhancement_miniature.yaml").read_text())
-    values["sampling"] = values.get("sampling", {}) | {"keep_prompt": 2}
-    assert make_config(values).sampling.written_completions == make_config(values).sampling.group_size - 2
+    shipped = make_config(task="prompt_enhancement", sampling={"keep_prompt": 2, "group_size": 8})
+    assert shipped.sampling.written_completions == 6

@@ -151,5 +151,5 @@ def test_sizes_of_rows_in_memory_and_of_those_that_lie_elsewhere():
     parts = load_prompts([{"prompt": "ab"}, {"prompt": talk}, {"prompt": talk[1:]}], held_out=0)
     assert isinstance(parts.train, Rows)
     for sizes in (parts.train.sizes, row_sizes([*parts.train]), all_rows(parts).sizes):
-        assert sizes.tolist() == [(2, 0, 0, 0), (10, 0, 2, 1), (5, 0, 1, 0)]
+        assert sizes.tolist() == [(2, 0, 0), (10, 0, 2), (5, 0, 1)]
     assert [*all_rows(parts._replace(test=parts.train))] == [*parts.train, *parts.train]

@@ -1,7 +1,5 @@
 """Rows of a data set: read with all mistakes named at once, split the same each time, visited in a fixed order."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -18,30 +16,29 @@ from grpo_jax.rollout.data import (
 )
 from grpo_jax.rollout.prompts import TIERS, load_prompts, make_prompt_set
 
-
-def write_jsonl(path, records):
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
 # ------------------------------------------------------------------------------------------------------ reading
 
 
-def test_jsonl_rows_carry_line_numbers_and_columns(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('\ufeff{"prompt": " été  ", "answer": 7}\n\n{"prompt": "b", "tags": ["x"]}\n', encoding="utf-8")
-    assert load_prompts(path, held_out=0).train == (Row(1, "été", {"answer": 7}), Row(3, "b", {"tags": ["x"]}))
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        (
+            "p.jsonl",
+            '\ufeff{"prompt": " été  ", "answer": 7}\n\n{"prompt": "b", "tags": ["x"]}\n',
+            (Row(1, "été", {"answer": 7}), Row(3, "b", {"tags": ["x"]})),
+        ),
+        ("p.txt", "a red fox\r\n  \r\n# not a comment\r\n", (Row(1, "a red fox"), Row(3, "# not a comment"))),
+        ("p.csv", "prompt,answer,wish\na,,x\n\nb,7\n", (Row(2, "a", {"wish": "x"}), Row(4, "b", {"answer": "7"}))),
+    ],
+)
+def test_rows_carry_line_numbers_and_columns(tmp_path, name, content, rows):
+    (tmp_path / name).write_bytes(content.encode())
+    assert load_prompts(tmp_path / name, held_out=0).train == rows
 
 
-def test_txt_has_one_prompt_per_line(tmp_path):
-    path = tmp_path / "p.txt"
-    path.write_bytes(b"a red fox\r\n  \r\n# not a comment\r\n")
-    assert load_prompts(path, held_out=0).train == (Row(1, "a red fox"), Row(3, "# not a comment"))
-
-
-def test_split_column_decides(tmp_path):
+def test_split_column_decides():
     records = [{"prompt": f"p{i}", "split": ["train", "validation", "test"][i % 3]} for i in range(7)]
-    parts = load_prompts(write_jsonl(tmp_path / "p.jsonl", records), held_out=0.4)
+    parts = load_prompts(records, held_out=0.4)
     assert [[row.prompt for row in part] for part in parts] == [["p0", "p3", "p6"], ["p1", "p4"], ["p2", "p5"]]
     assert all("split" not in row.columns for part in parts for row in part)
 
@@ -80,25 +77,13 @@ def test_bad_lines_are_named(tmp_path, line, reason):
     assert "\n" not in message and len(message) < 300
 
 
-def test_a_text_file_with_nul(tmp_path):
-    (tmp_path / "bad.txt").write_bytes(b"fine\nnot\0fine\n")
-    with pytest.raises(UserError, match=r"line 2: 'not\\x00fine' holds a NUL character"):
-        load_prompts(tmp_path / "bad.txt")
-
-
-@pytest.mark.parametrize("path", ["a\0b.txt", f"{'x' * 5000}.jsonl"])
-def test_names_that_no_file_has(path):
-    with pytest.raises(
-        UserError, match=r"cannot be read: (embedded null byte|stat: embedded null|File name too long)"
-    ) as error:
-        load_prompts(path)
-    assert len(str(error.value)) < 300
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("none.jsonl", None, "does not exist"),
+        ("a\0b.txt", None, "cannot be read: (embedded null byte|stat: embedded null)"),
+        (f"{'x' * 5000}.jsonl", None, "cannot be read: File name too long"),
+        ("nul.txt", "fine\nnot\0fine\n", r"line 2: 'not.x00fine' holds a NUL character"),
         ("empty.jsonl", "", "expected at least one prompt"),
         ("p.xlsx", "prompt\na", ".jsonl, .csv, .tsv, .txt or .parquet file"),
         ("twice.csv", "prompt,prompt\na,b", "its first line names a column twice"),
@@ -119,14 +104,11 @@ def test_names_that_no_file_has(path):
 def test_files_without_prompts_to_train_on(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as error:
         load_prompts(tmp_path / name)
-
-
-def test_a_folder_is_no_prompt_file(tmp_path):
-    (tmp_path / "folder.txt").mkdir()
+    assert len(str(error.value)) < 400
     with pytest.raises(UserError, match="is a folder without prompts"):
-        load_prompts(tmp_path / "folder.txt")
+        load_prompts(tmp_path)
 
 
 def test_builtin_tiers():
@@ -147,9 +129,9 @@ def test_rows_in_memory_get_ids_that_count_through():
     assert [row.id for part in parts for row in part] == [0, 1, 2, 3]
     assert parts.train[0].columns == {"requested": {"colour": "red"}}
     assert "prompt" in rows[0]  # the caller's rows are left as they were
-    with pytest.raises(UserError, match=r"row 1 of train: .*empty"):
+    with pytest.raises(UserError, match=r"train: 1 bad line: row 1: .*empty"):
         make_prompt_set([{"prompt": "a"}, {"prompt": ""}])
-    with pytest.raises(UserError, match="no prompts to train on"):
+    with pytest.raises(UserError, match="train: expected at least one prompt"):
         make_prompt_set([])
 
 

@@ -9,9 +9,8 @@ from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.chat import default_system_prompt
 from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.rollout.encoding import check_tools, make_encode, tell_system_prompt
+from grpo_jax.rollout.encoding import check_tools, make_encode
 from grpo_jax.rollout.environment import make_encode_answer
 from grpo_jax.rollout.episodes import Answer
 from grpo_jax.rollout.prompts import load_prompts
@@ -43,7 +42,6 @@ def test_tools_and_options_of_the_config_are_as_transformers_has_them():
     encoded = make_encode(tokenizer, section, pad_id=0, rows=plain_rows(["a fox"] * 2))(plain_rows(["a fox"]))
     found = encoded.tokens[encoded.mask].tolist()
     assert found == expected(tokenizer, "a fox", tools=[ADD, SIT], mood="merry") != expected(tokenizer, "a fox")
-    assert default_system_prompt(tokenizer, **section.template_options) == ""
 
 
 def test_tools_of_each_row_are_those_of_its_column():
@@ -95,7 +93,7 @@ def test_a_column_that_holds_no_tools_is_named(tools, reason):
         check_tools(DataSection(tools="cannot"), rows)
 
 
-def test_what_a_template_passes_over_is_refused_or_told():
+def test_what_a_template_passes_over_is_refused():
     tokenizer = chat_tokenizer()  # whose template knows nothing but messages
     for section, name in (
         (DataSection(tools=[ADD]), "data.tools"),
@@ -103,10 +101,6 @@ def test_what_a_template_passes_over_is_refused_or_told():
     ):
         with pytest.raises(UserError, match=f"^{name}: the policy's chat template knows no "):
             make_encode(tokenizer, section, pad_id=0)
-    said = []
-    section = DataSection(enable_thinking=True)
-    tell_system_prompt(tokenizer, section, plain_rows(["a"]), lambda *line: said.append(line))
-    assert said == [("template", "has no switch for thinking: data.enable_thinking changes nothing")]
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"^data.tools: expected nothing, the policy's tokenizer has no chat template"):
         make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)

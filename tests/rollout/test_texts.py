@@ -1,6 +1,7 @@
 """Texts as a policy reads and writes them, with tokenizers made here: prompts, allowed tokens, completions."""
 
 import string
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.rollout.encoding import pad_left
 from grpo_jax.rollout.texts import (
-    allowed_tokens,
     as_written,
     completion_statistics,
     continued,
@@ -69,33 +70,26 @@ def test_pad_left_by_hand():
     assert tokens.tolist() == [[9, 9, 5], [6, 7, 8], [9, 9, 9]]
     assert mask.tolist() == [[False, False, True], [True] * 3, [False] * 3]
     assert (tokens.dtype, mask.dtype) == (np.int32, bool)
-    with pytest.raises(ValueError, match="width"):
-        pad_left([[1, 2, 3]], 2, 0)
 
 
-def test_allowed_tokens_by_words():
-    tokenizer = word_tokenizer()
-    eos = tokenizer.eos_token_id
+def writable(tokenizer, rule, vocab_size):
+    """The tokens that the rule lets a policy with this tokenizer write; None for all."""
+    config = SimpleNamespace(vocab_size=vocab_size)
+    folder = SimpleNamespace(tokenizer=tokenizer, config=config, eos_ids=(tokenizer.eos_token_id,))
+    allowed = policy_tokens(make_config(task="text", data={"allowed_tokens": rule}), folder)
+    assert allowed is None or allowed.shape == (vocab_size,)
+    return None if allowed is None else [int(i) for i in np.flatnonzero(allowed)]
 
-    def words(rule):
-        allowed = allowed_tokens(tokenizer, rule, vocab_size=30, eos_ids=[eos])
-        assert allowed.shape == (30,) and not allowed[len(tokenizer) :].any()
-        return {tokenizer.convert_ids_to_tokens(int(i)) for i in np.flatnonzero(allowed)}
 
+def test_allowed_tokens_by_words_and_bytes():
+    tokenizer, bytes_ = word_tokenizer(), byte_tokenizer()
     plain = {"<|end|>", "nothink", "a", "red", "fox", "in", "snow", "draw", "this:", "now", "!"}
-    assert words("english") == plain
-    assert words("ascii") == plain | {"{x}"}
-    assert allowed_tokens(tokenizer, "all", vocab_size=30, eos_ids=[eos]) is None
-    with pytest.raises(ValueError, match="rule must be"):
-        allowed_tokens(tokenizer, "french", vocab_size=30, eos_ids=[eos])
+    assert set(tokenizer.convert_ids_to_tokens(writable(tokenizer, "english", 30))) == plain
+    assert set(tokenizer.convert_ids_to_tokens(writable(tokenizer, "ascii", 30))) == plain | {"{x}"}
+    assert writable(tokenizer, "all", 30) is None
     with pytest.raises(UserError, match="no token"):
-        allowed_tokens(tokenizer, "ascii", vocab_size=4, eos_ids=[eos])
-
-
-def test_allowed_bytes_are_printable_ascii():
-    tokenizer = byte_tokenizer()
-    allowed = allowed_tokens(tokenizer, "ascii", vocab_size=len(tokenizer), eos_ids=[tokenizer.eos_token_id])
-    written = {tokenizer.decode([int(i)]) for i in np.flatnonzero(allowed)} - {"<|end|>"}
+        writable(tokenizer, "ascii", 4)
+    written = {bytes_.decode([i]) for i in writable(bytes_, "ascii", len(bytes_))} - {"<|end|>"}
     assert written == {chr(code) for code in range(0x20, 0x7F)}
 
 

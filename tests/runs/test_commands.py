@@ -147,3 +147,10 @@ def test_a_text_run_is_made_of_its_own_defaults():
     assert make_config(task="text", policy={"lora": {"rank": 2}}).learning_rate == 1e-4
     assert (config.watch, config.judges, config.warm_start.steps, config.algorithm.kl_coef) == ([], {}, 0, 0)
     assert (config.sampling.max_new_tokens, config.sampling.group_size) == (128, 8)
+
+
+@pytest.mark.parametrize("out", ["", "nowhere/evaluation.json"])
+def test_a_place_for_the_results_that_is_none_is_said_before_anything_is_measured(out, place, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(place.config.read_text())
+    assert evaluate.main(["--run", str(tmp_path), "--out", str(tmp_path / out)]) == 2
+    assert "--out: expected a file in a folder that is there" in capsys.readouterr().err

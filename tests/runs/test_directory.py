@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,26 @@ def test_what_another_process_holds_is_left_alone_until_it_ends(tmp_path):
     run = RunDirectory.open(tmp_path / "run")  # what a killed process leaves is free
     run.close()
     assert list((tmp_path / "run").iterdir()) == []
+
+
+FORKING = """
+import os, sys, time
+from grpo_jax.runs.directory import RunDirectory
+
+run = RunDirectory.open(sys.argv[1])
+if os.fork() == 0:
+    time.sleep(60)
+print(os.getpid(), flush=True)
+os._exit(1)
+"""
+
+
+def test_what_a_run_has_forked_does_not_hold_its_folder(tmp_path):
+    arguments = [sys.executable, "-c", FORKING, str(tmp_path / "run")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, start_new_session=True) as process:
+        process.wait(60)
+        RunDirectory.open(tmp_path / "run").close()
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_files_that_a_judge_has_closed_are_said(tmp_path):

@@ -9,23 +9,12 @@ import sys
 import time
 
 import pytest
-from support.text_task import PATIENCE, ROOT, assert_same_run, environment, finished_run, rewound, train_here
+from support.text_task import PATIENCE, ROOT, environment, finished_run, rewound, train_here
 
 from grpo_jax.errors import UserError
 from grpo_jax.reports.console import Console
 from grpo_jax.runs.directory import RunLock
 from grpo_jax.runs.progress import Progress
-
-
-def test_what_ended_a_run_is_in_its_log_and_a_validation_that_failed_is_made_up_for(place, tmp_path, capsys):
-    expected, run = finished_run(place), tmp_path / "run"
-    assert train_here(place.config, run, judge="validation:3") == 2  # of iteration 4; no checkpoint is due there
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "the judge is away" in line and "Saved after iteration 4" in line
-    assert (run / "train.log").read_text().splitlines()[-1] == line
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
-    assert train_here(place.config, run, "--resume") == 0
-    assert_same_run(run, expected)
 
 
 def test_a_run_directory_in_use_is_refused_in_one_line_and_left_alone(place, tmp_path, capsys):

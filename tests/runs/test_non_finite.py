@@ -81,10 +81,9 @@ def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_fr
 
 def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(train, capsys):
     run, call = train
-    for arguments in (["--training.max_steps=1"], ["--resume"]):
-        assert call(GRPO, *arguments, wild="0") == 2
-        error = capsys.readouterr().err
-        assert "not finite in 1 updates in a row" in error and "mend it and start again" in error
+    assert call(GRPO, "--training.max_steps=1", wild="0") == 2
+    error = capsys.readouterr().err
+    assert "not finite in 1 updates in a row" in error and "mend it and start again" in error
     assert not (run / "summary.json").exists() and not (run / "policy").exists()
 
 

@@ -40,7 +40,8 @@ def config(place, tmp_path_factory):
     values["judges"] = {"own": str(folder / "own.py")}
     values["rewards"] = [{"name": f"{folder / 'own.py'}:letters"}]
     values["algorithm"] = {"kl_coef": 0.1}
-    values["training"] |= {"max_steps": 4, "save_every": 2, "minibatches": 1}
+    values["training"] |= {"max_steps": 2, "save_every": 1, "minibatches": 1, "inner_epochs": 1}
+    values["optimizer"]["warmup_steps"] = 1
     values["data"]["held_out"] = 0
     values["evaluation"] = {"every": 0, "sampled": False}
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
@@ -55,7 +56,7 @@ def finished(config):
 
 
 def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsys):
-    run = rewound(finished, tmp_path / "run", 2)
+    run = rewound(finished, tmp_path / "run", 1)
     other = {
         "training.accumulation": 2, "training.memory_budget_gib": 64, "training.chunk_prompts": 2,
         "training.save_every": 1, "training.keep_gib": 1e-9, "policy.remat": "layer", "devices.policy": "cpu",
@@ -63,17 +64,17 @@ def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsy
     }  # fmt: skip
     assert train_here(config, run, "--resume", *(f"--{name}={value}" for name, value in other.items())) == 0
     out = capsys.readouterr().out
-    assert "resumed after iteration 2 of 4" in out and "2 micro-batches of 2 prompts" in out
+    assert "resumed after iteration 1 of 2" in out and "2 micro-batches of 2 prompts" in out
     for mine, theirs in zip(rows(run), rows(finished), strict=True):
         assert mine.keys() == theirs.keys()
         np.testing.assert_allclose(*([v or 0.0 for v in row.values()] for row in (mine, theirs)), rtol=1e-3, atol=1e-4)
     saved = yaml.safe_load((run / "config.yaml").read_text())  # the next resume starts from what was said
     assert saved["training"]["accumulation"] == 2 and saved["judges"]["own"]["batch_size"] == 1
-    assert sorted(path.name for path in (run / "checkpoints").glob("[sf]*")) == ["final", "step_4"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("[sf]*")) == ["final", "step_2"]
 
 
 def test_what_is_learned_may_not_change_and_every_field_is_named(config, finished, tmp_path, capsys):
-    run = rewound(finished, tmp_path / "run", 2)
+    run = rewound(finished, tmp_path / "run", 1)
     before = (run / "metrics.jsonl").read_bytes()
     other = {
         "optimizer.learning_rate": 0.5, "algorithm.clip_high": 0.3, "seed": 4, "judges.own.share": 1.0,
@@ -96,15 +97,15 @@ def test_what_is_learned_may_not_change_and_every_field_is_named(config, finishe
 
 
 def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, tmp_path, capsys):
-    run = rewound(finished, tmp_path / "run", 4)
-    assert train_here(config, run, "--resume", "--training.max_steps=3") == 2
-    assert capsys.readouterr().err == "error: --resume: 4 iterations are done, and the run is to have 3\n"
+    run = rewound(finished, tmp_path / "run", 2)
+    assert train_here(config, run, "--resume", "--training.max_steps=1") == 2
+    assert capsys.readouterr().err == "error: --resume: 2 iterations are done, and the run is to have 1\n"
     (run / "metrics.jsonl").unlink()
-    assert train_here(config, run, "--resume", "--training.max_steps=5") == 0
+    assert train_here(config, run, "--resume", "--training.max_steps=3") == 0
     out = capsys.readouterr().out
-    assert "the run has 5 iterations now, it had 4: schedules go by the new length" in out
-    assert "note: metrics.jsonl has 0 rows of 4 iterations: what is missing stays so" in out
+    assert "the run has 3 iterations now, it had 2: schedules go by the new length" in out
+    assert "note: metrics.jsonl has 0 rows of 2 iterations: what is missing stays so" in out
     (row,) = rows(run)
-    # Update 8 of a cosine over 10, behind a warm-up of 3.
-    assert row["step"] == 5 and row["learning_rate"] == pytest.approx(0.005 * (1 + np.cos(np.pi * 5 / 7)), rel=1e-5)
-    assert json.loads((run / "summary.json").read_text())["iterations"] == 5
+    # The third update of a cosine over 3, behind a warm-up of 1.
+    assert row["step"] == 3 and row["learning_rate"] == pytest.approx(0.005 * (1 + np.cos(np.pi / 2)), rel=1e-5)
+    assert json.loads((run / "summary.json").read_text())["iterations"] == 3

@@ -147,22 +147,6 @@ def test_the_update_has_the_sampler_s_log_probabilities(model, trie, drawn, exac
     )  # behind a whole text nothing may follow
 
 
-def test_gradients_reach_only_what_may_be_written(model, trie, drawn):
-    policy, variables = model
-    few = jax.tree.map(lambda x: x[:, :20], drawn)
-    batch = Batch(PROMPTS, MASK, np.asarray(few.tokens), np.asarray(few.mask), np.zeros((2, 20), np.float32))
-
-    def loss(variables):
-        seen = make_forward(policy, temperature=1.0, trie=trie)(variables, batch)
-        return jnp.where(batch.mask, seen.logprobs, 0).sum() + jnp.where(batch.mask, seen.entropy, 0).sum()
-
-    gradient = jax.jit(jax.grad(loss))(variables)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
-    rows = np.abs(policy.head(gradient)).sum(1)
-    may = sorted({token for text in TEXTS for token in text})
-    assert (rows[[text[0] for text in TEXTS]] > 0).all() and (np.delete(rows, may) == 0).all()
-
-
 def test_logprobs_and_gradients_are_those_of_the_plain_formula(trie, x64):
     random = np.random.default_rng(0)
     tokens = np.array([[*text, *[PAD] * (LENGTH - len(text))] for text in TEXTS], np.int32)
@@ -223,32 +207,35 @@ def test_beams_are_the_best_texts_in_order(model, trie, exact, group):
             assert chosen.tolist() == np.argsort(-logs, kind="stable").tolist()
 
 
-def test_weighted_sums_over_distinct_texts_are_means_over_the_policy(model, trie, exact):
-    """Of 1, and of what is large where texts are rare, as k3 is, whose plain mean over the group is another."""
+@pytest.fixture(scope="module")
+def distinct(model, trie):
+    """Groups of a dozen distinct texts, 1,024 of one prompt."""
     policy, variables = model
     draw = make_beam_sampler(policy, SamplingParams(12, LENGTH), pad_id=PAD, trie=trie, without_replacement=True)
     prompts, mask = (np.repeat(array[:1], 1024, axis=0) for array in (PROMPTS, MASK))
-    found = draw(variables, prompts, mask, jax.random.split(jax.random.key(5), len(prompts)))
-    texts, likely = numbers(found), np.exp(exact[0])
+    return draw(variables, prompts, mask, jax.random.split(jax.random.key(5), len(prompts)))
+
+
+def test_weighted_sums_over_distinct_texts_are_means_over_the_policy(distinct, exact):
+    """Of 1, and of what is large where texts are rare, as k3 is, whose plain mean over the group is another."""
+    texts, likely = numbers(distinct), np.exp(exact[0])
     for values in (np.ones(len(TEXTS)), exact[0] ** 2):
-        sums = (np.asarray(found.weights, np.float64) * values[texts]).sum(-1)
+        sums = (np.asarray(distinct.weights, np.float64) * values[texts]).sum(-1)
         error = sums.std() / len(sums) ** 0.5
         assert sums.mean() == pytest.approx(likely @ values, abs=3 * error)
     assert abs(values[texts].mean() - likely @ values) > 4 * error
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_beams_find_what_is_below_a_wide_node_too(model, stages, monkeypatch):
-    """Against the exact scores, with the prompts taken one by one, and levels in one loop or each in one of its own."""
+def test_beams_find_what_is_below_a_wide_node_too(model, monkeypatch):
+    """Against the exact scores, with the prompts taken one by one, and each level in a loop of its own."""
     policy, variables = model
     texts = [*TEXTS, *[(9, token, EOS) for token in range(10, 50)]]
     texts += [(60, *pair, EOS) for pair in itertools.product((2, 3, 4), (2, 3))]
     trie = make_trie(texts, vocab_size=LLAMA.vocab_size)
     assert widest_below(trie) > NARROW >= widest_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
     monkeypatch.setattr(ranking, "_MOST_NUMBERS", 1)
-    if stages == 2:
-        monkeypatch.setattr(ranking, "_width", lambda level: len(level.token))
-    assert len(levels_of(trie)) == 3 and len(ranking.stages_of(levels_of(trie), 0)) == stages
+    monkeypatch.setattr(ranking, "_width", lambda level: len(level.token))
+    assert len(levels_of(trie)) == 3 and len(ranking.stages_of(levels_of(trie), 0)) == 2
     every, best = (
         make_ranker(policy, count, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK) for count in (0, len(texts))
     )
@@ -258,14 +245,11 @@ def test_beams_find_what_is_below_a_wide_node_too(model, stages, monkeypatch):
     np.testing.assert_allclose(*own, rtol=1e-4, atol=1e-5)
 
 
-def test_without_replacement_first_and_second_follow_plackett_and_luce(model, trie, exact):
+def test_without_replacement_first_and_second_follow_plackett_and_luce(distinct, exact):
     """P(first) = p1, P(first, second) = p1 · p2 / (1 - p1)."""
-    policy, variables = model
-    search = make_beam_sampler(policy, SamplingParams(3, LENGTH), pad_id=PAD, trie=trie, without_replacement=True)
-    many = 2048
-    prompts, mask = (np.repeat(x[:1], many, axis=0) for x in (PROMPTS, MASK))
-    chosen = numbers(search(variables, prompts, mask, jax.random.split(jax.random.key(1), many)))
-    assert all(len(set(row)) == 3 for row in chosen.tolist())
+    chosen = numbers(distinct)
+    many, group = chosen.shape
+    assert all(len(set(row)) == group for row in chosen.tolist())
     first = np.exp(exact[0])
     second = (first[:, None] * first[None] / (1 - first[:, None]) * (1 - np.eye(len(first)))).sum(0)
     for drawn, law in zip(chosen.T, (first, second), strict=False):

@@ -1,5 +1,7 @@
 """What a config says of sampling holds in a run: in training, in what is measured, and in `predict`."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -10,7 +12,7 @@ from support.tiny_models import chat_tokenizer
 from grpo_jax import load_rewriter
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.texts import without_forbidden
+from grpo_jax.rollout.texts import policy_tokens
 from grpo_jax.runs.policy import run_config
 from grpo_jax.sampling.samplers import stops_of
 
@@ -67,17 +69,20 @@ def test_predict_honours_it_too(run, section):
     [
         ([0.5], r"forbidden_tokens\[0\]: expected"),
         (["tree"], "'tree' is 4 tokens"),
-        ([272], r"272 is not in \[0, 272\)"),
+        ([259], r"259 is not in \[0, 259\)"),
         (["<|im_end|>"], "'<|im_end|>' ends completions".replace("|", r"\|")),
         (list(range(258)), "no token is left to write"),
     ],
 )
 def test_tokens_that_cannot_be_forbidden(forbidden, message):
     tokenizer = chat_tokenizer()
-    eos_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    folder = SimpleNamespace(
+        tokenizer=tokenizer,
+        config=SimpleNamespace(vocab_size=259),
+        eos_ids=tokenizer.convert_tokens_to_ids(["<|im_end|>"]),
+    )
     with pytest.raises(UserError, match=message):
-        given = make_config(task="text", data={"forbidden_tokens": forbidden}).data.forbidden_tokens
-        without_forbidden(np.arange(272) < 259, given, tokenizer, vocab_size=272, eos_ids=eos_ids)
+        policy_tokens(make_config(task="text", data={"forbidden_tokens": forbidden}), folder)
 
 
 @pytest.mark.parametrize(

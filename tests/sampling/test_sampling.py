@@ -107,8 +107,6 @@ ALLOWED = np.arange(VOCABULARY) % 3 != 0
     ("settings", "allowed"),
     [
         ({}, None),
-        ({"temperature": 1.7}, ALLOWED),
-        ({"top_k": 20}, None),
         ({"top_k": 50, "top_p": 0.7, "min_p": 0.02, "temperature": 1.2}, ALLOWED),
         ({"top_p": 0.9, "min_p": 0.02, "temperature": 0.8}, ALLOWED),
     ],

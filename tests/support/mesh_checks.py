@@ -74,17 +74,13 @@ def bytes_by_device(tree):
 def compare():
     state, report, _ = updated(None)
     assert report["grad_norm"] > 0.01
-    found = {}
-    for sizes in MESHES:
-        mesh = make_mesh(*sizes, jax.devices())
-        other, other_report, kept = updated(mesh)
-        pairs = zip(jax.tree.leaves(state.variables), jax.tree.leaves(other.variables), strict=True)
-        found[f"{sizes[0]}x{sizes[1]}"] = {
-            "gradient": max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
-            "loss": abs(report["loss"] - other_report["loss"]),
-            "kept": kept,
-        }
-    return found
+    other, other_report, kept = updated(make_mesh(2, 4, jax.devices()))
+    pairs = zip(jax.tree.leaves(state.variables), jax.tree.leaves(other.variables), strict=True)
+    return {
+        "gradient": max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
+        "loss": abs(report["loss"] - other_report["loss"]),
+        "kept": kept,
+    }
 
 
 def memory():

@@ -187,6 +187,7 @@ def flaky(prompts, completions):
 """
 
 
+@pytest.mark.wide  # each choice has a test of its own; here they are one run
 def test_append_form_with_english_tokens_quality_and_a_judge_that_may_fail(models, tmp_path):
     """The other choices that the config has, in one run."""
     import jax.numpy as jnp

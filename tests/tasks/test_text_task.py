@@ -135,23 +135,6 @@ def test_mutating_rewards_do_not_disturb_each_other():
     np.testing.assert_array_equal(rewards[..., 0], rewards[..., 1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (({}, PROMPTS[:3], TEXTS, {}, 2), "P·G texts"),
-        (({}, PROMPTS[:3], TEXTS[:3], {}, 2), "P·G texts"),
-        (({}, PROMPTS, TEXTS, {"x": [1]}, 2), "column 'x' must have 4 values, got 1"),
-    ],
-)
-def test_arguments_must_fit(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        collect_rewards(*arguments)
-
-
-def test_no_rewards_give_an_empty_axis():
-    assert collect_rewards({}, PROMPTS, TEXTS, {}, 2).shape == (2, 2, 0)
-
-
 # ------------------------------------------------------------------------------------------------------ import paths
 
 

@@ -171,6 +171,16 @@ def test_straight_through_has_the_value_of_k3_and_the_gradient_of_k2(seen):
     assert float(values[0]) == pytest.approx(float(values[1]), rel=1e-6)
 
 
+def test_the_gap_is_that_of_trainer_and_sampler_alone(seen):
+    """Of the policy's own probabilities: what the sampler's restrictions cut off is no gap."""
+    forward, batch = seen
+    gap = np.abs(np.random.default_rng(0).normal(size=batch.mask.shape)).astype(np.float32)
+    batch = batch._replace(rollout_logprobs=batch.old_logprobs - gap, sampler_logprobs=jnp.zeros(batch.mask.shape))
+    _, metrics = policy_loss(forward, batch, loss_options(AlgorithmSection(), max_new_tokens=tiny_update.STEPS), None)
+    expected = gap[np.asarray(batch.mask)].mean()
+    assert float(metrics["sampler_gap"].value()) == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_update_puts_the_weights_in():
     """Through `make_update`: the trainer's own forward gives entropies and old log-probabilities."""
     batch = tiny_update.make_batch()

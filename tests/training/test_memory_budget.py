@@ -1,6 +1,5 @@
 """The number of micro-batches that a memory budget asks for."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +10,10 @@ from grpo_jax.config import Config, SamplingSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.runs import parts as parts_module
-from grpo_jax.runs.parts import Parts, within_budget
+from grpo_jax.runs.parts import RunContext, within_budget
 from grpo_jax.tasks.task import TaskData
 from grpo_jax.tasks.text_task import Text
-from grpo_jax.training.memory import fewest_parts, update_bytes
+from grpo_jax.training.memory import fewest_parts
 
 PROMPTS, LENGTH = 8, 16
 
@@ -42,14 +41,14 @@ def test_the_fewest_parts_that_fit_with_few_measurements(budget, least, expected
     assert (got, asked) == (expected, measured)
 
 
-def made(**training) -> tuple[Parts, list]:
+def made(**training) -> tuple[RunContext, list]:
     """Parts of a run on the tiny decoder, as far as a budget looks at them."""
     config = Config(
         task=Text(),
         training=TrainingSection(prompts_per_batch=PROMPTS, **training),
         sampling=SamplingSection(group_size=4, max_new_tokens=12),
     )
-    parts = dict.fromkeys(Parts._fields) | {
+    parts = dict.fromkeys(RunContext._fields) | {
         "config": config,
         "policy": SimpleNamespace(config=tiny_update.CONFIG, mesh=None),
         "task_data": TaskData(PromptSet((Row(1, "a"),), (), ())),
@@ -57,22 +56,22 @@ def made(**training) -> tuple[Parts, list]:
             encode=lambda rows: SimpleNamespace(tokens=np.zeros((len(rows), LENGTH)), pictures=None)
         ),
     }
-    return Parts(**parts)
+    return RunContext(**parts)
 
 
-@pytest.fixture(scope="module")
-def needed() -> int:
-    """Bytes with two micro-batches, measured apart."""
-    config = made(accumulation=2).config
-    data = dataclasses.replace(config.data, max_prompt_tokens=LENGTH)
-    return update_bytes(dataclasses.replace(config, data=data), tiny_update.CONFIG, None)
+def test_accumulation_is_what_the_budget_asks_for(monkeypatch):
+    """Measured are updates at the longest prompt's length, with as many micro-batches as are tried."""
+    measured = []
 
+    def update_bytes(config, *_):
+        measured.append((config.training.accumulation, config.data.max_prompt_tokens))
+        return 2**30 // config.training.accumulation
 
-def test_accumulation_is_what_the_budget_asks_for(needed):
-    said = []
-    parts = within_budget(made(memory_budget_gib=needed / 2**30), lambda *line: said.append(line))
-    assert parts.config.training.accumulation == 2
-    assert said[0][0] == "update" and said[0][1].startswith("2 micro-batches of 4 prompts: 0.00 GiB")
+    monkeypatch.setattr(parts_module, "update_bytes", update_bytes)
+    lines = []
+    parts = within_budget(made(memory_budget_gib=0.5), lambda *line: lines.append(line))
+    assert parts.config.training.accumulation == 2 and measured == [(1, LENGTH), (2, LENGTH)]
+    assert lines[0][0] == "update" and lines[0][1].startswith("2 micro-batches of 4 prompts: 0.50 GiB")
 
 
 def test_a_budget_that_nothing_fits_is_refused(monkeypatch):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama import DecoderConfig, Mixture
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.rope import RopeConfig
@@ -20,18 +19,13 @@ PROMPTS, GROUP, LENGTH, WIDTH = 2, 4, 5, 8
 LENGTHS = np.array([[3, 8, 1, 4], [2, 0, 5, 1]])
 MASK = np.arange(WIDTH) < LENGTHS[..., None]
 SHAPE = dict(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, initializer_range=0.3)
-CONFIGS = {
-    # All that a layer may have of its own: experts, rotations, caps, norms behind what is added.
-    "mixture": DecoderConfig(
-        **SHAPE,
-        **dict(intermediate_size=24, num_kv_heads=1, head_dim=8, mixture=Mixture(4, 2, 12), windows=(None, 3)),
-        **dict(layer_ropes=(RopeConfig(), None), unit_offset=True, post_norms=True, qk_norm=True),
-        **dict(attention_scale=0.5, attention_softcap=2.0, logit_softcap=3.0, embedding_scale=4.0),
-    ),
-    "gpt2": GPT2Config.from_hf(
-        dict(model_type="gpt2", vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=24, initializer_range=0.3)
-    ),
-}
+# All that a layer may have of its own: experts, rotations, caps, norms behind what is added.
+CONFIG = DecoderConfig(
+    **SHAPE,
+    **dict(intermediate_size=24, num_kv_heads=1, head_dim=8, mixture=Mixture(4, 2, 12), windows=(None, 3)),
+    **dict(layer_ropes=(RopeConfig(), None), unit_offset=True, post_norms=True, qk_norm=True),
+    **dict(attention_scale=0.5, attention_softcap=2.0, logit_softcap=3.0, embedding_scale=4.0),
+)
 
 
 def batch():
@@ -42,12 +36,10 @@ def batch():
     return Batch(prompt_tokens, prompt_mask, tokens, MASK)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_gradients_are_those_of_rows_of_their_own(family):
-    config = CONFIGS[family]
-    variables = jax.jit(functools.partial(init_variables, config))(jax.random.key(0))
+def test_gradients_are_those_of_rows_of_their_own():
+    variables = jax.jit(functools.partial(init_variables, CONFIG))(jax.random.key(0))
     variables[VALUE] = {"kernel": jax.random.normal(jax.random.key(1), (16,)), "bias": jnp.float32(0.1)}
-    forward = make_forward(make_policy(config), temperature=0.7)
+    forward = make_forward(make_policy(CONFIG), temperature=0.7)
     pulls = jnp.asarray(np.random.default_rng(1).normal(size=(3, *MASK.shape)).astype(np.float32))
 
     @jax.jit
@@ -69,7 +61,7 @@ def test_gradients_are_those_of_rows_of_their_own(family):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_token_has_a_place_and_long_completions_stay_apart(seed):
     random = np.random.default_rng(seed)
     lengths = random.integers(0, 10, (3, 8)).clip(max=WIDTH)
@@ -83,18 +75,10 @@ def test_every_token_has_a_place_and_long_completions_stay_apart(seed):
         np.testing.assert_array_equal(kept, [g * WIDTH + t for g in range(8) for t in range(row[g])])
 
 
-def test_full_rows_are_left_alone():
-    assert pack(np.ones((2, 4, 32), bool)) is None
-
-
 def test_short_rows_are_not_worth_a_program():
     mask = np.arange(32) < 3
     assert pack(np.tile(mask[:31], (2, 4, 1))) is None
     assert pack(np.tile(mask, (2, 4, 1))).source.shape == (2, 1, 32)
-
-
-def test_a_batch_without_tokens_packs_into_the_fewest_rows():
-    assert (pack(np.zeros((2, 4, 8), bool), shortest=1).source == -1).all()
 
 
 def test_a_mask_with_holes_is_refused():

@@ -13,11 +13,10 @@ from support.tiny_update import PROMPTS, STEPS
 
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import make_policy
 from grpo_jax.training.batch import micro_batches, minibatches
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import init_state, reference_variables, refresh_reference, restored_state, saved_parts
+from grpo_jax.training.state import init_state, reference_variables, refresh_reference
 from grpo_jax.training.update import make_configured_step, make_update
 
 
@@ -31,26 +30,12 @@ def updated(batch, *, preset="grpo", **others):
     return tiny_update.updated(batch, section, **others)
 
 
-def test_only_the_adapters_move_and_the_base_is_their_reference(batch):
-    lora = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
-    variables, state, report = updated(batch, lora=lora, calls=2)
-    assert jax.tree.leaves(state.variables["params"])[0] is jax.tree.leaves(variables["params"])[0]
-    moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.variables["lora"], variables["lora"])
-    assert any(jax.tree.leaves(moved))
-    assert list(reference_variables(state)) == ["params"]
-    assert float(report["metrics"]["policy"].kl.value()) > 0  # after one step the policy is not the base any more
-    assert list(saved_parts(state)["variables"]) == ["lora"]
-    restored = restored_state(saved_parts(state), variables)
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-
-
-def test_a_refreshed_reference_is_the_policy_at_that_moment(batch):
-    variables, state, _ = updated(batch)
-    before = reference_variables(state)["params"]
-    np.testing.assert_array_equal(*map(lambda tree: jax.tree.leaves(tree)[0], (before, variables["params"])))
-    refreshed = reference_variables(refresh_reference(state))
-    for a, b in zip(jax.tree.leaves(refreshed), jax.tree.leaves(state.variables), strict=True):
-        np.testing.assert_array_equal(a, b)
+def test_a_refreshed_reference_is_the_policy_at_that_moment():
+    variables = tiny_update.make_variables()
+    state = init_state(variables, optax.sgd(1.0), keep_reference=True)
+    state = state._replace(variables=jax.tree.map(lambda leaf: 2 * leaf, variables))
+    jax.tree.map(np.testing.assert_array_equal, reference_variables(state), variables)
+    jax.tree.map(np.testing.assert_array_equal, reference_variables(refresh_reference(state)), state.variables)
 
 
 def test_minibatches_are_a_partition_with_whole_groups(batch):
@@ -145,4 +130,4 @@ def test_a_program_holds_the_model_once_however_many_micro_batches(batch):
         step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
         return str(jax.make_jaxpr(step)(state, batch)).count("dot_general")
 
-    assert products(1) == products(2) == products(4) > 10
+    assert products(1) == products(2) > 10

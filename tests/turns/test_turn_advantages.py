@@ -7,7 +7,7 @@ import pytest
 from core.test_advantages import loop_gdpo, loop_group
 
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
-from grpo_jax.core.turns import last_turn, spread_turns, turn_advantages, turn_returns
+from grpo_jax.core.turns import last_turn, turn_advantages, turn_returns
 
 P, G, U, N, T = 3, 5, 3, 2, 9
 RETURNS = jax.jit(turn_returns, static_argnames="discount")
@@ -119,6 +119,9 @@ def test_one_turn_is_the_estimator_itself():
     np.testing.assert_array_equal(came, np.where(mask, gdpo_advantages(rewards[:, :, 0], mask=mask)[..., None], 0))
 
 
+R = np.zeros((1, 2, 3, 1))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -126,12 +129,8 @@ def test_one_turn_is_the_estimator_itself():
         (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2), bool), discount=1.0), ValueError, "exists"),
         (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2, 3), bool), discount=2.0), ValueError, "discount"),
         (lambda: turn_returns(np.zeros((1, 2, 3, 1), int), np.ones((1, 2, 3), bool), discount=1.0), TypeError, "float"),
-        (lambda: spread_turns(np.zeros((1, 2, 3)), np.zeros((1, 2, 4)), np.ones((1, 2, 4), bool)), TypeError, "turn"),
-        (
-            lambda: spread_turns(np.zeros((1, 2, 3)), np.zeros((1, 1, 4), int), np.ones((1, 1, 4), bool)),
-            ValueError,
-            "T",
-        ),
+        (lambda: turn_advantages(R, np.zeros((1, 2, 4)), np.ones((1, 2, 4), bool), None), TypeError, "turn"),
+        (lambda: turn_advantages(R, np.zeros((1, 1, 4), int), np.ones((1, 1, 4), bool), None), ValueError, "'T'"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, error, message):

@@ -43,8 +43,8 @@ class Family(NamedTuple):
     model_types: tuple[str, ...]  # Hugging Face's names of its architectures
     config: type  # class of its configs
     read: Callable[[Fields], Any]  # (contents of config.json) -> a config
-    # its layer, a module made as block(config, dtype, param_dtype, lora, spread) and called as block(states [P, S, D],
-    # LayerInput, Context) -> (states, new keys and values; see `attend_streams`)
+    # its layer, a module made as block(config, dtype, param_dtype, lora, spread, by_row) and called as
+    # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see `attend_streams`)
     block: type[nn.Module]
     # (config, param_dtype) -> the norm after the last layer
     final_norm: Callable[[Any, jax.typing.DTypeLike], nn.Module]

@@ -134,6 +134,7 @@ class Block(nn.Module):
     param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
+    by_row: bool = False
 
     def setup(self):
         """Declare the layer's weights."""
@@ -157,7 +158,7 @@ class Block(nn.Module):
         c = self.config
         fused = self.c_attn(self.ln_1(x)).reshape(*x.shape[:-1], 3, c.num_heads, c.head_dim)
         query, key, value = fused[:, :, 0, :, None], fused[:, :, 1], fused[:, :, 2]
-        mixed, new_keys_values = attend_streams(query, key, value, layer_input, context, by_row=self.spread is None)
+        mixed, new_keys_values = attend_streams(query, key, value, layer_input, context, by_row=self.by_row)
         x = x + self.attn_c_proj(mixed)
         inner = ACTIVATIONS[c.activation](self.c_fc(self.ln_2(x)))
         return x + self.mlp_c_proj(inner), new_keys_values

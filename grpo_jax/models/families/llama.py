@@ -292,6 +292,7 @@ class Block(nn.Module):
     param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
+    by_row: bool = False
 
     def setup(self):
         """Declare the layer's weights."""
@@ -341,7 +342,7 @@ class Block(nn.Module):
         x = x if self.spread is None else self.spread(x)
         heads = self._heads(self.input_layernorm(x), _rotation_of(layer_input, context))
         mixed, new_keys_values = attend_streams(
-            *heads, layer_input, context, self.config.attention_softcap, by_row=self.spread is None
+            *heads, layer_input, context, self.config.attention_softcap, by_row=self.by_row
         )
         if self.config.post_norms:
             x = x + self.post_attention_layernorm(self.o_proj(mixed))

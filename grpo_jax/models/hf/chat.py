@@ -17,7 +17,6 @@ PICTURE = None  # among the parts of a message
 
 # Placeholders of texts in the search for a template's frame: digits, which templates leave alone.
 _PROBE = "7316940582"
-_SYSTEM_PROBE = "5093718264"
 _WRITTEN = "2850491637"
 _ANSWERED = "6081527394"
 
@@ -174,21 +173,6 @@ def knows_option(tokenizer: Tokenizer, name: str) -> bool:
     """Whether a chat template names an option at all."""
     template = tokenizer.get_chat_template(tools=[{}] if name == "tools" else None)
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
-
-
-def default_system_prompt(tokenizer: Tokenizer, **switches: Json) -> str:
-    """The chat template's system prompt where a conversation has no system message; "" for none."""
-    render = messages_renderer(tokenizer, **switches)
-    user = {"role": "user", "content": _PROBE}
-    try:
-        text = render([{"role": "system", "content": _SYSTEM_PROBE}, user])
-        alone = render([user]).partition(_PROBE)[0]
-    except UserError:  # it takes no system message
-        return ""
-    opening, probe, rest = text.partition(_SYSTEM_PROBE)
-    closing = rest.partition(_PROBE)[0]
-    whole = probe and closing and alone.startswith(opening) and alone.endswith(closing)
-    return alone[len(opening) : -len(closing)].strip() if whole and len(alone) > len(opening) + len(closing) else ""
 
 
 def _continued(messages: Sequence[dict[str, Json]]) -> str:

@@ -29,7 +29,6 @@ from grpo_jax.models.hf.weights import (
     new_folder,
     read_json,
     read_params,
-    read_tower,
     refuse_foreign,
     shapes,
     tower_table,
@@ -95,25 +94,23 @@ def load_weights(
     read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> PolicyFolder:
     """Load the parameters of a policy that `read_folder` gave; arguments and errors as of `load_folder`."""
-    params = _read_weights(read_params, read.path, read.config, param_dtype)
-    return read._replace(params=(put or _copied)(params))
+    return read._replace(params=(put or _copied)(_read_weights(read, param_dtype)))
 
 
 def load_tower(
     loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> dict[str, PyTree]:
     """Load the parameters of a folder's vision tower; `put` takes ``{"visual": parameters}``."""
-    host = _read_weights(read_tower, loaded.path, loaded.config, param_dtype)
-    return (put or _copied)({VISUAL: host})[VISUAL]
+    return (put or _copied)(_read_weights(loaded, param_dtype, tower=True))[VISUAL]
 
 
-def _read_weights(read: Callable[..., PyTree], folder: Path, config: ModelConfig, param_dtype: str | None) -> PyTree:
+def _read_weights(loaded: PolicyFolder, param_dtype: str | None, *, tower: bool = False) -> PyTree:
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
     try:
-        return read(config, TensorFiles(weight_files(folder)), dtype)
+        return read_params(loaded.config, TensorFiles(weight_files(loaded.path)), dtype, tower=tower)
     except UserError as error:
-        named = str(folder) in str(error)
-        raise error if named else UserError(f"cannot load the policy in {folder}: {error}") from error
+        named = str(loaded.path) in str(error)
+        raise error if named else UserError(f"cannot load the policy in {loaded.path}: {error}") from error
 
 
 def _copied(tree: PyTree) -> PyTree:

@@ -22,7 +22,15 @@ from safetensors.numpy import save_file
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.fields import Fields
-from grpo_jax.models.hf.weights import TensorFiles, first_problems, new_folder, read_json, refuse_foreign, shapes
+from grpo_jax.models.hf.weights import (
+    TensorFiles,
+    first_problems,
+    new_folder,
+    read_json,
+    refuse_foreign,
+    shapes,
+    unfitting,
+)
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
@@ -221,13 +229,8 @@ def _read(files: TensorFiles, lora: LoraConfig, config: ModelConfig, prefixes: S
             width_in, width_out = _layers(kernels, part)[name]["kernel"].shape[1:]
             module = part.module(prefix, layer, name)
             expected |= {_tensor(module, "a"): (lora.rank, width_in), _tensor(module, "b"): (width_out, lora.rank)}
-    problems = [f"{name} is missing" for name in expected if name not in files.names]
+    problems = unfitting(expected, files)
     problems += [f"{name} is unexpected" for name in files.names if name not in expected]
-    problems += [
-        f"{name} has shape {files.shape(name)}, expected {shape}"
-        for name, shape in expected.items()
-        if name in files.names and files.shape(name) != shape
-    ]
     if problems:
         raise ValueError(f"the weights beside it do not fit: {first_problems(problems)}")
 

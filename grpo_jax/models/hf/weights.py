@@ -251,25 +251,18 @@ class TensorFiles:
         return {"format": "pt", **(self._open[path].metadata() or {})}
 
 
-def read_params(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
-    """Read the decoder's parameters as host arrays, layers stacked; ``dtype`` None keeps the folder's."""
-    table = name_table(config, files.names)
+def read_params(
+    config: ModelConfig, files: TensorFiles, dtype: np.dtype | None, *, tower: bool = False
+) -> dict[str, PyTree]:
+    """Read the decoder's parameters as host arrays, layers stacked, or those of the vision `tower`, under ``visual``.
+
+    ``dtype`` None keeps the folder's.
+    """
     naming = family_of(config).naming
-    foreign = [name for name in files.names if name not in table and not name.startswith(naming.beside)]
-    unknown = [name for name in foreign if not re.search(naming.constants, name)]
-    return _read(table, unknown, files, dtype)
-
-
-def read_tower(config: ModelConfig, files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
-    """Read the vision tower's parameters, as `read_params`."""
-    table = tower_table(config, files.names)
-    prefixes = family_of(config).naming.beside
-    unknown = [name for name in files.names if name not in table and name.startswith(prefixes)]
-    return _read(table, unknown, files, dtype)[VISUAL]
-
-
-def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype: np.dtype | None) -> dict[str, PyTree]:
-    problems = _problems(table, files) + [f"{name} is unexpected" for name in unknown]
+    table = tower_table(config, files.names) if tower else name_table(config, files.names)
+    foreign = [name for name in files.names if name not in table and name.startswith(naming.beside) == tower]
+    problems = unfitting({name: place.shape for name, place in table.items()}, files)
+    problems += [f"{name} is unexpected" for name in foreign if tower or not re.search(naming.constants, name)]
     if problems:
         raise UserError(f"weights do not fit config.json: {first_problems(problems)}")
     stacked: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -290,13 +283,14 @@ def _read(table: dict[str, Place], unknown: list[str], files: TensorFiles, dtype
     return unflatten(leaves)
 
 
-def _problems(table: dict[str, Place], files: TensorFiles) -> list[str]:
-    problems = [f"{name} is missing" for name in table if name not in files.names]
+def unfitting(expected: Mapping[str, tuple[int, ...]], files: TensorFiles) -> list[str]:
+    """What is wrong with the files' tensors of the expected names and shapes, in words."""
+    problems = [f"{name} is missing" for name in expected if name not in files.names]
     for name in files.names:
-        if name not in table:
+        if name not in expected:
             continue
-        if files.shape(name) != table[name].shape:
-            problems.append(f"{name} has shape {files.shape(name)}, expected {table[name].shape}")
+        if files.shape(name) != expected[name]:
+            problems.append(f"{name} has shape {files.shape(name)}, expected {expected[name]}")
         if files.dtype(name) not in ("F32", "BF16", "F16"):
             problems.append(f"{name} has dtype {files.dtype(name)}, expected F32, BF16 or F16")
     return problems

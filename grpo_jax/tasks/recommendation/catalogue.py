@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import functools
 import io
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.files import read_bytes
+from grpo_jax.config import files
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.new import NOT_A_WORD
 from grpo_jax.rollout.prompts import rename_columns
@@ -50,19 +50,10 @@ class Problems:
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """Return a file as text, without a byte-order mark; a UserError names the line of the first bad byte."""
-    try:
-        data = read_bytes(path, _MOST_BYTES)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: expected {what}") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} cannot be read: {reason}") from None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}:{line}: not UTF-8 text: save it as UTF-8") from None
+    """Return a file as text, without a byte-order mark; a UserError says what was expected where there is none."""
+    if not os.path.exists(path):
+        raise UserError(f"{path} does not exist: expected {what}")
+    return files.read_text(path, _MOST_BYTES)
 
 
 BlankTitles = Literal["error", "keep"]
@@ -120,40 +111,41 @@ def read_catalogue(
     text = read_text(path, "a catalogue of item ids and titles (.tsv, .csv or .json)")
     problems = Problems(path)
     title_column = (columns or {}).get("title", "title")
-    read = _json_records if kind == ".json" else functools.partial(_table_records, kind=kind)
-    ids: dict[str, int | None] = {}
+    records = _json_records(text, problems, title_column)
+    if kind != ".json":
+        records = _table_records(text, problems, title_column, kind)
+    lines: dict[str, int | None] = {}
     titles: list[str] = []
     further: dict[str, list[str]] = {}
     repeated = 0
-    for line, identifier, title, others in read(text, problems, title_column):
+    for line, identifier, title, others in records:
         if not identifier:
             problems.add(line, "the item's id is blank")
-            continue
-        if identifier in ids:
-            first = f" (first on line {ids[identifier]})" if ids[identifier] is not None else ""
+        elif identifier in lines:
+            first = f" (first on line {lines[identifier]})" if lines[identifier] is not None else ""
             problems.add(line, f"item {identifier} occurs twice{first}")
             repeated += 1
-            continue
-        if not title.strip() and blank_titles == "error":
-            problems.add(line, f"item {identifier} has no title (blank_titles: keep allows it)")
-        ids[identifier] = line
-        titles.append(title)
-        for name, value in others.items():
-            further.setdefault(name, []).append(value)
-    few = f"the first column must be the item's id, and has {len(ids)} different values in {len(ids) + repeated} lines"
-    problems.check(few if repeated > len(ids) else "")
-    if not ids:
-        raise UserError(
-            f"{path} has no items: expected a line that names the columns id and title, and one for each item"
-        )
-    full = {name: values for name, values in further.items() if len(values) == len(ids)}
-    return make_catalogue(list(ids), titles, full)
+        else:
+            if not title.strip() and blank_titles == "error":
+                problems.add(line, f"item {identifier} has no title (blank_titles: keep allows it)")
+            lines[identifier] = line
+            titles.append(title)
+            for name, value in others.items():
+                further.setdefault(name, []).append(value)
+    number = len(lines)
+    few = f"the first column must be the item's id, and has {number} different values in {number + repeated} lines"
+    problems.check(few if repeated > number else "")
+    if not lines:
+        wanted = "a line that names the columns id and title, and one for each item"
+        raise UserError(f"{path} has no items: expected {wanted}")
+    further = {name: values for name, values in further.items() if len(values) == number}
+    return make_catalogue(list(lines), titles, further)
 
 
-_Record = tuple[int | None, str, str, dict[str, str]]  # line, id, title, other columns
+_Records = Iterator[tuple[int | None, str, str, dict[str, str]]]  # line, id, title, other columns
 
 
-def _table_records(text: str, problems: Problems, title_column: str, *, kind: str) -> Iterator[_Record]:
+def _table_records(text: str, problems: Problems, title_column: str, kind: str) -> _Records:
     columns = {} if title_column == "title" else {"title": title_column}
     for line, row in read_table(text, kind, problems, needs=("title",), columns=columns):
         id_column, *others = row
@@ -161,6 +153,19 @@ def _table_records(text: str, problems: Problems, title_column: str, *, kind: st
             problems.add(1, "the first column is the title, expected the item's id: put the column of ids first")
             return
         yield line, row[id_column].strip(), row["title"], {name: row[name] for name in others if name != "title"}
+
+
+def _json_records(text: str, problems: Problems, title_column: str) -> _Records:
+    for identifier, value in json_pairs(text, problems, "{id: title}"):
+        title = value
+        others: dict[str, str] = {}
+        if isinstance(value, _Pairs):
+            others = {name: str(item) for name, item in value if name != title_column}
+            title = dict(value).get(title_column)
+        if isinstance(title, str | None):
+            yield None, identifier.strip(), title or "", others
+        else:
+            problems.add(None, f"the title of item {identifier} must be text, got {type(title).__name__}")
 
 
 def read_table(
@@ -226,21 +231,6 @@ def json_pairs(text: str, problems: Problems, expected: str) -> Sequence[tuple[s
         problems.add(None, f"expected an object {expected}, got {type(value).__name__}")
         return []
     return value
-
-
-def _json_records(text: str, problems: Problems, title_column: str) -> Iterator[_Record]:
-    for identifier, value in json_pairs(text, problems, "{id: title}"):
-        title = value
-        others: dict[str, str] = {}
-        if isinstance(value, _Pairs):
-            others = {name: str(item) for name, item in value if name != title_column}
-            title = dict(value).get(title_column)
-        if title is None:
-            title = ""
-        if isinstance(title, str):
-            yield None, identifier.strip(), title, others
-        else:
-            problems.add(None, f"the title of item {identifier} must be text, got {type(title).__name__}")
 
 
 class Items(NamedTuple):
@@ -334,15 +324,15 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
 
 def _short_lines(short: Sequence[str], users: int, good: int) -> str:
     """Return why most lines hold no history; "" where they do, or where their users merely took one item."""
-    if len(short) <= good:
+    held = "one item" if short and short[0].split()[1:] else "no item"
+    merely_short = held == "one item" and good and users == good + len(short)
+    if len(short) <= good or merely_short:
         return ""
-    example, wanted = one_line(repr(short[0]), 60), "a line is user_id item1 … itemN, with white space between them"
-    if not short[0].split()[1:]:
-        return f"{len(short)} lines hold no item, such as {example}: {wanted}"
-    if good and users == good + len(short):
-        return ""
-    advice = "one line for each user, not for each item" if users < len(short) else "no user has two items"
-    return f"{len(short)} lines hold one item, such as {example}: {wanted}; {advice}"
+    wanted = "a line is user_id item1 … itemN, with white space between them"
+    reason = f"{len(short)} lines hold {held}, such as {one_line(repr(short[0]), 60)}: {wanted}"
+    if held == "no item":
+        return reason
+    return f"{reason}; {'one line for each user, not for each item' if users < len(short) else 'no user has two items'}"
 
 
 def _left_out(users: int, minimum_items: int) -> tuple[str, ...]:
@@ -400,8 +390,6 @@ def read_ratings(
     users with fewer than ``minimum_items`` items (at least 2) are left out: ``notes`` says how many of each.
     ``columns`` is `data.columns`. A UserError names all bad lines at once.
     """
-    if minimum_items < 2:
-        raise ValueError(f"minimum_items must be at least 2, got {minimum_items}")
     text = read_text(path, "a CSV with user_id, item_id and timestamp")
     columns = columns or {}
     rated = minimum_rating > 0 or "rating" in columns
@@ -436,7 +424,23 @@ def read_ratings(
         first, other = sorted(forms.values())
         problems.add(other, f"timestamps must be all numbers or all ISO 8601; see line {first}")
     problems.check(foreign_items(named, catalogue))
-    return _sorted_sequences(path, events, below, minimum_rating, minimum_items)
+    users = []
+    repeated = 0
+    for user, counted in events.items():
+        times: dict[int, float] = {}
+        for time, row_number in sorted(counted, key=lambda event: event[0]):  # stable: file order in a tie
+            times.setdefault(row_number, time)
+        repeated += len(counted) - len(times)
+        if len(times) >= minimum_items:
+            users.append(UserSequence(user, tuple(times), tuple(times.values())))
+    notes = _left_out(len(events) - len(users), minimum_items)
+    if repeated:
+        notes = (f"{repeated} events repeat an item of the same user and are left out; the first counts", *notes)
+    if below:
+        notes = (f"{below} ratings below {minimum_rating:g} do not count", *notes)
+    if not users:
+        raise UserError(f"{path} has no user with at least {minimum_items} items; {'; '.join(notes) or 'it is empty'}")
+    return Sequences(tuple(users), notes)
 
 
 def _seconds(text: str) -> tuple[float, bool]:
@@ -446,32 +450,6 @@ def _seconds(text: str) -> tuple[float, bool]:
     except ValueError:
         time = datetime.fromisoformat(text.strip())
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp(), True
-
-
-def _sorted_sequences(
-    path: str | Path,
-    events: Mapping[str, list[tuple[float, int]]],
-    below: int,
-    minimum_rating: float,
-    minimum_items: int,
-) -> Sequences:
-    users, repeated = [], 0
-    for user, counted in events.items():
-        first: dict[int, float] = {}
-        for time, item in sorted(counted, key=lambda event: event[0]):  # stable: file order in a tie
-            first.setdefault(item, time)
-        repeated += len(counted) - len(first)
-        if len(first) >= minimum_items:
-            users.append(UserSequence(user, tuple(first), tuple(first.values())))
-    notes = []
-    if below:
-        notes.append(f"{below} ratings below {minimum_rating:g} do not count")
-    if repeated:
-        notes.append(f"{repeated} events repeat an item of the same user and are left out; the first counts")
-    notes += _left_out(len(events) - len(users), minimum_items)
-    if not users:
-        raise UserError(f"{path} has no user with at least {minimum_items} items; {'; '.join(notes) or 'it is empty'}")
-    return Sequences(tuple(users), tuple(notes))
 
 
 def read_user_prompts(path: str | Path, users: Sequence[UserSequence]) -> dict[str, str]:

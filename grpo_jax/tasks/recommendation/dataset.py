@@ -102,8 +102,6 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
     parts a user is asked about the last item of theirs in it, if any stands before that; the history is all that
     does, known to training or not, as it would be at that moment. Users who came after the cut are asked too.
     """
-    if any(len(user.times) != len(user.items) for user in users):
-        raise ValueError("users must have times, one for each item")
     ordered = sorted(time for user in users for time in user.times)
     begin, middle = (ordered[min(int(part * len(ordered)), len(ordered) - 1)] for part in (share, (1 + share) / 2))
     starts = _starts(users)
@@ -309,27 +307,23 @@ def load_dataset(
     `held_out` is the share or number of users kept for testing where prompts are given by user; otherwise task.split
     says what is held out. `columns` are `data.columns`.
     """
-    try:
-        catalogue, sequences = _load(task, columns or {})
-        catalogue = dataclasses.replace(catalogue, names=_names(task, catalogue))
-        if task.order_column is not None and task.order_column not in catalogue.columns:
-            raise ValueError(f"order_column must be one of {list(catalogue.columns)}, got {task.order_column!r}")
-        split = last_split(sequences.users)
-        if task.split == "items":
-            split = items_split(sequences.users, catalogue.ids, task.held_out_items)
-        elif task.split == "time":
-            split = time_split(sequences.users, task.time_share)
-        if task.prompts:
-            texts = read_user_prompts(task.prompts, sequences.users)
-            prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
-            supervised: Sequence[Row] = prompts.train
-        else:
-            prompts = split_examples(split, catalogue, task)
-            supervised = prompts.train
-            if task.training_targets == "apart":  # the last target is kept for reinforcement
-                supervised = _examples(known_targets(split, "but last"), catalogue, task)
-    except ValueError as error:
-        raise UserError(f"task: {error}") from error
+    catalogue, sequences = _load(task, columns or {})
+    catalogue = dataclasses.replace(catalogue, names=_names(task, catalogue))
+    ordered = task.order_column is None or task.order_column in catalogue.columns
+    require(ordered, "task.order_column", f"one of {list(catalogue.columns)}", task.order_column)
+    split = last_split(sequences.users)
+    if task.split == "items":
+        split = items_split(sequences.users, catalogue.ids, task.held_out_items)
+    elif task.split == "time":
+        split = time_split(sequences.users, task.time_share)
+    if task.prompts:
+        texts = read_user_prompts(task.prompts, sequences.users)
+        prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
+    else:
+        prompts = split_examples(split, catalogue, task)
+    supervised: Sequence[Row] = prompts.train
+    if task.training_targets == "apart" and not task.prompts:  # the last target is kept for reinforcement
+        supervised = _examples(known_targets(split, "but last"), catalogue, task)
     if not task.exclude_history:
         prompts = PromptSet(*map(ranking_everything, prompts))
     notes = (*sequences.notes, *split.notes, *_notes(catalogue))

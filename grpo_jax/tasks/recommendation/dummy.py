@@ -49,8 +49,6 @@ class World(NamedTuple):
 
 def make_catalogue_of_words(items: int) -> Catalogue:
     """Make all combinations of words, with as many brands as it takes to have at least so many items."""
-    if items < 1:
-        raise ValueError(f"items must be at least 1, got {items}")
     brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
     titles = [" ".join(words) for words in itertools.product(brands, COLOURS, MATERIALS, KINDS)]
     return make_catalogue([f"i{row}" for row in range(len(titles))], titles)
@@ -72,8 +70,6 @@ def hearsay(
     copying makes a policy tell the words it reads apart: without it, the first answer that earns something becomes
     the answer to everything.
     """
-    if not 0 <= told < copied <= 1 - told:
-        raise ValueError(f"told and copied must be 0 <= told < copied <= 1 - told, got {told} and {copied}")
     generator = np.random.Generator(np.random.PCG64(seed))
     kinds = [tuple(dict.fromkeys(place)) for place in zip(*(title.split() for title in catalogue.titles), strict=True)]
     pairs = []
@@ -98,14 +94,6 @@ def make_world(
     seed: int = 0,
 ) -> World:
     """Draw users; the fields `dummy_…` of the task are these arguments, and a user's items never repeat."""
-    period = len(COLOURS) * len(KINDS)
-    if users < 1:
-        raise ValueError(f"users must be at least 1, got {users}")
-    if not 4 <= length <= period:
-        raise ValueError(f"length must be from 4 to {period}, got {length}")
-    for name, value in {"fickle": fickle, "noise": noise}.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value}")
     catalogue = make_catalogue_of_words(items)
     generator = np.random.Generator(np.random.PCG64(seed))
     drawn = [_user(generator, len(catalogue), length, fickle, noise) for _ in range(users)]

@@ -148,20 +148,11 @@ def open_retriever(
 ) -> tuple[Any, float]:
     """Return a `bridges.retrieval.Retriever`, and the share of titles, at least `required`, that find themselves."""
     try:
-        where = retrieval.RetrieverSection(
-            backend=section.backend,
-            encoder=section.encoder,
-            dense=section.dense,
-            dense_weight=section.dense_weight,
-            cache=section.cache,
-            encoder_device=section.device,
-            service=section.service,
-            address=section.address,
-            timeout=section.timeout,
-        )
+        named = ("backend", "encoder", "dense", "dense_weight", "cache", "service", "address", "timeout")
+        where = {name: getattr(section, name) for name in named}
         return retrieval.open_retriever(
             titles,
-            where,
+            retrieval.RetrieverSection(**where, encoder_device=section.device),
             ties=section.ties,
             scale=retrieval.Scale(temperature=section.temperature),
             patience=retrieval.Patience(attempts=section.attempts, budget=section.budget, window=section.window),

@@ -8,7 +8,7 @@ import heapq
 import itertools
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,43 +108,37 @@ def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
-    """Return title or id → the first item of that name; a UserError with the nearest where there is none."""
-    ids = {_composed(name): row for row, name in reversed(list(enumerate(catalogue.ids)))} | catalogue.rows
-    titles = {_spelled(name): row for row, name in reversed(list(enumerate(catalogue.titles)))}
+    """Return title or id → the first item of that name; a UserError with the nearest where there is none.
+
+    A letter and its accent may be written as one character or as two; case and marks of titles do not matter.
+    """
+
+    def composed(name: str) -> str:
+        return unicodedata.normalize("NFC", name)
+
+    def spelled(title: str) -> str:
+        return plain(unicodedata.normalize("NFKC", title))
+
+    ids = {composed(name): row for row, name in reversed(list(enumerate(catalogue.ids)))} | catalogue.rows
+    titles = {spelled(name): row for row, name in reversed(list(enumerate(catalogue.titles)))}
     titles.pop("", None)
 
     def row_of(title: str) -> int:
-        for name in (title, _composed(title)):
-            if name in ids:
-                return ids[name]
-        spelled = _spelled(title)
-        if spelled in titles:
-            return titles[spelled]
-        near = difflib.get_close_matches(spelled, _alike(spelled, titles), n=1, cutoff=0.3)
+        row = ids.get(title, ids.get(composed(title), titles.get(spelled(title))))
+        if row is not None:
+            return row
+        wanted = spelled(title)
+        pairs = set(itertools.pairwise(wanted))
+
+        def shared(name: str) -> float:
+            return len(pairs.intersection(itertools.pairwise(name))) / (len(wanted) + len(name))
+
+        # Of the 50 titles that share the most pairs of letters: comparing with all would take seconds.
+        near = difflib.get_close_matches(wanted, heapq.nlargest(50, titles, key=shared), n=1, cutoff=0.3)
         hint = f"; the nearest is {one_line(repr(catalogue.titles[titles[near[0]]]), 80)}" if near else ""
         raise UserError(f"history: no item is called {one_line(repr(title), 80)}{hint}")
 
     return row_of
-
-
-def _alike(title: str, titles: Iterable[str]) -> list[str]:
-    """Return the 50 titles that share the most pairs of letters; comparing with all would take seconds."""
-    pairs = set(itertools.pairwise(title))
-
-    def shared(name: str) -> float:
-        return len(pairs.intersection(itertools.pairwise(name))) / (len(title) + len(name))
-
-    return heapq.nlargest(50, titles, key=shared)
-
-
-def _composed(name: str) -> str:
-    """Return an id in one form: a letter and its accent may be written as one character or as two."""
-    return unicodedata.normalize("NFC", name)
-
-
-def _spelled(title: str) -> str:
-    """Normalise a title: case, marks, and forms of one character."""
-    return plain(unicodedata.normalize("NFKC", title))
 
 
 def policy_ranking(

@@ -131,16 +131,9 @@ def popularity_groups(rows: Sequence[Row], counts: np.ndarray) -> dict[str, np.n
 
 def table_records(rows: Sequence[TableRow]) -> list[dict[str, object]]:
     """Return the table as plain values, for JSON."""
-    return [
-        {
-            "method": row.method,
-            "group": row.group,
-            "users": row.users,
-            "missing": row.missing,
-            **{name: interval._asdict() for name, interval in row.measures.items()},
-        }
-        for row in rows
-    ]
+    measures = [{name: interval._asdict() for name, interval in row.measures.items()} for row in rows]
+    counts = [dict(zip(TableRow._fields[:4], row, strict=False)) for row in rows]
+    return [count | means for count, means in zip(counts, measures, strict=True)]
 
 
 def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
@@ -235,11 +228,7 @@ def findings(
     prior: Prior | None = None,
     ask: Ask | None = None,
 ) -> Findings:
-    """Return the results of the measured rows as tables, lines and records.
-
-    `policies` has the results of `policy_ranks` by name; the prior, where there is one, is a baseline too; `ask`
-    ranks texts as the policy's are ranked.
-    """
+    """Return the results of the measured rows as tables, lines and records; arguments as of `_measure_methods`."""
     ranks, recommended = _measure_methods(task, dataset, retriever, rows, policies, prior, ask)
     groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
     if task.order_column:
@@ -281,7 +270,9 @@ def _measure_methods(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Rank by every baseline and policy: the targets' ranks f64 [U], and how often each item is recommended, i64 [I].
 
-    Rankings are full, ties as retrieval.ties says; the second result has methods that list items alone.
+    Rankings are full, ties as retrieval.ties says; the second result has methods that list items alone. `policies`
+    has the results of `policy_ranks` by name; the prior, where there is one, is a baseline too; `ask` ranks texts as
+    the policy's are ranked.
     """
     items = len(dataset.catalogue)
     histories = [row.columns["history"] for row in rows]
@@ -319,24 +310,21 @@ def _report_tables(
     """Return a table for each group of users, paired differences, and recommended items."""
     left_out = "each user's history left out" if excluded else "items of the user's history among the others"
     ranking_note = (
-        f"Full ranking of the catalogue, {left_out}; mean and 95 % interval of a bootstrap over users. The "
-        "oracle asks with the target's own title, as the policy does with what it writes. Targets are told apart by "
-        "how many users took them in training."
+        f"Full ranking of the catalogue, {left_out}; mean and 95 % interval of a bootstrap over users. The oracle asks "
+        "with the target's own title. Targets are told apart by how many users took them in training."
     )
+    columns = ("method", *MEASURES)
+    tables = [Table(f"Ranking, {title}", columns, cells) for title, cells in table_cells(table)]
+    tables[0] = tables[0]._replace(note=ranking_note)
     paired_note = (
         "User by user, with the 95 % interval of a bootstrap over users who have both ranks; * where it is clear of "
         "zero. After − before is what reinforcement brought; + prior − prior alone is what the policy adds."
     )
+    tables += [
+        Table("Paired differences", columns, cells, paired_note) for _, cells in table_cells(paired, signed=True)
+    ]
     spread_note = (
         f"The first {RECOMMENDED} items of each user's ranking: the share of the catalogue that is recommended to "
-        "somebody, and the Gini coefficient of how often each item is (0: all alike, 1: always the same ones). Of "
-        "methods that rank the items themselves; a text's ranking is the retriever's."
+        "somebody, and the Gini coefficient of how often each item is (0: all alike, 1: always the same ones)."
     )
-    columns = ("method", *MEASURES)
-    tables = [
-        Table(f"Ranking, {title}", columns, cells, "" if place else ranking_note)
-        for place, (title, cells) in enumerate(table_cells(table))
-    ]
-    for _, cells in table_cells(paired, signed=True):
-        tables.append(Table("Paired differences", columns, cells, paired_note))
     return [*tables, Table("What is recommended", _SPREAD, spread, spread_note)]

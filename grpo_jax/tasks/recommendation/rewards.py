@@ -85,14 +85,10 @@ def make_reward(name: str, items: int, /, **options: float) -> Reward:
     if k > items:
         raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")
     cutoff = int(k) or None
-    weights = weights or dict(metrics.MIXED_WEIGHTS)
-    measures = {
-        "ndcg": functools.partial(metrics.ndcg, k=cutoff),
-        "mrr": functools.partial(metrics.mrr, k=cutoff),
-        "hit": functools.partial(metrics.hit, k=cutoff, items=items),
-        "mixed": functools.partial(metrics.mixed, k=cutoff, items=items, weights=weights),
-    }
-    return _of_rank(measures[name])
+    if name == "mixed":
+        chosen = weights or metrics.MIXED_WEIGHTS
+        return _of_rank(functools.partial(metrics.mixed, k=cutoff, items=items, weights=chosen))
+    return _of_rank(functools.partial(metrics.gain, name, k=cutoff, items=items))
 
 
 def measure(name: str) -> Reward | None:

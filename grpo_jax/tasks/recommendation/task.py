@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from grpo_jax.config.fields import may_change, require
+from annotated_types import Ge, Le, Lt
+
+from grpo_jax.config.fields import (
+    Count,
+    Length,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Share,
+    check_ranges,
+    may_change,
+    require,
+)
 from grpo_jax.config.run import Config
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup
@@ -51,31 +63,27 @@ class RetrievalSection:
     backend: Literal["local", "ray"] = may_change("local")
     encoder: str = may_change("tfidf")
     dense: str | None = may_change(None)
-    dense_weight: float = may_change(0.0)
+    dense_weight: NonNegative = may_change(0.0)
     ties: Literal["against", "average", "favour"] = "against"
-    temperature: float = 0.05
+    temperature: Positive = 0.05
     service: str = may_change("retrieval")
     address: str | None = may_change(None)
-    timeout: float = may_change(120.0)
-    attempts: int = may_change(3)
-    budget: int = may_change(5)
-    window: int = may_change(100)
+    timeout: Positive = may_change(120.0)
+    attempts: PositiveCount = may_change(3)
+    budget: Count = may_change(5)
+    window: Count = may_change(100)
     cache: str | None = may_change(None)
     device: str = may_change("cpu")
 
     def __post_init__(self) -> None:
+        check_ranges(self, "retrieval")
         require(bool(self.encoder), "retrieval.encoder", "tfidf, a folder or a name", self.encoder)
-        require(self.dense_weight >= 0, "retrieval.dense_weight", "a number >= 0", self.dense_weight)
         weighed = "a weight above 0 with retrieval.dense, and 0 without"
         require(
             (self.dense is not None) == (self.dense_weight > 0), "retrieval.dense_weight", weighed, self.dense_weight
         )
         here = self.dense is None or self.backend == "local"
         require(here, "retrieval.dense", "null: a service has one encoder", self.dense)
-        for name in ("temperature", "timeout"):
-            require(getattr(self, name) > 0, f"retrieval.{name}", "a number > 0", getattr(self, name))
-        require(self.attempts >= 1, "retrieval.attempts", "a number >= 1", self.attempts)
-        require(self.budget >= 0, "retrieval.budget", "a number >= 0", self.budget)
         require(self.window > self.budget, "retrieval.window", f"more than budget = {self.budget}", self.window)
 
 
@@ -90,14 +98,12 @@ class PriorSection:
         decay: Weight of each older item of the history.
     """
 
-    history: float = 0.0
-    together: float = 0.0
-    decay: float = 0.7
+    history: NonNegative = 0.0
+    together: NonNegative = 0.0
+    decay: Share = 0.7
 
     def __post_init__(self) -> None:
-        for name in ("history", "together"):
-            require(getattr(self, name) >= 0, f"prior.{name}", "a number >= 0", getattr(self, name))
-        require(0 <= self.decay <= 1, "prior.decay", "a number in [0, 1]", self.decay)
+        check_ranges(self, "prior")
 
     @property
     def used(self) -> bool:
@@ -161,11 +167,11 @@ class Recommendation(Task):
     prompts: str | None = None
     writes: Literal["query", "title", "item", "ids"] = "query"
     semantic_ids: str | None = None
-    listed: int = 100
+    listed: Count = 100
     item_start: Literal["titles", "random"] = "titles"
     template: str = "{history}"
-    history_items: int = 4
-    title_characters: int = 60
+    history_items: PositiveCount = 4
+    title_characters: Count = 60
     separator: str = "\n"
     split: Literal["last", "items", "time"] = "last"
     held_out_items: float = 0.1
@@ -173,18 +179,18 @@ class Recommendation(Task):
     training_targets: Literal["every", "last", "apart"] = "every"
     blank_titles: Literal["error", "keep"] = "error"
     minimum_rating: float = 0.0
-    minimum_items: int = 4
+    minimum_items: Annotated[int, Ge(2)] = 4
     exclude_history: bool = True
     order_column: str | None = None
-    decay: float = 0.7
-    dummy_users: int = 2000
-    dummy_items: int = 2000
-    dummy_length: int = 8
-    dummy_fickle: float = 0.1
-    dummy_noise: float = 0.02
+    decay: Share = 0.7
+    dummy_users: Length = 2000
+    dummy_items: Length = 2000
+    dummy_length: Annotated[int, Ge(4), Le(56)] = 8  # the rules come back after 56 items
+    dummy_fickle: Annotated[Share, Lt(1)] = 0.1
+    dummy_noise: Annotated[Share, Lt(1)] = 0.02
     dummy_seed: int = 0
     pairs: Literal["next", "together", "forms", "lessons", "hearsay"] = "next"
-    pair_characters: int = 0
+    pair_characters: Count = 0
     retrieval: RetrievalSection = field(default_factory=RetrievalSection)
     prior: PriorSection = field(default_factory=PriorSection)
 
@@ -199,15 +205,13 @@ class Recommendation(Task):
 
     def __post_init__(self) -> None:
         """Check what fits together; other ranges are checked where they are used, before anything is loaded."""
+        check_ranges(self, "")
         dummy = self.source == "dummy"
         items_named = self.writes in ("item", "ids")
         require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
         require(not dummy or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)
         expected = f"a file with the titles of the items of {self.source}"
         require(self.source in ("", "dummy") or bool(self.catalogue), "catalogue", expected, self.catalogue)
-        require(0 <= self.decay <= 1, "decay", "a number in [0, 1]", self.decay)
-        require(self.history_items >= 1, "history_items", "a number >= 1", self.history_items)
-        require(self.title_characters >= 0, "title_characters", "a number >= 0", self.title_characters)
         require(0 < self.held_out_items < 0.5, "held_out_items", "a share in (0, 0.5)", self.held_out_items)
         require(0 < self.time_share < 1, "time_share", "a share in (0, 1)", self.time_share)
         expected = f"last or items: {self.source} has no times, a CSV of ratings has"
@@ -216,7 +220,6 @@ class Recommendation(Task):
         require(self.split == "last" or not self.prompts, "split", expected, self.split)
         has_place = any(place in self.template for place in PLACES) or bool(self.prompts)
         require(has_place, "template", f"one of {', '.join(PLACES)} in it", self.template)
-        require(self.listed >= 0, "listed", "a number >= 0", self.listed)
         expected = "no {items} in it: items have words of their own with writes: item or ids"
         require(items_named or "{items}" not in self.template, "template", expected, self.template)
         expected = "with writes: ids a file of python -m grpo_jax.tasks.recommendation.semantic_ids, else null"
@@ -227,7 +230,6 @@ class Recommendation(Task):
         require(self.writes != "query" or not self.prior.together, "prior.together", expected, self.prior.together)
         expected = "next: a policy that ranks itself is taught items"
         require(self.writes == "query" or self.pairs == "next", "pairs", expected, self.pairs)
-        require(self.pair_characters >= 0, "pair_characters", "a number >= 0", self.pair_characters)
 
     def check(self, config: Config) -> None:
         """Refuse fields that this task does not read, and pairs of a world that is not there."""
@@ -240,12 +242,9 @@ class Recommendation(Task):
         for name in config.data.columns:
             expected = f"one of {', '.join(columns)}" if columns else "nothing: the dummy world has no columns"
             require(name in columns, "data.columns", expected, name)
-        is_supervised = (
-            config.warm_start.steps == 0 or self.pairs in ("next", "together", "forms") or self.source == "dummy"
-        )
-        require(
-            is_supervised, "task.pairs", "next, together or forms: the others are of the dummy world alone", self.pairs
-        )
+        of_dummy = config.warm_start.steps > 0 and self.pairs in ("lessons", "hearsay")
+        expected = "next, together or forms: the others are of the dummy world alone"
+        require(self.source == "dummy" or not of_dummy, "task.pairs", expected, self.pairs)
         if RANK_PENALTY in (*config.watch, *(section.name for section in config.rewards)):
             group = config.sampling.group
             expected = "task.writes title or item, and sampling.group beams or distinct: it asks for places in a group"

@@ -1,25 +1,11 @@
-"""One Ray cluster on this machine for the tests of a module."""
+"""Judges in pools, by themselves and in the config of a run."""
 
-import os
 from pathlib import Path
 
 import pytest
 import yaml
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
-
 ODD = Path(__file__).with_name("odd_judges.py")
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """This process belongs to it; the pools of a run that is made here join it and leave it running."""
-    pytest.importorskip("ray")
-    from bridges.pool import cluster
-
-    cluster.enter(None)
-    yield cluster
-    cluster.leave()
 
 
 @pytest.fixture

@@ -1,6 +1,10 @@
 """A judge in a pool of real Ray actors answers as in process, whichever actor answered and whichever died over it."""
 
 import inspect
+import sys
+import sysconfig
+import venv
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,11 +12,13 @@ import pytest
 pytest.importorskip("ray")
 
 from bridges.pool.cluster import BatchLost, NotRowByRow, PoolLost
+from grpo_jax.config import make_config
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
+ODD = Path(__file__).with_name("odd_judges.py")
 TEXTS = ["ab" * (7 * i % 13) for i in range(30)]
 
 
@@ -103,3 +109,35 @@ def test_what_does_not_start_says_why(pool, tmp_path):
     (tmp_path / "broken").touch()
     with pytest.raises(ValueError, match="no such weights"):
         pool()
+
+
+def make_interpreter(folder, version):
+    """An environment of this Python with all that this one has, and a package of its own version."""
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (packages / "little.py").write_text(f"def score(texts):\n    return [{version} * len(text) for text in texts]\n")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return str(folder / "bin" / Path(sys.executable).name)
+
+
+def test_judges_that_need_different_versions_of_a_package_judge_side_by_side(cluster, tmp_path):
+    judges = {
+        f"judge{version}": {
+            "kind": f"{ODD}:Versioned",
+            "replicas": 1,
+            "runtime_env": {"py_executable": make_interpreter(tmp_path / version, version)},
+        }
+        for version in ("1", "2")
+    }
+    config = make_config(task="text", judges=judges)
+    loaded = {}
+    try:
+        for name, judge in config.judges.items():
+            judge.check()  # which this process could not
+            loaded[name] = judge.load("cpu")
+        assert loaded["judge1"].score(["ab", "c"]) == [2, 1] and loaded["judge2"].score(["ab", "c"]) == [4, 2]
+        with pytest.raises(ModuleNotFoundError):
+            config.judges["judge1"].judge.load("cpu")
+    finally:
+        for one in loaded.values():
+            one.close()

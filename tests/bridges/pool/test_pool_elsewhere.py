@@ -20,7 +20,7 @@ from support.text_task import rows, train_here
 
 from grpo_jax.config import make_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 ODD = Path(__file__).with_name("odd_judges.py")

@@ -31,7 +31,7 @@ def deaths(tmp_path):
 
 
 def test_a_run_starts_its_cluster_learns_the_same_though_actors_die_at_random_and_ends_it(
-    place, configured, deaths, tmp_path
+    no_cluster, place, configured, deaths, tmp_path
 ):
     folder, run = deaths(DEATHS), tmp_path / "run"
     options = {"options": {"folder": str(folder)}, "batch": 3, "batch_attempts": 50, "max_restarts": -1}

@@ -7,7 +7,7 @@ import pytest
 from scipy import sparse
 
 from bridges import retrieval
-from bridges.retrieval import catalogue, dense, encoders, local, ranking
+from bridges.retrieval import catalogue, encoders, local, ranking
 from bridges.retrieval.queries import History, make_queries
 from bridges.retrieval.retriever import Retriever
 from grpo_jax.errors import UserError
@@ -169,16 +169,6 @@ def test_a_mixture_of_sparse_vectors():
     nothing = retriever.score_mixed_ranks([["rose", "rose"], []], [[1.0, -1.0], []], [2, 2], [[], []])
     assert nothing.rank.tolist() == [len(TITLES)] * 2
     assert retriever.score_mixed_ranks([[]], [[]], [2], [[]]).rank == [len(TITLES)]
-
-
-def test_a_further_call_does_not_compile():
-    index, encoder, texts, _ = dense_world(300, 8, 64, seed=5)
-    retriever = Retriever(local.LocalBackend(index, encoder))
-    retriever.score_ranks(texts, range(64), [[]] * 64)
-    before = dense._count_dense._cache_size()
-    for count in (1, 5, 64):
-        retriever.score_ranks(texts[:count], range(count), [list(range(i % 16)) for i in range(count)])
-    assert dense._count_dense._cache_size() == before
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,9 @@ import time
 import numpy as np
 import pytest
 
-# before Ray is imported: a process that gives an address must say that it has the cluster's token
-os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.pool import cluster  # noqa: E402
 from bridges.retrieval import service  # noqa: E402
 from bridges.retrieval.queries import make_queries  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
@@ -56,32 +53,15 @@ def make_faulty(path):
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    """(backend, orders): a service of two shards on a cluster of its own, and the file that orders faults."""
+def running(cluster, tmp_path_factory):
+    """(backend, orders): a service of two shards, and the file that orders faults."""
     folder = tmp_path_factory.mktemp("ray")
     orders = folder / "orders.json"
     orders.write_text("{}")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # a worker of low priority takes minutes to start beside other tests
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=80 * 2**20,
-        namespace=cluster.NAMESPACE,
-    )
-    try:
-        backend = service.start_service(
-            TITLES,
-            service.ServiceSection(shards=2, cache=folder / "cache", cpus=0.5, restarts=2),
-            shard_class=make_faulty(orders),
-        )
-        yield backend, orders
-    finally:
-        ray.shutdown()
+    section = service.ServiceSection(shards=2, cache=folder / "cache", cpus=0.5, restarts=2)
+    backend = service.start_service(TITLES, section, shard_class=make_faulty(orders))
+    yield backend, orders
+    backend.close()
 
 
 @pytest.fixture
@@ -134,7 +114,7 @@ def test_a_service_for_another_run_is_refused(running):
         service.connect(TITLES, retrieval.RetrieverSection(encoder="some/model"))
     with pytest.raises(UserError, match="runs on this cluster already"):
         service.start_service(TITLES)
-    with pytest.raises(UserError, match="needs 100 CPUs for 100 actors, the cluster has 2"):
+    with pytest.raises(UserError, match="needs 100 CPUs for 100 actors, the cluster has "):
         service.start_service(TITLES, service.ServiceSection(shards=100, service="large"))
 
 

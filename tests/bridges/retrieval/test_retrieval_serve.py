@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-# before Ray is imported: a process that gives an address must say that it has the cluster's token
-os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
@@ -17,7 +15,7 @@ from bridges.pool import cluster  # noqa: E402
 from bridges.retrieval import service as whereabouts  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
 
 TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream", "red soap"]
 

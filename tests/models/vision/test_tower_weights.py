@@ -16,7 +16,6 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
-from grpo_jax.models.policy import load_policy  # noqa: E402
 from grpo_jax.models.sharding import shardings  # noqa: E402
 from grpo_jax.models.vision.tower import TOWERS, init_tower, make_tower, tower_shapes  # noqa: E402
 from grpo_jax.training.state import TrainState, reference_variables  # noqa: E402
@@ -157,13 +156,6 @@ def test_both_namings_of_the_tower_are_read(tmp_path):
     save_file(renamed, source / "model.safetensors", metadata={"format": "pt"})
     after = hf.load_folder(source, tokenizer=False, vision=True)
     jax.tree.map(np.testing.assert_array_equal, before.visual, after.visual)
-
-
-def test_a_loaded_policy_has_its_tower_where_it_is_asked_for(tmp_path):
-    source = tiny_models.qwen2_vl(tmp_path / "source")
-    policy = load_policy(source, vision=True)
-    assert policy.variables.keys() == {"params", "visual"}
-    assert load_policy(source).variables.keys() == {"params"}
 
 
 def test_a_mesh_shares_out_what_divides(world):

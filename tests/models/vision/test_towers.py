@@ -14,7 +14,6 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 from grpo_jax.models.hf.weights import flatten, tower_table  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision import tower as tower_module  # noqa: E402
-from grpo_jax.models.vision.config import ACTIVATIONS  # noqa: E402
 from grpo_jax.models.vision.pictures import (  # noqa: E402
     Picture,
     Pictures,
@@ -180,12 +179,3 @@ def test_windows_are_those_of_transformers():
         ours = [window[window >= 0] for window in ours]
         np.testing.assert_array_equal(np.concatenate(ours), index)
         np.testing.assert_array_equal(np.cumsum([0] + [4 * len(window) for window in ours]), seams)
-
-
-def test_the_fast_gelu_is_that_of_transformers():
-    from transformers.activations import ACT2FN
-
-    x = np.linspace(-6, 6, 101, dtype=np.float32)
-    np.testing.assert_allclose(
-        ACTIVATIONS["quick_gelu"](jnp.asarray(x)), ACT2FN["quick_gelu"](torch.tensor(x)), atol=1e-6
-    )

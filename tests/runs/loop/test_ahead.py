@@ -140,6 +140,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     np.testing.assert_array_equal(second.rewards, judgement.final_rewards)
 
 
+@pytest.mark.wide  # dynamic sampling and early stopping have tests of their own; this is their meeting with lag
 def test_other_prompts_for_silent_groups_and_an_early_end(config, tmp_path, capsys):
     """Each batch then begins when the one before is whole; what is on its way at the end is waited for."""
     judge = config.parent / "judge.py"

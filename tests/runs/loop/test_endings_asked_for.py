@@ -1,13 +1,16 @@
 """Who is told of a run and may stop it, and a run that ends early: the same however often it is stopped on the way."""
 
 import dataclasses
+import io
 import json
+import os
 
 import numpy as np
 import pytest
 import yaml
-from support.text_task import rows
+from support.text_task import assert_same_run, rows
 
+from grpo_jax import evaluate, export
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -21,21 +24,39 @@ STEPS = 4  # of six: nothing exceeds the first validation by so much, and three 
 @pytest.fixture(scope="module")
 def config(place):
     values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] = {}
-    values["training"] = {"prompts_per_batch": 4, "max_steps": 6, "save_every": 2}
+    values["training"] = {"prompts_per_batch": 4, "max_steps": 6, "save_every": 2, "inner_epochs": 2, "minibatches": 2}
     values["training"] |= {"early_stopping_patience": 3, "early_stopping_threshold": 1e3}
     values["training"] |= {"early_stopping_metric": "letters"}
     values["evaluation"] = {"every": 1, "sampled": False, "gallery": 0}
     return make_config(values)
 
 
-def go(config, folder, **more):
+def go(config, folder, *, judge="work:0", **more):
     """The run in this process; with the changes of `training` that a resume may make."""
     training = dataclasses.replace(config.training, **more.pop("training", {}))
     resume = (folder / "config.yaml").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_RUN", str(folder))
+        patch.setenv("JUDGE", judge)
         return run(dataclasses.replace(config, run_dir=str(folder), resume=resume, training=training), **more)
+
+
+def measure_beside(folder):
+    """Measure and export a run that is training: what it has is found, and nothing of it is touched."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert json.loads(before[folder / "run.lock"])["process"] == os.getpid()
+    out = folder.parent / "evaluation.json"
+    latest = evaluate.main(["--run", str(folder), "--checkpoint", "latest", "--out", str(out), "--json"])
+    assert latest == 0 and json.loads(out.read_text())["step"] == STEPS
+    with pytest.MonkeyPatch.context() as patch:
+        complaints = io.StringIO()
+        patch.setattr("sys.stderr", complaints)
+        assert evaluate.main(["--run", str(folder), "--checkpoint", "final"]) == 2
+    assert complaints.getvalue().endswith(f"no checkpoint 'final' in {folder / 'checkpoints'}: there are: 2, 4, best\n")
+    policy = folder.parent / "policy"
+    assert export.main(["--run", str(folder), "--checkpoint", "latest", "--out", str(policy)]) == 0
+    assert (policy / "config.json").is_file()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +70,8 @@ def told(config, tmp_path_factory):
                 assert moment.checkpoint.is_dir()
                 with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
                     assert checkpoints.read_meta(moment.step)["step"] == moment.step
+            if moment.step == STEPS and name == "on_checkpoint":
+                measure_beside(folder)
             moments.append((name, moment))
 
         return callback
@@ -92,6 +115,10 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
 
     with pytest.raises(UserError, match=r"on_iteration: RuntimeError: tired\. Saved after iteration 1; mend it"):
         go(config, folder, on_iteration=tire)
+    with pytest.raises(UserError, match=r"the judge is away.*Saved after iteration 2") as failed:
+        go(config, folder, judge="validation:1")  # its validation is made up for
+    assert (folder / "train.log").read_text().splitlines()[-1] == f"error: {failed.value}"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
     summary = go(config, folder, on_validation=lambda moment: np.bool_(moment.step == 2))
     assert summary == {"stopped": True, "iteration": 2}
     assert "on_validation asks to stop" in capsys.readouterr().out
@@ -100,9 +127,7 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
     ended = go(config, folder, on_iteration=lambda moment: True)  # of the last iteration: nothing is left to stop
     other, expected, _ = told
     assert not ended["stopped"] and ended["early_stopping"] == expected["early_stopping"]
-    assert rows(folder) == rows(other) and ended["evaluation"] == expected["evaluation"]
-    weights = "policy/model.safetensors"
-    assert (folder / weights).read_bytes() == (other / weights).read_bytes()
+    assert_same_run(folder, other)
 
     further = go(config, folder, training={"early_stopping_patience": 4})
     assert further["iterations"] == STEPS + 1 and rows(folder)[:STEPS] == rows(other)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from grpo_jax import export, load_rewriter  # noqa: E402
 
-SYSTEM, PROMPTS = "Be brief.", ["a tree", "q", "Seven ducks on a pond!", "ümläut", "two\nlines"]
+SYSTEM, PROMPTS = "Be brief.", ["a tree", "ümläut\non two lines"]
 TOKENS = 8
 
 

@@ -151,43 +151,6 @@ def test_automatic_reset_tells_termination_from_the_time_limit():
     assert (np.asarray(steps.lengths)[ends] < 15).all()
 
 
-def ppo(**algorithm):
-    fields = {"name": "ppo", "kl_coef": 0.0, "discount": 0.9, "trace": 0.8, **algorithm}
-    return make_config(task="cartpole", algorithm=fields)
-
-
-def test_time_limits_bootstrap_and_terminations_do_not():
-    """GAE of recorded steps against a loop that knows both ends."""
-    rng = np.random.default_rng(0)
-    length, carts = 12, 3
-    terminated = np.zeros((length, carts), bool)
-    truncated = np.zeros((length, carts), bool)
-    terminated[4, 0] = terminated[7, 1] = truncated[5, 1] = truncated[3, 2] = True
-    observations = rng.normal(size=(length, carts, 4)).astype(np.float32)
-    following = rng.normal(size=(length, carts, 4)).astype(np.float32)
-    steps = task.Steps(
-        *map(jnp.asarray, (observations, rng.random((length, carts)) < 0.5, rng.normal(size=(length, carts)))),
-        *map(jnp.asarray, (following, terminated, truncated, np.ones((length, carts), np.int32))),
-    )
-
-    def value(params, x):
-        return x @ params
-
-    params = {"value": jnp.array([1.0, -2.0, 0.5, 3.0])}
-    batch, _ = jax.jit(lambda params, steps: training.step_batch(ppo(), value, params, steps))(params, steps)
-    got = np.asarray(batch.advantages)
-    values, after = observations @ np.asarray(params["value"]), following @ np.asarray(params["value"])
-    for b in range(carts):
-        later = 0.0
-        for t in reversed(range(length)):
-            bootstrap = 0.0 if terminated[t, b] else after[t, b]
-            residual = 1 + 0.9 * bootstrap - values[t, b]
-            ends = terminated[t, b] or truncated[t, b]
-            later = residual + (0.0 if ends else 0.9 * 0.8 * later)
-            np.testing.assert_allclose(got[t, b], later, rtol=2e-4, atol=2e-4)
-    np.testing.assert_allclose(batch.returns, np.asarray(batch.advantages) + np.asarray(batch.values), rtol=1e-6)
-
-
 def group_returns(rewards, mask, discount):
     """Slow: R[t] = Σ_{u ≥ t} γ^(u - t) r[u]."""
     out = np.zeros(rewards.shape)
@@ -258,9 +221,3 @@ def test_centred_counts_only_in_episodes_that_stay_up():
     np.testing.assert_allclose(rewards[..., 1], 0.8 * mask * np.array([[1, 0, 1]])[..., None], rtol=1e-6)
     free = training.episode_rewards(algorithm(name="gdpo"), positions, jnp.asarray(mask))
     np.testing.assert_allclose(free[..., 1], 0.8 * mask, rtol=1e-6)
-
-
-def test_objectives():
-    x = jnp.array([-0.6, -0.25, 0.0, 0.5])
-    np.testing.assert_allclose(task.objective_rewards("centred", x, 0.5), [0, 0.5, 1, 0])
-    np.testing.assert_allclose(task.objective_rewards("upright", x, 0.5), 1)

@@ -158,16 +158,6 @@ def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_unknown_fields_in_a_file(tmp_path, capsys):
-    for text, message in (("algorithm: {gamma: 1}", "gamma"), ("rewards: []", "rewards")):
-        (tmp_path / "c.yaml").write_text(f"task: cartpole\n{text}\n")
-        assert main(["--config", str(tmp_path / "c.yaml")]) == 2
-        error = capsys.readouterr().err
-        assert message in error and len(error.splitlines()) == 1
-    with pytest.raises(UserError, match=r"algorithm.gamma: no such field; there are: clip_high, .* width"):
-        make_config(task="cartpole", algorithm={"gamma": 1})
-
-
 def test_a_resume_with_other_values_is_refused(finished, capsys):
     folder, _ = finished
     config = (folder / "config.yaml").read_text()

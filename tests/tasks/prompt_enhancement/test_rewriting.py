@@ -158,6 +158,25 @@ CHAT_ANSWERS = [
     ("I will not be silenced, protest sign", "I will not be silenced, protest sign"),
     ("here is a map of the old version of Rome: engraving", "here is a map of the old version of Rome: engraving"),
     ('a shop window {"OPEN"}, neon', 'a shop window {"OPEN"}, neon'),
+    # short ones
+    ("a fox in snow", "a fox in snow"),
+    ("  a   fox\tin snow \n", "a fox in snow"),
+    ('"a fox, snow."', "a fox, snow."),
+    ("“a fox”", "a fox"),
+    ('"a fox".', "a fox."),
+    ('"a fox in', "a fox in"),
+    ("'a dog's life'", "a dog's life"),
+    ("'a dog' and 'a cat'", "'a dog' and 'a cat'"),
+    ('"Hello" sign on a wall', '"Hello" sign on a wall'),
+    ("a fox, 'sharp'", "a fox, 'sharp'"),
+    ("Enhanced prompt: Prompt: a fox", "a fox"),
+    ("Here is a fox in snow", "Here is a fox in snow"),
+    ("- a fox", "a fox"),
+    ("3 foxes", "3 foxes"),
+    ("...\na fox", "a fox"),
+    ("狐", "狐"),
+    # nothing that can be drawn
+    *((written, None) for written in ("", " \n", '""', "...!", "Here is the prompt:", "Prompt:", "```")),
 ]
 """What chat models write when they are asked for a better prompt, and what is drawn: None for the user's own prompt."""
 
@@ -179,36 +198,6 @@ def test_negative_prompts_are_told_of():
     ]
     assert task.remark(answers).startswith("2 of 3 completions name a negative prompt, which is left out; judges.rend")
     assert task.remark(answers[2:]) == ""
-
-
-@pytest.mark.parametrize(
-    ("written", "prompt"),
-    [
-        ("a fox in snow", "a fox in snow"),
-        ("  a   fox\tin snow \n", "a fox in snow"),
-        ('"a fox, snow."', "a fox, snow."),
-        ("“a fox”", "a fox"),
-        ('"a fox".', "a fox."),
-        ('"a fox in', "a fox in"),
-        ("'a dog's life'", "a dog's life"),
-        ("'a dog' and 'a cat'", "'a dog' and 'a cat'"),
-        ('"Hello" sign on a wall', '"Hello" sign on a wall'),
-        ("a fox, 'sharp'", "a fox, 'sharp'"),
-        ("Enhanced prompt: Prompt: a fox", "a fox"),
-        ("Here is a fox in snow", "Here is a fox in snow"),
-        ("- a fox", "a fox"),
-        ("3 foxes", "3 foxes"),
-        ("...\na fox", "a fox"),
-        ("狐", "狐"),
-    ],
-)
-def test_rewrites_are_read(written, prompt):
-    assert parse_rewrite(written, "rewrite", "the user's") == (prompt, True)
-
-
-@pytest.mark.parametrize("written", ["", " \n", '""', "...!", "Here is the prompt:", "Prompt:", "```"])
-def test_unusable_rewrites_leave_the_prompt_unchanged(written):
-    assert parse_rewrite(written, "rewrite", "the user's") == ("the user's", False)
 
 
 @given(st.text(alphabet=st.sampled_from("a1 \n\"'`“”*:.-#>Prompt<think>/ü"), max_size=40))

@@ -37,11 +37,8 @@ def test_ranks_agree_with_a_sort(rule):
     assert ranks.tolist() == slow
 
 
-def test_the_average_rank_is_the_middle_of_the_other_two():
-    counts = metrics.count_better(*tied_scores(1))
-    against, average, favour = (metrics.rank_of(counts, rule=rule) for rule in ("against", "average", "favour"))
-    np.testing.assert_array_equal(average, (against + favour) / 2)
-    assert (against > favour).any()
+def test_the_average_rank_lies_between():
+    assert metrics.rank_of(metrics.RankCounts(np.array([2]), np.array([3])), rule="average").tolist() == [4.5]
 
 
 @pytest.mark.parametrize(
@@ -99,13 +96,6 @@ def test_measures_by_hand():
     np.testing.assert_allclose(metrics.mrr(rank, k=3), [1, 1 / 2, 1 / 3, 0, 0, nan])
     np.testing.assert_allclose(metrics.hit(rank, k=2), [1, 1, 0, 0, 0, nan])
     np.testing.assert_allclose(metrics.hit(rank, items=20), [1, 0.95, 0.9, 0.55, 0.5, nan])
-
-
-@given(rank=st.integers(1, 50), k=st.integers(1, 50))
-def test_hit_without_a_cut_off_is_the_mean_over_cut_offs(rank, k):
-    every = [metrics.hit(np.array(rank), k=cut) for cut in range(1, 51)]
-    assert float(metrics.hit(np.array(rank), items=50)) == pytest.approx(np.mean(every), abs=1e-12)
-    assert bool(every[k - 1]) == (rank <= k)
 
 
 @given(rank=st.integers(1, 40), weights=st.tuples(*[st.floats(0.01, 10.0)] * 3), k=st.sampled_from([None, 5]))

@@ -34,7 +34,7 @@ ONE_LINE_EACH = "".join(f"u{n % 5} {name}\n" for n, name in enumerate(IDS))
         (ITEMS.partition("\n")[2], USERS, ": the first line must name the columns, the item's id first, and"),
         (ITEMS.replace("title", "Title"), USERS, "call 'Title' 'title', or say --data.columns.title Title"),
         (KINDS, USERS, "items.tsv: the first column must be the item's id, and has 3 different values in 40 lines"),
-        (ITEMS.encode("utf-16"), USERS, "items.tsv:1: not UTF-8 text: save it as UTF-8"),
+        (ITEMS.encode("utf-16"), USERS, "items.tsv: not UTF-8 text; save it as UTF-8"),
         ("", USERS, "items.tsv has no items: expected a line that names the columns id and title, and one for each"),
         (ITEMS, "", "sequential.txt has no users: expected a line for each, user_id item1 … itemN target"),
     ],

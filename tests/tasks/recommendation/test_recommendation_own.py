@@ -144,6 +144,7 @@ def test_the_table_tells_policy_prior_and_both_apart(run, summary):
     assert 0 <= summary["evaluation"]["ndcg@10"]["before"] <= 1 == summary["evaluation"]["ndcg@10"]["oracle"]
 
 
+@pytest.mark.wide  # a script of the benchmarks
 def test_runs_stand_beside_each_other_with_the_numbers_of_their_summaries(run, summary, tmp_path):
     script = ROOT / "benchmarks" / "recommendation" / "seeds.py"
     command = [sys.executable, str(script), str(run), str(run), "--group", "target ≤ 3", "--json", "found.json"]
@@ -249,12 +250,9 @@ def test_what_cannot_be_recommended_is_said(shop, run, words, wrong, monkeypatch
         (["--task.pairs=lessons"], "pairs"),
         (["--task.template={history} {items}", "--task.writes=title"], "template"),
         (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),
-        (["--task.prior.decay=2"], "prior.decay"),
         (["--task.item_start=random", "--task.writes=title", "--task.template={history}"], "item_start"),
         (["--task.split=time"], "task.split: expected last or items: dummy has no times"),
         (["--task.split=items", "--task.held_out_items=0.5"], "task.held_out_items: expected a share in (0, 0.5)"),
-        (["--task.split=weeks"], "task.split"),
-        (["--task.time_share=1"], "task.time_share: expected a share in (0, 1)"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(words, wrong, tmp_path, capsys):

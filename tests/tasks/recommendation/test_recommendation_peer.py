@@ -11,6 +11,8 @@ import yaml
 
 from grpo_jax.rollout.data import Row
 
+pytestmark = pytest.mark.wide  # a script of the benchmarks
+
 
 def load_peer():
     path = Path(__file__).parents[3] / "benchmarks" / "recommendation" / "sasrec.py"

@@ -5,16 +5,14 @@ import os
 
 import pytest
 
-# before Ray is imported: a process that gives an address must say that it has the cluster's token
-os.environ.setdefault("RAY_AUTH_MODE", "token")
 ray = pytest.importorskip("ray")
 
-from bridges.pool import cluster  # noqa: E402
 from bridges.retrieval import service  # noqa: E402
 from grpo_jax.tasks.recommendation.dummy import make_catalogue_of_words  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+# Wide: bridges/retrieval/test_retrieval_ray.py holds that ranks are those in process and what becomes of an actor.
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.wide]
 
 TRAINING = 16  # completions of one batch; evaluations have others
 OPTIONS = {
@@ -65,20 +63,9 @@ def make_faulty(folder):
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory):
+def serve(cluster, tmp_path_factory):
     """serve(orders): from now on the service has these faults; "" ends it and starts another, which has none."""
     folder = tmp_path_factory.mktemp("service")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=80 * 2**20,
-        namespace=cluster.NAMESPACE,
-    )
     running = []
 
     def start(orders):
@@ -93,10 +80,9 @@ def serve(tmp_path_factory):
             running.append(service.start_service(titles, section, shard_class=kind))
         return folder / "calls"
 
-    try:
-        yield start
-    finally:
-        ray.shutdown()
+    yield start
+    for backend in running:
+        backend.close()
 
 
 def train(run_dir, **changes):
@@ -134,7 +120,6 @@ def test_an_actor_that_dies_changes_nothing_and_a_failed_call_is_missing_rewards
     assert "service 'retrieval' over Ray" in (tmp_path / "run" / "train.log").read_text()
 
 
-@pytest.mark.wide  # test_retrieval_ray.py stops a run so, too
 def test_an_actor_that_is_gone_stops_the_run_which_goes_on_with_another(in_process, serve, tmp_path, capsys):
     serve("2:leave")
     changes = {"task.retrieval.backend": "ray", "task.retrieval.attempts": 2}

@@ -8,7 +8,7 @@ import pytest
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.recommendation.catalogue import UserSequence
-from grpo_jax.tasks.recommendation.dataset import items_split, known_targets, last_split, load_dataset, time_split
+from grpo_jax.tasks.recommendation.dataset import items_split, load_dataset, time_split
 from grpo_jax.tasks.recommendation.report import findings
 
 ITEMS = 40
@@ -46,20 +46,6 @@ def rows_known(dataset):
 def unique(dataset):
     ids = [row.id for part in dataset.prompts for row in part]
     return len(set(ids)) == len(ids)
-
-
-def test_leave_one_out_knows_all_but_the_last_two():
-    users = [UserSequence("a", (0, 1, 2, 3, 4), (1, 2, 3, 4, 5)), UserSequence("b", (5, 6))]
-    split = last_split(users)
-    assert split.known == (UserSequence("a", (0, 1, 2), (1, 2, 3)), UserSequence("b", ()))
-    assert [target[1:] for target in (*split.validation, *split.test)] == [
-        ((0, 1, 2), 3, 3),
-        ((0, 1, 2, 3), 4, 4),
-        ((5,), 6, 6),
-    ]
-    assert [(one.history, one.item) for one in known_targets(split)] == [((0,), 1), ((0, 1), 2)]
-    assert [one.item for one in known_targets(split, "last")] == [2]
-    assert [one.item for one in known_targets(split, "but last")] == [1]
 
 
 @pytest.mark.parametrize("training_targets", ["every", "apart"])
@@ -125,8 +111,6 @@ def test_a_cut_in_time_by_hand():
     assert [user.items for user in split.known] == [(0, 1, 2), (3, 4), (), ()]
     assert [target[:3] for target in split.validation] == [("both", (3, 4), 5)]
     assert [target[:3] for target in split.test] == [("both", (3, 4, 5), 6), ("new", (7,), 8)]
-    with pytest.raises(ValueError, match="users must have times"):
-        time_split([UserSequence("a", (1, 2))], 0.5)
 
 
 @pytest.mark.parametrize("split", ["last", "items", "time"])

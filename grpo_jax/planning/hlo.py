@@ -1,0 +1,414 @@
+"""What a compiled program does, read from XLA's optimised text: kernels, copies, collectives, FLOPs and bytes.
+
+A loop counts as often as it turns: XLA writes down how often where it knows, and decoding turns once for each token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+_FREE |= {"opt-barrier", "add-dependency", "async-update"}
+_VIEWS = {"reshape", "bitcast", "broadcast"}
+_MOVES = {"copy", "transpose", "convert", "slice", "dynamic-slice", "concatenate", "pad"}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_LIBRARY = ('"kind":"__triton', '"kind":"__cudnn', '"kind":"__cublas')
+_SLICES = ("dynamic-slice", "slice", "gather")
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16}
+_BITS |= {"f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64, "u64": 64, "token": 0}
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
+_ON_CHIP = "S(1)"  # a TPU's memory beside its products
+_HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ", re.MULTILINE)
+_LAYER = re.compile(r"/layers?_?\d*[/.]")
+
+
+class Array(NamedTuple):
+    """An array's shape in a program."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    on_chip: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that it takes of the device's memory; none on the chip itself."""
+        if self.on_chip:
+            return 0
+        bits = _BITS.get(self.dtype) or (8 if self.dtype.startswith("f8") else 64 if self.dtype == "c64" else 32)
+        return self.size * bits // 8 if self.dtype != "token" else 0
+
+
+class Instruction(NamedTuple):
+    """A line of a computation; `attributes` is what stands behind its operands."""
+
+    name: str
+    arrays: tuple[Array, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its result."""
+        return sum(array.bytes for array in self.arrays)
+
+    def called(self, *names: str) -> list[str]:
+        """Return the computations that an attribute of one of these names calls."""
+        found = []
+        for name in names:
+            for listed in re.findall(rf"\b{name}=\{{?((?:%[\w.\-]+(?:, )?)+)", self.attributes):
+                found += re.findall(r"%([\w.\-]+)", listed)
+        return found
+
+
+Computation = dict[str, Instruction]
+
+
+class Collective(NamedTuple):
+    """A collective's kind, bytes of its results in one run of the program, and how often it runs."""
+
+    kind: str
+    bytes: int
+    count: int
+
+
+class Reading(NamedTuple):
+    """What one run of a program does.
+
+    Attributes:
+        kernels: Launches, those of loops counted turn by turn.
+        layer_kernels: Those of one layer: in each token of decoding, or of its forward and backward pass.
+        weight_copies: Copies, transposes and casts of an array as large as a weight matrix in a turn of a loop.
+        cache_copies: The same of an array as large as a layer's keys or values.
+        collectives: By kind.
+        flops: Of products and of attention in library kernels.
+        bytes: Read and written by kernels; of what is sliced or updated in place, only the part.
+        library_flops: Those of `flops` in library products or fused attention.
+    """
+
+    kernels: int
+    layer_kernels: float
+    weight_copies: int
+    cache_copies: int
+    collectives: tuple[Collective, ...]
+    flops: float
+    bytes: float
+    library_flops: float
+
+
+class Sizes(NamedTuple):
+    """What to look for: numbers of elements of weight matrices and of a layer's caches, layers, turns of decoding."""
+
+    weights: frozenset[int]
+    caches: frozenset[int]
+    layers: int
+    turns: int = 0
+
+
+def parse_program(text: str) -> tuple[dict[str, Computation], str]:
+    """Return the computations of optimised HLO by name, and the name of the entry."""
+    text = re.sub(r"/\*index=\d+\*/", "", text)
+    computations: dict[str, Computation] = {}
+    entry = ""
+    headers = list(_HEADER.finditer(text))
+    for header in headers:
+        body = text[header.end() : text.index("\n}", header.end()) + 1]
+        starts = list(_INSTRUCTION.finditer(body))
+        ends = [*(start.start() for start in starts[1:]), len(body)]
+        lines = (_parse(start, body[start.end() : end]) for start, end in zip(starts, ends, strict=True))
+        computations[header[2]] = {line.name: line for line in lines}
+        entry = header[2] if header[1] else entry
+    return computations, entry
+
+
+def _parse(start: re.Match[str], line: str) -> Instruction:
+    end = _closing(line, 0) if line.startswith("(") else line.index(" ")
+    kind, rest = line[:end], line[end:].strip()
+    opcode = rest[: rest.index("(")]
+    close = _closing(rest, len(opcode))
+    operands = tuple(re.findall(r"%([\w.\-]+)", rest[len(opcode) : close]))
+    arrays = tuple(
+        Array(dtype, tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size), _ON_CHIP in layout)
+        for dtype, sizes, layout in _ARRAY.findall(kind)
+    )
+    if opcode in ("parameter", "constant"):
+        rest = f"{rest[len(opcode) : close]}{rest[close:]}"
+        return Instruction(start[2], arrays, opcode, (), rest, bool(start[1]))
+    return Instruction(start[2], arrays, opcode, operands, rest[close:], bool(start[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """Return the place behind the parenthesis that closes the one at `start`."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place + 1
+    raise ValueError(f"a parenthesis stays open in {text[:80]!r}")
+
+
+class Loop(NamedTuple):
+    """A loop that an instruction lies in, and its turns; `tokens` where XLA does not know how many these are."""
+
+    name: str
+    turns: int
+    tokens: bool
+
+
+class Step(NamedTuple):
+    """An instruction that is a kernel, its computation, and the loops around it, from without."""
+
+    instruction: Instruction
+    computation: Computation
+    loops: tuple[Loop, ...]
+
+    @property
+    def times(self) -> int:
+        """How often it runs."""
+        return math.prod(loop.turns for loop in self.loops)
+
+    def inside(self, loop: int) -> int:
+        """How often it runs in one turn of one of its loops, by place."""
+        return math.prod(inner.turns for inner in self.loops[loop + 1 :])
+
+
+def steps(computations: Mapping[str, Computation], entry: str, turns: int = 0) -> list[Step]:
+    """Return what a run of the program launches.
+
+    The loops of unknown length write `turns` tokens together, one for each size of the cache; those over fewer rows,
+    which go on where half of the prompts are done, do not turn.
+    """
+    listed: list[Step] = []
+
+    def walk(name: str, loops: tuple[Loop, ...]) -> None:
+        computation = computations[name]
+        for line in computation.values():
+            if line.opcode in _FREE or line.opcode.endswith("-done"):
+                continue
+            if line.opcode == "while":
+                known = _known_turns(line, computations)
+                count = token_turns[line.name] if known is None else known
+                for called in line.called("body", "condition"):
+                    walk(called, (*loops, Loop(line.name, count, known is None)))
+            elif line.opcode == "conditional":
+                branches = line.called("branch_computations", "true_computation", "false_computation")
+                walk(max(branches, key=lambda branch: len(computations[branch])), loops)
+            elif line.opcode in ("call", "async-start"):
+                for called in line.called("to_apply", "calls"):
+                    walk(called, loops)
+            else:
+                listed.append(Step(line, computation, loops))
+
+    token_turns = _token_turns(computations, turns)
+    walk(entry, ())
+    return listed
+
+
+def _known_turns(line: Instruction, computations: Mapping[str, Computation]) -> int | None:
+    """Return how often a loop turns: as XLA wrote down, or as far as it counts; None where that is not known."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes)
+    if known:
+        return int(known[1])
+    condition = computations[line.called("condition")[0]]
+    if {inner.opcode for inner in condition.values()} - {"parameter", "get-tuple-element", "constant", "compare"}:
+        return None
+    constants = [inner.attributes for inner in condition.values() if inner.opcode == "constant"]
+    limits = [int(found[1]) for found in (re.match(r"\((\d+)\)", text) for text in constants) if found]
+    return limits[0] if len(limits) == 1 and "direction=LT" in str(condition) else None
+
+
+def _token_turns(computations: Mapping[str, Computation], turns: int) -> dict[str, int]:
+    """Return how often each loop of unknown length turns."""
+    rows = {}
+    for computation in computations.values():
+        for line in computation.values():
+            if line.opcode == "while" and _known_turns(line, computations) is None:
+                rows[line.name] = next((array.size for array in line.arrays if array.dtype == "pred"), 0)
+    full = [name for name, size in rows.items() if size == max(rows.values())]
+    return {name: -(-turns // len(full)) if name in full and turns else 0 if turns else 1 for name in rows}
+
+
+def read_program(compiled: jax.stages.Compiled, sizes: Sizes) -> Reading:
+    """Read what a compiled program does."""
+    computations, entry = parse_program(compiled.as_text())
+    listed = steps(computations, entry, sizes.turns)
+    launched: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    flops = library = traffic = 0.0
+    for step in listed:
+        line, times = step.instruction, step.times
+        kind = line.opcode.removesuffix("-start")
+        if kind in _COLLECTIVES:
+            launched[kind] += times
+            moved[kind] += times * line.bytes
+        one = _flops(line, step.computation, computations)
+        flops += times * one
+        if line.opcode == "custom-call" or any(name in line.attributes for name in _LIBRARY):
+            library += times * one
+        traffic += times * _bytes(step, computations)
+    return Reading(
+        kernels=sum(step.times for step in listed),
+        layer_kernels=_layer_kernels(listed, sizes),
+        weight_copies=_copies(listed, computations, sizes.weights),
+        cache_copies=_copies(listed, computations, sizes.caches),
+        collectives=tuple(Collective(kind, moved[kind], count) for kind, count in sorted(launched.items())),
+        flops=flops,
+        bytes=traffic,
+        library_flops=library,
+    )
+
+
+def _copies(listed: list[Step], computations: Mapping[str, Computation], sizes: frozenset[int]) -> int:
+    """Count the kernels in loops that only move an array of such a size; of loops over tokens the most in one."""
+    by_loop: Counter[str] = Counter()
+    for step in listed:
+        moves = step.loops and _only_moves(step.instruction, computations)
+        if moves and any(array.size in sizes for array in step.instruction.arrays):
+            tokens = next((loop.name for loop in step.loops if loop.tokens), "")
+            by_loop[tokens] += 1
+    in_layers = by_loop.pop("", 0)
+    return in_layers + max(by_loop.values(), default=0)
+
+
+def _layer_kernels(listed: list[Step], sizes: Sizes) -> float:
+    """Count the kernels of a layer: in the largest loop over tokens, or in all loops over layers."""
+    by_loop: Counter[str] = Counter()
+    for step in listed:
+        for place, loop in enumerate(step.loops):
+            if loop.tokens if sizes.turns else loop.turns == sizes.layers:
+                if not sizes.turns or _in_a_layer(step.instruction):
+                    by_loop[loop.name] += step.inside(place)
+                break
+    return max(by_loop.values(), default=0) / sizes.layers if sizes.turns else float(sum(by_loop.values()))
+
+
+def _in_a_layer(line: Instruction) -> bool:
+    named = re.search(r'op_name="([^"]*)"', line.attributes)
+    return named is None or bool(_LAYER.search(named[1]))
+
+
+def _only_moves(line: Instruction, computations: Mapping[str, Computation]) -> bool:
+    """Return whether a kernel computes nothing: it copies, transposes, slices, joins or casts."""
+    if line.opcode != "fusion":
+        return line.opcode in _MOVES
+    (called,) = line.called("calls")
+    opcodes = {inner.opcode for inner in computations[called].values()} - {"parameter", "constant", "tuple"}
+    return opcodes <= _MOVES | _VIEWS and bool(opcodes & _MOVES)
+
+
+def _flops(line: Instruction, computation: Computation, computations: Mapping[str, Computation]) -> float:
+    if line.opcode == "fusion":
+        (called,) = line.called("calls")
+        inside = computations[called]
+        return sum(_flops(inner, inside, computations) for inner in inside.values())
+    if line.opcode == "convolution":
+        return _convolution(line, computation)
+    if line.opcode == "dot":
+        return _product(line, computation, _dimensions(line.attributes, "lhs_contracting_dims"))
+    if line.opcode != "custom-call":
+        return 0.0
+    target = re.search(r'custom_call_target="([^"]*)"', line.attributes)
+    if target and target[1].startswith("__cublas"):
+        settings = json.loads(line.attributes[line.attributes.index("backend_config=") + len("backend_config=") :])
+        numbers = settings["gemm_backend_config"]["dot_dimension_numbers"]
+        return _product(line, computation, [int(axis) for axis in numbers["lhs_contracting_dimensions"]])
+    if target and target[1].startswith("__cudnn$fmha"):
+        return _attention(line, computation, backward="Backward" in target[1])
+    return 0.0
+
+
+def _dimensions(attributes: str, name: str) -> list[int]:
+    listed = re.search(rf"{name}=\{{([\d,]*)\}}", attributes)
+    return [int(axis) for axis in listed[1].split(",") if axis] if listed else []
+
+
+def _product(line: Instruction, computation: Computation, contracted: list[int]) -> float:
+    left = computation[line.operands[0]].arrays[0].shape
+    return 2.0 * line.arrays[0].size * math.prod(left[axis] for axis in contracted)
+
+
+def _convolution(line: Instruction, computation: Computation) -> float:
+    """Count a product, which a TPU makes as a convolution; an axis of the batch is one of its windows."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
+    if labels is None:
+        return 0.0
+    left, right = (dict(zip(labels[i], computation[line.operands[i - 1]].arrays[0].shape, strict=True)) for i in (1, 2))
+    result = dict(zip(labels[3], line.arrays[0].shape, strict=True))
+    windows = [size for label, size in right.items() if label.isdigit() and left[label] != result[label]]
+    return 2.0 * line.arrays[0].size * right["i"] * math.prod(windows)
+
+
+def _attention(line: Instruction, computation: Computation, *, backward: bool) -> float:
+    """Two products of all queries with all keys, and two and a half times as many backward (Dao et al. 2022)."""
+    query, key = (computation[name].arrays[0] for name in line.operands[:2])
+    length = max(size for size in key.shape[1:3])
+    return (10.0 if backward else 4.0) * query.size * length
+
+
+def _bytes(step: Step, computations: Mapping[str, Computation]) -> float:
+    line = step.instruction
+    read = [step.computation[name].bytes for name in line.operands if name in step.computation]
+    if line.opcode in _SLICES:
+        return 2.0 * line.bytes
+    if line.opcode == "dynamic-update-slice":
+        return 2.0 * step.computation[line.operands[1]].bytes
+    if line.opcode == "copy-start":  # into the chip's memory or out of it
+        return float(max(read[0], line.arrays[0].bytes))
+    if line.opcode != "fusion":
+        return float(sum(read) + line.bytes)
+    (called,) = line.called("calls")
+    inside = computations[called]
+    read = [_read_bytes(parameter, inside, computations) for parameter in _parameters(inside)]
+    return float(sum(read) + _written_bytes(inside))
+
+
+def _parameters(inside: Computation) -> list[Instruction]:
+    """Return a computation's parameters in their order."""
+    lines = [line for line in inside.values() if line.opcode == "parameter"]
+    return sorted(lines, key=lambda line: int(line.attributes[1 : line.attributes.index(")")]))
+
+
+def _read_bytes(parameter: Instruction, inside: Computation, computations: Mapping[str, Computation]) -> int:
+    """Bytes that a fusion reads of a parameter: of one that is only sliced, the slices; of one updated, none."""
+    names = {parameter.name}
+    for line in inside.values():
+        if line.opcode == "bitcast" and line.operands[0] in names:
+            names.add(line.name)
+    read = 0
+    for line in inside.values():
+        places = [place for place, name in enumerate(line.operands) if name in names and line.opcode != "bitcast"]
+        if not places:
+            continue
+        if line.opcode in _SLICES and places == [0]:
+            read += line.bytes
+        elif line.opcode == "fusion":
+            nested = computations[line.called("calls")[0]]
+            read += sum(_read_bytes(_parameters(nested)[place], nested, computations) for place in places)
+        elif line.opcode != "dynamic-update-slice" or places != [0]:
+            return parameter.bytes
+    return min(read, parameter.bytes)
+
+
+def _written_bytes(inside: Computation) -> int:
+    root = next(line for line in inside.values() if line.is_root)
+    parts = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    total = 0
+    for part in parts:
+        while part.opcode == "bitcast":
+            part = inside[part.operands[0]]
+        total += inside[part.operands[1]].bytes if part.opcode == "dynamic-update-slice" else part.bytes
+    return total

@@ -1,0 +1,184 @@
+"""Devices that are not here: XLA's compilers for a GPU or a TPU run on a machine without one.
+
+Figures of the GPUs are those of OpenXLA's own specifications, peaks and bandwidths those of the vendors' data sheets
+(dense products of bfloat16 with float32 sums).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from grpo_jax.errors import UserError, short_repr
+from grpo_jax.planning import TARGET
+
+EXTRA = "targets"
+_GIB = 2**30
+_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+
+class Gpu(NamedTuple):
+    """Figures of a CUDA card: bytes, FLOP/s of bfloat16 products, bytes/s, and what XLA asks for."""
+
+    title: str
+    memory: int
+    flops: float
+    bandwidth: float
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    threads: int
+    shared: int
+    shared_optin: int
+    clock: float
+    cache: int
+
+
+class Tpu(NamedTuple):
+    """Figures of a TPU chip, as of `Gpu`, and the shapes in which libtpu knows so many of them."""
+
+    title: str
+    memory: int
+    flops: float
+    bandwidth: float
+    shapes: dict[int, str]
+
+
+_FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_CUBE = {1: "2x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
+_HOPPER = {"capability": (9, 0), "cores": 132, "fpus": 128, "threads": 2048, "clock": 1.98, "cache": 52428800}
+_LARGE = {"shared": 233472, "shared_optin": 232448}
+KINDS: dict[str, Gpu | Tpu] = {
+    "h100": Gpu("H100 SXM", 84942979072, 989.4e12, 3352.32e9, **_HOPPER, **_LARGE),
+    "h200": Gpu("H200 SXM", 151397597184, 989.4e12, 4800e9, **_HOPPER, **_LARGE),
+    "b200": Gpu("B200", 191514411008, 2250e12, 7672.32e9, (10, 0), 148, 128, 2048, 233472, 232448, 1.965, 132644864),
+    "a100": Gpu("A100 SXM 80", 85100068864, 312e12, 2039.04e9, (8, 0), 108, 64, 2048, 167936, 166912, 1.41, 41943040),
+    "a6000": Gpu("RTX A6000", 51041271808, 154.8e12, 768.096e9, (8, 6), 84, 128, 1536, 102400, 101376, 1.8, 6291456),
+    "rtx6000pro": Gpu(
+        "RTX PRO 6000", 103079215104, 503.8e12, 1792e9, (12, 0), 188, 128, 1536, 131072, 101376, 2.6, 134217728
+    ),
+    "v5e": Tpu("TPU v5e", 16 * _GIB, 197e12, 819e9, _FLAT),
+    "v6e": Tpu("TPU v6e", 32 * _GIB, 918e12, 1640e9, _FLAT),
+    "v5p": Tpu("TPU v5p", 95 * _GIB, 459e12, 2765e9, _CUBE),
+}
+
+
+class Target(NamedTuple):
+    """Devices to compile for: so many hosts with so many devices each."""
+
+    name: str
+    hosts: int
+    devices: int
+
+    @property
+    def kind(self) -> Gpu | Tpu:
+        """The device's figures."""
+        return KINDS[self.name]
+
+    @property
+    def count(self) -> int:
+        """The number of devices."""
+        return self.hosts * self.devices
+
+    @property
+    def platform(self) -> str:
+        """The platform as JAX names it while lowering."""
+        return "cuda" if isinstance(self.kind, Gpu) else "tpu"
+
+    def __str__(self) -> str:
+        """Spell the target as the command line does."""
+        if self.count == 1:
+            return self.name
+        return f"{self.name}:{self.devices}" if self.hosts == 1 else f"{self.name}:{self.hosts}x{self.devices}"
+
+
+def parse_target(text: str) -> Target:
+    """Read ``h100``, ``h100:8`` (eight of one host) or ``h100:2x8`` (two hosts with eight each); UserError."""
+    match = re.fullmatch(r"([a-z0-9]+)(?::(?:([1-9]\d{0,3})x)?([1-9]\d{0,3}))?", text)
+    if match is None or match[1] not in KINDS:
+        raise UserError(
+            f"{TARGET}: expected one of {', '.join(KINDS)}, with :DEVICES or :HOSTSxDEVICES behind it, "
+            f"got {short_repr(text)}"
+        )
+    return Target(match[1], int(match[2] or 1), int(match[3] or 1))
+
+
+def prepare() -> None:
+    """Keep JAX on the CPU, and its plugins from looking for devices; before any other use of JAX."""
+    for name, value in {"SKIP_MDS_QUERY": "1", "WORKER_HOSTNAMES": "localhost", "STDERR_LOG_LEVEL": "3"}.items():
+        os.environ.setdefault(f"TPU_{name}", value)  # libtpu would ask Google's metadata server, and say so
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that only running needs
+    jax.config.update("jax_platforms", "cpu")
+
+
+def open_devices(target: Target) -> list[jax.Device]:
+    """Return devices to compile for, which nothing can run on; UserError where the compiler is missing."""
+    kind = target.kind
+    if isinstance(kind, Gpu):
+        if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
+            raise _missing(target, "CUDA")
+        shape = f"1x{target.hosts}x{target.devices}"
+        return list(topologies.get_topology_desc("", "cuda", target_config=_figures(kind), topology=shape).devices)
+    if find_spec("libtpu") is None:
+        raise _missing(target, "TPU")
+    shape = kind.shapes.get(target.count)
+    if shape is None:
+        counts = ", ".join(map(str, kind.shapes))
+        raise UserError(f"{TARGET}: {target.name} comes as {counts} chips, got {target.count}")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{target.name}-{target.count}")
+    jax.devices()
+    os.environ.pop("XLA_FLAGS", None)  # the CPU has read them, and libtpu ends a process over flags that it lacks
+    return list(topologies.get_topology_desc(f"{target.name}:{shape}", "tpu").devices)[: target.count]
+
+
+def _missing(target: Target, compiler: str) -> UserError:
+    return UserError(
+        f'{TARGET} {target.name}: XLA\'s compiler for {compiler} is not installed; run pip install "grpo_jax[{EXTRA}]"'
+    )
+
+
+def _figures(kind: Gpu) -> str:
+    """Write XLA's `GpuTargetConfigProto` of a card as text."""
+    figures = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": kind.shared,
+        "core_count": kind.cores,
+        "fpus_per_core": kind.fpus,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "threads_per_core_limit": kind.threads,
+        "memory_bandwidth": int(kind.bandwidth),
+        "l2_cache_size": kind.cache,
+        "clock_rate_ghz": kind.clock,
+        "device_memory_size": kind.memory,
+        "shared_memory_per_block_optin": kind.shared_optin,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+    major, minor = kind.capability
+    listed = " ".join(f"{name}: {value}" for name, value in figures.items())
+    return (
+        f"gpu_device_info {{ {listed} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+        f'platform_name: "CUDA" dnn_version_info {{ major: 9 }} device_description_str: "{kind.title}"'
+    )
+
+
+def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile what was lowered for the target's devices; there is nothing to time kernels on."""
+    if target.platform == "tpu":
+        return lowered.compile()
+    options: dict[str, bool | int] = {"xla_gpu_autotune_level": 0}
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "output tile sizes" not in str(error):
+            raise
+        return lowered.compile(compiler_options=options | _TRITON)  # untimed, Triton finds no tiles for some products

@@ -175,7 +175,8 @@ def make_see(policy: Policy) -> See:
     compiled = jax.jit(policy.encode_images)
 
     def see(variables: Variables, pictures: Pictures) -> tuple[PictureStates, PictureStates | Pictures]:
-        placed = gather(pictures, policy.mesh)  # what was drawn lies on one device
+        # What was drawn lies on one device: over a mesh each takes it from the host.
+        placed = pictures if policy.mesh is None else jax.device_get(pictures)
         states = gather(compiled(variables, placed), policy.mesh)
         if process_count() > 1:  # batches are made on the host
             states = on_host(states)

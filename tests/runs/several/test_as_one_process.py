@@ -1,6 +1,5 @@
 """A run over several processes computes what one process on as many devices does."""
 
-import functools
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import sys
 import pytest
 from support import xla
 from support.processes import announcement, ended
-from support.recorded_runs import RUNS, TEXT, TWO, differences, text_config, untimed, weights_of
+from support.recorded_runs import RUNS, TEXT, TWO, text_config, untimed, weights_of
 from support.text_task import ROOT
 
 pytestmark = [
@@ -49,18 +48,15 @@ def train(folder, processes, devices, arguments):
     return {"metrics": [untimed(row) for row in rows], "evaluation": summary["evaluation"], "weights": norms}
 
 
-def differing(alone, together):
+def differing(alone, together, path=""):
     """What differs by more than 1e-5 of the larger; below 1e-6 it is rounding of what should be 0."""
-    found = {}
-    for path, difference in differences(alone, together):
-        values = [functools.reduce(step_into, path.strip("/").split("/"), tree) for tree in (alone, together)]
-        if difference > 1e-5 and max(map(abs, values)) > 1e-6:
-            found[path] = values
-    return found
-
-
-def step_into(tree, name):
-    return tree[int(name)] if isinstance(tree, list) else tree[name]
+    if isinstance(alone, dict | list):
+        assert type(alone) is type(together) and len(alone) == len(together), path
+        names = alone if isinstance(alone, dict) else range(len(alone))
+        return [found for name in names for found in differing(alone[name], together[name], f"{path}.{name}")]
+    if alone == together or alone == pytest.approx(together, rel=1e-5, abs=1e-6, nan_ok=True):
+        return []
+    return [(path, alone, together)]
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from grpo_jax.models.sharding import (
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, pack_pictures
 from grpo_jax.models.vision.tower import init_tower, make_tower
+from grpo_jax.runs.policy import make_see
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
@@ -177,8 +179,12 @@ def tower():
     def apart(one, other):
         return float(np.abs(np.asarray(one) - np.asarray(other)).max() / np.abs(np.asarray(one)).max())
 
-    expected, (states, grads) = seen(None), seen(make_mesh(2, 4, jax.devices()))
+    mesh = make_mesh(2, 4, jax.devices())
+    expected, (states, grads) = seen(None), seen(mesh)
+    see = make_see(SimpleNamespace(encode_images=make_tower(config, spread=over_prompts(mesh)), mesh=mesh))
+    drawn, _ = see(shard({"visual": params}, mesh), jax.device_put(pictures, jax.devices()[1]))
     return {
+        "drawn": apart(expected[0], drawn.states),
         "apart": max(jax.tree.leaves(jax.tree.map(apart, expected, (states, grads)))),
         "rows": states.addressable_shards[0].data.shape[0],
     }

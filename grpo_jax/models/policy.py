@@ -66,7 +66,7 @@ class Policy:
         softcap: The cap of the logits, which ``logits`` and ``token_logprobs`` apply; None for none.
         matmul_precision: Of products of matrices, in all of these functions and their gradients; None for JAX's own.
         lora: Configuration of the adapters; None without.
-        folder: The Hugging Face folder as read, without weights; None for functions alone.
+        source: The Hugging Face folder as read, without weights; None for functions alone.
         variables: The weights as loaded, on their devices.
         mesh: The devices where they are several, else None.
     """
@@ -83,7 +83,7 @@ class Policy:
     softcap: float | None = None
     matmul_precision: str | None = None
     lora: LoraConfig | None = None
-    folder: hf.PolicyFolder | None = None
+    source: hf.PolicyFolder | None = None
     variables: Variables = dataclasses.field(default_factory=dict)
     mesh: jax.sharding.Mesh | None = None
 
@@ -92,30 +92,31 @@ class Policy:
         return dataclasses.replace(self, **fields)
 
     @property
-    def _folder(self) -> hf.PolicyFolder:
-        if self.folder is None:
+    def folder(self) -> hf.PolicyFolder:
+        """The source; ValueError for functions alone."""
+        if self.source is None:
             raise ValueError("this policy has functions alone (make_policy); load_policy gives it a folder")
-        return self.folder
+        return self.source
 
     @property
     def config(self) -> ModelConfig:
         """Shape and choices of the decoder."""
-        return self._folder.config
+        return self.folder.config
 
     @property
     def tokenizer(self) -> hf.Tokenizer:
         """The folder's Hugging Face tokenizer."""
-        return self._folder.tokenizer
+        return self.folder.tokenizer
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion."""
-        return self._folder.eos_ids
+        return self.folder.eos_ids
 
     @property
     def pad_id(self) -> int:
         """The token that pads."""
-        return self._folder.pad_id
+        return self.folder.pad_id
 
     @property
     def params(self) -> PyTree:
@@ -188,7 +189,7 @@ class Policy:
         Tensors that are not the policy's (a frozen vision tower) are copied. UserError where the folder cannot be
         written.
         """
-        hf.save_folder(folder, self._folder.path, self.config, merge(variables, self.lora), dtype=dtype)
+        hf.save_folder(folder, self.folder.path, self.config, merge(variables, self.lora), dtype=dtype)
 
     def save_adapters(self, folder: str | Path, variables: Variables) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` loads onto the base model; it appears when complete.
@@ -197,7 +198,7 @@ class Policy:
         """
         if self.lora is None:
             raise UserError("--adapters: this run trained all weights and has none (policy.lora.rank 0)")
-        save_adapters(folder, variables["lora"], self.lora, self.config, base=self._folder.name)
+        save_adapters(folder, variables["lora"], self.lora, self.config, base=self.folder.name)
 
 
 _WITHOUT_WEIGHTS = [field.name for field in dataclasses.fields(Policy) if field.name != "variables"]
@@ -469,7 +470,7 @@ def load_policy(
         variables["lora"] = put(adapters)
     if value_head:
         variables[VALUE] = put({VALUE: init_value_head(config.hidden_size)})[VALUE]
-    return policy.replace(folder=read, variables=variables, mesh=mesh)
+    return policy.replace(source=read, variables=variables, mesh=mesh)
 
 
 def weight_dtype(section: PolicySection) -> str:

@@ -10,9 +10,12 @@ import dataclasses
 import functools
 import itertools
 import json
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import parse_json
@@ -20,10 +23,10 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import SPLITS, PromptSet, Row, all_rows
+from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, size_of_row
 from grpo_jax.rollout.pictures import File, Source, as_text, size_of, source_of
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.rollout.records import dataset_records
+from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.runs.progress import Record
@@ -77,18 +80,30 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
             f"data.prompts: run() was given the prompts in Python and {directory.prompts} does not keep them: call "
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
-    parts: dict[str, list[Row]] = {split: [] for split in SPLITS}
-    with directory.prompts.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = parse_json(text)
-                parts[line["split"]].append(_row(line))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                reason = f"no row as a run keeps it, {one_line(error)}"
-                raise UserError(
-                    f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)"
-                ) from error
-    return PromptSet(**parts)
+    records = read_lines(directory.prompts, _parsed)
+    splits, sizes = array("b"), array("q")
+    line: Any
+    for number, line in records.all():
+        try:
+            splits.append(SPLITS.index(line["split"]))
+            sizes.extend(size_of_row(_row(line)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = line if isinstance(line, str) else f"no row as a run keeps it, {one_line(error)}"
+            raise UserError(f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)") from error
+
+    def make(place: int) -> Row:
+        ((_, line),) = records.read(place, place + 1)
+        return _row(line)  # type: ignore[arg-type]
+
+    rows = Rows(make, np.arange(len(splits)), np.frombuffer(sizes, ROW_SIZES))
+    return PromptSet(*(rows.take(np.array(splits) == part) for part in range(len(SPLITS))))
+
+
+def _parsed(text: str) -> Record | str:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        return str(error)
 
 
 def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:

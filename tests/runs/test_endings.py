@@ -51,8 +51,9 @@ def test_a_thread_that_never_ends_does_not_hold_the_process(name):
 IMPATIENT = """
 from grpo_jax.rollout import pipeline
 pipeline._WATCHDOG_SECONDS = 1.0
-from grpo_jax.train import command
-command()
+from grpo_jax.errors import leave
+from grpo_jax.train import main
+leave(main())
 """
 
 

@@ -48,12 +48,19 @@ class PolicyFolder(NamedTuple):
 
     config: ModelConfig
     params: dict[str, PyTree]  # the decoder's; empty while only `read_folder` has run
-    tokenizer: Tokenizer | None  # None if it was not asked for
+    read_tokenizer: Tokenizer | None  # None if it was not asked for
     eos_ids: tuple[int, ...]  # every token id that ends a completion
     pad_id: int  # the first of `eos_ids` where the folder names none
     path: Path
     name: str  # the hub id, or the folder's absolute path
     visual: dict[str, PyTree] | None = None  # the vision tower's; None if it was not asked for
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; ValueError if it was not asked for."""
+        if self.read_tokenizer is None:
+            raise ValueError(f"{self.name} was read without its tokenizer")
+        return self.read_tokenizer
 
 
 def load_folder(

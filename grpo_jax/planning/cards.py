@@ -242,9 +242,10 @@ def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
 def first_that_fits(planner: Planner, config: Config, savings: Mapping[str, object]) -> str | None:
     """Return the first change that makes the run fit by itself, as an option; None if none does."""
     for name, value in savings.items():
-        values: object = value
-        for part in reversed(name.split(".")):
-            values = {part: values}
+        *sections, field = name.split(".")
+        values: dict[str, object] = {field: value}
+        for section in reversed(sections):
+            values = {section: values}
         try:
             cards = planner.cards(make_config(merged(to_dict(config), values)))
         except UserError:  # a change that this run does not take

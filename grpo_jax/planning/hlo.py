@@ -244,7 +244,7 @@ def _token_turns(computations: Mapping[str, Computation], turns: int) -> dict[st
 
 def read_program(compiled: jax.stages.Compiled, sizes: Sizes) -> Reading:
     """Read what a compiled program does."""
-    computations, entry = parse_program(compiled.as_text())
+    computations, entry = parse_program(compiled.as_text() or "")
     listed = steps(computations, entry, sizes.turns)
     launched: Counter[str] = Counter()
     moved: Counter[str] = Counter()

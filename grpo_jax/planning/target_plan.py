@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import SingleDeviceSharding
@@ -120,7 +120,8 @@ def _warm_start_program(config: Config, model: ModelConfig, mesh: jax.sharding.M
     state = jax.eval_shape(lambda: init_state(variables, optimizer, keep_reference=False))
     prompt = jax.ShapeDtypeStruct((section.batch, config.data.max_prompt_tokens), "int32")
     text = jax.ShapeDtypeStruct((section.batch, 1, config.sampling.stream_tokens), "int32")
-    batch = Batch(prompt, _as_mask(prompt), text, _as_mask(text))
+    arrays: Any = (prompt, _as_mask(prompt), text, _as_mask(text))
+    batch = Batch(*arrays)
     return Program(jax.jit(step, donate_argnums=0), (state, batch))
 
 
@@ -152,6 +153,7 @@ def report(program: Program, target: Target, device: jax.Device, sizes: Sizes) -
 
     compiled = compile_for(target, program.function.lower(*jax.tree.map(place, program.arguments)))
     memory = compiled.memory_analysis()
+    assert memory is not None  # these compilers say it
     reading = read_program(compiled, sizes._replace(turns=program.turns))
     arguments, temporary, output = (
         memory.argument_size_in_bytes,

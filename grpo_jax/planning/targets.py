@@ -19,7 +19,7 @@ from grpo_jax.planning import TARGET
 
 EXTRA = "targets"
 _GIB = 2**30
-_TRITON = {"xla_gpu_enable_triton_gemm": False}
+_TRITON: dict[str, str | bool | int | float] = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Gpu(NamedTuple):
@@ -51,11 +51,10 @@ class Tpu(NamedTuple):
 
 _FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBE = {1: "2x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
-_HOPPER = {"capability": (9, 0), "cores": 132, "fpus": 128, "threads": 2048, "clock": 1.98, "cache": 52428800}
-_LARGE = {"shared": 233472, "shared_optin": 232448}
+_HOPPER = ((9, 0), 132, 128, 2048, 233472, 232448, 1.98, 52428800)
 KINDS: dict[str, Gpu | Tpu] = {
-    "h100": Gpu("H100 SXM", 84942979072, 989.4e12, 3352.32e9, **_HOPPER, **_LARGE),
-    "h200": Gpu("H200 SXM", 151397597184, 989.4e12, 4800e9, **_HOPPER, **_LARGE),
+    "h100": Gpu("H100 SXM", 84942979072, 989.4e12, 3352.32e9, *_HOPPER),
+    "h200": Gpu("H200 SXM", 151397597184, 989.4e12, 4800e9, *_HOPPER),
     "b200": Gpu("B200", 191514411008, 2250e12, 7672.32e9, (10, 0), 148, 128, 2048, 233472, 232448, 1.965, 132644864),
     "a100": Gpu("A100 SXM 80", 85100068864, 312e12, 2039.04e9, (8, 0), 108, 64, 2048, 167936, 166912, 1.41, 41943040),
     "a6000": Gpu("RTX A6000", 51041271808, 154.8e12, 768.096e9, (8, 6), 84, 128, 1536, 102400, 101376, 1.8, 6291456),
@@ -175,7 +174,7 @@ def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compi
     """Compile what was lowered for the target's devices; there is nothing to time kernels on."""
     if target.platform == "tpu":
         return lowered.compile()
-    options: dict[str, bool | int] = {"xla_gpu_autotune_level": 0}
+    options: dict[str, str | bool | int | float] = {"xla_gpu_autotune_level": 0}
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:

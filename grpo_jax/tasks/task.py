@@ -275,16 +275,19 @@ class Program(Protocol):
     @property
     def iterations(self) -> int:
         """Number of iterations in all."""
+        ...
 
     @property
     def identity(self) -> Mapping[str, str]:
         """What must be the same on resume, beside the config."""
+        ...
 
     def template(self) -> State:
         """Return a state as training begins with, to restore a checkpoint into."""
 
     def saved(self, state: State) -> dict[str, State]:
         """Return the parts of a state in a checkpoint; "variables" is what evaluation needs."""
+        ...
 
     def restored(self, saved: Mapping[str, State], template: State) -> State:
         """Invert `saved`."""
@@ -294,12 +297,14 @@ class Program(Protocol):
 
     def advance(self, state: State, iteration: int, notes: Notes) -> Advanced:
         """Take the next step after `iteration` iterations; the state is donated."""
+        ...
 
     def validate(self, state: State, iteration: int) -> tuple[dict[str, float], float] | None:
         """Return measures that choose the best checkpoint, and the score they make; None where it is not time."""
 
     def finish(self, state: State, progress: Progress, directory: RunDirectory) -> Finished:
         """Measure the end and write the policy."""
+        ...
 
     def close(self) -> None:
         """End what still runs beside it, however the run ends."""

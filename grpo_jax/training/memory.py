@@ -259,7 +259,9 @@ def temporary_bytes(program: Program) -> int:
     """Temporary bytes of a program on this machine's devices, without running it."""
     options = _FAST_COMPILE if jax.default_backend() == "cpu" else None
     compiled = program.function.lower(*program.arguments).compile(compiler_options=options)
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+    memory = compiled.memory_analysis()
+    assert memory is not None  # this platform says it
+    return int(memory.temp_size_in_bytes)
 
 
 def fewest_parts(measure: Callable[[int], int], rows: int, *, budget: int, least: int = 1) -> tuple[int, int]:

@@ -69,8 +69,8 @@ def test_a_plan_compiles_the_last_turn_too(monkeypatch):
     config, model = configured()
     asked = []
 
-    def counted(compiled, *shapes):
-        asked.append(compiled.lower(*shapes).as_text().count("while"))
+    def counted(program):
+        asked.append(program.function.lower(*program.arguments).as_text().count("while"))
         return 2**20 * len(asked)
 
     for module in (plan, training_memory):

@@ -50,6 +50,7 @@ class Retriever(Protocol):
 
     def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
         """Rank by one text each."""
+        ...
 
     def score_mixed_ranks(
         self,
@@ -59,6 +60,7 @@ class Retriever(Protocol):
         exclude: Sequence[Sequence[int]],
     ) -> Ranks:
         """Rank by the weighted sum of several texts' vectors each."""
+        ...
 
 
 def rank_and_recommend(

@@ -1,6 +1,6 @@
 """Count what process 0 of a run tells the others: calls and bytes of `models.broadcast` in each iteration.
 
-    python benchmarks/scaling/traffic.py 2 4 8
+    python benchmarks/scaling/traffic.py 2 4
 
 Runs three iterations of a tiny text task over so many processes of this machine, a device each, and prints what each
 iteration took. It must not grow with the number of processes, but for the rewards of their prompts.
@@ -56,14 +56,17 @@ def traffic(processes: int, folder: Path) -> list[tuple[int, int]]:
             for number in range(processes)
         ]
     )
-    (line,) = [line for line in done[0].stdout.splitlines() if line.startswith("COUNTED")] or [done[0].stderr]
+    lines = [line for line in done[0].stdout.splitlines() if line.startswith("COUNTED")]
+    if not lines:
+        raise SystemExit(f"the run ended with {done[0].returncode}: {done[0].stderr[-2000:]}")
+    (line,) = lines
     marks = json.loads(line.removeprefix("COUNTED"))
     return [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(marks)]
 
 
 def main() -> None:
     """The command."""
-    for count in map(int, sys.argv[1:] or ["2", "4", "8"]):
+    for count in map(int, sys.argv[1:] or ["2", "4"]):
         with tempfile.TemporaryDirectory() as folder:
             print(f"{count} processes: calls and bytes by iteration {traffic(count, Path(folder))}", flush=True)
 

@@ -20,7 +20,7 @@ from grpo_jax.planning import MEMORY
 from grpo_jax.planning.policy import GIB, PolicyMemory, held_memory, policy_memory
 from grpo_jax.planning.target_plan import Report, plan_programs
 from grpo_jax.planning.targets import Target, open_devices
-from grpo_jax.training.memory import Shown
+from grpo_jax.training.memory import Shown, state_shapes
 
 RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""
@@ -101,16 +101,19 @@ class Planner:
     ) -> PolicyMemory:
         programs = plan_programs(config, self._model, target, devices[0], mesh, self._shown)
         self.programs = self.programs or programs
-        sampling = [report.working_bytes for name, report in programs.items() if name in ("vision", "sample", "turn")]
-        learning = [report.working_bytes for name, report in programs.items() if name in ("logprobs", "update")]
-        held = held_memory(config, self._model, mesh, self._shown)
-        return held._replace(sampling=max(sampling), update=max(learning), gradients=0, compiled_for=str(target))
+        working = {name: report.working_bytes for name, report in programs.items()}
+        sampling = [working.pop(name) for name in ("vision", "sample", "turn") if name in working]
+        held = held_memory(config, state_shapes(config, self._model, mesh, pictures=self._shown is not None))
+        return held._replace(
+            sampling=max(sampling), update=max(working.values()), gradients=0, compiled_for=str(target)
+        )
 
     def cards(self, config: Config) -> list[Card]:
         """All devices with their lines."""
         on_tpu = self._target is not None and self._target.platform == "tpu"
         places = places_on_tpu(config) if on_tpu else places_of(config, len(self._gib))
-        names = list(dict.fromkeys([*(f"gpu:{i}" for i in range(len(self._gib))), *sum(places.values(), ())]))
+        kind = "tpu" if on_tpu else "gpu"
+        names = list(dict.fromkeys([*(f"{kind}:{i}" for i in range(len(self._gib))), *sum(places.values(), ())]))
         cards = {name: Card(name, _capacity(name, self._gib), {}) for name in names}
         lines = {POLICY: policy_lines(config, self.policy(config))}
         lines |= {name: judge_lines(judge) for name, judge in config.judges.items()}
@@ -142,14 +145,14 @@ def places_of(config: Config, count: int) -> dict[str, tuple[str, ...]]:
 
 def places_on_tpu(config: Config) -> dict[str, tuple[str, ...]]:
     """Devices of each part where the policy is on TPUs: judges, which torch runs, are on the host."""
-    policy = tuple(f"gpu:{chip}" for chip in range(config.policy.mesh.size))
+    policy = tuple(f"tpu:{chip}" for chip in range(config.policy.mesh.size))
     return {POLICY: policy} | {name: ("cpu",) for name in config.judges}
 
 
 def _capacity(name: str, gib: tuple[float, ...]) -> int:
     if name == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    index = int(name.removeprefix("gpu:"))
+    index = int(name.partition(":")[2])
     if gib:
         if index >= len(gib):
             raise UserError(f"{MEMORY}: {name} is asked for, but there are {len(gib)} devices in the list")

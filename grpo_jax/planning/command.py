@@ -67,7 +67,7 @@ def show_plan(config: object, request: PlanRequest) -> int:
 def _tell_programs(target: Target, programs: Mapping[str, Report]) -> None:
     print(f"Programs, compiled for {target.kind.title} and not run; judges, which torch runs, are counted:")
     print(
-        f"  {'':<12}{'arguments':>10}{'temporary':>10}{'peak':>8}  GiB{'kernels':>9}{'a layer':>9}{'copies':>8}  bound"
+        f"{'GiB of':>12}{'arguments':>12}{'temporary':>10}{'peak':>8}{'kernels':>14}{'a layer':>9}{'copies':>8}  bound"
     )
     for name, report in programs.items():
         reading = report.reading

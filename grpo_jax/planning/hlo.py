@@ -22,7 +22,7 @@ _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "col
 _LIBRARY = ('"kind":"__triton', '"kind":"__cudnn', '"kind":"__cublas')
 _SLICES = ("dynamic-slice", "slice", "gather")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16}
-_BITS |= {"f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64, "u64": 64, "token": 0}
+_BITS |= {"f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64, "u64": 64, "c64": 64, "token": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 _ON_CHIP = "S(1)"  # a TPU's memory beside its products
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$", re.MULTILINE)
@@ -47,8 +47,7 @@ class Array(NamedTuple):
         """The bytes that it takes of the device's memory; none on the chip itself."""
         if self.on_chip:
             return 0
-        bits = _BITS.get(self.dtype) or (8 if self.dtype.startswith("f8") else 64 if self.dtype == "c64" else 32)
-        return self.size * bits // 8 if self.dtype != "token" else 0
+        return self.size * _BITS.get(self.dtype, 8 if self.dtype.startswith("f8") else 32) // 8
 
 
 class Instruction(NamedTuple):

@@ -138,8 +138,8 @@ def policy_memory(
     """
     narrow = {config.policy.compute_dtype, weight_dtype(config.policy)} - {"float32"}
     widened = bool(narrow) and jax.default_backend() == "cpu"
-    held = held_memory(config, model, mesh, shown)
     state = state_shapes(config, model, mesh, pictures=shown is not None)
+    held = held_memory(config, state)
     same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
     wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
     apart = _layers_bytes(state_shapes(wide, model, mesh, pictures=shown is not None))
@@ -155,11 +155,8 @@ def policy_memory(
     )
 
 
-def held_memory(
-    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None = None, shown: Shown | None = None
-) -> PolicyMemory:
-    """Count what no compiler is needed for: sampling and the update's temporaries are 0; raises as `policy_memory`."""
-    state = state_shapes(config, model, mesh, pictures=shown is not None)
+def held_memory(config: Config, state: TrainState) -> PolicyMemory:
+    """Count what no compiler is needed for, of `state_shapes`: sampling and the update's temporaries are 0."""
     trained = trained_weights(state.variables)
     return PolicyMemory(
         parameters=count_weights(state.variables["params"]),

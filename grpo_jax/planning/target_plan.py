@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
 from grpo_jax.config.run import Config
-from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.policy import configured_functions
-from grpo_jax.models.sharding import shard_optimizer
+from grpo_jax.models.sharding import shardings
 from grpo_jax.planning.hlo import Reading, Sizes, read_program
 from grpo_jax.planning.policy import sampling_programs, tree_bytes, turn_program
 from grpo_jax.planning.targets import Target, compile_for
+from grpo_jax.runs.warm_start import make_sft_step
 from grpo_jax.sampling.sampler import bucket_size, cache_sizes
 from grpo_jax.training.batch import Batch
-from grpo_jax.training.memory import Program, Shown, batch_shapes, shown_shapes, state_shapes, update_program
-from grpo_jax.training.objectives import make_forward, make_supervised_objective
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import init_state, needs_reference
-from grpo_jax.training.update import make_forward_step, make_train_step
+from grpo_jax.training.memory import Program, Shown, batch_shapes, placed, shown_shapes, state_shapes, update_program
+from grpo_jax.training.objectives import make_forward
+from grpo_jax.training.state import needs_reference
+from grpo_jax.training.update import make_forward_step, needs_old_logprobs
 
 LAUNCH_SECONDS = 1.3e-6
 """Of a kernel within a CUDA graph."""
@@ -79,9 +77,7 @@ def run_programs(
     programs = sampling_programs(config, model, mesh, shown, platform)
     if config.sampling.turns > 1:
         programs["turn"] = turn_program(config, model, mesh, platform)
-    training, algorithm = config.training, config.algorithm
-    several = training.inner_epochs * training.minibatches > 1 or algorithm.importance_cap or algorithm.learns_values
-    if several or algorithm.entropy_share < 1 or needs_reference(algorithm, config.ppo):
+    if needs_old_logprobs(config.algorithm, config.training) or needs_reference(config.algorithm, config.ppo):
         programs["logprobs"] = _logprobs_program(config, model, mesh, shown, platform)
     programs["update"] = update_program(config, model, mesh, shown, platform)
     if config.warm_start.steps:
@@ -107,17 +103,10 @@ def _warm_start_program(config: Config, model: ModelConfig, mesh: jax.sharding.M
     """Return a supervised update of texts."""
     section = config.warm_start
     policy = configured_functions(config.policy, model, mesh, platform)
-    optimizing = dataclasses.replace(config.optimizer, learning_rate=section.learning_rate)
-    optimizer = shard_optimizer(make_optimizer(optimizing, make_schedule(optimizing, section.steps)), mesh)
-    objective = make_supervised_objective(make_forward(policy, temperature=config.sampling.temperature))
-    step = make_train_step(
-        objective,
-        optimizer,
-        normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
-        accumulation=math.gcd(section.batch, config.training.accumulation),
-    )
-    variables = state_shapes(config, model, mesh).variables
-    state = jax.eval_shape(lambda: init_state(variables, optimizer, keep_reference=False))
+    init, step = make_sft_step(config, policy.replace(mesh=mesh))
+    state = jax.eval_shape(init, state_shapes(config, model, None).variables)
+    if mesh is not None:
+        state = placed(state, shardings(state, mesh))
     prompt = jax.ShapeDtypeStruct((section.batch, config.data.max_prompt_tokens), "int32")
     text = jax.ShapeDtypeStruct((section.batch, 1, config.sampling.stream_tokens), "int32")
     arrays: Any = (prompt, _as_mask(prompt), text, _as_mask(text))

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config.run import Config
 from grpo_jax.core.aggregation import loss_normaliser
+from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models.broadcast import run_together
-from grpo_jax.models.policy import make_loss_scale
+from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
@@ -98,15 +101,31 @@ def make_sft(
     parts: RunContext,
 ) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
     """Make start(variables) → state and step(state, batch) → (state, report)."""
-    config, policy, section = parts.config, parts.policy, parts.config.warm_start
+    policy = parts.policy
+    allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
+    init, train_step = make_sft_step(parts.config, policy, allowed_tokens=allowed, trie=parts.trie)
+
+    def start(variables: Variables) -> TrainState:
+        return commit_to_device(shard(init(variables), policy.mesh))
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Record]:
+        return run_together("warm start", lambda: train_step(state, batch))
+
+    return start, step
+
+
+def make_sft_step(
+    config: Config, policy: Policy, *, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
+) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
+    """Make init(variables) → state, which takes them over, and the compiled supervised step of (state, batch)."""
+    section = config.warm_start
     optimizing = dataclasses.replace(
         config.optimizer, learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
     )
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
-    allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
     temperature = config.sampling.temperature
-    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed, trie=parts.trie)
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens, trie=trie)
     train_step = make_train_step(
         make_supervised_objective(forward),
         optimizer,
@@ -115,14 +134,10 @@ def make_sft(
     )
     scale = make_loss_scale(config.policy.compute_dtype)
 
-    def start(variables: Variables) -> TrainState:
-        state = init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
-        return commit_to_device(shard(state, policy.mesh))
+    def init(variables: Variables) -> TrainState:
+        return init_state(variables, optimizer, keep_reference=False, loss_scale=scale, take_over=True)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Record]:
-        return run_together("warm start", lambda: train_step(state, batch))
-
-    return start, step
+    return init, train_step
 
 
 def _batches(parts: RunContext, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:

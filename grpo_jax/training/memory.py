@@ -97,7 +97,7 @@ def state_shapes(
         )
 
     shapes = jax.eval_shape(start)
-    return shapes if mesh is None else _placed(shapes, shardings(shapes, mesh))
+    return shapes if mesh is None else placed(shapes, shardings(shapes, mesh))
 
 
 def batch_shapes(
@@ -128,7 +128,7 @@ def batch_shapes(
     shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
     if mesh is None:
         return shapes
-    return _placed(shapes, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(FSDP)), shapes))
+    return placed(shapes, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(FSDP)), shapes))
 
 
 def require_memory(config: Config, model: ModelConfig, *, available: int | None, listed: bool = False) -> None:
@@ -284,7 +284,8 @@ def _optimizer(config: Config) -> optax.GradientTransformation:
     return make_optimizer(section, schedule, value_rate=config.ppo.value_rate)
 
 
-def _placed(shapes: PyTree, places: PyTree) -> PyTree:
+def placed(shapes: PyTree, places: PyTree) -> PyTree:
+    """Return shapes with a sharding each."""
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
     )

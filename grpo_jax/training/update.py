@@ -156,6 +156,16 @@ def make_token_weights(
     return jax.jit(weigh)
 
 
+def needs_old_logprobs(algorithm: AlgorithmSection, training: TrainingSection) -> bool:
+    """Whether old log-probabilities are computed before a batch's first update: with one update they are the new."""
+    several = training.inner_epochs * training.minibatches > 1
+    return several or _has_token_weights(algorithm) or algorithm.learns_values
+
+
+def _has_token_weights(algorithm: AlgorithmSection) -> bool:
+    return bool(algorithm.importance_cap) or algorithm.entropy_share < 1
+
+
 def make_preparation(
     forward: ForwardPass, algorithm: AlgorithmSection, ppo: PPOSection, training: TrainingSection
 ) -> Callable[[TrainState, Batch], tuple[Batch, Metrics]]:
@@ -168,8 +178,7 @@ def make_preparation(
     Measured are "importance_weight", PPO's "estimates", and "importance_clipped" of batches sampled ahead.
     """
     look = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
-    several = training.inner_epochs * training.minibatches > 1
-    weighted, ahead = bool(algorithm.importance_cap) or algorithm.entropy_share < 1, training.lag > 0
+    weighted, ahead = _has_token_weights(algorithm), training.lag > 0
     weigh, estimate = make_token_weights(algorithm), make_estimates(ppo)
 
     def prepare(state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
@@ -177,7 +186,7 @@ def make_preparation(
         if needs_reference(algorithm, ppo):
             batch = batch._replace(ref_logprobs=look(reference_variables(state), batch).logprobs)
         sampled = batch.rollout_logprobs if ahead and not algorithm.importance_cap else None
-        if not (several or weighted or algorithm.learns_values):
+        if not needs_old_logprobs(algorithm, training):
             return batch._replace(old_logprobs=sampled), measured
         old = look(state.variables, batch)
         batch = batch._replace(old_logprobs=old.logprobs if sampled is None else sampled)

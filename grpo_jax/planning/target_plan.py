@@ -127,7 +127,7 @@ def plan_programs(
     shown: Shown | None,
 ) -> dict[str, Report]:
     """Compile a run's programs for a device of the target, or for a mesh of them."""
-    sizes = _sizes(config, model, mesh)
+    sizes = program_sizes(config, model, mesh)
     programs = run_programs(config, model, mesh, shown, target.platform)
     return {name: report(program, target, device, sizes) for name, program in programs.items()}
 
@@ -155,7 +155,7 @@ def report(program: Program, target: Target, device: jax.Device, sizes: Sizes) -
     return Report(arguments, temporary, output, arguments + temporary + output, reading, floor + launches)
 
 
-def _sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Sizes:
+def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Sizes:
     """Return what counts as a copy of weights or of caches on one device."""
     state = state_shapes(config, model, mesh)
     layers = state.variables["params"].get("layers", {})

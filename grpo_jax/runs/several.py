@@ -47,9 +47,7 @@ def join(config: Any, stop: StopRequests) -> Any:
         return config
     if not isinstance(config, Config):
         raise UserError(f"task: this one runs in one process, and {count} were started: start one (srun --ntasks=1)")
-    mesh, lag = config.policy.mesh, config.training.lag
-    require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
-    require(lag == 0, "training.lag", f"0 with a policy over {count} processes", lag)
+    require_for_processes(config, count)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     run_dir: list[str] = []
 
@@ -64,6 +62,13 @@ def join(config: Any, stop: StopRequests) -> Any:
     atexit.register(part)
     _in_time(work, config.process_timeout, stop)
     return dataclasses.replace(config, run_dir=run_dir[0])
+
+
+def require_for_processes(config: Config, count: int) -> None:
+    """Refuse what a policy over so many processes does not take."""
+    mesh, lag = config.policy.mesh, config.training.lag
+    require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
+    require(count == 1 or lag == 0, "training.lag", f"0 with a policy over {count} processes", lag)
 
 
 def _in_time(work: Callable[[], object], timeout: float, stop: StopRequests) -> None:

@@ -1,5 +1,6 @@
 """One run on several processes of this machine, through the command: as on one, whoever dies, and resumed elsewhere."""
 
+import json
 import os
 import signal
 import subprocess
@@ -125,8 +126,30 @@ def run_together(act):
     part()
     leave(0)
 """
-LATE = """
+LEAVES = """
 def act(number):
+    import json, math
+    import jax, numpy as np
+    from grpo_jax.models import sharding
+
+    def held():  # by this process's one device
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.live_arrays())
+
+    def gather(leaf, mesh, real=sharding.gather):
+        gathered = real(leaf, mesh)
+        peaks.append(held())
+        return gathered
+
+    kernels = {f"{name}_proj": {"kernel": np.full((2, 64, 64), place)} for place, name in enumerate("qkvo")}
+    tree = {"params": {"embed_tokens": np.ones((256, 64)), "layers": kernels, "norm": {"scale": np.ones(64)}}}
+    tree = jax.tree.map(np.float32, tree)
+    sharded = sharding.shard(tree, sharding.make_mesh(2, 1, jax.devices()))
+    share, peaks = held(), []
+    sharding.gather = gather
+    whole = sharding.on_host(sharded)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, whole, tree)))
+    sizes = [x.nbytes for x in jax.tree.leaves(tree)]
+    print(json.dumps([share, max(peaks), max(sizes), sum(sizes)]), flush=True)
     time.sleep(4 * number)
 """
 STUCK = """
@@ -155,8 +178,20 @@ def start_watched(act, timeout):
     ]
 
 
-def test_the_coordinator_waits_for_one_that_leaves_late():
-    assert [finish(process).returncode for process in start_watched(LATE, 600)] == [0, 0]
+@pytest.fixture(scope="module")
+def left():
+    """Two processes that have brought arrays together, of which the second left late."""
+    return ended(start_watched(LEAVES, 600))
+
+
+def test_the_coordinator_waits_for_one_that_leaves_late(left):
+    assert [process.returncode for process in left] == [0, 0], left
+
+
+def test_no_device_holds_more_than_its_share_and_a_leaf_while_weights_come_to_the_host(left):
+    for process in left:
+        share, peak, largest, whole = json.loads(process.stdout.splitlines()[-1])
+        assert share < peak <= share + largest < whole
 
 
 def test_who_waits_for_process_0_ends_in_time():

@@ -74,8 +74,8 @@ def run(
         try:
             config = join(config, stop)
         except Stopped:
-            if number_of() == 0:
-                print("stopped while waiting for the other processes: the same command begins again")
+            who = f"process {number_of()}: " if number_of() else ""
+            print(f"{who}stopped while waiting for the other processes: the same command begins again")
             return {"stopped": True, "iteration": 0}
         with watching(config):
             return _run(config, callbacks, stop, prompts=prompts, rewards=rewards)

@@ -58,8 +58,8 @@ class Config:
         hub_private: Whether a new repository is private.
         on_judge_error: "stop" saves and ends the run; "missing" gives that completion no reward.
         judge_timeout: Seconds one chunk may spend in a judge; 0 for no limit.
-        process_timeout: Seconds that several processes may spend on what they do together, such as an update; then
-            they end (docs/scaling.md).
+        process_timeout: Seconds that several processes may wait for each other, at their start and in what they do
+            together, such as an update; then they end (docs/scaling.md).
         judges: What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge
             of the package, package.module:Class or file.py:Class, with its own fields beside it, and those of a pool of
             Ray actors that it is to run in (docs/judges.md).

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 Tree = TypeVar("Tree")
 _LENGTH_BYTES = 8
 _SMALL_BYTES = 4096  # what goes in the first array, beside its length
-_BARRIER_MS = 7 * 24 * 3_600_000  # however long a judge takes; the watch ends what is stuck (`runs.several`)
+_BARRIER_MS = 7 * 24 * 3_600_000  # however long a judge takes; the watch ends what is stuck (`runs.watch`)
 
 
 def _state() -> Any:
@@ -61,6 +61,8 @@ class Waiting(NamedTuple):
 
 waiting: Waiting | None = None
 """None while this process works by itself."""
+without_limit = False
+"""Whether process 0 does what the others wait for without a time limit."""
 _barriers = itertools.count(1)
 
 
@@ -74,6 +76,17 @@ def together(name: str) -> Iterator[None]:
         yield
     finally:
         waiting = before
+
+
+@contextmanager
+def others_wait() -> Iterator[None]:
+    """Mark what process 0 does by itself, however long: judges have time limits of their own."""
+    global without_limit
+    without_limit = True
+    try:
+        yield
+    finally:
+        without_limit = False
 
 
 def run_together(name: str, compute: Callable[[], Result]) -> Result:

@@ -216,7 +216,7 @@ def judge_lines(judge: object) -> list[Line]:
     return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]
 
 
-def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
+def list_savings(config: Config, cards: Sequence[Card], target: Target | None = None) -> dict[str, object]:
     """Return fields that take less memory of devices that are full; those that change no result come first."""
     full = {part for card in cards if card.excess for part in card.parts}
     section, prompts = config.policy, config.training.prompts_per_batch // config.training.minibatches
@@ -231,6 +231,8 @@ def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
         policy["policy.lora.rank"] = 16
     policy["policy.compute_dtype"] = "bfloat16"
     parts = len(cards) - 1
+    if target is not None and config.training.lag:  # which several processes refuse
+        parts = min(parts, target.devices)
     if section.mesh.size == 1 and parts > 1 and prompts % parts == 0:
         policy["policy.mesh.fsdp"] = parts
     policy["sampling.group_size"] = max(config.sampling.group_size // 2, 2)

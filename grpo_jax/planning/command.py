@@ -18,6 +18,7 @@ from grpo_jax.planning.policy import GIB, PolicyMemory, read_shape, read_shown
 from grpo_jax.planning.target_plan import Report
 from grpo_jax.planning.targets import Target, parse_target, prepare
 from grpo_jax.runs.policy import NEW
+from grpo_jax.runs.several import require_for_processes
 
 _PREALLOCATED = 0.75  # JAX's default share of a card
 
@@ -35,6 +36,8 @@ def show_plan(config: object, request: PlanRequest) -> int:
     size = config.policy.mesh.size
     if target is not None and size > target.count:
         raise UserError(f"policy.mesh: expected at most {target.count} devices for {TARGET} {target}, got {size}")
+    if target is not None:
+        require_for_processes(config, target.processes(size))
     gib = request.gib if target is None else (target.kind.memory / GIB,) * target.count
     model = read_shape(config.policy.path)
     pictures, notes = read_shown(config, model)
@@ -54,7 +57,7 @@ def show_plan(config: object, request: PlanRequest) -> int:
     if small := [card.name for card in full if card.runtime > card.room]:
         print(f"{verdict} Contexts and libraries alone are too much for {', '.join(small)}: take larger devices.")
         return 1
-    savings = list_savings(config, cards)
+    savings = list_savings(config, cards, target)
     if target is not None and (enough := first_that_fits(planner, config, savings)):
         print(f"{verdict} It would with {enough}.")
         return 1

@@ -84,6 +84,10 @@ class Target(NamedTuple):
         """The number of devices."""
         return self.hosts * self.devices
 
+    def processes(self, devices: int) -> int:
+        """Return the number of hosts, with a process each, that so many devices take."""
+        return -(-devices // self.devices)
+
     @property
     def platform(self) -> str:
         """The platform as JAX names it while lowering."""

@@ -19,7 +19,7 @@ from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.broadcast import broadcast, is_main_process, meet, process_count
+from grpo_jax.models.broadcast import broadcast, is_main_process, meet, others_wait, process_count
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.pictures import Pictures
@@ -165,7 +165,7 @@ def load_parts(
     policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
     judges = {}
     for name, judge in judge_sections.items():
-        with judge_named(name):
+        with judge_named(name), others_wait():
             judges[name] = judge.load(placement[name])
             if leaving is not None and hasattr(judges[name], "close"):
                 leaving.callback(judges[name].close)

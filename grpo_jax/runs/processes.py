@@ -117,7 +117,7 @@ def number_of(environment: Mapping[str, str] = os.environ) -> int:
     return number
 
 
-def join_processes(environment: Mapping[str, str] = os.environ) -> int:
+def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int = 300) -> int:
     """Join the processes that were started together; nothing for one. Call it before any other use of JAX.
 
     Afterwards `jax.devices()` are those of all processes, and every process must run the same computations. On CPUs
@@ -126,6 +126,7 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
     Args:
         environment: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID;
             or what srun sets.
+        timeout: Seconds that the processes may wait for each other.
 
     Raises:
         UserError: A variable is malformed or missing, or the first process cannot have its port.
@@ -140,9 +141,9 @@ def join_processes(environment: Mapping[str, str] = os.environ) -> int:
         if number == 0:
             _require_free(environment[COORDINATOR])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # One that is gone is noticed by the others themselves (`several.Watch`); JAX would abort them all.
+    # One that is gone is noticed by the others themselves (`watch.Watch`); JAX would abort them all.
     jax.config.update("jax_enable_recoverability", True)
-    jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, initialization_timeout=timeout)
     return count
 
 

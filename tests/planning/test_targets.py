@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from support.tiny_decoders import QWEN2_FIELDS
 
+from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.planning import cards, targets
 from grpo_jax.planning.hlo import Array, Collective, Reading, Sizes, parse_program, read_program, steps
@@ -55,6 +56,14 @@ PLAN = ["--config=prompt_enhancement_miniature", "--plan"]
             "policy.mesh: expected at most 2 devices for --target h10",
         ),
         (
+            [*PLAN, "--target=h100:2x2", "--policy.mesh.fsdp=4", "--training.lag=1"],
+            "training.lag: expected 0 with a policy over 2 processes, got 1",
+        ),
+        (
+            [*PLAN, "--target=h100:3x3", "--policy.mesh.fsdp=8"],
+            "policy.mesh: expected fsdp x tensor a multiple of the 3 processes, got 8",
+        ),
+        (
             [*PLAN, "--target=h100"],
             "--target h100: XLA's compiler for CUDA is not installed; run pip",
         ),
@@ -69,6 +78,15 @@ def test_a_mistake_is_one_line(arguments, message, capsys, monkeypatch):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize(("lag", "fsdp"), [(0, 8), (1, 4)])
+def test_no_mesh_is_advised_that_several_processes_refuse(lag, fsdp):
+    config = make_config({"task": "text", "training": {"lag": lag, "prompts_per_batch": 8, "minibatches": 1}})
+    line = cards.Line("weights", 2 * GIB, "")
+    devices = [cards.Card(f"gpu:{number}", GIB, {"policy": [line]}) for number in range(8)]
+    devices.append(cards.Card("cpu", GIB, {}))
+    assert cards.list_savings(config, devices, Target("h100", 2, 4))["policy.mesh.fsdp"] == fsdp
 
 
 def test_loops_count_as_often_as_they_turn():

@@ -4,13 +4,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from support import xla
 from support.text_task import Place, environment, finish, wait_for
 
 END = 600  # seconds; only a hang takes that long
-MESH = "--policy.mesh.fsdp=2"
 
 
 def announcement(count: int) -> tuple[dict[str, str], int]:
@@ -22,12 +22,24 @@ def announcement(count: int) -> tuple[dict[str, str], int]:
 
 
 def start(
-    place: Place, run: Path, *arguments: str, judge: str = "work:0", last: tuple[str, ...] = (), folders=()
+    place: Place,
+    run: Path,
+    *arguments: str,
+    judge: str = "work:0",
+    last: tuple[str, ...] = (),
+    folders: Sequence[Path] = (),
+    told: dict[str, str] | None = None,
+    numbers: Sequence[int] = (0, 1),
 ) -> list[subprocess.Popen]:
-    """Two processes on a device each; the second perhaps with arguments of its own, both in folders of their own."""
-    told = announcement(2)[0] | {"XLA_FLAGS": xla.devices(1)}
+    """Two processes on a device each; the second perhaps with arguments of its own, both in folders of their own.
+
+    `told`, an announcement, may speak of more; and not both need start.
+    """
+    told = told or announcement(2)[0]
     config = [] if "--resume" in arguments else ["--config", str(place.config)]
-    command = [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), MESH, *arguments]
+    mesh = f"--policy.mesh.fsdp={told['JAX_NUM_PROCESSES']}"
+    command = [sys.executable, "-m", "grpo_jax.train", *config, "--run_dir", str(run), mesh, *arguments]
+    told = told | {"XLA_FLAGS": xla.devices(1)}
     return [
         subprocess.Popen(
             [*command, *last] if number else command,
@@ -37,7 +49,7 @@ def start(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number in range(2)
+        for number in numbers
     ]
 
 

@@ -163,8 +163,6 @@ def test_the_command_serves_until_it_is_told_to_stop(served):
     patience = retrieval.Patience(attempts=2, first_wait=0.1, budget=0)
     retriever, _ = open_service(patience=patience)
     assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
-    retriever.close()  # it is not ours to end
-    assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=600) == 0
     with pytest.raises(StopRun, match="none of yours runs here"):

@@ -1,15 +1,15 @@
 """One run on several processes of this machine, through the command: as on one, whoever dies, and resumed elsewhere."""
 
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
-from support.processes import MESH, again, announcement, ended, held, lines, start
+from support.processes import again, announcement, ended, held, lines, start
 from support.text_task import ROOT, finish, finished_run, rows, train_here, wait_for
-from support.text_task import start as start_alone
 
 from grpo_jax import evaluate
 from grpo_jax.config import make_config
@@ -82,47 +82,138 @@ def test_a_mistake_is_told_once(place, tmp_path):
     assert not os.path.exists(tmp_path / "run")
 
 
-def test_sigterm_ends_a_process_that_waits_for_the_others(place, tmp_path, monkeypatch):
-    told, port = announcement(2)
-    for name, value in (told | {"JAX_PROCESS_ID": "0"}).items():
-        monkeypatch.setenv(name, value)
-    process = start_alone(place, tmp_path / "run", MESH)
-
-    def listens():
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    wait_for(listens, process)
-    process.send_signal(signal.SIGTERM)
-    done = finish(process)
-    assert done.returncode == 0 and not lines(done.stderr), done.stderr
-    assert done.stdout == "stopped while waiting for the other processes: the same command begins again\n"
+def joins(process, port):
+    """Whether a process listens on the coordinator's port, or is connected to it."""
+    if process.poll() is not None:
+        return False
+    connections = psutil.Process(process.pid).net_connections()
+    return any(port in (end.port for end in (one.laddr, one.raddr) if end) for one in connections)
 
 
-LATE = """
-import sys, time
-from grpo_jax.errors import leave
+def test_sigterm_ends_processes_that_wait_for_another(place, tmp_path):
+    told, port = announcement(3)
+    processes = start(place, tmp_path / "run", "--training.prompts_per_batch=6", told=told)
+    for process in processes:
+        wait_for(lambda process=process: joins(process, port), process)
+    line = "stopped while waiting for the other processes: the same command begins again\n"
+    for process, printed in [(processes[1], f"process 1: {line}"), (processes[0], line)]:
+        process.send_signal(signal.SIGTERM)
+        done = finish(process)
+        assert (done.returncode, done.stdout) == (0, printed) and not lines(done.stderr), done.stderr
+
+
+def test_who_waits_for_another_that_never_comes_ends_in_time(place, tmp_path):
+    told = announcement(2)[0]
+    (done,) = ended(start(place, tmp_path / "run", "--process_timeout=1", told=told, numbers=[1]))
+    message = "expected all 2 processes to begin within 1 s (--process_timeout), and some did not"
+    assert done.returncode == 2 and lines(done.stderr) == [f"error: process 1: {message}"], done.stderr
+
+
+WATCHED = """
+import os, sys, time
+from grpo_jax.models.broadcast import meet, others_wait, together
 from grpo_jax.runs.processes import join_processes
-from grpo_jax.runs.several import Watch, joined, part
-join_processes()
-joined.set()
-watch = Watch("run", 600)
-time.sleep(int(sys.argv[1]))
-watch.over()
-part()
-leave(0)
+from grpo_jax.runs.several import joined, part
+from grpo_jax.runs.watch import Watch
+from grpo_jax.errors import leave
+
+def run_together(act):
+    join_processes()
+    joined.set()
+    watch = Watch("run", float(sys.argv[1]))
+    act(int(os.environ["JAX_PROCESS_ID"]))
+    watch.over()
+    part()
+    leave(0)
+"""
+LEAVES = """
+def act(number):
+    import json, math
+    import jax, numpy as np
+    from grpo_jax.models import sharding
+
+    def held():  # by this process's one device
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.live_arrays())
+
+    def gather(leaf, mesh, real=sharding.gather):
+        gathered = real(leaf, mesh)
+        peaks.append(held())
+        return gathered
+
+    kernels = {f"{name}_proj": {"kernel": np.full((2, 64, 64), place)} for place, name in enumerate("qkvo")}
+    tree = {"params": {"embed_tokens": np.ones((256, 64)), "layers": kernels, "norm": {"scale": np.ones(64)}}}
+    tree = jax.tree.map(np.float32, tree)
+    sharded = sharding.shard(tree, sharding.make_mesh(2, 1, jax.devices()))
+    share, peaks = held(), []
+    sharding.gather = gather
+    whole = sharding.on_host(sharded)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, whole, tree)))
+    sizes = [x.nbytes for x in jax.tree.leaves(tree)]
+    print(json.dumps([share, max(peaks), max(sizes), sum(sizes)]), flush=True)
+    time.sleep(4 * number)
+"""
+STUCK = """
+def act(number):
+    if number == 0:
+        with others_wait():
+            time.sleep(5)
+    with together("a meeting"):
+        meet()
+    print("met", flush=True)
+    if number == 0:
+        time.sleep(600)
+    with together("a meeting"):
+        meet()
 """
 
 
-def test_the_coordinator_waits_for_one_that_leaves_late():
-    told, _ = announcement(2)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LATE, str(4 * number)],
-            env=os.environ | told | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_PROCESS_ID": str(number)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
+def start_watched(act, timeout):
+    """Start two processes that do `act(number)` and watch each other, without a run."""
+    told = announcement(2)[0]
+    command = [sys.executable, "-c", f"{WATCHED}{act}\nrun_together(act)", str(timeout)]
+    environment = os.environ | told | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(number)}, **pipes) for number in range(2)
     ]
-    assert [(finish(process).returncode, process.args[-1]) for process in processes] == [(0, "0"), (0, "4")]
+
+
+@pytest.fixture(scope="module")
+def left():
+    """Two processes that have brought arrays together, of which the second left late."""
+    return ended(start_watched(LEAVES, 600))
+
+
+def test_the_coordinator_waits_for_one_that_leaves_late(left):
+    assert [process.returncode for process in left] == [0, 0], left
+
+
+def test_no_device_holds_more_than_its_share_and_a_leaf_while_weights_come_to_the_host(left):
+    for process in left:
+        share, peak, largest, whole = json.loads(process.stdout.splitlines()[-1])
+        assert share < peak <= share + largest < whole
+
+
+def test_who_waits_for_process_0_ends_in_time():
+    """Also where it is neither gone nor frozen; what it does with judges does not count."""
+    first, second = ended(start_watched(STUCK, 3))
+    assert (first.returncode, second.returncode, second.stdout) == (1, 1, "met\n")
+    reason = "a meeting has taken more than 3 s (--process_timeout)"
+    assert lines(second.stderr) == [f"error: process 1: {reason}: {again('run')}"], second.stderr
+    assert lines(first.stderr) == [f"error: process 1 of 2 is gone: {again('run')}"], first.stderr
+
+
+@pytest.mark.wide  # half a minute in which the coordinator, and so JAX's own threads, do not answer
+@pytest.mark.parametrize("stop", [False, True])
+def test_who_waits_for_a_frozen_process_0_ends_in_time(stop):
+    processes = start_watched(STUCK, 600)
+    assert processes[1].stdout.readline() == "met\n"
+    processes[0].send_signal(signal.SIGSTOP)
+    if stop:
+        processes[1].send_signal(signal.SIGTERM)
+    second = finish(processes[1])
+    processes[0].send_signal(signal.SIGCONT)
+    first = finish(processes[0])
+    reason = "process 0 has not answered for 8 s"
+    assert second.returncode == 1 and lines(second.stderr) == [f"error: process 1: {reason}: {again('run')}"], second
+    assert first.returncode == 1 and lines(first.stderr) == [f"error: process 1 of 2 is gone: {again('run')}"], first

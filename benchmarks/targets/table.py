@@ -1,7 +1,7 @@
 """What devices that are not here hold: policies, methods and lengths, compiled for them and not run.
 
     python benchmarks/targets/table.py [--targets h100 v5e] [--sizes 0.5B 1.5B 7B] [--methods all lora int8]
-        [--lengths 256 1024 4096] [--scaling] [--output benchmarks/targets/table.json]
+        [--lengths 256 1024 4096] [--scaling [--layers 2]] [--output benchmarks/targets/table.json]
 
 Needs `grpo_jax[targets]`. Every cell is one plan (`grpo_jax.planning`) of 8 prompts of 256 tokens with 8 completions
 each, one prompt to a micro-batch, layers computed again, bfloat16. What the file holds is not compiled again, so
@@ -27,7 +27,7 @@ from grpo_jax.config.run import Config, make_config
 from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.cards import FREE, RUNTIME, Planner
-from grpo_jax.planning.hlo import Step, parse_program, steps
+from grpo_jax.planning.hlo import Step, moved_bytes, parse_program, steps
 from grpo_jax.planning.policy import GIB, held_memory
 from grpo_jax.planning.target_plan import compiled_program, program_sizes, read_report, run_programs
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
@@ -48,7 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "int8": {"frozen_dtype": "bfloat16", "lora": {"rank": 16}, "quantised": "int8"},
 }
 LENGTHS = (256, 1024, 4096)
-SCALING = {"7B": ("h100:8", 8, 1), "32B": ("h100:4x8", 8, 4), "70B": ("h100:8x8", 16, 4)}
+SCALING = {"7B": ("h100:8", 4, 2), "32B": ("h100:4x8", 8, 4), "70B": ("h100:8x8", 16, 4)}
 """Policy: target, fsdp, tensor."""
 COLUMNS = {"h100": {"H100": 79.1, "A100": 79.3, "24 GiB": 24.0}, "v5e": {"v5e": 16.0}}
 """By the target compiled for, the devices whose memory its figure is compared with."""
@@ -56,9 +56,10 @@ NVLINK, NETWORK = 450e9, 50e9
 """Bytes a second that an H100 sends: NVLink 4 in one direction, and a 400 Gb/s port of its own."""
 
 
-def model_of(size: str) -> ModelConfig:
-    """The shape of a policy."""
-    width, inner, layers, heads, kv_heads, vocabulary, tied = SIZES[size]
+def model_of(size: str, depth: int | None = None) -> ModelConfig:
+    """The shape of a policy, or of so many of its layers."""
+    width, inner, whole, heads, kv_heads, vocabulary, tied = SIZES[size]
+    layers = depth or whole
     fields = {"model_type": "qwen2", "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     return read_config(fields | heads_of | {"vocab_size": vocabulary, "tie_word_embeddings": tied})
@@ -105,14 +106,15 @@ class Move(NamedTuple):
     crosses: bool
 
 
-def spread_cell(size: str, length: int, target: Target, fsdp: int, tensor: int) -> Cell:
+def spread_cell(size: str, depth: int | None, length: int, target: Target, fsdp: int, tensor: int) -> Cell:
     """Each program over a mesh: its memory on one device and its collectives, the largest first."""
-    config, model = configured("all", length, fsdp, tensor), model_of(size)
+    config, model = configured("all", length, fsdp, tensor), model_of(size, depth)
     devices = open_devices(target)
     mesh = make_mesh(fsdp, tensor, devices)
     programs = run_programs(config, model, mesh, None, target.platform)
     sizes = program_sizes(config, model, mesh)
-    found: Cell = {"target": str(target), "mesh": [fsdp, tensor], "length": length, "programs": {}}
+    found: Cell = {"target": str(target), "mesh": [fsdp, tensor], "length": length, "layers": model.num_layers}
+    found["programs"] = {}
     for name in ("sample", "update"):
         start = time.process_time()
         compiled = compiled_program(programs[name], target, devices[0])
@@ -140,12 +142,12 @@ def collectives(text: str, turns: int, target: Target) -> list[Move]:
         if re.fullmatch(r"all-(reduce|gather|to-all)|reduce-scatter|collective-permute", kind):
             key = kind, _shape(step), _crosses(step.instruction.attributes, target)
             count[key] += step.times
-            size[key] += step.times * step.instruction.bytes
+            size[key] += step.times * moved_bytes(step.instruction)
     return [Move(*key[:2], size[key], count[key], key[2]) for key, _ in size.most_common()]
 
 
 def _shape(step: Step) -> str:
-    array = max(step.instruction.arrays, key=lambda array: array.bytes)
+    array = max(step.instruction.arrays, key=lambda array: array.bytes)  # gathered, or before it is scattered
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
@@ -207,7 +209,7 @@ def spread_table(cells: dict[str, Cell]) -> str:
             total, across = (sum(move["bytes"] for move in moves if move["crosses"] >= far) for far in (False, True))
             numbers = [program["argument_bytes"] / GIB, program["peak_bytes"] / GIB, total / GIB, across / GIB]
             numbers += [program[f"{bound}_seconds"] for bound in ("bound", "nvlink", "network")]
-            label = f"{size}, {cell['target']}, {cell['mesh'][0]} x {cell['mesh'][1]}"
+            label = f"{size} ({cell['layers']} layers), {cell['target']}, {cell['mesh'][0]} x {cell['mesh'][1]}"
             lines.append(f"| {label} | {name} | {' | '.join(f'{number:.2f}' for number in numbers)} |")
     return "\n".join(lines)
 
@@ -220,6 +222,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--layers", type=int, help="with --scaling, of each policy; decoding compiles each by itself")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     chosen = parser.parse_args()
     prepare()
@@ -235,7 +238,8 @@ def main() -> None:
         for size in chosen.sizes or SCALING:
             text, fsdp, tensor = SCALING[size]
             if size not in found["scaling"]:
-                keep("scaling", size, spread_cell(size, chosen.lengths[0], parse_target(text), fsdp, tensor))
+                cell = spread_cell(size, chosen.layers, chosen.lengths[0], parse_target(text), fsdp, tensor)
+                keep("scaling", size, cell)
     else:
         for target in chosen.targets:
             for size in chosen.sizes or list(SIZES)[:3]:

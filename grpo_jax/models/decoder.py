@@ -1,6 +1,6 @@
 """The scanned decoder that serves every family (`families`), and its freshly drawn weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from grpo_jax.models.contexts import prompt_context
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.layers import draw_params, remat_block
 from grpo_jax.models.lora import LoraConfig, init_adapters
+from grpo_jax.models.sharding import OverPrompts
 from grpo_jax.models.variables import PyTree
 
 REMAT = ("none", "products", "layer")
@@ -26,7 +27,7 @@ class Decoder(nn.Module):
     lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
     stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
     # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device
-    spread: Callable[[jax.Array], jax.Array] | None = None
+    spread: OverPrompts | None = None
     by_row: bool = False  # see `attend`
 
     def setup(self):
@@ -71,6 +72,7 @@ class Decoder(nn.Module):
         """
         family = family_of(self.config)
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
+        x = x if self.spread is None or not self.stacked else self.spread.embedded(x)
         scale = getattr(self.config, "embedding_scale", 1.0)
         x = embed_pictures(x if scale == 1 else x * jnp.asarray(scale, self.dtype), context.vision)
         if family.learned_positions:

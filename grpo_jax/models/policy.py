@@ -27,7 +27,7 @@ from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
-from grpo_jax.models.sharding import make_mesh, over_prompts, shard, shard_policy
+from grpo_jax.models.sharding import OverPrompts, make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.models.vision.tower import TOWERS, make_tower
@@ -239,7 +239,7 @@ def make_policy(
     compute_dtype: str = "float32",
     remat: str = "products",
     lora: LoraConfig | None = None,
-    spread: Callable[[jax.Array], jax.Array] | None = None,
+    spread: OverPrompts | None = None,
     matmul_precision: str | None = None,
     platform: str | None = None,
 ) -> Policy:

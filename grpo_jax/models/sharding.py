@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -185,13 +185,29 @@ def _put(leaf: PyTree, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def over_prompts(mesh: Mesh | None) -> Callable[[PyTree], PyTree] | None:
-    """The function that keeps arrays [P, ..] of a compiled computation shared out by prompts; None without a mesh.
+@dataclass(frozen=True)
+class OverPrompts:
+    """Keeps arrays [P, ..] of a compiled computation shared out by prompts.
 
     The states between layers then stay where they are, and weights come to them; left to itself XLA may bring all
     prompts to every device instead. It pads a number of prompts that `fsdp` does not divide.
     """
-    return mesh and partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P(FSDP)))
+
+    mesh: Mesh
+
+    def __call__(self, tree: PyTree) -> PyTree:
+        """Lay arrays out by prompts."""
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P(FSDP)))
+
+    def embedded(self, states: jax.Array) -> jax.Array:
+        """Lay out states [P, S, D] from the columns of the embedding's parts: they travel, and not the table."""
+        columns = NamedSharding(self.mesh, P(None, None, FSDP))
+        return self(jax.lax.with_sharding_constraint(states, columns))
+
+
+def over_prompts(mesh: Mesh | None) -> OverPrompts | None:
+    """Return the function that keeps arrays shared out by prompts; None without a mesh."""
+    return mesh and OverPrompts(mesh)
 
 
 def shard_policy(policy: Policy, mesh: Mesh | None) -> Policy:
@@ -205,15 +221,16 @@ def shard_policy(policy: Policy, mesh: Mesh | None) -> Policy:
 
     def shared_out(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         def run(variables: Variables, *arrays: PyTree, **named: PyTree) -> PyTree:
-            return function(embedding_gathered(variables), *share_out(arrays), **share_out(named))
+            return function(positions_gathered(variables), *share_out(arrays), **share_out(named))
 
         return run
 
-    def embedding_gathered(variables: Variables) -> Variables:
-        # With D in parts, so would the states be that come from it, instead of the prompts.
+    def positions_gathered(variables: Variables) -> Variables:
+        # With D in parts, so would the states be that they are added to, instead of the prompts.
         params = variables["params"]
-        tables = {name: gather_columns(params[name]) for name in ("embed_tokens", "embed_positions") if name in params}
-        return {**variables, "params": {**params, **tables}}
+        if "embed_positions" not in params:
+            return variables
+        return {**variables, "params": {**params, "embed_positions": gather_columns(params["embed_positions"])}}
 
     def gather_columns(matrix: jax.Array) -> jax.Array:
         rows = P(TENSOR) if matrix.shape[0] % mesh.shape[TENSOR] == 0 else P()

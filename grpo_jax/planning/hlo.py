@@ -253,7 +253,7 @@ def read_program(compiled: jax.stages.Compiled, sizes: Sizes) -> Reading:
         kind = line.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
             launched[kind] += times
-            moved[kind] += times * line.bytes
+            moved[kind] += times * moved_bytes(line)
         one = _flops(line, step.computation, computations)
         flops += times * one
         if line.opcode == "custom-call" or any(name in line.attributes for name in _LIBRARY):
@@ -269,6 +269,14 @@ def read_program(compiled: jax.stages.Compiled, sizes: Sizes) -> Reading:
         bytes=traffic,
         library_flops=library,
     )
+
+
+def moved_bytes(line: Instruction) -> int:
+    """Bytes of a collective's results; the start of one that is awaited later also names its operands, before them."""
+    arrays = line.arrays
+    if line.opcode.endswith("-start") and len(arrays) > len(line.operands):
+        arrays = arrays[len(line.operands) : 2 * len(line.operands)]
+    return sum(array.bytes for array in arrays)
 
 
 def _copies(listed: list[Step], computations: Mapping[str, Computation], sizes: frozenset[int]) -> int:

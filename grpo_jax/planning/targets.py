@@ -115,6 +115,7 @@ def prepare() -> None:
     """Keep JAX on the CPU, and its plugins from looking for devices; before any other use of JAX."""
     for name, value in {"SKIP_MDS_QUERY": "1", "WORKER_HOSTNAMES": "localhost", "STDERR_LOG_LEVEL": "3"}.items():
         os.environ.setdefault(f"TPU_{name}", value)  # libtpu would ask Google's metadata server, and say so
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock is of chips, and two plans may be made at once
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of libraries that only running needs
     jax.config.update("jax_platforms", "cpu")
 

@@ -86,6 +86,10 @@ def test_a_device_computes_its_prompts_alone(found):
     assert found["rows"] == [2 * (5 + 3 * 5)]
 
 
+def test_no_device_gathers_the_columns_of_the_embedding(found):
+    assert found["tables"] == []
+
+
 def test_a_tower_sees_what_it_sees_on_one_device(found):
     assert found["tower"]["apart"] < 1e-5 and found["tower"]["drawn"] < 1e-5  # these lay on one device
     assert found["tower"]["rows"] == 8 // 2  # of eight prompts' pictures

@@ -19,7 +19,7 @@ from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.policy import PUBLISHED_POLICIES, read_shape, read_shown
 from grpo_jax.planning.target_plan import program_sizes, report, run_programs
-from grpo_jax.planning.targets import Target, open_devices
+from grpo_jax.planning.targets import Target, open_devices, prepare
 from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.sampling.sampler import make_sampler
@@ -103,6 +103,7 @@ def target(request, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # back afterwards: libtpu must not see it
     needs = {"h100": "jax_plugins.xla_cuda13", "v5e": "libtpu"}[request.param]
     pytest.importorskip(needs, reason="needs grpo_jax[targets]")
+    prepare()
     return request.param
 
 

@@ -12,7 +12,7 @@ from support.tiny_decoders import QWEN2_FIELDS
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.planning import cards, targets
-from grpo_jax.planning.hlo import Array, Collective, Reading, Sizes, parse_program, read_program, steps
+from grpo_jax.planning.hlo import Array, Collective, Reading, Sizes, moved_bytes, parse_program, read_program, steps
 from grpo_jax.planning.policy import GIB
 from grpo_jax.planning.target_plan import Report
 from grpo_jax.planning.targets import Target, parse_target
@@ -155,6 +155,19 @@ backend_config={"known_trip_count":{"n":"4"}}
 class Compiled:
     def as_text(self):
         return TEXT
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("all-gather-start(%a)", 4 * 64),
+        ("all-gather(%a, %b)", 4 * (64 + 16)),
+    ],
+)
+def test_what_is_awaited_later_counts_its_results(line, size):
+    text = f"ENTRY %main () -> f32[1] {{\n  %a = f32[16]{{0}} parameter(0)\n  ROOT %c = (f32[16], f32[64]) {line}\n}}\n"
+    computations, _ = parse_program(text)
+    assert moved_bytes(computations["main"]["c"]) == size
 
 
 def test_copies_library_products_and_collectives_are_read_from_a_cards_program():

@@ -155,6 +155,20 @@ def rows_of_products():
     return sorted({int(line.split("f32[")[1].split(",")[0]) for line in lines})
 
 
+def gathered_tables():
+    """Collectives of the update's forward pass and gradient that bring the embedding's columns together."""
+    mesh, config = make_mesh(4, 2, jax.devices()), dataclasses.replace(tiny_update.CONFIG, vocab_size=640)
+    policy = shard_policy(make_policy(config, spread=over_prompts(mesh)), mesh)
+    variables = shard(jax.jit(lambda key: init_variables(config, key))(jax.random.key(0)), mesh)
+
+    def loss(variables, batch):
+        return jnp.sum(jnp.sin(policy.forward_group(variables, *batch)))
+
+    text = jax.jit(jax.grad(loss)).lower(variables, shard_batch(make_batch(), mesh)[:4]).compile().as_text()
+    table = f"[{640 // 2},{config.hidden_size}]"
+    return [line.strip() for line in text.splitlines() if "all-gather" in line.split("metadata")[0] and table in line]
+
+
 def tower():
     """How far states and gradients of a tower over a mesh are from those of one device; how its states lie."""
     tokens = dict(image_token=1, video_token=2, vision_start_token=3, vision_end_token=4)
@@ -197,6 +211,7 @@ if __name__ == "__main__":
         "specs": specs,
         "mixture": mixture,
         "rows": rows_of_products,
+        "tables": gathered_tables,
         "tower": tower,
     }
     json.dump({name: check() for name, check in checks.items()}, sys.stdout)

@@ -54,6 +54,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_collection_finish():
+    """What is imported stays: the collector need not walk over it again and again while functions are traced."""
+    gc.freeze()
+    gc.set_threshold(10_000)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
     """What a module compiled the next one does not need; all of it together is gigabytes in each worker."""

@@ -108,10 +108,10 @@ def ask(backend, folder, repeats):
 
 def run_local(folder, repeats, shards):
     from bridges.retrieval.catalogue import load_index
-    from bridges.retrieval.local import LocalBackend
+    from bridges.retrieval.local import LocalBackend, Space
 
     before = peak_mib()
-    backend = LocalBackend(load_index(folder / "index"), Given(np.load(folder / "queries.npy")))
+    backend = LocalBackend(Space(Given(np.load(folder / "queries.npy")), load_index(folder / "index")))
     warm_up, speed = ask(backend, folder, repeats)
     return [row("local", before, warm_up, speed)]
 
@@ -119,14 +119,14 @@ def run_local(folder, repeats, shards):
 def bench_shard():
     from bridges.retrieval import service
     from bridges.retrieval.catalogue import load_index
-    from bridges.retrieval.local import Shard
+    from bridges.retrieval.local import Shard, Space
 
     class BenchShard(service.RankShard):
         def load(self, device):
             self._before = peak_mib()
             self._encoder = Given(np.load(Path(self._folder) / "queries.npy"))
             index = load_index(Path(self._folder) / "index")
-            self._shard = Shard(index, shard=self._number, shards=self.shards)
+            self._shard = Shard([Space(self._encoder, index)], shard=self._number, shards=self.shards)
             self.items, self.fingerprint = index.vectors.shape[0], tuple(index.fingerprint)
             return self
 
@@ -207,7 +207,7 @@ def tfidf_rows(items, queries, repeats):
     """The same sparse vectors compared as they are, and spread out into dense blocks: why TF-IDF stays sparse."""
     from bridges.retrieval.catalogue import Fingerprint, Index
     from bridges.retrieval.encoders import TfidfEncoder
-    from bridges.retrieval.local import LocalBackend
+    from bridges.retrieval.local import LocalBackend, Space
     from bridges.retrieval.retriever import Retriever
 
     rng = np.random.default_rng(0)
@@ -227,7 +227,7 @@ def tfidf_rows(items, queries, repeats):
 
     rows = []
     for name, kept, encode in (("tf-idf sparse", vectors, encoder), ("tf-idf dense", vectors.toarray(), Spread())):
-        retriever = Retriever(LocalBackend(Index(kept, Fingerprint("words", "tf-idf"), None), encode))
+        retriever = Retriever(LocalBackend(Space(encode, Index(kept, Fingerprint("words", "tf-idf"), None))))
         call = lambda asked=retriever: asked.score_ranks(texts, targets, [[]] * queries)  # noqa: E731
         found, warm_up, speed = timed(call, repeats, queries)
         stored = kept.data.nbytes + kept.indices.nbytes if name.endswith("sparse") else kept.nbytes

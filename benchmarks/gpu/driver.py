@@ -38,6 +38,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "plan": Part("plan"),
     "correctness": Part("correctness"),
     "handover": Part("handover"),
     "iteration": Part("iteration"),
@@ -48,7 +49,7 @@ PARTS = {
     "decode-1.5B": Part("decode", ("1.5B",)),
 }
 """In the order of their worth: the last ones may find no time left."""
-TINY = (("correctness", "handover", "iteration", "decode-0.5B", "update"), ("resuming",))
+TINY = (("plan", "correctness", "handover", "iteration", "decode-0.5B", "update"), ("resuming",))
 """By process: where everything is tiny, importing takes longest. Other sizes would be the same tiny shape again."""
 
 

@@ -69,22 +69,24 @@ class JudgeActor:
         with plain_errors():
             return self._called(method, arguments, {})
 
-    def answer(self, method, values, pieces, *stored):
+    def answer(self, method, values, stored):
         """Answer one batch.
 
-        `values` are {place among the arguments, or keyword: value}, `pieces` {place: (rows, kind)} those of arrays;
-        rows are (number among `stored`, row).
+        `values` are {place among the arguments, or keyword: value}, `stored` {place: (rows, type)} those of tensors in
+        the object store, as `gathered` and `as_tensor` take them.
 
         Returns:
             ("value", value) and None; or ("stored", (shape, type)) and the array of a tensor with more than one axis.
         """
         with plain_errors():
+            import ray
+
             device = getattr(self._load(), "device", None)
-            arrays = {place: as_tensor(gathered(rows, stored), kind, device) for place, (rows, kind) in pieces.items()}
-            values = {**values, **arrays}
-            places = sorted(place for place in values if isinstance(place, int))
-            keywords = {place: value for place, value in values.items() if isinstance(place, str)}
-            value = self._called(method, [values[place] for place in places], keywords)
+            given = dict(values)
+            for place, (rows, kind) in stored.items():
+                given[place] = as_tensor(gathered(rows, ray.get), kind, device)
+            keywords = {place: given.pop(place) for place in list(given) if isinstance(place, str)}
+            value = self._called(method, [given[place] for place in sorted(given)], keywords)
             if not is_tensor(value) or value.ndim < 2:
                 return ("value", value), None
             array, kind = as_array(value)
@@ -108,17 +110,10 @@ def plain_errors():
 
 
 def signature_of(judge):
-    """The arguments of a call without their types, which another interpreter need not have; any where none is known."""
-    try:
-        parameters = inspect.signature(judge).parameters.values()
-    except (TypeError, ValueError):
-        return inspect.signature(lambda *arguments, **keywords: None)
-    return inspect.Signature(
-        [
-            one.replace(annotation=one.empty, default=one.empty if one.default is one.empty else None)
-            for one in parameters
-        ]
-    )
+    """The arguments of a call without their types and defaults, which another interpreter need not have."""
+    parameters = inspect.signature(judge).parameters.values()
+    plain = {one: one.empty if one.default is one.empty else None for one in parameters}
+    return inspect.Signature([one.replace(annotation=one.empty, default=plain[one]) for one in parameters])
 
 
 def is_plain(value):
@@ -137,14 +132,12 @@ def is_tensor(value):
 
 
 def on_host(value):
-    """Move a value's tensors, also those in lists and tuples, to the CPU, without gradients."""
-    if is_tensor(value):
-        return value.detach().cpu()
-    if type(value) in (list, tuple):
-        return type(value)(map(on_host, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(on_host, value))
-    return {key: on_host(entry) for key, entry in value.items()} if type(value) is dict else value
+    """Move a value's tensors, also those in lists, tuples and dictionaries, to the CPU, without gradients."""
+    if "torch" not in sys.modules:
+        return value
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda leaf: leaf.detach().cpu() if is_tensor(leaf) else leaf, value)
 
 
 def as_array(tensor):
@@ -166,9 +159,13 @@ def as_tensor(array, kind, device):
     return tensor if device is None else tensor.to(device)
 
 
-def gathered(rows, stored):
-    """Copy the rows into one array: memory lent by the object store cannot be written to."""
-    blocks = [block for block, _ in rows]
-    if len(set(blocks)) == 1:
-        return stored[blocks[0]][[row for _, row in rows]]
-    return np.stack([stored[block][row] for block, row in rows])
+def gathered(rows, get):
+    """Copy rows, each (reference of an array, number of the row), into one array; `get` fetches a list of references.
+
+    Memory lent by the object store cannot be written to.
+    """
+    references = list(dict.fromkeys(reference for reference, _ in rows))
+    arrays = dict(zip(references, get(references), strict=True))
+    if len(references) == 1:
+        return arrays[references[0]][[row for _, row in rows]]
+    return np.stack([arrays[reference][row] for reference, row in rows])

@@ -41,6 +41,10 @@ class PoolLate(PoolLost):
     """A pool did not start, or answer, within its time limit."""
 
 
+class ActorLost(PoolLost):
+    """An actor died; Ray may start it again."""
+
+
 class BatchLost(RuntimeError):
     """Every actor that was given a batch died or timed out on it: the judge failed on it."""
 
@@ -123,10 +127,8 @@ def join(address: str) -> None:
 
 
 _lock = threading.Lock()
-_users: list[str | None] = []
-"""Address of each pool of this process, all the same: Ray knows one cluster at a time."""
-_ours = threading.Event()
-"""Set where the first pool started or joined the cluster, so that the last leaves it."""
+_users: list[tuple[str | None, bool]] = []
+"""For each pool of this process the address, the same for all, and whether the first pool came to the cluster."""
 
 
 def enter(address: str | None) -> None:
@@ -137,31 +139,25 @@ def enter(address: str | None) -> None:
     """
     ray = import_ray(token=address is None or _has_token())
     with _lock:
-        if _users and address != _users[0]:
-            raise UserError(f"expected the address of the run's other pools, {_users[0]}, got {address}")
-        if not _users and not ray.is_initialized():
-            if address is None:
-                start_cluster()
-            else:
-                join(address)
-            _ours.set()
-        _users.append(address)
+        if _users and address != _users[0][0]:
+            raise UserError(f"expected the address of the run's other pools, {_users[0][0]}, got {address}")
+        ours = _users[0][1] if _users else not ray.is_initialized()
+        if address is None:
+            start_cluster()
+        else:
+            join(address)
+        _users.append((address, ours))
 
 
 def leave() -> None:
     """Leave for one pool; the last ends or leaves the cluster that the first came to."""
     with _lock:
-        _users.pop()
-        if _users or not _ours.is_set():
-            return
-        _ours.clear()
-        if not is_gone():
-            _shut_down()
-            return
-        # a cluster that is gone is not waited for
-        leaving = threading.Thread(target=_shut_down, name=f"{ABANDONED}ray", daemon=True)
-        leaving.start()
-        leaving.join(_LEAVE_SECONDS)
+        _, ours = _users.pop()
+        if not _users and ours:
+            leaving = threading.Thread(target=_shut_down, name=f"{ABANDONED}ray", daemon=True)
+            gone = is_gone()
+            leaving.start()
+            leaving.join(_LEAVE_SECONDS if gone else None)  # a cluster that is gone is not waited for
 
 
 def _shut_down() -> None:
@@ -201,15 +197,16 @@ def get(references: list[Any], seconds: float = math.inf) -> list[Any]:
 
     Raises:
         PoolLate: Not all have come within the seconds.
-        PoolLost: The cluster is gone, or the actor or machine that had one of them.
+        ActorLost: The actor died that had one of them.
+        PoolLost: The cluster is gone, or the machine that had one of them.
         Exception: Raised by a judge in an actor, as it was raised there.
     """
     import ray
     from ray import exceptions
 
     deadline = time.monotonic() + seconds
+    left = references
     try:
-        left = references
         while left:
             step = min(_PROBE_SECONDS, max(deadline - time.monotonic(), 0))
             _, left = ray.wait(references, num_returns=len(references), timeout=step)
@@ -221,7 +218,7 @@ def get(references: list[Any], seconds: float = math.inf) -> list[Any]:
     except (exceptions.RayTaskError, exceptions.UnserializableException) as error:
         raise judge_error(error) from None
     except exceptions.RayActorError as error:
-        raise PoolLost(f"an actor died: {last_line(error)}") from error
+        raise ActorLost(f"an actor died: {last_line(error)}") from error
     except (exceptions.RayError, ConnectionError) as error:
         raise PoolLost(f"the Ray cluster, or a machine of it, is gone: {last_line(error)}") from error
 

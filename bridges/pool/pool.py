@@ -1,33 +1,34 @@
 """A pool: the actors of a judge, and one queue of batches before them.
 
-Each actor has a few batches in flight. No thread watches the pool: a caller that waits for an answer collects answers
-for all callers (`ray.wait`), and hands out waiting batches. Ray restarts an actor that died. Its batches do not wait
-for that: they go to others, like those of an actor that was ended because it was late. (`max_task_retries` is not used
-for batches: Ray counts also what it tries while an actor restarts, and not only deaths.)
+A thread for each actor gives it the next batches and waits for its answers. Ray restarts an actor that died. Its
+batches do not wait for that: they go to others, like those of an actor that was ended because it was late.
+(`max_task_retries` is not used for batches: Ray counts also what it tries while an actor restarts, not deaths alone.)
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridges.pool import actor, cluster
-from bridges.pool.cluster import BatchLost, PoolLost
+from bridges.pool.cluster import ActorLost, BatchLost, PoolLate, PoolLost
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
 
 _log = logging.getLogger(__name__)
 
-_PROBE_EVERY = 10.0  # seconds without an answer until the cluster is asked whether it is there
 _START_SECONDS = 600.0  # to load the judges; large weights on a slow disk, or a cluster that grows, take minutes
+_CLOSE_SECONDS = 10.0  # until the threads of a pool have ended
 _RAY_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # of resources
 _OPTIONS = ("num_cpus", "num_gpus", "memory")  # resources that are options of an actor
 
@@ -41,29 +42,18 @@ class Block(NamedTuple):
     kind: str
 
 
+@dataclass(eq=False)
 class Batch:
-    """A request, as `actor.JudgeActor.answer` takes it; later its answer (a value or a `Block`), or an error."""
+    """A request (method, values, stored), as `actor.JudgeActor.answer` takes it, and the answer to come."""
 
-    def __init__(self, method: str, values: Mapping[int | str, Any], pieces: Mapping = {}, stored: Sequence[Any] = ()):
-        """Take a request; `stored` are references, which `pieces` tell where to put."""
-        self.request = method, dict(values), dict(pieces)
-        self.stored = stored
-        self.references: list[Any] = []  # while an actor has it
-        self.attempts = 0  # actors that were lost over it
-        self.done = False
-        self.answer: Any = None
-        self.error: BaseException | None = None
-
-
-class Worker:
-    """An actor. `starting` is a reference while it restarts; otherwise it works on the first batch in `running`."""
-
-    def __init__(self, handle: Any):
-        """Take Ray's handle."""
-        self.handle = handle
-        self.starting: Any = None
-        self.since = 0.0  # when it began with the first batch
-        self.running: list[Batch] = []
+    request: tuple[str, dict[int | str, Any], dict[int | str, Any]]
+    references: Sequence[Any] = ()
+    """Of its answer, while an actor has it."""
+    attempts: int = 0
+    """Actors that were lost over it."""
+    given_up: bool = False
+    """Its call has failed."""
+    answer: Future[Any] = field(default_factory=Future)
 
 
 class Pool:
@@ -72,34 +62,31 @@ class Pool:
     def __init__(self, name: str, section: PoolSection):
         """Take the resources and limits of a section; `name` is for errors."""
         self.name = name
-        self.workers: list[Worker] = []
+        self.actors: list[Any] = []
         self._section = section
-        self._queue: deque[Batch] = deque()
-        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._waiting: deque[Batch] = deque()
+        self._changed = threading.Condition()
+        self._idle = 0  # threads that wait for a batch
+        self._working = 0  # threads that have not ended
         self._closed = ""  # why
-        self._last_answer = time.monotonic()
 
     def start(self, judges: Sequence[Any]) -> Any:
         """Start an actor for each judge; return a description of it (`JudgeActor.describe`) once all have loaded.
 
-        Those that are late are ended. PoolLost if none has started; an error of loading the judge is raised as it was.
+        PoolLost if one does not start; an error of loading the judge is raised as it was.
         """
-        import ray
-
-        self.workers = [Worker(handle) for handle in start_actors(self.name, judges, self._section)]
-        described = [worker.handle.describe.remote() for worker in self.workers]
-        with suppress(cluster.PoolLate):
-            cluster.get(described, _START_SECONDS)
-        ready = ray.wait(described, num_returns=len(described), timeout=0)[0]
-        for worker, reference in zip(list(self.workers), described, strict=True):
-            if reference not in ready:
-                _log.warning("%s: an actor has not started within %g s (`ray status`)", self.name, _START_SECONDS)
-                ray.kill(worker.handle)
-                self.workers.remove(worker)
-        if not ready:
-            raise cluster.PoolLate(f"no actor has started within {_START_SECONDS:g} s (`ray status`)")
-        self._last_answer = time.monotonic()
-        return cluster.get(ready)[0]
+        self.actors = start_actors(self.name, judges, self._section)
+        try:
+            description, *_ = cluster.get([handle.describe.remote() for handle in self.actors], _START_SECONDS)
+        except PoolLate as error:
+            late = f"not all of {len(judges)} actors have started within {_START_SECONDS:g} s (`ray status`)"
+            raise PoolLate(late) from error
+        self._working = len(self.actors)
+        self._threads = [threading.Thread(target=self._serve, args=(one,), daemon=True) for one in self.actors]
+        for thread in self._threads:
+            thread.start()
+        return description
 
     def ask(self, batches: Sequence[Batch]) -> list[Any]:
         """Return the answers of batches, in their order.
@@ -109,124 +96,123 @@ class Pool:
             BatchLost: A batch cost as many actors as the limits allow.
             Exception: The judge's own.
         """
-        with self._lock:
-            self._queue.extend(batches)
+        with self._changed:
+            if self._closed:
+                raise PoolLost(f"{self.name}: {self._closed}")
+            self._waiting.extend(batches)
+            self._changed.notify_all()
+        answers = [batch.answer for batch in batches]
         try:
-            while not all(batch.done for batch in batches):
-                self._advance()
-                for batch in batches:
-                    if batch.error is not None:
-                        raise batch.error
-                if self._closed:
-                    raise PoolLost(f"{self.name}: {self._closed}")
+            for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
+                answer.result()
         finally:
             for batch in batches:
-                batch.done = True
-        return [batch.answer for batch in batches]
+                batch.given_up = True
+        return [answer.result() for answer in answers]
 
     def close(self) -> None:
         """End the actors; callers that wait for them get PoolLost."""
         import ray
 
-        self._closed = self._closed or "it was closed"
+        with self._changed:
+            self._close("it was closed")
         if not cluster.is_gone():  # Ray would wait for it to come back
-            for worker in self.workers:
+            for handle in self.actors:
                 with suppress(Exception):
-                    ray.kill(worker.handle)
+                    ray.kill(handle)
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
 
-    def _advance(self) -> None:
-        """Hand out batches, wait until something in flight is done or somebody is late, and collect."""
-        import ray
-
-        with self._lock:
-            self._dispatch()
-            waiting = [worker.starting for worker in self.workers if worker.starting]
-            waiting += [batch.references[0] for worker in self.workers for batch in worker.running]
-        seconds = min(1.0, self._section.batch_timeout / 4 or 1.0)
-        done: set[Any] = set()
+    def _serve(self, handle: Any) -> None:
+        """Keep an actor busy until the pool is closed, or the actor is lost for good."""
+        running: deque[Batch] = deque()
+        reason = ""
         try:
-            done = set(ray.wait(waiting, timeout=seconds, fetch_local=False)[0]) if waiting else done
-        except Exception as error:  # of a connection that is gone
-            self._closed = self._closed or f"the Ray cluster is gone: {cluster.last_line(error)}"
-        now = time.monotonic()
-        if done:
-            self._last_answer = now
-        elif now - self._last_answer > _PROBE_EVERY:
-            self._last_answer = now
+            while not self._closed:
+                while len(running) < self._section.in_flight and (batch := self._take(bool(running))):
+                    running.append(batch)
+                    self._send(handle, running)
+                if running:
+                    self._collect(handle, running)
+        except Exception as error:  # whatever it is, nobody may wait for this actor
+            reason = cluster.last_line(error)
+        with self._changed:
+            self._waiting.extendleft(reversed(running))
+            self._working -= 1
+            if self._closed or not self._working:
+                self._close(f"no actor is left; the last: {reason}")
+            self._changed.notify_all()
+
+    def _take(self, busy: bool) -> Batch | None:
+        """Return the next batch for an actor, for which it waits unless it is busy; None if there is none for it."""
+        with self._changed:
+            if not busy:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._idle -= 1
+            elif len(self._waiting) <= self._idle:  # an idle actor begins with them at once
+                return None
+            while self._waiting:
+                batch = self._waiting.popleft()
+                if not batch.given_up:
+                    return batch
+            return None
+
+    def _send(self, handle: Any, running: deque[Batch]) -> None:
+        """Give an actor the last of its batches."""
+        try:
+            answer = handle.answer.options(num_returns=2, max_task_retries=0)
+            running[-1].references = answer.remote(*running[-1].request)
+        except Exception as error:  # of an argument that cannot be pickled, or of a connection that is gone
             if cluster.is_gone():
-                self._closed = self._closed or "the Ray cluster is gone: nothing answers there any more"
-        with self._lock:
-            for worker in list(self.workers):
-                self._collect(worker, done)
-                if worker.running and 0 < self._section.batch_timeout < now - worker.since:
-                    with suppress(Exception):
-                        ray.kill(worker.handle, no_restart=False)
-                    self._lost(worker, f"no answer within {self._section.batch_timeout:g} s")
+                raise
+            running.pop().answer.set_exception(error)
 
-    # Below, the lock is held.
+    def _collect(self, handle: Any, running: deque[Batch]) -> None:
+        """Wait for the answer that an actor works on; PoolLost if the actor is lost for good, or the cluster."""
+        array = running[0].references[1]
+        try:
+            ((kind, value),) = cluster.get(running[0].references[:1], self._section.batch_timeout or math.inf)
+        except (ActorLost, PoolLate) as error:
+            if cluster.is_gone():
+                raise
+            self._replace(handle, running, error)
+        except PoolLost:
+            raise
+        except BaseException as error:
+            running.popleft().answer.set_exception(error)
+        else:
+            if kind == "stored":
+                (rows, *inner), dtype = value
+                value = Block(array, rows, tuple(inner), dtype)
+            running.popleft().answer.set_result(value)
 
-    def _dispatch(self) -> None:
-        """Give waiting batches to the actors that have the fewest."""
-        while self._queue:
-            ready = [worker for worker in self.workers if not worker.starting]
-            free = min(ready, key=lambda worker: len(worker.running), default=None)
-            if free is None or len(free.running) >= self._section.in_flight:
-                return
-            batch = self._queue.popleft()
-            if batch.done:  # its call has failed
-                continue
-            if not free.running:
-                free.since = time.monotonic()
-            try:
-                answer = free.handle.answer.options(num_returns=2, max_task_retries=0)
-                batch.references = answer.remote(*batch.request, *batch.stored)
-                free.running.append(batch)
-            except Exception as error:  # of a connection that is gone, or of an argument that cannot be pickled
-                batch.error = error
-                if cluster.is_gone():
-                    self._closed = self._closed or f"the Ray cluster is gone: {cluster.last_line(error)}"
+    def _replace(self, handle: Any, running: deque[Batch], error: PoolLost) -> None:
+        """Give the batches of an actor that died or is late to others, and wait until Ray has restarted it.
 
-    def _collect(self, worker: Worker, done: set[Any]) -> None:
-        """Take what a worker has answered; another caller may have been first."""
+        It counts against the batch that it worked on. PoolLost if it does not come back.
+        """
         import ray
-        from ray import exceptions
 
-        if worker.starting in done:
-            starting, worker.starting = worker.starting, None
-            try:
-                ray.get(starting)
-            except Exception as error:
-                self.workers.remove(worker)
-                if not self.workers:
-                    self._closed = self._closed or f"no actor is left; the last: {cluster.last_line(error)}"
-                return
-        for batch in [batch for batch in worker.running if batch.references[0] in done]:
-            try:
-                kind, value = ray.get(batch.references[0])
-            except (exceptions.RayTaskError, exceptions.UnserializableException) as error:
-                batch.error = cluster.judge_error(error)
-            except Exception as error:
-                self._lost(worker, cluster.last_line(error))
-                return
-            else:
-                batch.answer = value
-                if kind == "stored":
-                    (rows, *inner), kind = value
-                    batch.answer = Block(batch.references[1], rows, tuple(inner), kind)
-                batch.done = True
-            worker.running.remove(batch)
-            worker.since = time.monotonic()
+        if isinstance(error, PoolLate):
+            with suppress(Exception):
+                ray.kill(handle, no_restart=False)
+        running[0].attempts += 1
+        if running[0].attempts >= self._section.batch_attempts:
+            spent = f"{running[0].attempts} actors died over a batch, or were too late with it; the last: {error}"
+            running.popleft().answer.set_exception(BatchLost(f"{self.name}: {spent}"))
+        with self._changed:
+            self._waiting.extendleft(reversed(running))
+            self._changed.notify_all()
+        running.clear()
+        cluster.get([handle.describe.remote()])
 
-    def _lost(self, worker: Worker, reason: str) -> None:
-        """An actor died: count it against the batch that it worked on, give all of its batches to others."""
-        batches, worker.running = worker.running, []
-        batches[0].attempts += 1
-        if batches[0].attempts >= self._section.batch_attempts:
-            spent = f"{batches[0].attempts} actors died over a batch, or were too late with it; the last: {reason}"
-            batches.pop(0).error = BatchLost(f"{self.name}: {spent}")
-        self._queue.extendleft(reversed(batches))
-        with suppress(Exception):  # of a connection that is gone, which the next look notices
-            worker.starting = worker.handle.describe.remote()
+    def _close(self, reason: str) -> None:
+        """Refuse what waits, and what will come, for a reason; the lock is held."""
+        self._closed = self._closed or reason
+        while self._waiting:
+            self._waiting.popleft().answer.set_exception(PoolLost(f"{self.name}: {self._closed}"))
+        self._changed.notify_all()
 
 
 def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: Sequence[str] = ()) -> list[Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +49,7 @@ class PooledJudge:
         self._pool, self._methods, self._size = pool, frozenset(methods), size
         self.close = close
         """End the actors; the last pool of a process ends the cluster that the first one started."""
-        self.placed = f"{len(pool.workers)} actors of a Ray cluster"
+        self.placed = f"{len(pool.actors)} actors of a Ray cluster"
         judge = f"{attributes['summary']}; " if "summary" in attributes else ""
         self.summary = f"{judge}{self.placed}, {size} rows at a time"
         if signature is not None:
@@ -90,8 +89,7 @@ def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
     An error of loading the judge is raised as it was.
     """
     try:
-        with _other_cards(section.address):
-            cluster.enter(section.address)
+        _enter(section.address)
     except UserError as error:
         raise UserError(f"{name}{'.address' if section.address else ''}: {error}") from error
     pool = Pool(name, section)
@@ -114,19 +112,17 @@ def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
     return kind(pool, description, size=size if isinstance(size, int) and size > 0 else ROWS, close=end)
 
 
-@contextmanager
-def _other_cards(address: str | None) -> Iterator[None]:
-    """Give a cluster that is started inside the cards that this process does not use itself."""
+def _enter(address: str | None) -> None:
+    """Enter the cluster; one that is started inside gets the cards that this process does not use itself."""
     left = cards_left() if address is None else None
-    if left is None:
-        yield
-        return
     before = os.environ.get(_VISIBLE)
-    os.environ[_VISIBLE] = ",".join(left)
+    if left is not None:
+        os.environ[_VISIBLE] = ",".join(left)
     try:
-        yield
+        cluster.enter(address)
     finally:
-        del os.environ[_VISIBLE]
+        if left is not None:
+            del os.environ[_VISIBLE]
         if before is not None:
             os.environ[_VISIBLE] = before
 
@@ -143,35 +139,19 @@ def split(method: str, places: dict[int | str, Any], size: int) -> tuple[list[in
     if any(map(actor.is_tensor, places.values())):
         from bridges.pool.stored import as_stored
 
-        tensors = {place: as_stored(places[place]) for place in counts}
-        stored = {place: value for place, value in tensors.items() if value is not None}
-    whole = len(set(counts.values())) != 1 or 0 in counts.values()
-    parts = [slice(None)]
-    rows = [0]
-    if not whole:
+        stored = {place: kept for place in counts if (kept := as_stored(places[place])) is not None}
+    rows, parts = [0], [slice(None)]
+    if len(set(counts.values())) == 1 and 0 not in counts.values():
         (count,) = set(counts.values())
         parts = [slice(start, start + size) for start in range(0, count, size)]
         rows = [min(size, count - part.start) for part in parts]
     batches = []
     for part in parts:
-        values = {
-            place: actor.on_host(value[part] if place in counts and not whole else value)
-            for place, value in places.items()
-            if place not in stored
-        }
-        references: list[Any] = []
-        pieces = {place: _piece(value[part], references) for place, value in stored.items()}
-        batches.append(Batch(method, values, pieces, references))
+        plain = {place: value for place, value in places.items() if place not in stored}
+        values = {place: actor.on_host(value[part] if place in counts else value) for place, value in plain.items()}
+        kept = {place: value[part].contents for place, value in stored.items()}
+        batches.append(Batch((method, values, {place: (own.rows, own.kind) for place, own in kept.items()})))
     return rows, batches
-
-
-def _piece(tensor: Any, references: list[Any]) -> tuple[list[tuple[int, int]], str]:
-    """A stored tensor as `JudgeActor.answer` takes it; the references of its blocks are appended to `references`."""
-    blocks, rows = tensor.contents.blocks, tensor.contents.rows
-    used = sorted({block for block, _ in rows})
-    numbers = {block: len(references) + number for number, block in enumerate(used)}
-    references += [blocks[block].reference for block in used]
-    return [(numbers[block], row) for block, row in rows], blocks[0].kind
 
 
 def _has_rows(value: Any) -> bool:
@@ -192,12 +172,10 @@ def join(values: Sequence[Any], rows: Sequence[int], judge: str) -> Any:
                 f"{judge} answered a batch of {count} rows with {came}, so it does not judge row by row: set its "
                 "`batch` to the rows of a whole call, which is then not taken apart"
             )
-    if any(isinstance(value, Block) for value in values):
-        from bridges.pool.stored import join_blocks, values_of
+    if all(isinstance(value, Block) for value in values):
+        from bridges.pool.stored import join_blocks
 
-        if all(isinstance(value, Block) for value in values):
-            return join_blocks(values)
-        values = [values_of(join_blocks([value])) if isinstance(value, Block) else value for value in values]
+        return join_blocks(values)
     if len(values) == 1:
         return values[0]
     if all(isinstance(value, list) for value in values):

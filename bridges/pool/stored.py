@@ -19,12 +19,11 @@ from bridges.pool.pool import Block
 
 
 class Contents:
-    """Rows of blocks, all of one row shape and type: (number of the block, row in it) of each row."""
+    """Rows in the object store, each (reference of an array, number of the row), of one shape and type."""
 
-    def __init__(self, blocks: tuple[Block, ...], rows: list[tuple[int, int]]):
-        """Take blocks and rows."""
-        self.blocks = blocks
-        self.rows = rows
+    def __init__(self, rows: list[tuple[Any, int]], inner: tuple[int, ...], kind: str):
+        """Take rows, the shape of one, and their type, such as "float32"."""
+        self.rows, self.inner, self.kind = rows, inner, kind
         self.tensor: torch.Tensor | None = None  # once it was fetched
         self._lock = threading.Lock()
 
@@ -32,10 +31,7 @@ class Contents:
         """The rows as a tensor on the CPU, fetched the first time; PoolLost if the cluster or the holder is gone."""
         with self._lock:
             if self.tensor is None:
-                used = sorted({block for block, _ in self.rows})
-                arrays = cluster.get([self.blocks[block].reference for block in used])
-                rows = actor.gathered(self.rows, dict(zip(used, arrays, strict=True)))
-                self.tensor = actor.as_tensor(rows, self.blocks[0].kind, None)
+                self.tensor = actor.as_tensor(actor.gathered(self.rows, cluster.get), self.kind, None)
             return self.tensor
 
 
@@ -50,17 +46,16 @@ class Stored(torch.Tensor):
 
     @staticmethod
     def __new__(cls, contents: Contents, device: Any = "cpu") -> Stored:
-        """Rows of blocks as a tensor on a device."""
-        first = contents.blocks[0]
-        shape = (len(contents.rows), *first.inner)
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=getattr(torch, first.kind), device=device)
+        """Rows as a tensor on a device."""
+        shape, dtype = (len(contents.rows), *contents.inner), getattr(torch, contents.kind)
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.contents = contents
         return made
 
     def taken(self, rows: Sequence[int]) -> Stored:
         """Select rows by number."""
-        all_rows = self.contents.rows
-        return Stored(Contents(self.contents.blocks, [all_rows[row] for row in rows]), self.device)
+        own = self.contents
+        return Stored(Contents([own.rows[row] for row in rows], own.inner, own.kind), self.device)
 
     def to(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Onto a device without being fetched; into another type as any tensor."""
@@ -110,11 +105,11 @@ def values_of(value: Any) -> Any:
 
 def join_blocks(blocks: Sequence[Block]) -> Stored:
     """Join stored arrays; ValueError if row shapes or types differ."""
-    kinds = sorted({f"{block.kind} {list(block.inner)}" for block in blocks})
+    kinds = {(block.inner, block.kind) for block in blocks}
     if len(kinds) > 1:
-        raise ValueError(f"rows of one shape and type expected, got {', '.join(kinds)}")
-    rows = [(number, row) for number, block in enumerate(blocks) for row in range(block.rows)]
-    return Stored(Contents(tuple(blocks), rows))
+        shown = ", ".join(sorted(f"{kind} {list(inner)}" for inner, kind in kinds))
+        raise ValueError(f"rows of one shape and type expected, got {shown}")
+    return Stored(Contents([(block.reference, row) for block in blocks for row in range(block.rows)], *kinds.pop()))
 
 
 def as_stored(array: Any) -> Stored | None:

@@ -6,29 +6,19 @@ Ray cluster that `python -m bridges.retrieval serve` starts.
 
 from collections.abc import Sequence
 
-from bridges.retrieval.catalogue import Fingerprint, default_cache, require_same
-from bridges.retrieval.errors import (
-    ActorLost,
-    ConnectionLost,
-    NonFiniteScores,
-    RetrievalError,
-    RetrievalTimeout,
-    ServiceNotFound,
-)
+from bridges.retrieval.catalogue import Fingerprint, default_cache
+from bridges.retrieval.errors import NonFiniteScores, RetrievalError, ServiceNotFound
 from bridges.retrieval.queries import History
 from bridges.retrieval.ranking import Ranks, Scale, Ties
 from bridges.retrieval.retriever import Backend, Patience, Retriever, RetrieverSection
 
 __all__ = [
-    "ActorLost",
-    "ConnectionLost",
     "Fingerprint",
     "History",
     "NonFiniteScores",
     "Patience",
     "Ranks",
     "RetrievalError",
-    "RetrievalTimeout",
     "Retriever",
     "RetrieverSection",
     "Scale",
@@ -36,7 +26,6 @@ __all__ = [
     "Ties",
     "default_cache",
     "open_retriever",
-    "require_same",
 ]
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,20 +36,6 @@ class Index(NamedTuple):
 def fingerprint_of(titles: Sequence[str], encoder: Encoder) -> Fingerprint:
     """The fingerprint of titles and encoder."""
     return Fingerprint(f"{len(titles)} titles, {titles_digest(titles)}", encoder.identity)
-
-
-def require_same(saved: Mapping[str, str], current: Fingerprint) -> None:
-    """Raise UserError if a checkpoint's rewards came from another catalogue or encoder.
-
-    `saved` is `Fingerprint._asdict()` from the checkpoint.
-    """
-    for name, now in current._asdict().items():
-        before = saved.get(name, "none")
-        if before != now:
-            raise UserError(
-                f"the checkpoint was made with another {name} ({before}) than the retrieval has now ({now}): "
-                "rewards would not be comparable; restore it, or start a new run"
-            )
 
 
 def default_cache() -> Path:

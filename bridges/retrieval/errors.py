@@ -4,23 +4,11 @@ from grpo_jax.errors import UserError
 
 
 class RetrievalError(RuntimeError):
-    """Base class: a call gave no ranks."""
+    """A call gave no ranks: no answer in its time, an actor that stays dead, a cluster that is gone."""
 
 
 class ServiceNotFound(RetrievalError, UserError):
     """No retrieval service of that name runs; the message says how to start one."""
-
-
-class ConnectionLost(RetrievalError):
-    """The cluster cannot be reached any more."""
-
-
-class ActorLost(RetrievalError):
-    """A shard died, and Ray's own restarts did not bring the call to its end."""
-
-
-class RetrievalTimeout(RetrievalError):
-    """No answer within the time of one call."""
 
 
 class NonFiniteScores(RetrievalError):

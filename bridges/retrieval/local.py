@@ -5,7 +5,7 @@ cos of the one + w · cos of the other. Each keeps its own index (and its own fo
 are built in each space separately, so that the lengths of one do not weigh in the other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,21 +13,30 @@ from scipy import sparse
 
 from bridges.retrieval.catalogue import Fingerprint, Index, open_index
 from bridges.retrieval.encoders import Encoder, Vectors, check_finite, directions, load_encoder, stacked
+from bridges.retrieval.errors import NonFiniteScores
 from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import (
-    QUERIES,
     Counts,
     Nearest,
     Scale,
-    VectorShard,
     count_scores,
-    dense_product,
     joined,
     merge_counts,
     merge_nearest,
     nearest_of,
 )
 from bridges.retrieval.retriever import RetrieverSection
+
+_QUERIES = 64  # compared at once
+_BLOCK = 65536  # items at a time
+
+
+class Space(NamedTuple):
+    """An encoder, the catalogue as its vectors, and the factor of its cosines beside the first space's, which is 1."""
+
+    encoder: Encoder
+    index: Index
+    weight: float = 1.0
 
 
 def encoded(encoder: Encoder, queries: Queries) -> Vectors:
@@ -52,124 +61,116 @@ def query_vectors(queries: Queries, texts: Vectors, items: Vectors, emphasis: np
 
 
 class Shard:
-    """A part of an index."""
+    """A part of a catalogue of unit vectors, on the CPU: sparse ones (TF-IDF), dense ones, or several spaces of them.
 
-    def __init__(self, index: Index, *, emphasis: np.ndarray | None = None, shard: int = 0, shards: int = 1):
-        """Load the vectors of part `shard` (from 0) of an index; NonFiniteScores if one is NaN or infinite."""
-        self._vectors = index.vectors
-        self._emphasis = emphasis
-        items = index.vectors.shape[0]
-        first = items * shard // shards
-        self._part = VectorShard(index.vectors[first : items * (shard + 1) // shards], first=first)
+    Products of sparse vectors are sparse too, so inverted lists beat a dense product by far.
+    """
 
-    def count(self, queries: Queries, vectors: Vectors, scale: Scale) -> Counts:
-        """Counts of the part's items, from the vectors of the queries' distinct texts."""
-        wanted = query_vectors(queries, vectors, self._vectors, self._emphasis)
-        return self._part.count(wanted, queries.targets, self._vectors[queries.targets], queries.exclude, scale)
+    def __init__(self, spaces: Sequence[Space], *, shard: int = 0, shards: int = 1):
+        """Load part `shard` (from 0) of spaces over the same titles; NonFiniteScores if a vector is NaN or infinite."""
+        self._spaces = spaces
+        items = spaces[0].index.vectors.shape[0]
+        first, end = items * shard // shards, items * (shard + 1) // shards
+        self._blocks = [
+            (start, [_block(space.index.vectors, start, min(start + _BLOCK, end)) for space in spaces])
+            for start in range(first, end, _BLOCK)
+        ]
 
-    def nearest(self, queries: Queries, vectors: Vectors, count: int) -> Nearest:
-        """The part's best items, from the vectors of the queries' distinct texts."""
-        wanted = query_vectors(queries, vectors, self._vectors, self._emphasis)
-        return self._part.nearest(wanted, queries.exclude, count)
+    def count(self, queries: Queries, vectors: Sequence[Vectors], scale: Scale) -> Counts:
+        """Counts of the part's items, from each space's vectors of the queries' distinct texts."""
+        wanted = self._wanted(queries, vectors)
+        parts = []
+        for start in range(0, len(queries.targets), _QUERIES):
+            rows = slice(start, start + _QUERIES)
+            asked, targets = [one[rows] for one in wanted], queries.targets[rows]
+            score = self._target_scores(asked, targets)
+            silent = np.all([_is_zero(one) for one in asked], axis=0)
+            out = np.concatenate([targets[:, None], queries.exclude[rows]], axis=1)
+            counts = [
+                Counts(*count_scores(self._scores(asked, block), score, out - first, scale), score, silent)
+                for first, block in self._blocks
+            ]
+            parts.append(merge_counts(counts))
+        return joined(parts)
+
+    def nearest(self, queries: Queries, vectors: Sequence[Vectors], count: int) -> Nearest:
+        """The part's best items, from each space's vectors of the queries' distinct texts."""
+        wanted = self._wanted(queries, vectors)
+        parts = [
+            nearest_of(self._scores(wanted, block), queries.exclude - first, count, first=first)
+            for first, block in self._blocks
+        ]
+        return merge_nearest(parts, count)
+
+    def _wanted(self, queries: Queries, vectors: Sequence[Vectors]) -> list[Vectors]:
+        return [
+            query_vectors(queries, texts, space.index.vectors, space.encoder.emphasis)
+            for space, texts in zip(self._spaces, vectors, strict=True)
+        ]
+
+    def _scores(self, asked: Sequence[Vectors], block: Sequence[Vectors]) -> np.ndarray:
+        """Similarities f32 [B, M] of queries, and of a block of items, in each space."""
+        total = _dense(asked[0] @ block[0])
+        for space, one, items in zip(self._spaces[1:], asked[1:], block[1:], strict=True):
+            total += np.float32(space.weight) * _dense(one @ items)
+        return total
+
+    def _target_scores(self, asked: Sequence[Vectors], targets: np.ndarray) -> np.ndarray:
+        """Similarities f64 [B] of queries and their targets, the same for every part."""
+        total = np.zeros(len(targets))
+        for space, one in zip(self._spaces, asked, strict=True):
+            own = space.index.vectors[targets]
+            products = one.multiply(own) if sparse.issparse(one) else one * own
+            total += space.weight * np.asarray(products.sum(1), np.float64).reshape(-1)
+        return total
+
+
+def _block(vectors: Vectors, start: int, end: int) -> Vectors:
+    """Items from `start` to `end` as columns."""
+    block = vectors[start:end]
+    finite = np.isfinite(np.asarray(block.sum(1)).reshape(-1))
+    if not finite.all():
+        raise NonFiniteScores(f"the catalogue's vector in row {start + int(np.argmin(finite))} is not finite")
+    return block.T.tocsr() if sparse.issparse(block) else block.T
+
+
+def _dense(scores: Vectors) -> np.ndarray:
+    return scores.toarray() if sparse.issparse(scores) else np.asarray(scores)
+
+
+def _is_zero(vectors: Vectors) -> np.ndarray:
+    """Whether each row is the zero vector."""
+    return np.diff(vectors.indptr) == 0 if sparse.issparse(vectors) else ~vectors.any(1)
 
 
 class LocalBackend:
-    """Encoder and catalogue in this process; see `retriever.Backend`."""
+    """Encoders and catalogue in this process; see `retriever.Backend`."""
 
-    def __init__(self, index: Index, encoder: Encoder, *, shards: int = 1):
-        """Take an index and the encoder that made it. The number of shards does not change results."""
-        self.items = index.vectors.shape[0]
-        self.fingerprint = index.fingerprint
-        self._encoder = encoder
-        self._shards = [Shard(index, emphasis=encoder.emphasis, shard=shard, shards=shards) for shard in range(shards)]
+    def __init__(self, *spaces: Space, shards: int = 1):
+        """Take spaces over the same titles. The number of shards does not change results."""
+        (first, own), *others = [(space, space.index.fingerprint.encoder) for space in spaces]
+        self.items = first.index.vectors.shape[0]
+        encoders = " + ".join([own, *(f"{space.weight:g} × {other}" for space, other in others)])
+        self.fingerprint = Fingerprint(first.index.fingerprint.catalogue, encoders)
+        self._spaces = spaces
+        self._shards = [Shard(spaces, shard=shard, shards=shards) for shard in range(shards)]
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
         """See `retriever.Backend`."""
-        vectors = encoded(self._encoder, queries)
+        vectors = [encoded(space.encoder, queries) for space in self._spaces]
         return merge_counts([shard.count(queries, vectors, scale) for shard in self._shards])
 
     def nearest(self, queries: Queries, count: int) -> Nearest:
         """See `retriever.Backend`."""
-        vectors = encoded(self._encoder, queries)
+        vectors = [encoded(space.encoder, queries) for space in self._spaces]
         return merge_nearest([shard.nearest(queries, vectors, count) for shard in self._shards], count)
 
-    def reconnect(self) -> None:
-        """Do nothing: nothing can be lost here."""
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Space(NamedTuple):
-    """An encoder, and the catalogue as its vectors."""
-
-    encoder: Encoder
-    index: Index
-
-    def similarities(self, queries: Queries, vectors: Vectors) -> np.ndarray:
-        """Cosines f32 [B, N] of queries and items, from the vectors of the queries' distinct texts."""
-        wanted = query_vectors(queries, vectors, self.index.vectors, self.encoder.emphasis)
-        return dense_product(wanted, self.index.vectors.T)
-
-
-class HybridBackend:
-    """Two spaces in this process; see `retriever.Backend`."""
-
-    def __init__(self, first: Space, second: Space, weight: float):
-        """Take two spaces over the same titles; the second's cosine counts `weight` > 0 times."""
-        self.items = first.index.vectors.shape[0]
-        one, other = first.index.fingerprint, second.index.fingerprint
-        self.fingerprint = Fingerprint(one.catalogue, f"{one.encoder} + {weight:g} × {other.encoder}")
-        self._spaces = first, second
-        self._weight = np.float32(weight)
-
-    def count(self, queries: Queries, scale: Scale) -> Counts:
-        """See `retriever.Backend`."""
-        parts = []
-        for part, scores in self._scored(queries):
-            silent = ~scores.any(1)
-            target_scores = scores[np.arange(len(scores)), part.targets].astype(np.float64)
-            out = np.concatenate([part.targets[:, None], part.exclude], axis=1)
-            parts.append(Counts(*count_scores(scores, target_scores, out, scale), target_scores, silent))
-        return joined(parts)
-
-    def nearest(self, queries: Queries, count: int) -> Nearest:
-        """See `retriever.Backend`."""
-        parts = [nearest_of(scores, part.exclude, count, first=0) for part, scores in self._scored(queries)]
-        return Nearest(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-    def _scored(self, queries: Queries) -> Iterator[tuple[Queries, np.ndarray]]:
-        """Yield parts of the queries, whose scores fit in memory, with their scores f32 [B, N] of all items."""
-        vectors = [encoded(space.encoder, queries) for space in self._spaces]
-        for start in range(0, len(queries.targets), QUERIES):
-            rows = slice(start, start + QUERIES)
-            part = queries._replace(
-                mix=queries.mix[rows],
-                targets=queries.targets[rows],
-                exclude=queries.exclude[rows],
-                taken=None if queries.taken is None else queries.taken[rows],
-            )
-            first, second = (
-                space.similarities(part, texts) for space, texts in zip(self._spaces, vectors, strict=True)
-            )
-            yield part, first + self._weight * second
-
-    def reconnect(self) -> None:
-        """Do nothing: nothing can be lost here."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def local_backend(
-    titles: Sequence[str], section: RetrieverSection = RetrieverSection()
-) -> LocalBackend | HybridBackend:
+def local_backend(titles: Sequence[str], section: RetrieverSection = RetrieverSection()) -> LocalBackend:
     """Load the encoder, or both, and make or load the catalogue's vectors."""
     spaces = []
-    for name in (section.encoder, section.dense):
+    for name, weight in ((section.encoder, 1.0), (section.dense, section.dense_weight)):
         if name is not None:
             encoder = load_encoder(name, titles, device=section.encoder_device)
-            spaces.append(Space(encoder, open_index(titles, encoder, section.cache)))
-    if len(spaces) == 2:
-        return HybridBackend(*spaces, section.dense_weight)
-    return LocalBackend(spaces[0].index, spaces[0].encoder)
+            spaces.append(Space(encoder, open_index(titles, encoder, section.cache), weight))
+    return LocalBackend(*spaces)

@@ -53,11 +53,13 @@ def make_queries(
     weights: Sequence[Sequence[float]],
     targets: Sequence[int] | None,
     exclude: Sequence[Sequence[int]],
-    items: int | None = None,
+    items: int,
+    history: History | None = None,
 ) -> Queries:
     """Check the arguments of `Retriever.score_mixed_ranks` and bring them into a backend's form.
 
-    `targets` is None where no item's rank is asked for, `items` None where the rows are known to be in range.
+    `targets` is None where no item's rank is asked for; `items` is the catalogue's number. A ValueError names the
+    argument that is wrong.
     """
     count = len(texts)
     for name, argument in (("weights", weights), ("targets", targets), ("exclude", exclude)):
@@ -68,37 +70,36 @@ def make_queries(
         raise ValueError(f"targets: expected whole numbers [B], got {rows.dtype} {list(rows.shape)}")
     others = [sorted({int(row) for row in out} - {int(target)}) for out, target in zip(exclude, rows, strict=True)]
     named = [*(row for out in others for row in out), *(() if targets is None else rows.tolist())]
-    wrong = [row for row in named if row < 0 or (items is not None and row >= items)]
-    if wrong:
-        raise ValueError(
-            f"targets and exclude: expected rows of the catalogue (0 to {items}, excluded), got {wrong[0]}"
-        )
+    _require_rows("targets and exclude", named, items)
     padded = np.full((count, max(map(len, others), default=0)), _NONE, np.int32)
     for i, row in enumerate(others):
         padded[i, : len(row)] = row
     groups = batches(text for query in texts for text in query) or [[""]]  # an encoder is never asked for nothing
-    return Queries(groups, _mix(groups, texts, weights), rows.astype(np.int32), padded)
-
-
-def with_history(queries: Queries, history: History | None, items: int) -> Queries:
-    """Add the histories to queries; a ValueError names the field that is wrong."""
+    queries = Queries(groups, _mix(groups, texts, weights), rows.astype(np.int32), padded)
     if history is None:
         return queries
-    count = len(queries.targets)
+    return queries._replace(taken=_taken(history, count, items), weight=float(history.weight))
+
+
+def _require_rows(name: str, rows: Sequence[int], items: int) -> None:
+    wrong = [row for row in rows if not 0 <= row < items]
+    if wrong:
+        raise ValueError(f"{name}: expected rows of the catalogue (0 to {items}, excluded), got {wrong[0]}")
+
+
+def _taken(history: History, count: int, items: int) -> sparse.csr_matrix:
+    """Weights f32 [B, N] of the items in each query's history."""
     if len(history.rows) != count:
         raise ValueError(f"history.rows: expected one for each of {count} queries, got {len(history.rows)}")
     if not (0 <= history.weight < np.inf and 0 <= history.decay <= 1):
         raise ValueError(f"history: expected weight >= 0 and decay in [0, 1], got {history.weight}, {history.decay}")
-    rows = np.array([row for one in history.rows for row in one], np.int64)
-    wrong = rows[(rows < 0) | (rows >= items)]
-    if len(wrong):
-        raise ValueError(f"history.rows: expected rows of the catalogue (0 to {items}, excluded), got {wrong[0]}")
+    rows = [row for one in history.rows for row in one]
+    _require_rows("history.rows", rows, items)
     lengths = [len(one) for one in history.rows]
     ages = np.concatenate([np.arange(length)[::-1] for length in lengths] or [[]])
     values = np.power(history.decay, ages).astype(np.float32)
     lines = np.repeat(np.arange(count), lengths)
-    taken = sparse.csr_matrix((values, (lines, rows)), shape=(count, items))
-    return queries._replace(taken=taken, weight=float(history.weight))
+    return sparse.csr_matrix((values, (lines, np.array(rows, np.int64))), shape=(count, items))
 
 
 def _mix(

@@ -13,15 +13,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import sparse
 
-from bridges.retrieval.errors import NonFiniteScores
-
 Vectors = np.ndarray | sparse.csr_matrix
 
 Ties = Literal["against", "average", "favour"]
 TIES: dict[str, float] = {"against": 1.0, "average": 0.5, "favour": 0.0}
-
-QUERIES = 64  # compared at once
-_BLOCK = 65536  # items at a time
 
 
 class Scale(NamedTuple):
@@ -108,65 +103,6 @@ def ranks_of(counts: Counts, *, ties: Ties, temperature: float) -> Ranks:
     target_scores = counts.score / temperature
     probability = np.exp(target_scores - np.logaddexp(target_scores, counts.log_sum))
     return Ranks(1.0 + counts.better + share * counts.level, probability.astype(np.float32))
-
-
-class VectorShard:
-    """Rows of a catalogue of unit vectors, on the CPU: sparse ones (TF-IDF) or dense ones.
-
-    Products of sparse vectors are sparse too, so inverted lists beat a dense product by far.
-    """
-
-    def __init__(self, vectors: Vectors, *, first: int = 0):
-        """Take vectors f32 [N, V], unit or zero, in blocks; NonFiniteScores if one is not finite.
-
-        `first` is the first vector's row in the whole catalogue.
-        """
-        self._first = first
-        self._blocks = []
-        for start in range(0, vectors.shape[0], _BLOCK):
-            block = vectors[start : start + _BLOCK]
-            finite = np.isfinite(np.asarray(block.sum(1)).reshape(-1))
-            if not finite.all():
-                row = first + start + int(np.argmin(finite))
-                raise NonFiniteScores(f"the catalogue's vector in row {row} is not finite")
-            self._blocks.append((start, block.T.tocsr() if sparse.issparse(block) else block.T))
-
-    def count(
-        self, queries: Vectors, targets: np.ndarray, target_vectors: Vectors, exclude: np.ndarray, scale: Scale
-    ) -> Counts:
-        """Count over this shard's items for queries f32 [B, V] and targets i32 [B], their vectors f32 [B, V].
-
-        Targets and the rows `exclude` i32 [B, X], padded with -1, are of the whole catalogue, in this shard or not.
-        """
-        parts = []
-        for start in range(0, queries.shape[0], QUERIES):
-            rows = slice(start, start + QUERIES)
-            part = queries[rows]
-            products = part.multiply(target_vectors[rows]) if sparse.issparse(part) else part * target_vectors[rows]
-            score = np.asarray(products.sum(1), np.float64).reshape(-1)
-            silent = np.diff(part.indptr) == 0 if sparse.issparse(part) else ~part.any(1)
-            out = np.concatenate([targets[rows, None], exclude[rows]], axis=1) - self._first
-            counts = [
-                Counts(*count_scores(dense_product(part, block), score, out - first, scale), score, silent)
-                for first, block in self._blocks
-            ]
-            parts.append(merge_counts(counts))
-        return joined(parts)
-
-    def nearest(self, queries: Vectors, exclude: np.ndarray, count: int) -> Nearest:
-        """This shard's best for queries f32 [B, V], without the rows `exclude` [B, X] of the whole catalogue."""
-        out = exclude - self._first
-        parts = [
-            nearest_of(dense_product(queries, block), out - start, count, first=self._first + start)
-            for start, block in self._blocks
-        ]
-        return merge_nearest(parts, count)
-
-
-def dense_product(queries: Vectors, block: Vectors) -> np.ndarray:
-    """Return the similarities f32 [B, M] of queries [B, V] and the columns of a block [V, M]."""
-    scores = queries @ block
-    return scores.toarray() if sparse.issparse(scores) else np.asarray(scores)
 
 
 def count_scores(scores: np.ndarray, target: np.ndarray, out: np.ndarray, scale: Scale) -> tuple:

@@ -16,7 +16,7 @@ import numpy as np
 
 from bridges.retrieval.catalogue import Fingerprint
 from bridges.retrieval.errors import NonFiniteScores, RetrievalError
-from bridges.retrieval.queries import History, Queries, make_queries, with_history
+from bridges.retrieval.queries import History, Queries, make_queries
 from bridges.retrieval.ranking import TIES, Counts, Nearest, Ranks, Scale, Ties, ranks_of
 from grpo_jax.errors import StopRun, UserError
 
@@ -36,12 +36,6 @@ class Backend(Protocol):
     def nearest(self, queries: Queries, count: int) -> Nearest:
         """The best items of the whole catalogue, at most `count`."""
         ...
-
-    def reconnect(self) -> object:
-        """Called before a further attempt."""
-
-    def close(self) -> None:
-        """Release what the backend holds."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +170,7 @@ class Retriever:
             weights: B lists of finite weights, one for each text.
             targets: As in `score_ranks`, like `exclude` and `history`.
         """
-        queries = with_history(make_queries(texts, weights, targets, exclude, self.items), history, self.items)
+        queries = make_queries(texts, weights, targets, exclude, self.items, history)
         count = len(texts)
         if not count:
             return Ranks(np.zeros(0), np.zeros(0, np.float32))
@@ -205,8 +199,8 @@ class Retriever:
         """
         if not texts:
             return []
-        queries = make_queries([[text] for text in texts], [[1.0]] * len(texts), None, exclude, self.items)
-        neighbours = self.backend.nearest(with_history(queries, history, self.items), count)
+        queries = make_queries([[text] for text in texts], [[1.0]] * len(texts), None, exclude, self.items, history)
+        neighbours = self.backend.nearest(queries, count)
         listed = [zip(rows.tolist(), scores.tolist(), strict=True) for rows, scores in zip(*neighbours, strict=True)]
         return [[(row, score) for row, score in pairs if score > -np.inf] for pairs in listed]
 
@@ -235,7 +229,7 @@ class Retriever:
         for row in rows:
             called.setdefault(titles[row], []).append(row)
         twins = [[other for other in called[titles[row]] if other != row] for row in picked]
-        queries = make_queries([[titles[row]] for row in picked], [[1.0]] * len(picked), picked, twins)
+        queries = make_queries([[titles[row]] for row in picked], [[1.0]] * len(picked), picked, twins, self.items)
         counts = self._attempt(queries)
         share = float(np.mean(ranks_of(counts, ties=self._ties, temperature=self._scale.temperature).rank == 1))
         if share < required:
@@ -245,10 +239,6 @@ class Retriever:
                 "or the vectors were not made from them"
             )
         return share
-
-    def close(self) -> None:
-        """Close the backend."""
-        self.backend.close()
 
     def _attempt(self, queries: Queries) -> Counts:
         counts = self.backend.count(queries, self._scale)
@@ -267,8 +257,6 @@ class Retriever:
         pause = patience.first_wait
         for attempt in range(patience.attempts):
             try:
-                if attempt:
-                    self.backend.reconnect()
                 counts = self._attempt(queries)
             except RetrievalError as error:
                 last = error

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from bridges.pool import cluster
-from bridges.pool.pool import start_actors
+from bridges.pool.pool import require_room, start_actors
 from bridges.pool.section import PoolSection
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
-from bridges.retrieval.errors import ActorLost, ConnectionLost, RetrievalError, RetrievalTimeout, ServiceNotFound
-from bridges.retrieval.local import Shard
+from bridges.retrieval.errors import RetrievalError, ServiceNotFound
+from bridges.retrieval.local import Shard, Space
 from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import Counts, Nearest, Scale, merge_counts, merge_nearest
 from bridges.retrieval.retriever import RetrieverSection
@@ -53,7 +53,7 @@ class RankShard:
         index = load_index(self._folder)
         if self._encoder.identity != index.fingerprint.encoder:
             raise UserError(f"encoder {self.encoder} is not the one that {self._folder} was made with")
-        self._shard = Shard(index, emphasis=self._encoder.emphasis, shard=self._number, shards=self.shards)
+        self._shard = Shard([Space(self._encoder, index)], shard=self._number, shards=self.shards)
         self.items, self.fingerprint = index.vectors.shape[0], tuple(index.fingerprint)
         return self
 
@@ -65,22 +65,39 @@ class RankShard:
 
     def count(self, queries: Queries, scale: Scale, *vectors: Vectors) -> Counts:
         """Count over this part; `vectors` are those of the queries' batches, in their order."""
-        return self._shard.count(queries, stacked(vectors), scale)
+        return self._shard.count(queries, [stacked(vectors)], scale)
 
     def nearest(self, queries: Queries, count: int, *vectors: Vectors) -> Nearest:
         """Best items of this part."""
-        return self._shard.nearest(queries, stacked(vectors), count)
+        return self._shard.nearest(queries, [stacked(vectors)], count)
 
 
 class RayBackend:
     """A running service, as a `retriever.Backend`; made by `connect` and `start_service`."""
 
-    def __init__(self, service: str, actors: Sequence[Any], *, timeout: float, address: str | None = None):
-        """Take Ray's handles of the shards in their order.
+    def __init__(
+        self,
+        service: str,
+        actors: Sequence[Any],
+        *,
+        timeout: float,
+        address: str | None = None,
+        start: float = _START_SECONDS,
+    ):
+        """Take Ray's handles of the shards in their order, and wait for `start` seconds until they have loaded.
 
-        `timeout` is seconds of one attempt, `address` the cluster to join where this one is gone, as in `connect`.
+        `timeout` is seconds of one attempt of a call, `address` the cluster to join where this one is gone, as in
+        `connect`. ServiceNotFound if a shard is dead or missing.
         """
-        attributes = _describe(actors, timeout)
+        try:
+            with typed_errors():
+                attributes = cluster.get([actor.describe.remote() for actor in actors], start)[0][0]
+        except RetrievalError as error:
+            if isinstance(error.__cause__, cluster.ActorLost):  # it keeps its name until whoever started it ends
+                raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
+            raise
+        if len(actors) < attributes["shards"]:
+            raise ServiceNotFound(not_found(service, f"shard {len(actors)} of {attributes['shards']} is gone"))
         self.items: int = attributes["items"]
         self.encoder: str = attributes["encoder"]
         self.fingerprint = Fingerprint(*attributes["fingerprint"])
@@ -100,34 +117,30 @@ class RayBackend:
         return merge_nearest(self._asked("nearest", queries, count), count)
 
     def _asked(self, method: str, queries: Queries, argument: Any) -> list[Any]:
-        """Answers of every shard's method to the queries."""
-        actors = self.actors or self.reconnect()  # handles of a cluster that was left must not be used
-        with typed_errors(self._timeout):
+        """Answers of every shard's method to the queries; after a call that failed cluster and actors are looked up."""
+        actors, self.actors = self.actors or self._found_again(), ()
+        with typed_errors():
             asked = itertools.cycle(actors)
             vectors = [next(asked).call.remote("encode", batch) for batch in queries.texts]
             queries = queries._replace(texts=[])
             counted = [actor.call.remote(method, queries, argument, *vectors) for actor in actors]
-            return cluster.get(counted, self._timeout)
+            answers = cluster.get(counted, self._timeout)
+        self.actors = actors
+        return answers
 
-    def reconnect(self) -> Sequence[Any]:
-        """Look cluster and actors up again: the service may have been started again by hand.
-
-        StopRun if another catalogue or encoder is served under its name.
-        """
-        self.actors = ()
+    def _found_again(self) -> Sequence[Any]:
+        """Handles of the service, which may have been started again by hand; StopRun if it serves something else."""
         import ray
 
         if ray.is_initialized() and cluster.is_gone():
             ray.shutdown()
-        join_cluster(self._address, self._service)
-        backend = RayBackend(self._service, _look_up(self._service, self._timeout), timeout=self._timeout)
-        if backend.fingerprint != self.fingerprint:
+        found = _found(self._service, self._address, self._timeout, self._timeout)
+        if found.fingerprint != self.fingerprint:
             raise StopRun(
                 f"the retrieval service {self._service!r} was started again with something else: "
-                f"{backend.fingerprint} instead of {self.fingerprint}"
+                f"{found.fingerprint} instead of {self.fingerprint}"
             )
-        self.actors = backend.actors
-        return self.actors
+        return found.actors
 
     def close(self) -> None:
         """End the actors if they were started through this object; a service started elsewhere goes on."""
@@ -146,9 +159,7 @@ def connect(titles: Sequence[str], section: RetrieverSection = RetrieverSection(
     service = section.service
     if not section.timeout > 0:
         raise ValueError(f"timeout: expected a number > 0, got {section.timeout}")
-    join_cluster(section.address, service)
-    actors = _look_up(service, max(section.timeout, _START_SECONDS))
-    backend = RayBackend(service, actors, timeout=section.timeout, address=section.address)
+    backend = _found(service, section.address, section.timeout, max(section.timeout, _START_SECONDS))
     if backend.encoder != resolved_name(section.encoder):
         raise UserError(
             f"the retrieval service {service!r} was started with the encoder {backend.encoder}, not {section.encoder}"
@@ -160,6 +171,16 @@ def connect(titles: Sequence[str], section: RetrieverSection = RetrieverSection(
             f"this run's ({ours})"
         )
     return backend
+
+
+def _found(service: str, address: str | None, timeout: float, start: float) -> RayBackend:
+    """Join the cluster of a service, and find its actors by their names."""
+    join_cluster(address, service)
+    with typed_errors():
+        actors = list(itertools.takewhile(bool, (_find_actor(service, shard) for shard in itertools.count())))
+    if not actors:
+        raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
+    return RayBackend(service, actors, timeout=timeout, address=address, start=start)
 
 
 @dataclass(frozen=True)
@@ -207,23 +228,16 @@ def start_service(
         cluster.start_cluster(section.host, object_store=_OBJECT_STORE)
     else:
         join_cluster(section.address, service)
-    import ray
-
     if _find_actor(service, 0) is not None:
         raise UserError(f"a retrieval service {service!r} runs on this cluster already")
-    for kind, wanted in (("CPU", shards * section.cpus), ("GPU", shards * section.gpus)):
-        if wanted > (there := ray.cluster_resources().get(kind, 0)):
-            raise UserError(
-                f"the retrieval service needs {wanted:g} {kind}s for {shards} actors, the cluster has {there:g}"
-            )
+    resources = {"num_cpus": section.cpus, "num_gpus": section.gpus}
+    limits = PoolSection(shards, resources, address=section.address, max_restarts=section.restarts)
+    require_room(service, limits)
     name = resolved_name(section.encoder)
     index = open_index(titles, load_encoder(name, titles), section.cache or default_cache())
     parts = [shard_class(str(index.folder), name, shard, shards) for shard in range(shards)]
-    resources = {"num_cpus": section.cpus, "num_gpus": section.gpus}
-    limits = PoolSection(resources=resources, max_restarts=section.restarts)
     actors = start_actors(service, parts, limits, [_actor_name(service, shard) for shard in range(shards)])
     try:
-        _describe(actors, _START_SECONDS)
         backend = RayBackend(service, actors, timeout=section.timeout)
     except RetrievalError as error:
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
@@ -266,16 +280,14 @@ def _foreign() -> str:
 
 
 @contextmanager
-def typed_errors(seconds: float) -> Iterator[None]:
-    """Raise failures of a call, given its limit in seconds, as errors of `bridges.retrieval.errors`."""
+def typed_errors() -> Iterator[None]:
+    """Raise failures of a call as errors of `bridges.retrieval.errors`."""
     try:
         yield
-    except RetrievalError:  # raised here, or in an actor
+    except RetrievalError:  # raised in an actor
         raise
-    except cluster.PoolLate as error:
-        raise RetrievalTimeout(f"no answer within {seconds:g} s") from error
     except cluster.PoolLost as error:
-        raise (ConnectionLost if cluster.is_gone() else ActorLost)(str(error)) from error
+        raise RetrievalError(str(error)) from error
     except Exception as error:
         raise RetrievalError(f"the service failed: {cluster.first_line(error)}") from error
 
@@ -299,26 +311,6 @@ def _find_actor(service: str, shard: int) -> Any | None:
         return ray.get_actor(_actor_name(service, shard), namespace=cluster.NAMESPACE)
     except ValueError:
         return None
-
-
-def _look_up(service: str, timeout: float) -> list[Any]:
-    with typed_errors(timeout):
-        actors = list(itertools.takewhile(bool, (_find_actor(service, shard) for shard in itertools.count())))
-    if not actors:
-        raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
-    try:
-        shards = _describe(actors, timeout)["shards"]
-    except ActorLost as error:  # it keeps its name until whoever started it ends
-        raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
-    if len(actors) < shards:
-        raise ServiceNotFound(not_found(service, f"shard {len(actors)} of {shards} is gone"))
-    return actors
-
-
-def _describe(actors: Sequence[Any], seconds: float) -> dict[str, Any]:
-    """Attributes of a shard, once all have loaded."""
-    with typed_errors(seconds):
-        return cluster.get([actor.describe.remote() for actor in actors], seconds)[0][0]
 
 
 class Whereabouts(NamedTuple):

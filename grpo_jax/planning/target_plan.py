@@ -127,12 +127,17 @@ def plan_programs(
     shown: Shown | None,
 ) -> dict[str, Report]:
     """Compile a run's programs for a device of the target, or for a mesh of them."""
-    sizes = _sizes(config, model, mesh)
+    sizes = program_sizes(config, model, mesh)
     programs = run_programs(config, model, mesh, shown, target.platform)
     return {name: report(program, target, device, sizes) for name, program in programs.items()}
 
 
 def report(program: Program, target: Target, device: jax.Device, sizes: Sizes) -> Report:
+    """Compile one program and read it."""
+    return read_report(compiled_program(program, target, device), target, sizes._replace(turns=program.turns))
+
+
+def compiled_program(program: Program, target: Target, device: jax.Device) -> jax.stages.Compiled:
     """Compile one program for a device of the target, or for those of its arguments' shardings."""
     single = SingleDeviceSharding(device)
     spread = any(leaf.sharding is not None for leaf in jax.tree.leaves(program.arguments))
@@ -140,10 +145,14 @@ def report(program: Program, target: Target, device: jax.Device, sizes: Sizes) -
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return leaf if spread else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=single)
 
-    compiled = compile_for(target, program.function.lower(*jax.tree.map(place, program.arguments)))
+    return compile_for(target, program.function.lower(*jax.tree.map(place, program.arguments)))
+
+
+def read_report(compiled: jax.stages.Compiled, target: Target, sizes: Sizes) -> Report:
+    """Read a compiled program's memory, and what it does."""
     memory = compiled.memory_analysis()
     assert memory is not None  # these compilers say it
-    reading = read_program(compiled, sizes._replace(turns=program.turns))
+    reading = read_program(compiled, sizes)
     arguments, temporary, output = (
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
@@ -155,7 +164,7 @@ def report(program: Program, target: Target, device: jax.Device, sizes: Sizes) -
     return Report(arguments, temporary, output, arguments + temporary + output, reading, floor + launches)
 
 
-def _sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Sizes:
+def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Sizes:
     """Return what counts as a copy of weights or of caches on one device."""
     state = state_shapes(config, model, mesh)
     layers = state.variables["params"].get("layers", {})

@@ -1,7 +1,5 @@
 """Retrieval in process: exact ranks, ties, exclusions, mixtures, encoders, cache, self-test."""
 
-import json
-
 import numpy as np
 import pytest
 from scipy import sparse
@@ -87,7 +85,7 @@ def test_dense_ranks_are_those_of_a_loop(ties, shards):
     exclude = [rng.integers(0, 5000, rng.integers(0, 20)).tolist() for _ in texts]
     exclude[0].append(int(targets[0]))  # the target is ranked all the same
     scale = ranking.Scale(temperature=0.1)
-    retriever = Retriever(local.LocalBackend(index, encoder, shards=shards), ties=ties, scale=scale)
+    retriever = Retriever(local.LocalBackend(local.Space(encoder, index), shards=shards), ties=ties, scale=scale)
     found = retriever.score_ranks(texts, targets, exclude)
     out = [set(row) - {int(target)} for row, target in zip(exclude, targets, strict=True)]
     rank, probability = slow_ranks(wanted @ index.vectors.T, targets, out, ties, scale.tolerance, 0.1)
@@ -103,7 +101,7 @@ def test_sparse_ranks_are_those_of_a_loop(shards):
     titles = [" ".join(rng.choice(words, 3)) for _ in range(300)]
     queries = [" ".join(rng.choice(words, 2)) for _ in range(80)]
     encoder = encoders.TfidfEncoder(titles)
-    backend = local.LocalBackend(catalogue.open_index(titles, encoder, None), encoder, shards=shards)
+    backend = local.LocalBackend(local.Space(encoder, catalogue.open_index(titles, encoder, None)), shards=shards)
     targets = rng.integers(0, 300, 80)
     exclude = [rng.integers(0, 300, 5).tolist() for _ in queries]
     found = Retriever(backend).score_ranks(queries, targets, exclude)
@@ -124,7 +122,7 @@ def test_equal_items_tie_wherever_they_lie():
     """A product of matrices may round equal rows differently at the edge of a block; a tie must not see it."""
     index, encoder, _, _ = dense_world(4099, 384, 3)
     index.vectors[[0, 17, 4095, 4096, 4098]] = encoder.vectors["q0"]
-    retriever = Retriever(local.LocalBackend(index, encoder, shards=2))
+    retriever = Retriever(local.LocalBackend(local.Space(encoder, index), shards=2))
     assert retriever.score_ranks(["q0"] * 5, [0, 17, 4095, 4096, 4098], [[]] * 5).rank.tolist() == [5] * 5
 
 
@@ -144,13 +142,13 @@ def test_all_items_but_the_target_excluded():
     ranks = tfidf().score_ranks(["soap"], [2], [range(len(TITLES))])
     assert ranks.rank == [1] and ranks.probability == [1]
     index, encoder, texts, _ = dense_world(7, 4, 1)
-    ranks = Retriever(local.LocalBackend(index, encoder, shards=2)).score_ranks(texts, [2], [range(7)])
+    ranks = Retriever(local.LocalBackend(local.Space(encoder, index), shards=2)).score_ranks(texts, [2], [range(7)])
     assert ranks.rank == [1] and ranks.probability == [1]
 
 
 def test_a_mixture_is_the_direction_of_the_weighted_sum():
     index, encoder, texts, wanted = dense_world(500, 16, 4)
-    retriever = Retriever(local.LocalBackend(index, encoder))
+    retriever = Retriever(local.LocalBackend(local.Space(encoder, index)))
     weights = [[1.0, 0.5, 0.25], [2.0], [1.0, 1.0]]
     rows = [[0, 1, 2], [3], [1, 1]]
     found = retriever.score_mixed_ranks([[texts[i] for i in row] for row in rows], weights, [3, 4, 5], [[], [7], []])
@@ -237,18 +235,10 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
         tfidf(cache=tmp_path / "file" / "below")
 
 
-def test_the_fingerprint_knows_titles_and_encoder(tmp_path):
+def test_the_fingerprint_knows_the_titles():
     now = tfidf().fingerprint
     assert tfidf(list(TITLES)).fingerprint == now
     assert tfidf(TITLES[::-1]).fingerprint.catalogue != now.catalogue
-    saved = json.loads(json.dumps(now._asdict()))
-    retrieval.require_same(saved, now)
-    with pytest.raises(UserError, match=r"another catalogue \(10 titles"):
-        retrieval.require_same(saved, tfidf(TITLES[::-1]).fingerprint)
-    with pytest.raises(UserError, match=r"another encoder \(tfidf-.*than the retrieval has now \(sentence-1\)"):
-        retrieval.require_same(saved, now._replace(encoder="sentence-1"))
-    with pytest.raises(UserError, match=r"another catalogue \(none\)"):
-        retrieval.require_same({}, now)
 
 
 @pytest.mark.parametrize(("ties", "found"), [("against", 8 / 10), ("average", 8 / 10), ("favour", 1.0)])
@@ -268,11 +258,11 @@ def test_the_self_test_reports_and_refuses():
     index = catalogue.open_index(TITLES, same, None)
     shuffled = index._replace(vectors=unit(np.random.default_rng(0).normal(size=(10, 4))))
     with pytest.raises(UserError, match=r"self-test: .* of 9 titles retrieve themselves, at least 90%"):
-        Retriever(local.LocalBackend(shuffled, same)).self_test(TITLES)
+        Retriever(local.LocalBackend(local.Space(same, shuffled))).self_test(TITLES)
     with pytest.raises(UserError, match="holds 10 items, the catalogue has 9"):
         retriever.self_test(TITLES[1:])
     with pytest.raises(UserError, match="no title that is not blank"):
-        Retriever(local.LocalBackend(index, same)).self_test([""] * 10)
+        Retriever(local.LocalBackend(local.Space(same, index))).self_test([""] * 10)
 
 
 def test_a_catalogue_of_nan_is_refused():
@@ -282,7 +272,7 @@ def test_a_catalogue_of_nan_is_refused():
     index, encoder, _, _ = dense_world(9, 4, 1)
     index.vectors[3] = np.inf
     with pytest.raises(retrieval.NonFiniteScores, match="in row 3 is not finite"):
-        local.LocalBackend(index, encoder)
+        local.LocalBackend(local.Space(encoder, index))
     with pytest.raises(retrieval.NonFiniteScores, match="'b'"):
         encoders.check_finite(sparse.csr_matrix(np.array([[0, 1], [np.nan, 0]], np.float32)), ["a", "b"])
 
@@ -317,7 +307,7 @@ def test_a_history_is_a_part_of_the_query_for_ranks_and_for_the_nearest(kind, sh
     targets = rng.integers(0, items, 70)
     taken = [rng.integers(0, items, rng.integers(0, 6)).tolist() for _ in texts]
     history = History(taken, 0.7, 0.5)
-    retriever = Retriever(local.LocalBackend(index, encoder, shards=shards))
+    retriever = Retriever(local.LocalBackend(local.Space(encoder, index), shards=shards))
     scores = by_hand(vectors, wanted, history, emphasis)
     out = [set(rows) - {int(target)} for rows, target in zip(taken, targets, strict=True)]
     rank, probability = slow_ranks(scores, targets, out, "against", 1e-6, 0.05)

@@ -24,7 +24,6 @@ class Faulty:
         self.items, self.fingerprint = self.inner.items, self.inner.fingerprint
         self.faults = list(faults)
         self.calls = 0
-        self.reconnects = 0
 
     def count(self, queries, scale):
         self.calls += 1
@@ -34,29 +33,23 @@ class Faulty:
         counts = self.inner.count(queries, scale)
         return fault(counts) if fault else counts
 
-    def reconnect(self):
-        self.reconnects += 1
-
-    def close(self):
-        pass
-
 
 def ask(retriever):
     return retriever.score_ranks(["rose cream"], [1], [[]])
 
 
 def lost():
-    return retrieval.ActorLost("it died")
+    return retrieval.RetrievalError("it died")
 
 
 def test_a_failure_is_tried_again_after_longer_and_longer_pauses():
-    backend = Faulty(lost(), retrieval.RetrievalTimeout("slow"), retrieval.ConnectionLost("gone"))
+    backend = Faulty(lost(), lost(), retrieval.NonFiniteScores("nan"))
     pauses = []
     patience = retrieval.Patience(attempts=4, first_wait=0.5, longest_wait=1.5)
     retriever = Retriever(backend, patience=patience, wait=pauses.append)
     assert ask(retriever).rank == [1]
     assert pauses == [0.5, 1.0, 1.5]
-    assert (backend.calls, backend.reconnects, retriever.retries, retriever.missing) == (4, 3, 3, 0)
+    assert (backend.calls, retriever.retries, retriever.missing) == (4, 3, 0)
 
 
 @pytest.mark.parametrize("column", ["score", "log_sum"])
@@ -95,7 +88,7 @@ def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one():
 
     for _ in range(2):
         assert np.isnan(collect_rewards({"r": reward}, ["p"], ["c"], {}, 1, on_error="missing")).all()
-    with pytest.raises(StopRun, match=r"failed in 3 of the last 3 calls \(the budget is 2\).*ActorLost: it died"):
+    with pytest.raises(StopRun, match=r"failed in 3 of the last 3 calls \(the budget is 2\).*RetrievalError: it died"):
         collect_rewards({"r": reward}, ["p"], ["c"], {}, 1, on_error="missing")
 
 

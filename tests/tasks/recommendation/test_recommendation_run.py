@@ -183,11 +183,11 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
     def dying(backend, queries, scale):
         calls.append(len(queries.targets))
         if calls.count(16) == 2:  # the second batch of 4 × 4; evaluations are of 12
-            raise retrieval.ActorLost("the actor died")
+            raise retrieval.RetrievalError("the actor died")
         return count(backend, queries, scale)
 
     monkeypatch.setattr(LocalBackend, "count", dying)
-    with pytest.raises(StopRun, match=r"ActorLost: the actor died.*Saved after iteration 1; go on with --resume"):
+    with pytest.raises(StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; go on with --resume"):
         run(config_of(folder, "broken", warm_start={"steps": 0}))
     assert not (folder / "broken" / "summary.json").exists()
 

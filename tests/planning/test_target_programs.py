@@ -1,0 +1,200 @@
+"""Every program of the shipped configs and of the methods compiles for a GPU and for a TPU that are not here.
+
+One layer, and narrow ones for all but one case: what a width changes is the time that libtpu takes.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from support.vision.folders import SETTINGS
+
+from grpo_jax.config.command_line import parse
+from grpo_jax.core.trie import make_trie
+from grpo_jax.models.new import write_policy
+from grpo_jax.models.policy import configured_functions
+from grpo_jax.models.sharding import make_mesh
+from grpo_jax.planning import target_plan, targets
+from grpo_jax.planning.policy import PUBLISHED_POLICIES, read_shape, read_shown
+from grpo_jax.planning.target_plan import program_sizes, report, run_programs
+from grpo_jax.planning.targets import Target, open_devices
+from grpo_jax.sampling.beams import make_beam_sampler
+from grpo_jax.sampling.ranking import make_ranker
+from grpo_jax.sampling.sampler import make_sampler
+from grpo_jax.sampling.samplers import sampling_params, stop_table
+from grpo_jax.training.memory import Program, state_shapes
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("[!c]*.yaml"))  # cartpole's have no language policy
+LAYER = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 1}
+QWEN2 = LAYER | {"model_type": "qwen2", "vocab_size": 2048, "num_key_value_heads": 1, "tie_word_embeddings": True}
+HALF_BILLION = (
+    QWEN2
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
+    | {
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    }
+)
+MARKS = {"image_token_id": 2000, "video_token_id": 2001, "vision_start_token_id": 2002, "vision_end_token_id": 2003}
+TOWER = {"depth": 1, "num_heads": 4, "hidden_size": 256, "patch_size": 14}
+TOWERS = {
+    "qwen2_vl": TOWER | {"embed_dim": 256},
+    "qwen2_5_vl": TOWER | {"intermediate_size": 512, "out_hidden_size": 256, "fullatt_block_indexes": [0]},
+    "qwen3_vl": TOWER
+    | {"intermediate_size": 512, "out_hidden_size": 256, "patch_size": 16}
+    | {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]},
+}
+BFLOAT16 = ("--policy.compute_dtype=bfloat16", "--policy.frozen_dtype=bfloat16", "--policy.remat=layer")
+LORA = (*BFLOAT16, "--policy.lora.rank=16")
+TEXT = (
+    *("--task=text", "--data.max_prompt_tokens=128", "--sampling.max_new_tokens=32", "--training.inner_epochs=2"),
+    *("--training.prompts_per_batch=8", "--sampling.group_size=4", "--algorithm.kl_coef=0.01"),
+)
+
+
+def seeing(model_type):
+    """A narrow Qwen-VL as its config.json says it."""
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    return QWEN2 | {"model_type": model_type, "vision_config": TOWERS[model_type]} | MARKS | rope
+
+
+class Case(NamedTuple):
+    """A policy's config.json ({} for the config's own), and what is on the command line."""
+
+    name: str
+    fields: dict
+    arguments: tuple[str, ...] = ()
+
+
+METHODS = [
+    Case("half a billion", HALF_BILLION, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=128")),
+    Case("float32", QWEN2, TEXT),
+    Case("lora", QWEN2, (*TEXT, *LORA)),
+    Case("int8", QWEN2, (*TEXT, *LORA, "--policy.quantised=int8")),
+    Case("int4", QWEN2, (*TEXT, *LORA, "--policy.quantised=int4")),
+    Case("ppo", QWEN2, (*TEXT, *BFLOAT16, "--algorithm.advantage=gae", "--algorithm.kl_coef=0", "--ppo.kl_coef=.01")),
+    Case("accumulation", QWEN2, (*TEXT, *BFLOAT16, "--training.accumulation=2", "--training.minibatches=2")),
+    Case("gemma 2", QWEN2 | {"model_type": "gemma2", "head_dim": 128, "num_hidden_layers": 2}, (*TEXT, *BFLOAT16)),
+    Case("gemma 3", QWEN2 | {"model_type": "gemma3_text", "head_dim": 128}, (*TEXT, *BFLOAT16)),
+    Case("phi 3", QWEN2 | {"model_type": "phi3"}, (*TEXT, *BFLOAT16)),
+    Case("qwen 3 moe", QWEN2 | {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 16}, (*TEXT, *LORA)),
+    *(Case(kind, seeing(kind), ("--config=prompt_recreation_sd3", "--policy.lora.vision=true")) for kind in TOWERS),
+    Case("mesh", QWEN2, (*TEXT, *LORA, "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2")),
+]
+
+
+def shipped(path):
+    """The case of a shipped config: of a large policy only one narrow layer."""
+    config = parse([f"--config={path}"])
+    published = PUBLISHED_POLICIES.get(config.policy.path)
+    fields = {} if published is None else seeing(published["model_type"])
+    return Case(path.stem, fields, (f"--config={path}",))
+
+
+CASES = [*map(shipped, CONFIGS), *METHODS]
+WORDS = [f"word{i}" for i in range(500)]
+
+
+@pytest.fixture(params=["h100", "v5e"])
+def target(request, monkeypatch):
+    """A target's name, where its compiler is installed."""
+    monkeypatch.setenv("XLA_FLAGS", "")  # back afterwards: libtpu must not see it
+    needs = {"h100": "jax_plugins.xla_cuda13", "v5e": "libtpu"}[request.param]
+    pytest.importorskip(needs, reason="needs grpo_jax[targets]")
+    return request.param
+
+
+def configured(case, folder):
+    """The case's config, its policy in a folder that holds no weights."""
+    config = parse(list(case.arguments))
+    if case.fields:
+        (folder / "config.json").write_text(json.dumps(case.fields))
+        (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+    elif config.policy.path == "new":
+        write_policy(folder, WORDS, config.policy.new)
+    else:
+        return config
+    return parse([*case.arguments, f"--policy.path={folder}"])
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_runs_programs_compile(case, target, tmp_path):
+    config = configured(case, tmp_path)
+    section = config.policy.mesh
+    chosen = Target(target, 1, section.size)
+    devices = open_devices(chosen)
+    mesh = make_mesh(section.fsdp, section.tensor, devices) if section.size > 1 else None
+    model = read_shape(config.policy.path)
+    shown, _ = read_shown(config, model)
+    programs = run_programs(config, model, mesh, shown, chosen.platform)
+    expected = {"sample", "update"} | ({"warm_start"} if config.warm_start.steps else set())
+    assert programs.keys() - {"vision", "turn", "logprobs"} == expected
+    assert ("turn" in programs) == (config.sampling.turns > 1)
+    sizes = program_sizes(config, model, mesh)
+    for program in programs.values():
+        compiled = report(program, chosen, devices[0], sizes)
+        assert compiled.peak_bytes > compiled.argument_bytes > 0 and compiled.reading.flops > 0
+        assert bool(compiled.reading.collectives) == (mesh is not None)
+
+
+def listed_texts(vocabulary):
+    """The tree of 200 texts of three tokens, some with a common beginning."""
+    return make_trie([[2 + i % 10, 20 + i % 40, 100 + i] for i in range(200)], vocab_size=vocabulary)
+
+
+def sampler_of(kind, policy, params, vocabulary):
+    """A sampler of constrained texts, by its name."""
+    trie = listed_texts(vocabulary)
+    if kind in ("beams", "distinct"):
+        return make_beam_sampler(policy, params, pad_id=0, trie=trie, without_replacement=kind == "distinct")
+    if kind == "trie":
+        return make_sampler(policy, params, eos_ids=(1,), pad_id=0, trie=trie)
+    pieces = [bytes([i % 128]) for i in range(vocabulary)]
+    stops = stop_table(["\n\n", "END"], pieces, pieces)
+    allowed = np.arange(vocabulary) % 3 > 0
+    return make_sampler(policy, params, eos_ids=(1,), pad_id=0, stops=stops, allowed_tokens=allowed)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("kind", ["stop strings", "trie", "beams", "distinct", "ranking"])
+def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
+    config = configured(Case(kind, QWEN2, (*TEXT, *BFLOAT16, "--sampling.top_k=50", "--sampling.top_p=.9")), tmp_path)
+    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    policy = configured_functions(config.policy, model, None, chosen.platform)
+    params = sampling_params(config.sampling, 4, 1.0)
+    prompts = np.ones((8, 128), np.int32)
+    given = (prompts, prompts > 0)
+    if kind == "ranking":
+        write = make_ranker(policy, 10, pad_id=0, trie=listed_texts(model.vocab_size))
+    else:
+        write = sampler_of(kind, policy, params, model.vocab_size)
+        given = (*given, jax.random.split(jax.random.key(0), len(prompts)))
+    variables = state_shapes(config, model, None).variables
+    program = Program(jax.jit(lambda variables: write(variables, *given)), (variables,), params.max_new_tokens)
+    compiled = report(program, chosen, open_devices(chosen)[0], program_sizes(config, model, None))
+    assert compiled.peak_bytes > compiled.argument_bytes > 0 and compiled.reading.flops > 0
+
+
+@pytest.mark.targets
+def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path, monkeypatch):
+    """Forward and backward; no scores or masks of a row of 428 tokens are held."""
+    config = configured(Case("long", QWEN2, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=301")), tmp_path)
+    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    texts = []
+
+    def compile_for(*arguments):
+        compiled = targets.compile_for(*arguments)
+        texts.append(compiled.as_text())
+        return compiled
+
+    monkeypatch.setattr(target_plan, "compile_for", compile_for)
+    program = run_programs(config, model, None, None, chosen.platform)["update"]
+    compiled = report(program, chosen, open_devices(chosen)[0], program_sizes(config, model, None))
+    assert len(re.findall(r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"', texts[0])) >= 3
+    assert not re.search(r"\[(?:\d+,)*(?:300,300|428,428|512,512)\]", texts[0])
+    assert compiled.reading.library_flops > 0 or target == "v5e"

@@ -110,17 +110,10 @@ def plain_errors():
 
 
 def signature_of(judge):
-    """The arguments of a call without their types, which another interpreter need not have; any where none is known."""
-    try:
-        parameters = inspect.signature(judge).parameters.values()
-    except (TypeError, ValueError):
-        return inspect.signature(lambda *arguments, **keywords: None)
-    return inspect.Signature(
-        [
-            one.replace(annotation=one.empty, default=one.empty if one.default is one.empty else None)
-            for one in parameters
-        ]
-    )
+    """The arguments of a call without their types and defaults, which another interpreter need not have."""
+    parameters = inspect.signature(judge).parameters.values()
+    plain = {one: one.empty if one.default is one.empty else None for one in parameters}
+    return inspect.Signature([one.replace(annotation=one.empty, default=plain[one]) for one in parameters])
 
 
 def is_plain(value):

@@ -74,23 +74,14 @@ class Pool:
     def start(self, judges: Sequence[Any]) -> Any:
         """Start an actor for each judge; return a description of it (`JudgeActor.describe`) once all have loaded.
 
-        Those that are late are ended. PoolLost if none has started; an error of loading the judge is raised as it was.
+        PoolLost if one does not start; an error of loading the judge is raised as it was.
         """
-        import ray
-
         self.actors = start_actors(self.name, judges, self._section)
-        described = [handle.describe.remote() for handle in self.actors]
-        with suppress(PoolLate):
-            cluster.get(described, _START_SECONDS)
-        ready = ray.wait(described, num_returns=len(described), timeout=0)[0]
-        for handle, reference in zip(list(self.actors), described, strict=True):
-            if reference not in ready:
-                _log.warning("%s: an actor has not started within %g s (`ray status`)", self.name, _START_SECONDS)
-                ray.kill(handle)
-                self.actors.remove(handle)
-        if not ready:
-            raise PoolLate(f"no actor has started within {_START_SECONDS:g} s (`ray status`)")
-        description = cluster.get(ready)[0]
+        try:
+            description, *_ = cluster.get([handle.describe.remote() for handle in self.actors], _START_SECONDS)
+        except PoolLate as error:
+            late = f"not all of {len(judges)} actors have started within {_START_SECONDS:g} s (`ray status`)"
+            raise PoolLate(late) from error
         self._working = len(self.actors)
         self._threads = [threading.Thread(target=self._serve, args=(one,), daemon=True) for one in self.actors]
         for thread in self._threads:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,8 +89,7 @@ def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
     An error of loading the judge is raised as it was.
     """
     try:
-        with _other_cards(section.address):
-            cluster.enter(section.address)
+        _enter(section.address)
     except UserError as error:
         raise UserError(f"{name}{'.address' if section.address else ''}: {error}") from error
     pool = Pool(name, section)
@@ -114,19 +112,17 @@ def load_pooled(judge: Any, section: PoolSection, name: str) -> PooledJudge:
     return kind(pool, description, size=size if isinstance(size, int) and size > 0 else ROWS, close=end)
 
 
-@contextmanager
-def _other_cards(address: str | None) -> Iterator[None]:
-    """Give a cluster that is started inside the cards that this process does not use itself."""
+def _enter(address: str | None) -> None:
+    """Enter the cluster; one that is started inside gets the cards that this process does not use itself."""
     left = cards_left() if address is None else None
-    if left is None:
-        yield
-        return
     before = os.environ.get(_VISIBLE)
-    os.environ[_VISIBLE] = ",".join(left)
+    if left is not None:
+        os.environ[_VISIBLE] = ",".join(left)
     try:
-        yield
+        cluster.enter(address)
     finally:
-        del os.environ[_VISIBLE]
+        if left is not None:
+            del os.environ[_VISIBLE]
         if before is not None:
             os.environ[_VISIBLE] = before
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from bridges.pool import cluster
-from bridges.pool.pool import start_actors
+from bridges.pool.pool import require_room, start_actors
 from bridges.pool.section import PoolSection
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
@@ -228,20 +228,14 @@ def start_service(
         cluster.start_cluster(section.host, object_store=_OBJECT_STORE)
     else:
         join_cluster(section.address, service)
-    import ray
-
     if _find_actor(service, 0) is not None:
         raise UserError(f"a retrieval service {service!r} runs on this cluster already")
-    for kind, wanted in (("CPU", shards * section.cpus), ("GPU", shards * section.gpus)):
-        if wanted > (there := ray.cluster_resources().get(kind, 0)):
-            raise UserError(
-                f"the retrieval service needs {wanted:g} {kind}s for {shards} actors, the cluster has {there:g}"
-            )
+    resources = {"num_cpus": section.cpus, "num_gpus": section.gpus}
+    limits = PoolSection(shards, resources, address=section.address, max_restarts=section.restarts)
+    require_room(service, limits)
     name = resolved_name(section.encoder)
     index = open_index(titles, load_encoder(name, titles), section.cache or default_cache())
     parts = [shard_class(str(index.folder), name, shard, shards) for shard in range(shards)]
-    resources = {"num_cpus": section.cpus, "num_gpus": section.gpus}
-    limits = PoolSection(resources=resources, max_restarts=section.restarts)
     actors = start_actors(service, parts, limits, [_actor_name(service, shard) for shard in range(shards)])
     try:
         backend = RayBackend(service, actors, timeout=section.timeout)

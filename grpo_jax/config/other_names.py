@@ -161,7 +161,7 @@ TRAINING_ARGUMENTS = {
 COMMAND = {
     "model_name_or_path": "policy.path",
     "dtype, torch_dtype": "policy.compute_dtype",
-    "attn_implementation": f"{NOT_HERE}the platform decides how attention is computed",
+    "attn_implementation": "policy.attn_implementation; auto or eager",
     "dataset_name": "data.prompts; of the hub hub:OWNER/NAME, perhaps with :CONFIG:SPLIT behind it",
     "dataset_config, dataset_train_split": "data.prompts; hub:OWNER/NAME:CONFIG:SPLIT",
     "dataset_test_split": "data.test; hub:OWNER/NAME:CONFIG:SPLIT",

@@ -130,6 +130,8 @@ class PolicySection:
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         matmul_precision: Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype
             float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else.
+        attn_implementation: "auto" takes JAX's Pallas kernels on a GPU or TPU, in bfloat16 and on one device
+            (docs/targets.md); "eager" never does.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
         quantised: Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md).
         remat: What the backward pass computes again to save memory: "none"; "products", attention and all that is
@@ -144,6 +146,7 @@ class PolicySection:
     new: NewPolicySection = field(default_factory=NewPolicySection)
     compute_dtype: Dtype = "float32"
     matmul_precision: Precision | None = None
+    attn_implementation: Literal["auto", "eager"] = may_change("auto")
     frozen_dtype: Dtype = "float32"
     quantised: Literal["none", "int8", "int4"] = "none"
     remat: Literal["none", "products", "layer"] = may_change("products")

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from grpo_jax.core.logprobs import capped
 from grpo_jax.models import cache as caches
+from grpo_jax.models.flash import PLATFORMS, SHORTEST, causal_rows
 
+IMPLEMENTATIONS = ("auto", "eager")
 _MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
 _MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
@@ -235,9 +237,13 @@ def attend_streams(
     layer_input: LayerInput,
     context: Context,
     softcap: float | None = None,
-    by_row: bool = False,
+    attention: str = "blocks",
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Attention of one layer over prompts and completions at once; `softcap` and `by_row` are as of `attend`.
+    """Attention of one layer over prompts and completions at once; `softcap` is as of `attend`.
+
+    `attention` is one of `choose_attention`: ``rows`` and ``blocks`` are `attend` with and without `by_row`, ``cuda``
+    and ``tpu`` the kernels of `flash` for many tokens that run together, in layers without a window, scale or cap of
+    their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it.
 
     The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so a layer applies
     every weight in one product; only attention knows them apart. The prompts are absent (L = 0) when their keys and
@@ -250,9 +256,14 @@ def attend_streams(
 
     def attend_rows(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues]) -> jax.Array:
         split = _split_group(query, queries.positions.shape[-1]).transpose(0, 3, 1, 4, 2, 5)
-        mixed = attend(split, queries, sources, layer_input.window, layer_input.scale, softcap, by_row)
+        window, scale = layer_input.window, layer_input.scale
+        mixed = attend(split, queries, sources, window, scale, softcap, by_row=attention == "rows")
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
+    plain = softcap is None and layer_input.window is None and layer_input.scale is None
+    flash = attention if attention in PLATFORMS and plain and layer_input.prefix is None else None
+    if flash and context.completion is not None and _are_long(context.prompt, context.completion):
+        return _flash_groups(query, key, value, context.prompt, context.completion, flash), None
     mixed = []
     new_keys_values = None
     prefix = layer_input.prefix
@@ -260,7 +271,11 @@ def attend_streams(
     if prefix is None:
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
-        mixed.append(attend_rows(query[:, :length], context.prompt, [KeyValues(*prefix, context.prompt, own=True)]))
+        if flash and length >= SHORTEST:
+            rows = causal_rows(query[:, :length], key[:, :length], value[:, :length], context.prompt.mask, flash)
+            mixed.append(rows.reshape(*rows.shape[:2], -1))
+        else:
+            mixed.append(attend_rows(query[:, :length], context.prompt, [KeyValues(*prefix, context.prompt, own=True)]))
     if context.completion is not None:
         steps = context.completion.positions.shape[-1]
         readable = context.completion
@@ -272,6 +287,47 @@ def attend_streams(
         sources = [KeyValues(*prefix, context.prompt), KeyValues(*written, readable, own=layer_input.cache is None)]
         mixed.append(attend_rows(query[:, length:], context.completion, sources))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
+
+
+def _are_long(prompt: Tokens, completion: Tokens) -> bool:
+    """Whether completions, one in a row and none of them packed or answered, are rows for `flash`."""
+    steps = completion.positions.shape[-1]
+    return completion.positions.ndim == 2 and SHORTEST <= steps >= prompt.positions.shape[-1]
+
+
+def _flash_groups(
+    query: jax.Array, key: jax.Array, value: jax.Array, prompt: Tokens, completion: Tokens, platform: str
+) -> jax.Array:
+    """Attention over rows of a prompt and one completion each; the prompt's own result is that of the first row."""
+    count, length = prompt.positions.shape
+    steps = completion.positions.shape[-1]
+
+    def rows_of(x: jax.Array) -> jax.Array:
+        own = _split_group(x[:, length:], steps)
+        shared = jnp.broadcast_to(x[:, None, :length], (*own.shape[:2], length, *own.shape[3:]))
+        joined = jnp.concatenate([shared, own], axis=2)
+        return joined.reshape(-1, *joined.shape[2:])
+
+    query, key, value = map(rows_of, (query, key, value))
+    mask = jnp.pad(prompt.mask, ((0, 0), (0, steps)), constant_values=True)
+    mixed = causal_rows(query, key, value, jnp.repeat(mask, len(query) // count, axis=0), platform)
+    mixed = mixed.reshape(count, -1, length + steps, mixed[0, 0].size)
+    own = mixed[:, :, length:].reshape(count, -1, mixed.shape[-1])
+    return jnp.concatenate([mixed[:, 0, :length], own], axis=1)
+
+
+def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation: str, *, over_mesh: bool) -> str:
+    """Return how attention is computed on a platform, for `attend_streams`.
+
+    ``rows`` on a CPU, whose cache then holds what a row computes. On a GPU or TPU its kernels (``cuda``, ``tpu``)
+    where the computation is in bfloat16 and on one device, else, and where `implementation` is ``eager``, ``blocks``.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attn_implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if platform == "cpu" and not over_mesh:
+        return "rows"
+    kernels = platform in PLATFORMS and implementation == "auto" and not over_mesh and dtype == jnp.bfloat16
+    return platform if kernels else "blocks"
 
 
 def _split_group(x: jax.Array, steps: int) -> jax.Array:

@@ -28,7 +28,8 @@ class Decoder(nn.Module):
     stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
     # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device
     spread: OverPrompts | None = None
-    by_row: bool = False  # see `attend`
+    attention: str = "rows"  # see `attend_streams`
+    apart: bool = False  # see `Projection`
 
     def setup(self):
         """Declare the weights."""
@@ -49,12 +50,14 @@ class Decoder(nn.Module):
             in_axes=(0, nn.broadcast),
             length=self.config.num_layers,
         )
-        by_row = self.by_row and self.spread is None
-        return stack(self.config, self.dtype, self.param_dtype, self.lora, self.spread, by_row)
+        return stack(*self._settings(), self.spread, self.attention, self.apart)
 
     def _sequence(self, block: type[nn.Module]) -> list[nn.Module]:
-        settings = self.config, self.dtype, self.param_dtype, self.lora, None, self.by_row
+        settings = *self._settings(), None, self.attention, self.apart
         return [block(*settings) for _ in range(self.config.num_layers)]
+
+    def _settings(self) -> tuple[ModelConfig, jax.typing.DTypeLike, jax.typing.DTypeLike, LoraConfig | None]:
+        return self.config, self.dtype, self.param_dtype, self.lora
 
     def _embedding(self, name: str, rows: int) -> jax.Array:
         return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size), self.param_dtype)

@@ -1,6 +1,7 @@
 """Layers that all families share: projections, norms, activations, mixtures of experts; and a small perceptron."""
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class Projection(nn.Module):
     dtype: jax.typing.DTypeLike
     param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
+    apart: bool = False  # whether XLA is kept from joining it with other products of the same states
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -62,15 +64,23 @@ class Projection(nn.Module):
         kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features), self.param_dtype)
         # As one matrix: contracting two axes at once, the kernel's gradient would be a product of transposed copies.
         rows = x.reshape(-1, x.shape[-1])
-        y = rows @ as_array(kernel, self.dtype)
+        y = self._alone(rows, "") @ as_array(kernel, self.dtype)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
             y = y + bias.astype(self.dtype)[None]
         if self.lora is not None and self.has_variable("lora", "a"):
             a = self.get_variable("lora", "a").astype(self.dtype)
             b = self.get_variable("lora", "b").astype(self.dtype)
-            y = y + (rows @ a) @ b * self.lora.scale
+            y = y + (self._alone(rows, "a") @ a) @ b * self.lora.scale
         return y.reshape(*x.shape[:-1], -1)
+
+    def _alone(self, rows: jax.Array, factor: str) -> jax.Array:
+        """The rows as an array of their own to XLA, which for CUDA joins the products of one array: it copies their
+        weights side by side, out of the stack and for every token."""
+        if not self.apart:
+            return rows
+        mark = jnp.int32(zlib.crc32(f"{self.name}/{factor}".encode()) >> 1)  # two equal barriers would become one
+        return jax.lax.optimization_barrier((rows, mark))[0]
 
 
 class RMSNorm(nn.Module):

@@ -19,7 +19,7 @@ from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.attention import Context, LayerInput
+from grpo_jax.models.attention import Context, LayerInput, choose_attention
 from grpo_jax.models.cache import Cache, Prefix, init_cache
 from grpo_jax.models.contexts import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
@@ -47,7 +47,8 @@ class Policy:
         prefill: (variables, tokens i32 [P, L], mask bool [P, L], pictures=None) -> Prefix. Prompts are padded on the
             left; pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
         unstack: (variables) -> the same with each layer's weights apart, as ``decode_step`` takes them: a copy made
-            once, where stacked weights would be copied layer by layer for every token.
+            once, where stacked weights would be copied layer by layer for every token. On a GPU or TPU, whose decoding
+            waits for its weights, matrices get the type of the computation.
         decode_step: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
             token of each completion; the state predicts the next.
         extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
@@ -241,6 +242,7 @@ def make_policy(
     lora: LoraConfig | None = None,
     spread: OverPrompts | None = None,
     matmul_precision: str | None = None,
+    attn_implementation: str = "auto",
     platform: str | None = None,
 ) -> Policy:
     """Make the functions of a decoder.
@@ -253,8 +255,9 @@ def make_policy(
         lora: Configuration of the adapters, if variables will hold any.
         spread: See `Decoder`; ``sharding.over_prompts`` makes it.
         matmul_precision: See `precision_of`.
-        platform: What they are compiled for (cpu, cuda, tpu), which decides how attention is computed; None for JAX's
-            default.
+        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes JAX's Pallas kernels where
+            they can be had (see `choose_attention`).
+        platform: What they are compiled for (cpu, cuda, tpu); None for JAX's default.
 
     Raises:
         ValueError: A choice is unknown, or an adapter's target is no projection of this architecture.
@@ -267,9 +270,11 @@ def make_policy(
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
     limit = config.max_positions if family.learned_positions else family.longest(config)
-    by_row = (platform or jax.default_backend()) == "cpu"
-    decoder = Decoder(config, dtype=dtype, remat=remat, lora=lora, spread=spread, by_row=by_row)
-    unstacked = Decoder(config, dtype=dtype, remat="none", lora=lora, stacked=False, by_row=by_row)
+    platform = platform or ("cuda" if jax.default_backend() == "gpu" else jax.default_backend())
+    attention = choose_attention(platform, dtype, attn_implementation, over_mesh=spread is not None)
+    make_decoder = partial(Decoder, config, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
+    decoder = make_decoder(remat=remat, spread=spread)
+    unstacked = make_decoder(remat="none", stacked=False)
 
     def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         @wraps(function)
@@ -370,7 +375,7 @@ def make_policy(
     vision = config.vision
     return Policy(
         prefill=precise(prefill),
-        unstack=unstack,
+        unstack=unstack if platform == "cpu" else partial(unstack, dtype=dtype),
         decode_step=precise(decode_step),
         extend=precise(extend),
         init_cache=empty_cache,
@@ -494,6 +499,7 @@ def configured_functions(
         lora=lora_config(section.lora, config),
         spread=over_prompts(mesh),
         matmul_precision=section.matmul_precision,
+        attn_implementation=section.attn_implementation,
         platform=platform,
     )
     return shard_policy(policy, mesh)

@@ -240,7 +240,8 @@ def shard_policy(policy: Policy, mesh: Mesh | None) -> Policy:
         # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
         return gather_columns(policy.head(variables))
 
-    return policy.replace(prefill=shared_out(policy.prefill), forward_group=shared_out(policy.forward_group), head=head)
+    functions = {"prefill": shared_out(policy.prefill), "forward_group": shared_out(policy.forward_group)}
+    return policy.replace(**functions, head=head, mesh=mesh)
 
 
 def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh | None) -> optax.GradientTransformation:

@@ -47,13 +47,24 @@ def with_tower(variables: Variables, visual: PyTree, *, trained: bool) -> dict[s
     return {**variables, VISUAL: visual}
 
 
-def unstack(variables: Variables) -> Variables:
-    """Split stacked ``layers`` of every collection into ``layers_0``, ``layers_1``, ...; a tower stays as it is."""
+def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> Variables:
+    """Split stacked ``layers`` of every collection into ``layers_0``, ``layers_1``, ...; a tower stays as it is.
+
+    With `dtype` their matrices are cast to it; quantised ones stay.
+    """
+
+    def cast(leaf: PyTree) -> PyTree:
+        narrows = dtype is not None and not _is_quantised(leaf) and leaf.ndim > 2
+        return leaf.astype(dtype) if narrows else leaf
 
     def split(tree: Variables) -> dict[str, PyTree]:
-        stacked = tree.get("layers", {})
+        stacked = jax.tree.map(cast, tree.get("layers", {}), is_leaf=_is_quantised)
         count = len(next(iter(jax.tree.leaves(stacked)), ()))
         apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
         return {name: part for name, part in tree.items() if name != "layers"} | apart
 
     return {name: tree if name == VISUAL else split(tree) for name, tree in variables.items()}
+
+
+def _is_quantised(leaf: PyTree) -> bool:
+    return hasattr(leaf, "qvalue")

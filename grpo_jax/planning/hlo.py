@@ -27,6 +27,8 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 _ON_CHIP = "S(1)"  # a TPU's memory beside its products
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ", re.MULTILINE)
+# Products of queries and keys in the kernels of `models.flash`, whose scores the backward ones compute again.
+_FLASH = {"/mha_forward/": 2, "(flash_attention)/pallas_call": 2, "/mha_backward/": 7, "_bwd_dkv_": 4, "_bwd_dq_": 3}
 _LAYER = re.compile(r"/layers?_?\d*[/.]")
 
 
@@ -333,9 +335,8 @@ def _flops(line: Instruction, computation: Computation, computations: Mapping[st
         settings = json.loads(line.attributes[line.attributes.index("backend_config=") + len("backend_config=") :])
         numbers = settings["gemm_backend_config"]["dot_dimension_numbers"]
         return _product(line, computation, [int(axis) for axis in numbers["lhs_contracting_dimensions"]])
-    if target and target[1].startswith("__cudnn$fmha"):
-        return _attention(line, computation, backward="Backward" in target[1])
-    return 0.0
+    products = next((count for name, count in _FLASH.items() if name in line.attributes), 0)
+    return products * _causal_product(line, computation) if products else 0.0
 
 
 def _dimensions(attributes: str, name: str) -> list[int]:
@@ -359,11 +360,10 @@ def _convolution(line: Instruction, computation: Computation) -> float:
     return 2.0 * line.arrays[0].size * right["i"] * math.prod(windows)
 
 
-def _attention(line: Instruction, computation: Computation, *, backward: bool) -> float:
-    """Two products of all queries with all keys, and two and a half times as many backward (Dao et al. 2022)."""
+def _causal_product(line: Instruction, computation: Computation) -> float:
+    """Count a product of each query with half of the keys."""
     query, key = (computation[name].arrays[0] for name in line.operands[:2])
-    length = max(size for size in key.shape[1:3])
-    return (10.0 if backward else 4.0) * query.size * length
+    return float(query.size * max(key.shape[1:3]))
 
 
 def _bytes(step: Step, computations: Mapping[str, Computation]) -> float:

@@ -30,6 +30,7 @@ from grpo_jax.sampling.sampler import (
     pad_rows,
     pad_to_bucket,
     run,
+    shares_of,
     tokens_in,
     write_completions,
 )
@@ -109,7 +110,7 @@ def make_episode_sampler(
 
     def start(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> tuple[Samples, Carried]:
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, params.max_new_tokens)
-        padded = pad_to_bucket(tokens, mask, keys, alike.pad_id)
+        padded = pad_to_bucket(tokens, mask, keys, alike.pad_id, shares=shares_of(policy))
         samples, carried = first(table, variables, *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 

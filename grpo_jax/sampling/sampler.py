@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 from grpo_jax.core.trie import ROOT, Trie, children, follow
 from grpo_jax.models.cache import Cache, Prefix
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.sharding import FSDP
 from grpo_jax.models.variables import PyTree, Variables
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
@@ -214,12 +215,17 @@ def bucket_size(n: int, smallest: int = 1) -> int:
     return -(-n // multiple) * multiple
 
 
+def shares_of(policy: Policy) -> int:
+    """Return the number of parts that prompts are shared out in."""
+    return 1 if policy.mesh is None else policy.mesh.shape[FSDP]
+
+
 def over_buckets(write: Callable[..., Samples], policy: Policy, pad_id: int, length: int) -> Callable[..., Samples]:
     """Make `sample` of `make_sampler` from the compiled write(variables, tokens, mask, keys, real, pictures)."""
 
     def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, length)
-        padded = pad_to_bucket(tokens, mask, keys, pad_id)
+        padded = pad_to_bucket(tokens, mask, keys, pad_id, shares=shares_of(policy))
         samples = write(variables, *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: len(tokens)], samples)
 
@@ -256,11 +262,14 @@ def checked_prompts(
 
 
 def pad_to_bucket(
-    tokens: np.ndarray, mask: np.ndarray, keys: jax.Array, pad_id: int
+    tokens: np.ndarray, mask: np.ndarray, keys: jax.Array, pad_id: int, *, shares: int = 1
 ) -> tuple[np.ndarray, np.ndarray, jax.Array, np.ndarray]:
-    """Left-pad L and repeat the last prompt until both are bucket sizes; also give the mask of real rows."""
+    """Left-pad L and repeat the last prompt until both are bucket sizes, and P a multiple of `shares`.
+
+    Also give the mask of real rows.
+    """
     rows, length = tokens.shape
-    more_rows = bucket_size(rows) - rows
+    more_rows = -(-bucket_size(rows) // shares) * shares - rows
     more_tokens = bucket_size(length, smallest=8) - length
     tokens = np.pad(tokens, ((0, 0), (more_tokens, 0)), constant_values=pad_id)
     mask = np.pad(mask, ((0, 0), (more_tokens, 0)))

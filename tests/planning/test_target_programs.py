@@ -4,6 +4,7 @@ One layer, and narrow ones for all but one case: what a width changes is the tim
 """
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from grpo_jax.core.trie import make_trie
 from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.sharding import make_mesh
+from grpo_jax.planning import target_plan, targets
 from grpo_jax.planning.policy import PUBLISHED_POLICIES, read_shape, read_shown
 from grpo_jax.planning.target_plan import program_sizes, report, run_programs
 from grpo_jax.planning.targets import Target, open_devices, prepare
@@ -177,3 +179,23 @@ def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
     program = Program(jax.jit(lambda variables: write(variables, *given)), (variables,), params.max_new_tokens)
     compiled = report(program, chosen, open_devices(chosen)[0], program_sizes(config, model, None))
     assert compiled.peak_bytes > compiled.argument_bytes > 0 and compiled.reading.flops > 0
+
+
+@pytest.mark.targets
+def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path, monkeypatch):
+    """Forward and backward; no scores or masks of a row of 428 tokens are held."""
+    config = configured(Case("long", QWEN2, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=301")), tmp_path)
+    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    texts = []
+
+    def compile_for(*arguments):
+        compiled = targets.compile_for(*arguments)
+        texts.append(compiled.as_text())
+        return compiled
+
+    monkeypatch.setattr(target_plan, "compile_for", compile_for)
+    program = run_programs(config, model, None, None, chosen.platform)["update"]
+    compiled = report(program, chosen, open_devices(chosen)[0], program_sizes(config, model, None))
+    assert len(re.findall(r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"', texts[0])) >= 3
+    assert not re.search(r"\[(?:\d+,)*(?:300,300|428,428|512,512)\]", texts[0])
+    assert compiled.reading.library_flops > 0 or target == "v5e"

@@ -184,6 +184,23 @@ def test_copies_library_products_and_collectives_are_read_from_a_cards_program()
     assert reading.bytes == 4 * (copied + product + reduced) + 4 * 4  # and a place of four bytes
 
 
+FLASH = """HloModule program
+
+ENTRY %main (q: bf16[2,128,4,8]) -> bf16[2,128,4,8] {
+  %q = bf16[2,128,4,8]{3,2,1,0} parameter(0)
+  ROOT %out = bf16[2,128,4,8]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(f)/KERNEL/pallas_call"}
+}
+"""
+
+
+@pytest.mark.parametrize(("kernel", "products"), [("mha_forward", 2), ("mha_backward", 7), ("other", 0)])
+def test_attentions_kernels_count_half_of_the_keys(kernel, products, monkeypatch):
+    monkeypatch.setattr(Compiled, "as_text", lambda self: FLASH.replace("KERNEL", kernel))
+    reading = read_program(Compiled(), Sizes(frozenset(), frozenset(), layers=1))
+    assert reading.flops == reading.library_flops == products * 2 * 4 * 128 * 128 * 8
+
+
 NEEDED = {
     "h100": pytest.mark.skipif(not CUDA, reason="needs grpo_jax[targets]: no CUDA compiler is installed"),
     "v5e": pytest.mark.skipif(not TPU, reason="needs grpo_jax[targets]: no TPU compiler is installed"),

@@ -108,15 +108,6 @@ def test_of_a_text_that_is_too_long_the_end_is_read(folder, encoder):
     assert torch.isfinite(judge(["x" * 200], ["y" * 300])).all()
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_the_plan_counts_its_weights(folder, dtype, size):
-    judge = SequenceClassification(str(folder), dtype=dtype)
-    model = judge.load("cpu")._model
-    assert {weight.dtype for weight in model.parameters()} == {getattr(torch, dtype)}
-    held = sum(weight.numel() for weight in model.parameters())
-    assert judge.memory()[0] == ("reward model", held * size, dtype)
-
-
 def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
     """As TRL does; the score is then read before the padding, whatever the config says."""
     folder = tiny_models.reward_model(tmp_path, pad_token_id=None)

@@ -92,6 +92,25 @@ def test_the_plan_counts_them(folder, place, tmp_path, capsys):
     assert all(f"{name}" in told for name in ("reward model", "preference", "vqa", "pick", "far"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("make", "kind", "part"),
+    [
+        (tiny_models.reward_model, SequenceClassification, "reward model"),
+        (tiny_models.clip_model, ClipModel, "CLIP"),
+        (seeing_folder, Vqa, "model"),
+    ],
+)
+def test_the_plan_counts_its_weights(make, kind, part, dtype, tmp_path):
+    import torch
+
+    judge = kind(str(make(tmp_path / "folder")), dtype=dtype)
+    loaded = judge.load("cpu")
+    weights = [*(loaded.model.model if kind is ClipModel else loaded._model).parameters()]
+    assert {weight.dtype for weight in weights} == {getattr(torch, dtype)}
+    assert judge.memory()[0] == (part, sum(weight.nbytes for weight in weights), dtype)
+
+
 def test_a_judge_that_is_no_reward_says_so_before_anything_runs():
     sections = make_config(task="text", rewards=[{"name": "pick"}]).rewards
     (wanted,) = resolve_rewards(sections, (), TaskRewards(), ("pick",)).maximised

@@ -99,16 +99,6 @@ def test_questions_of_the_row_give_their_mean_and_none_gives_none(judge):
         collect_rewards({"q": reward("questions", judge)}, ["p"] * 3, ["x"] * 3, columns, 3)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_the_plan_counts_its_weights(folder, dtype, size):
-    judge = Vqa(str(folder), dtype=dtype)
-    judge.check()
-    loaded = judge.load("cpu")
-    held = sum(weight.numel() for weight in loaded._model.parameters())
-    assert judge.memory()[0] == ("model", held * size, dtype)
-    assert 0 < loaded.yes(pictures(1), ["Is it?"]) < 1
-
-
 def test_what_cannot_answer_is_refused(tmp_path):
     text = str(tiny_models.causal_lm(tmp_path / "text"))
     with pytest.raises(UserError, match="expected a model that sees pictures"):

@@ -30,6 +30,7 @@ from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, pack_pictures
 from grpo_jax.models.vision.tower import init_tower, make_tower
 from grpo_jax.runs.policy import make_see
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
@@ -169,6 +170,19 @@ def gathered_tables():
     return [line.strip() for line in text.splitlines() if "all-gather" in line.split("metadata")[0] and table in line]
 
 
+def uneven():
+    """Tokens of 12 prompts, which 8 devices do not divide, over a mesh and on one device."""
+    prompts = np.random.default_rng(0).integers(3, 20, (12, 5))
+
+    def written(mesh):
+        policy = shard_policy(make_policy(tiny_update.CONFIG, spread=over_prompts(mesh)), mesh)
+        sample = make_sampler(policy, SamplingParams(2, 3, temperature=0.0), eos_ids=(2,), pad_id=0)
+        variables = shard(tiny_update.make_variables(), mesh)
+        return np.asarray(sample(variables, prompts, prompts > 0, jax.random.split(jax.random.key(0), 12)).tokens)
+
+    return [written(mesh).tolist() for mesh in (None, make_mesh(8, 1, jax.devices()))]
+
+
 def tower():
     """How far states and gradients of a tower over a mesh are from those of one device; how its states lie."""
     tokens = dict(image_token=1, video_token=2, vision_start_token=3, vision_end_token=4)
@@ -213,5 +227,6 @@ if __name__ == "__main__":
         "rows": rows_of_products,
         "tables": gathered_tables,
         "tower": tower,
+        "uneven": uneven,
     }
     json.dump({name: check() for name, check in checks.items()}, sys.stdout)

@@ -25,11 +25,6 @@ def batch():
     return tiny_update.make_batch()
 
 
-def updated(batch, *, preset="grpo", **others):
-    section = AlgorithmSection(preset=preset, kl_coef=0.1, entropy_coef=0.05)
-    return tiny_update.updated(batch, section, **others)
-
-
 def test_a_refreshed_reference_is_the_policy_at_that_moment():
     variables = tiny_update.make_variables()
     state = init_state(variables, optax.sgd(1.0), keep_reference=True)

@@ -43,7 +43,7 @@ class Family(NamedTuple):
     model_types: tuple[str, ...]  # Hugging Face's names of its architectures
     config: type  # class of its configs
     read: Callable[[Fields], Any]  # (contents of config.json) -> a config
-    # its layer, a module made as block(config, dtype, param_dtype, lora, spread, by_row) and called as
+    # its layer, a module made as block(config, dtype, param_dtype, lora, spread, attention, apart) and called as
     # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see `attend_streams`)
     block: type[nn.Module]
     # (config, param_dtype) -> the norm after the last layer

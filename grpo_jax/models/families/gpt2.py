@@ -134,14 +134,15 @@ class Block(nn.Module):
     param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
-    by_row: bool = False
+    attention: str = "rows"
+    apart: bool = False
 
     def setup(self):
         """Declare the layer's weights."""
         c = self.config
 
         def projection(features: int) -> Projection:
-            return Projection(features, True, self.dtype, self.param_dtype, self.lora)
+            return Projection(features, True, self.dtype, self.param_dtype, self.lora, self.apart)
 
         self.ln_1 = LayerNorm(c.layer_norm_eps, self.param_dtype)
         self.c_attn = projection(3 * c.hidden_size)
@@ -158,7 +159,7 @@ class Block(nn.Module):
         c = self.config
         fused = self.c_attn(self.ln_1(x)).reshape(*x.shape[:-1], 3, c.num_heads, c.head_dim)
         query, key, value = fused[:, :, 0, :, None], fused[:, :, 1], fused[:, :, 2]
-        mixed, new_keys_values = attend_streams(query, key, value, layer_input, context, by_row=self.by_row)
+        mixed, new_keys_values = attend_streams(query, key, value, layer_input, context, attention=self.attention)
         x = x + self.attn_c_proj(mixed)
         inner = ACTIVATIONS[c.activation](self.c_fc(self.ln_2(x)))
         return x + self.mlp_c_proj(inner), new_keys_values

@@ -292,14 +292,15 @@ class Block(nn.Module):
     param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
-    by_row: bool = False
+    attention: str = "rows"
+    apart: bool = False
 
     def setup(self):
         """Declare the layer's weights."""
         c = self.config
 
         def projection(features: int, use_bias: bool) -> Projection:
-            return Projection(features, use_bias, self.dtype, self.param_dtype, self.lora)
+            return Projection(features, use_bias, self.dtype, self.param_dtype, self.lora, self.apart)
 
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         if c.fused:
@@ -342,7 +343,7 @@ class Block(nn.Module):
         x = x if self.spread is None else self.spread(x)
         heads = self._heads(self.input_layernorm(x), _rotation_of(layer_input, context))
         mixed, new_keys_values = attend_streams(
-            *heads, layer_input, context, self.config.attention_softcap, by_row=self.by_row
+            *heads, layer_input, context, self.config.attention_softcap, attention=self.attention
         )
         if self.config.post_norms:
             x = x + self.post_attention_layernorm(self.o_proj(mixed))

@@ -114,7 +114,9 @@ def test_a_service_for_another_run_is_refused(running):
         service.connect(TITLES, retrieval.RetrieverSection(encoder="some/model"))
     with pytest.raises(UserError, match="runs on this cluster already"):
         service.start_service(TITLES)
-    with pytest.raises(UserError, match="needs 100 CPUs for 100 actors, the cluster has "):
+    with pytest.raises(
+        UserError, match=r"large\.resources\.num_cpus: 100 actors need 100, this machine's cluster has "
+    ):
         service.start_service(TITLES, service.ServiceSection(shards=100, service="large"))
 
 

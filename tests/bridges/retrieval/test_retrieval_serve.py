@@ -13,6 +13,7 @@ ray = pytest.importorskip("ray")
 from bridges import retrieval  # noqa: E402
 from bridges.pool import cluster  # noqa: E402
 from bridges.retrieval import service as whereabouts  # noqa: E402
+from bridges.retrieval.__main__ import main  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
@@ -22,14 +23,6 @@ TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream", 
 
 SERVE = [sys.executable, "-m", "bridges.retrieval", "serve"]
 ROOT = Path(__file__).parents[3]
-FOREIGN = """
-import sys, ray
-from ray._private.state import state
-ray.init(address="local", include_dashboard=False, logging_level="ERROR", object_store_memory=80 * 2**20, num_cpus=1)
-print(ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.readline()
-print(len(state.job_table()), flush=True)
-"""
 ASK = """
 import sys
 from grpo_jax.errors import guarded
@@ -82,14 +75,11 @@ def open_service(patience=retrieval.Patience(), **fields):
     return retrieval.open_retriever(TITLES, retrieval.RetrieverSection("ray", **fields), patience=patience)
 
 
-def ask(address, **environment):
-    """What a command says that asks the service at an address, and whether it is one line and exit code 2."""
+def asking(address, environment):
+    """A command that asks the service at an address."""
     changed = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     changed |= {"RAY_NUM_REDIS_GET_RETRIES": "2", **environment}
-    done = subprocess.run([sys.executable, "-c", ASK, address], **PIPES | {"stdin": None}, env=changed, timeout=600)
-    assert done.returncode == 2 and done.stdout == "", (done.stdout, done.stderr)
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and len(done.stderr) < 300, done.stderr
-    return done.stderr
+    return subprocess.Popen([sys.executable, "-c", ASK, address], **PIPES, env=changed)
 
 
 def test_nothing_outside_this_machine_reaches_the_service(served):
@@ -102,50 +92,48 @@ def test_nothing_outside_this_machine_reaches_the_service(served):
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
-def test_a_service_says_where_it_is_to_its_user_alone(served, catalogue):
+def test_a_service_says_where_it_is_to_its_user_alone(served, catalogue, capsys):
     file = whereabouts.service_file("retrieval")
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     assert whereabouts.find_service("retrieval").address == served[1]
-    second = subprocess.run([*SERVE, "--catalogue", str(catalogue)], **PIPES | {"stdin": None}, timeout=600)
-    assert second.returncode == 2 and f"of yours is at {served[1]} already" in second.stderr
+    assert main(["serve", "--catalogue", str(catalogue)]) == 2
+    assert f"of yours is at {served[1]} already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("token", [{}, {"RAY_AUTH_TOKEN": "wrong"}, {"RAY_AUTH_MODE": "disabled"}])
-def test_a_wrong_or_missing_token_is_one_line(served, token, home):
-    token = token or {"HOME": str(home), "RAY_AUTH_MODE": "token"}  # no ~/.ray/auth_token
-    assert "asks for a token and this process has none or another: set RAY_AUTH_MODE" in ask(served[1], **token)
+def test_a_wrong_or_missing_token_is_one_line(served, home):
+    none = {"HOME": str(home), "RAY_AUTH_MODE": "token"}  # no ~/.ray/auth_token
+    tokens = (none, {"RAY_AUTH_TOKEN": "wrong"}, {"RAY_AUTH_MODE": "disabled"})
+    for process in [asking(served[1], token) for token in tokens]:  # at once
+        said, error = process.communicate(timeout=600)
+        assert process.returncode == 2 and said == "", (said, error)
+        assert error.startswith("error: ") and error.count("\n") == 1 and len(error) < 300, error
+        assert "asks for a token and this process has none or another: set RAY_AUTH_MODE" in error
 
 
-def test_no_cluster_but_ones_own_is_joined(home, monkeypatch):
+def test_no_cluster_but_ones_own_is_joined(served, home, monkeypatch):
     """Neither that of RAY_ADDRESS, nor the one that was started last, nor one at the address of a service that died."""
-    with monkeypatch.context() as patch:
-        patch.delenv("RAY_TMPDIR")
-        foreign = subprocess.Popen([sys.executable, "-c", FOREIGN], **PIPES)
-    try:
-        address = foreign.stdout.readline().strip()
-        (home / "ray").mkdir()
-        (home / "ray" / "ray_current_cluster").write_text(address)
-        message = rf"none of yours runs here; the Ray cluster at {address} is joined only if"
-        for where in (None, "auto"):
-            with pytest.raises(retrieval.ServiceNotFound, match=message):
-                open_service(service="mine", address=where)
-        (home / "ray" / "ray_current_cluster").unlink()
-        monkeypatch.setenv("RAY_ADDRESS", address)
+    address = served[1]
+    (home / "ray").mkdir()
+    (home / "ray" / "ray_current_cluster").write_text(address)
+    message = rf"none of yours runs here; the Ray cluster at {address} is joined only if"
+    for where in (None, "auto"):
         with pytest.raises(retrieval.ServiceNotFound, match=message):
-            open_service(service="mine")
-        assert not ray.is_initialized()
-        foreign.stdin.write("\n")
-        foreign.stdin.flush()
-        assert int(foreign.stdout.readline()) == 1  # its own job and no other
+            open_service(service="mine", address=where)
+    (home / "ray" / "ray_current_cluster").unlink()
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(retrieval.ServiceNotFound, match=message):
+        open_service(service="mine")
+    assert not ray.is_initialized()
 
-        died = whereabouts.announced("mine", whereabouts.Whereabouts(address, "session_of_before"))
-        message = f"at {address}, where it was, is another Ray cluster"
-        with died, pytest.raises(retrieval.ServiceNotFound, match=message):
-            open_service(service="mine")
-        assert not ray.is_initialized()
-    finally:
-        foreign.kill()
-        foreign.communicate()
+    died = whereabouts.announced("mine", whereabouts.Whereabouts(address, "session_of_before"))
+    message = f"at {address}, where it was, is another Ray cluster"
+    with died, pytest.raises(retrieval.ServiceNotFound, match=message):
+        open_service(service="mine")
+    assert not ray.is_initialized()
+    cluster.join(address)
+    jobs = ray._private.state.state.job_table()
+    ray.shutdown()
+    assert len(jobs) == 3  # of the service, of the one that left at once, and this one
 
 
 def test_a_file_that_others_can_write_is_refused(home):
@@ -180,12 +168,10 @@ def test_without_a_cluster_the_message_says_how_to_start_one(home):
                 open_service(address=address)
 
 
-def test_a_catalogue_that_is_not_there_is_one_line(tmp_path):
-    done = subprocess.run(
-        [*SERVE, "--catalogue", str(tmp_path / "none.tsv")], capture_output=True, text=True, timeout=600, cwd=ROOT
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and "none.tsv does not exist" in done.stderr
+def test_a_catalogue_that_is_not_there_is_one_line(home, tmp_path, capsys):
+    assert main(["serve", "--catalogue", str(tmp_path / "none.tsv")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "none.tsv does not exist" in error
 
 
 def test_a_host_that_is_not_this_machine_is_refused():

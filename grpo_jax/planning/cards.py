@@ -233,7 +233,7 @@ def list_savings(config: Config, cards: Sequence[Card], target: Target | None = 
     parts = len(cards) - 1
     if target is not None and config.training.lag:  # which several processes refuse
         parts = min(parts, target.devices)
-    if section.mesh.size == 1 and parts > 1 and prompts % parts == 0:
+    if section.mesh.size == 1 and section.quantised == "none" and parts > 1 and prompts % parts == 0:
         policy["policy.mesh.fsdp"] = parts
     policy["sampling.group_size"] = max(config.sampling.group_size // 2, 2)
     changes = policy if POLICY in full else {}

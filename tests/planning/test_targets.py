@@ -80,13 +80,15 @@ def test_a_mistake_is_one_line(arguments, message, capsys, monkeypatch):
     assert captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1 and not captured.out
 
 
-@pytest.mark.parametrize(("lag", "fsdp"), [(0, 8), (1, 4)])
-def test_no_mesh_is_advised_that_several_processes_refuse(lag, fsdp):
-    config = make_config({"task": "text", "training": {"lag": lag, "prompts_per_batch": 8, "minibatches": 1}})
+@pytest.mark.parametrize(("lag", "quantised", "fsdp"), [(0, "none", 8), (1, "none", 4), (0, "int8", None)])
+def test_no_mesh_is_advised_that_a_run_refuses(lag, quantised, fsdp):
+    """Several processes that of another lag than 0, any run that of quantised weights."""
+    sections = {"training": {"lag": lag, "prompts_per_batch": 8, "minibatches": 1}}
+    config = make_config({"task": "text", **sections, "policy": {"quantised": quantised, "lora": {"rank": 4}}})
     line = cards.Line("weights", 2 * GIB, "")
     devices = [cards.Card(f"gpu:{number}", GIB, {"policy": [line]}) for number in range(8)]
     devices.append(cards.Card("cpu", GIB, {}))
-    assert cards.list_savings(config, devices, Target("h100", 2, 4))["policy.mesh.fsdp"] == fsdp
+    assert cards.list_savings(config, devices, Target("h100", 2, 4)).get("policy.mesh.fsdp") == fsdp
 
 
 def test_loops_count_as_often_as_they_turn():

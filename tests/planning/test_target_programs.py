@@ -114,7 +114,8 @@ def configured(case, folder):
     config = parse(list(case.arguments))
     if case.fields:
         (folder / "config.json").write_text(json.dumps(case.fields))
-        (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
+        patch = case.fields.get("vision_config", TOWER)["patch_size"]
+        (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | {"patch_size": patch}))
     elif config.policy.path == "new":
         write_policy(folder, WORDS, config.policy.new)
     else:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from grpo_jax.core.logprobs import capped
 from grpo_jax.models import cache as caches
-from grpo_jax.models.flash import PLATFORMS, SHORTEST, causal_rows
+from grpo_jax.models.flash import HEADS, PLATFORMS, SHORTEST, causal_rows
 
 IMPLEMENTATIONS = ("auto", "eager")
 _MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
@@ -261,7 +261,8 @@ def attend_streams(
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
     plain = softcap is None and layer_input.window is None and layer_input.scale is None
-    flash = attention if attention in PLATFORMS and plain and layer_input.prefix is None else None
+    plain = plain and layer_input.prefix is None and query.shape[-1] in HEADS
+    flash = attention if attention in PLATFORMS and plain else None
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, flash), None
     mixed = []

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 PLATFORMS = ("cuda", "tpu")
 SHORTEST = 128
 """Queries of a row from which on the kernels are taken."""
-_BLOCK = 64  # of queries and keys on a GPU: 80 KiB of shared memory with heads of 128, which all cards have
+HEADS = range(16, 129)
+"""Sizes of a head that they take: Triton has no smaller products, and larger ones do not fit into every card's core."""
+_BLOCK = 64  # of queries and keys on a GPU: 80 KiB of shared memory with heads of 128
 _PADDED = 128  # rows are padded to a multiple of it
 
 

@@ -270,7 +270,7 @@ def make_policy(
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
     limit = config.max_positions if family.learned_positions else family.longest(config)
-    platform = platform or ("cuda" if jax.default_backend() == "gpu" else jax.default_backend())
+    platform = platform or _own_platform()
     attention = choose_attention(platform, dtype, attn_implementation, over_mesh=spread is not None)
     make_decoder = partial(Decoder, config, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
     decoder = make_decoder(remat=remat, spread=spread)
@@ -387,6 +387,14 @@ def make_policy(
         matmul_precision=matmul_precision,
         lora=lora,
     )
+
+
+def _own_platform() -> str:
+    """The platform of JAX's first device; a GPU's is ``gpu`` where Triton compiles no kernels for it."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform
+    return "cuda" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "gpu"
 
 
 def _as_mask(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> jax.Array:

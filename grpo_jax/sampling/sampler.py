@@ -217,7 +217,8 @@ def bucket_size(n: int, smallest: int = 1) -> int:
 
 def shares_of(policy: Policy) -> int:
     """Return the number of parts that prompts are shared out in."""
-    return 1 if policy.mesh is None else policy.mesh.shape[FSDP]
+    mesh = getattr(policy, "mesh", None)
+    return 1 if mesh is None else mesh.shape[FSDP]
 
 
 def over_buckets(write: Callable[..., Samples], policy: Policy, pad_id: int, length: int) -> Callable[..., Samples]:

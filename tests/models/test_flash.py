@@ -17,7 +17,7 @@ from grpo_jax.models.contexts import group_context, packed_context, prompt_conte
 from grpo_jax.models.decoder import Decoder, init_variables
 from grpo_jax.models.policy import make_policy
 
-PLAIN = replace(LLAMA, windows=(None,), num_layers=1)
+PLAIN = replace(LLAMA, windows=(None,), num_layers=1, head_dim=16)
 INTERPRETED = {"cuda": nullcontext, "tpu": pltpu.force_tpu_interpret_mode}
 
 

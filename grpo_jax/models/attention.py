@@ -260,11 +260,10 @@ def attend_streams(
         mixed = attend(split, queries, sources, window, scale, softcap, by_row=attention == "rows")
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
-    plain = softcap is None and layer_input.window is None and layer_input.scale is None
-    plain = plain and layer_input.prefix is None and query.shape[-1] in HEADS
-    flash = attention if attention in PLATFORMS and plain else None
+    others = (softcap, layer_input.window, layer_input.scale, layer_input.prefix)
+    flash = attention in PLATFORMS and query.shape[-1] in HEADS and all(other is None for other in others)
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
-        return _flash_groups(query, key, value, context.prompt, context.completion, flash), None
+        return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
     mixed = []
     new_keys_values = None
     prefix = layer_input.prefix
@@ -273,7 +272,7 @@ def attend_streams(
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
         if flash and length >= SHORTEST:
-            rows = causal_rows(query[:, :length], key[:, :length], value[:, :length], context.prompt.mask, flash)
+            rows = causal_rows(query[:, :length], key[:, :length], value[:, :length], context.prompt.mask, attention)
             mixed.append(rows.reshape(*rows.shape[:2], -1))
         else:
             mixed.append(attend_rows(query[:, :length], context.prompt, [KeyValues(*prefix, context.prompt, own=True)]))

@@ -18,9 +18,7 @@ _BLOCK = 64  # of queries and keys on a GPU: 80 KiB of shared memory with heads 
 _PADDED = 128  # rows are padded to a multiple of it
 
 
-def causal_rows(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str, *, interpret: bool = False
-) -> jax.Array:
+def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str) -> jax.Array:
     """Softmax attention of every token to those before it in its row and itself, with scores scaled by E^-0.5.
 
     Args:
@@ -29,7 +27,6 @@ def causal_rows(
         value: [B, S, K, E].
         mask: bool [B, S], False on padding, which no other token reads.
         platform: ``cuda`` or ``tpu``.
-        interpret: Whether a CPU runs the GPU's kernel, step by step.
 
     Returns:
         [B, S, K, R, E], as large and of the type of the queries.
@@ -44,20 +41,19 @@ def causal_rows(
     key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
     padded = [pad(x) for x in (flat, key, value)]
     kernel = _gpu_kernel if platform == "cuda" else _tpu_kernel
-    mixed = kernel(*padded, pad(mask).astype(jnp.int32), interpret)
+    mixed = kernel(*padded, pad(mask).astype(jnp.int32))
     return mixed[:, :length].reshape(query.shape)
 
 
-def _gpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array, interpret: bool) -> jax.Array:
+def _gpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
     sizes = BlockSizes(_BLOCK, _BLOCK, *[_BLOCK // 2] * 4)
     scale = query.shape[-1] ** -0.5
-    return mha(query, key, value, segments, sm_scale=scale, causal=True, block_sizes=sizes, interpret=interpret)
+    return mha(query, key, value, segments, sm_scale=scale, causal=True, block_sizes=sizes)
 
 
-def _tpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array, interpret: bool) -> jax.Array:
-    del interpret  # ``pltpu.force_tpu_interpret_mode`` says it
+def _tpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
 
     heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]

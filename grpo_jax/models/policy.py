@@ -257,7 +257,7 @@ def make_policy(
         matmul_precision: See `precision_of`.
         attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes JAX's Pallas kernels where
             they can be had (see `choose_attention`).
-        platform: What they are compiled for (cpu, cuda, tpu); None for JAX's default.
+        platform: What they are compiled for, see `platform_of`; None for JAX's first device.
 
     Raises:
         ValueError: A choice is unknown, or an adapter's target is no projection of this architecture.
@@ -270,7 +270,7 @@ def make_policy(
     if lora is not None:
         check_targets(lora, family.projections, config.model_type)
     limit = config.max_positions if family.learned_positions else family.longest(config)
-    platform = platform or _own_platform()
+    platform = platform or platform_of(jax.devices()[0])
     attention = choose_attention(platform, dtype, attn_implementation, over_mesh=spread is not None)
     make_decoder = partial(Decoder, config, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
     decoder = make_decoder(remat=remat, spread=spread)
@@ -389,9 +389,8 @@ def make_policy(
     )
 
 
-def _own_platform() -> str:
-    """The platform of JAX's first device; a GPU's is ``gpu`` where Triton compiles no kernels for it."""
-    device = jax.devices()[0]
+def platform_of(device: jax.Device) -> str:
+    """Name what programs are compiled for: cpu, tpu, cuda, or gpu for one that Triton compiles no kernels for."""
     if device.platform != "gpu":
         return device.platform
     return "cuda" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "gpu"
@@ -464,7 +463,7 @@ def load_policy(
     except ValueError as error:  # a weight that the mesh does not divide
         raise UserError(f"policy.mesh: {error}") from error
     config = read.config
-    policy = configured_functions(section, config, mesh)
+    policy = configured_functions(section, config, mesh, platform_of(devices[0]))
     lora = policy.lora
     variables: dict[str, PyTree] = {"params": put(weights)}
     tower = None

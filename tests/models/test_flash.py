@@ -3,22 +3,32 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 from support.tiny_decoders import LLAMA
+from support.tiny_models import causal_lm
 
+from grpo_jax.config.sections import PolicySection
 from grpo_jax.models import attention, flash
 from grpo_jax.models.attention import choose_attention
 from grpo_jax.models.contexts import group_context, packed_context, prompt_context
 from grpo_jax.models.decoder import Decoder, init_variables
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.policy import configured_functions, load_policy, make_policy, platform_of
 
 PLAIN = replace(LLAMA, windows=(None,), num_layers=1, head_dim=16)
 INTERPRETED = {"cuda": nullcontext, "tpu": pltpu.force_tpu_interpret_mode}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(gpu_attention, "mha", partial(gpu_attention.mha, interpret=True))
 
 
 def softmax_rows(query, key, value, mask):
@@ -45,7 +55,7 @@ def test_rows_and_their_gradients_are_those_of_a_softmax(platform, length):
         return jax.jit(jax.value_and_grad(total))(arrays)
 
     with INTERPRETED[platform]():
-        kernel = outcome(partial(flash.causal_rows, platform=platform, interpret=True))
+        kernel = outcome(partial(flash.causal_rows, platform=platform))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5, rtol=1e-4), kernel, outcome(softmax_rows))
 
 
@@ -53,11 +63,11 @@ def test_rows_and_their_gradients_are_those_of_a_softmax(platform, length):
 def calls(monkeypatch):
     made = []
 
-    def interpreted(query, *rest):
+    def counted(query, *rest):
         made.append(query.shape[:2])
-        return flash.causal_rows(query, *rest, interpret=True)
+        return flash.causal_rows(query, *rest)
 
-    monkeypatch.setattr(attention, "causal_rows", interpreted)
+    monkeypatch.setattr(attention, "causal_rows", counted)
     return made
 
 
@@ -117,3 +127,66 @@ def test_kernels_are_for_bfloat16_on_one_device(platform, dtype, implementation,
 def test_another_implementation_is_refused():
     with pytest.raises(ValueError, match=r"attn_implementation must be one of \('auto', 'eager'\), got 'flash'"):
         make_policy(LLAMA, attn_implementation="flash")
+
+
+def wide_folder(path):
+    """A Qwen policy with heads of 16, which the kernels take."""
+    return causal_lm(path, num_attention_heads=2, num_key_value_heads=1)
+
+
+def reads_by_kernel(policy):
+    """Whether `forward_group` of 4 prompt tokens and 140 new ones has a kernel."""
+    ones = [jnp.ones(shape, jnp.int32) for shape in [(1, 4), (1, 4), (1, 1, 140), (1, 1, 140)]]
+    return "pallas_call" in str(jax.make_jaxpr(policy.forward_group)(policy.variables, *ones))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_config_chooses_the_implementation(platform, tmp_path):
+    policy = load_policy(wide_folder(tmp_path))
+    for implementation, kernels in (("auto", True), ("eager", False)):
+        section = PolicySection(compute_dtype="bfloat16", attn_implementation=implementation)
+        made = configured_functions(section, policy.config, None, platform)
+        assert reads_by_kernel(made.replace(variables=policy.variables)) == kernels
+
+
+def test_a_policy_is_made_for_the_device_that_it_is_put_on(tmp_path, monkeypatch):
+    folder, cpu = wide_folder(tmp_path), jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *_: [SimpleNamespace(platform="gpu", compute_capability="9.0")])
+    assert not reads_by_kernel(load_policy(folder, devices=cpu, compute_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "name"),
+    [("cpu", None, "cpu"), ("tpu", None, "tpu"), ("gpu", "9.0", "cuda"), ("gpu", "8.0", "cuda"), ("gpu", "7.5", "gpu")],
+)
+def test_the_platform_of_a_device(platform, capability, name):
+    assert platform_of(SimpleNamespace(platform=platform, compute_capability=capability or "8.0")) == name
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_policy_for_another_platform_computes_the_same(platform):
+    """In float32, with adapters: prompts, steps of decoding and the update's states."""
+    config, lora = PLAIN, LoraConfig(2, 4.0, ("q_proj", "down_proj"))
+    variables = init_variables(config, jax.random.key(0), lora=lora)
+    rng = np.random.default_rng(3)
+    variables["lora"] = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), variables["lora"])
+    prompts, tokens = (jnp.asarray(rng.integers(1, config.vocab_size, shape)) for shape in [(2, 5), (2, 3, 4)])
+    mask = jnp.asarray(np.arange(5) >= np.array([[2], [0]]))
+
+    def outcome(platform):
+        policy = make_policy(config, lora=lora, platform=platform)
+        prefix = policy.prefill(variables, prompts, mask)
+        cache, steps = policy.init_cache(2, 3, 4), []
+        for step in range(4):
+            hidden, cache = policy.decode_step(policy.unstack(variables), prefix, tokens[:, :, step], cache)
+            steps.append(hidden)
+        return prefix.hidden, steps, policy.forward_group(variables, prompts, mask, tokens, tokens > 0)
+
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4), outcome(platform), outcome("cpu"))
+
+
+def test_a_gpu_decodes_from_matrices_in_the_type_of_the_computation():
+    variables = init_variables(PLAIN, jax.random.key(0))
+    layer = make_policy(PLAIN, compute_dtype="bfloat16", platform="cuda").unstack(variables)["params"]["layers_0"]
+    types = {leaf.ndim: leaf.dtype for leaf in jax.tree.leaves(layer)}
+    assert types == {2: jnp.bfloat16, 1: jnp.float32}

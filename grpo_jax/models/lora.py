@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import extras_named
-from grpo_jax.models.variables import VISUAL, PyTree, Variables
+from grpo_jax.models.variables import VISUAL, PyTree, Variables, is_quantised
 
 if TYPE_CHECKING:
     from qwix import QArray
@@ -170,13 +170,13 @@ def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> 
 
 def count_weights(params: PyTree) -> int:
     """Number of weights, however they are stored, without scales."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "qvalue"))
+    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def as_array(kernel: jax.Array | QArray, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A kernel as an array of this dtype, however it is stored."""
-    if hasattr(kernel, "qvalue"):
+    if is_quantised(kernel):
         import qwix
 
         kernel = qwix.dequantize(kernel)

@@ -54,11 +54,11 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
     """
 
     def cast(leaf: PyTree) -> PyTree:
-        narrows = dtype is not None and not _is_quantised(leaf) and leaf.ndim > 2
+        narrows = dtype is not None and not is_quantised(leaf) and leaf.ndim > 2
         return leaf.astype(dtype) if narrows else leaf
 
     def split(tree: Variables) -> dict[str, PyTree]:
-        stacked = jax.tree.map(cast, tree.get("layers", {}), is_leaf=_is_quantised)
+        stacked = jax.tree.map(cast, tree.get("layers", {}), is_leaf=is_quantised)
         count = len(next(iter(jax.tree.leaves(stacked)), ()))
         apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
         return {name: part for name, part in tree.items() if name != "layers"} | apart
@@ -66,5 +66,6 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
     return {name: tree if name == VISUAL else split(tree) for name, tree in variables.items()}
 
 
-def _is_quantised(leaf: PyTree) -> bool:
+def is_quantised(leaf: PyTree) -> bool:
+    """Whether weights are qwix's, numbers with their scales."""
     return hasattr(leaf, "qvalue")

@@ -101,9 +101,10 @@ class Watch:
     def _look_at_clock(self) -> None:
         """Look for a signal and for what has taken too long; without the coordinator, which may be stuck itself."""
         while not self._over.is_set():
-            with suppress(TimeoutError):
+            try:
                 self._asked |= bool({*self._signals.recv(64)} & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
-            self._silent += 1
+            except TimeoutError:  # a second without a signal
+                self._silent += 1
             if self._silent > _SILENT_SECONDS:
                 self._leave(f"process 0 has not answered for {_SILENT_SECONDS} s")
             waits = shared.waiting

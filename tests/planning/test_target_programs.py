@@ -199,4 +199,4 @@ def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path
     compiled = report(program, chosen, open_devices(chosen)[0], program_sizes(config, model, None))
     assert len(re.findall(r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"', texts[0])) >= 3
     assert not re.search(r"\[(?:\d+,)*(?:300,300|428,428|512,512)\]", texts[0])
-    assert compiled.reading.library_flops > 0 or target == "v5e"
+    assert compiled.reading.library_flops > 0

@@ -44,8 +44,7 @@ print(json.dumps(results))
 """
 TEXT = ["--task=text", "--policy.path=miniature", "--data.prompts=prompts.jsonl", "--rewards=[{name: judge.py:brief}]"]
 SHORT = "--sampling.max_new_tokens=4"  # the miniature's policy has 128 positions
-SMALL = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--sampling.group_size=2", "--data.held_out=0",
-         "--policy.remat=none"]  # fmt: skip
+SMALL = ["--training.prompts_per_batch=4", "--training.max_steps=1", "--sampling.group_size=2", "--data.held_out=0"]
 
 
 @pytest.mark.slow

@@ -49,11 +49,11 @@ def attend_token(
     heads = jnp.concatenate([query, key[..., None, :], value[..., None, :]], axis=-2)
     own = with_heads(cache)
     rows = max(_ROWS, pl.next_power_of_2(shared))
-    operands = heads, *prefix, mask.astype(jnp.int32), slot, *own
+    operands = heads, *prefix, mask, slot, *own
     specs = [_heads_spec(heads), *map(_prompt_spec, prefix), _mask_spec(mask), pl.BlockSpec((), lambda *_: ())]
     mixed, *own = pl.pallas_call(
         partial(_kernel, shared=shared, rows=rows, scale=size**-0.5),
-        grid=(query.shape[0], query.shape[2], query.shape[1]),
+        grid=(query.shape[1], query.shape[2], query.shape[0]),
         in_specs=[*specs, *map(_own_spec, own)],
         out_specs=[_heads_spec(query), *map(_own_spec, own)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, *own)],
@@ -66,19 +66,19 @@ def attend_token(
 
 
 def _heads_spec(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda p, k, g: (p, g, k, 0, 0))
+    return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda g, k, p: (p, g, k, 0, 0))
 
 
 def _prompt_spec(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda p, k, g: (p, k, 0, 0))
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda g, k, p: (p, k, 0, 0))
 
 
 def _mask_spec(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec((None, x.shape[1]), lambda p, k, g: (p, 0))
+    return pl.BlockSpec((None, x.shape[1]), lambda g, k, p: (p, 0))
 
 
 def _own_spec(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda p, k, g: (p, k, g, 0, 0))
+    return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda g, k, p: (p, k, g, 0, 0))
 
 
 def _kernel(heads, prompt_keys, prompt_values, mask, slot, own_keys, own_values, mixed, new_keys, new_values, **options):
@@ -104,7 +104,7 @@ def _attend(query, keys, values, length, state: State, scale: float, mask=None) 
         at = pl.ds(i * _BLOCK, _BLOCK)
         there = i * _BLOCK + jnp.arange(_BLOCK) < length
         score = triton.dot(query, triton.load(keys.at[:, at], mask=there[None], other=0)) * scale
-        read = there if mask is None else triton.load(mask.at[at], mask=there, other=0) > 0
+        read = there if mask is None else triton.load(mask.at[at], mask=there, other=False)
         score = jnp.where(read[None], score, _HIDDEN)
         higher = jnp.maximum(top, score.max(axis=-1))
         weight, kept = jnp.exp(score - higher[:, None]), jnp.exp(top - higher)

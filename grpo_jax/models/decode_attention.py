@@ -81,9 +81,9 @@ def _own_spec(x: jax.Array) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda g, k, p: (p, k, g, 0, 0))
 
 
-def _kernel(heads, prompt_keys, prompt_values, mask, slot, own_keys, own_values, mixed, new_keys, new_values, **options):
+def _kernel(heads, *refs, shared: int, rows: int, scale: float):
     """A completion's token and one key head; the softmax begins with the token itself, which is always read."""
-    shared, rows, scale = (options[name] for name in ("shared", "rows", "scale"))
+    prompt_keys, prompt_values, mask, slot, own_keys, own_values, mixed, new_keys, new_values = refs
     here = (jnp.arange(rows) < shared)[:, None]
     query = triton.load(heads.at[pl.ds(0, rows), :], mask=here, other=0)
     key, value, length = heads[shared, :], heads[shared + 1, :], slot[()]

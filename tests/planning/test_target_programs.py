@@ -204,10 +204,10 @@ def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path
 
 @pytest.mark.targets
 @pytest.mark.parametrize("target", ["h100"], indirect=True)
-def test_a_decoded_tokens_attention_is_one_kernel(target, tmp_path, monkeypatch):
+def test_a_decoded_tokens_attention_is_one_kernel(target, tmp_path):
     """Of two layers, those of the head and of the draw counted; none moves a layer's keys or values."""
-    case = Case("decoding", HALF_BILLION | {"num_hidden_layers": 2}, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=128"))
-    config = configured(case, tmp_path)
+    two = HALF_BILLION | {"num_hidden_layers": 2}
+    config = configured(Case("decoding", two, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=128")), tmp_path)
     chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
     program = run_programs(config, model, None, None, chosen.platform)["sample"]
     compiled = target_plan.compiled_program(program, chosen, open_devices(chosen)[0])

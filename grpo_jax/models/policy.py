@@ -49,7 +49,8 @@ class Policy:
             left; pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
         unstack: (variables) -> the same with each layer's weights apart, as ``decode_step`` takes them: a copy made
             once, where stacked weights would be copied layer by layer for every token. On a GPU or TPU, whose decoding
-            waits for its weights, matrices get the type of the computation.
+            waits for its weights, matrices get the type of the computation; on one CUDA device they are joined too
+            (`joined`).
         decode_step: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
             token of each completion; the state predicts the next.
         extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
@@ -256,8 +257,8 @@ def make_policy(
         lora: Configuration of the adapters, if variables will hold any.
         spread: See `Decoder`; ``sharding.over_prompts`` makes it.
         matmul_precision: See `precision_of`.
-        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes JAX's Pallas kernels where
-            they can be had (see `choose_attention`).
+        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes Pallas kernels where they can
+            be had (see `choose_attention`).
         platform: What they are compiled for, see `platform_of`; None for JAX's first device.
 
     Raises:

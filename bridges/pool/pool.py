@@ -33,15 +33,6 @@ Request = tuple[str, dict[int | str, Any], dict[int | str, Any]]
 """Method, values and stored arrays of one batch, as `actor.JudgeActor.answer` takes them."""
 
 
-class Block(NamedTuple):
-    """An array in the object store: Ray's reference, rows, shape of a row, and tensor type, such as "float32"."""
-
-    reference: Any
-    rows: int
-    inner: tuple[int, ...]
-    kind: str
-
-
 class Pool:
     """Actors of a judge; any number of threads may ask them.
 
@@ -169,8 +160,9 @@ class _Call:
         pool.since[sent.actor] = time.monotonic()
         kind, value = answer
         if kind == "stored":
-            (rows, *inner), dtype = value
-            value = Block(sent.array, rows, tuple(inner), dtype)
+            from bridges.pool.stored import stored
+
+            value = stored(sent.array, *value)
         self._answers[sent.batch] = value
 
     def _end(self, handle: Any, limit: float) -> None:

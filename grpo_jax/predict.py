@@ -25,8 +25,6 @@ from grpo_jax.errors import UserError, carry_out, extras_named, leave, run_parse
 if TYPE_CHECKING:
     from grpo_jax.config import Config
     from grpo_jax.models.policy import Policy
-    from grpo_jax.rollout.data import Row
-    from grpo_jax.rollout.encoding import Encoded
     from grpo_jax.sampling.sampler import Samples
 
 
@@ -52,11 +50,8 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     return make_rewriter(config, policy)
 
 
-def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., str]:
-    """Make the function of `load_rewriter` for a policy that is loaded.
-
-    The longest of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
-    """
+def make_rewriter(config: Config, policy: Policy) -> Callable[..., str]:
+    """Make the function of `load_rewriter` for a policy that is loaded."""
     import jax
 
     from grpo_jax.rollout.data import Row
@@ -74,19 +69,6 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
 
-    def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Encoded]:
-        size = loaded.config.vocab_size
-        return make_encode(
-            loaded.tokenizer,
-            config.data,
-            pad_id=loaded.pad_id,
-            vocab_size=size,
-            rows=rows,
-            image_processor=image_processor,
-        )
-
-    encode_wide = encoder(rows) if rows else None
-
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Samples]:
         trie = policy_choices(config, config.task.listed_texts(config), loaded)
@@ -98,7 +80,15 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
         except ValueError as error:
             raise UserError(str(error)) from error
         row = Row(0, request.text, {}, request.pictures, request.messages)
-        tokens, mask, pictures_read = (encode_wide or encoder([row]))([row])
+        encode = make_encode(
+            loaded.tokenizer,
+            config.data,
+            pad_id=loaded.pad_id,
+            vocab_size=loaded.config.vocab_size,
+            rows=[row],
+            image_processor=image_processor,
+        )
+        tokens, mask, pictures_read = encode([row])
         seen = {} if pictures_read is None else {"pictures": make_see(policy)(policy.variables, pictures_read)[0]}
         samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))
         return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1]

@@ -23,8 +23,6 @@ from grpo_jax.config.files import read_text
 from grpo_jax.errors import UserError, carry_out, extras_named, leave, run_parser
 
 if TYPE_CHECKING:
-    from grpo_jax.config import Config
-    from grpo_jax.models.policy import Policy
     from grpo_jax.sampling.sampler import Samples
 
 
@@ -44,24 +42,17 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     Raises:
         UserError: There is no such run or checkpoint, or a package that it needs is missing.
     """
-    from grpo_jax.runs.policy import restore_policy
-
-    config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
-    return make_rewriter(config, policy)
-
-
-def make_rewriter(config: Config, policy: Policy) -> Callable[..., str]:
-    """Make the function of `load_rewriter` for a policy that is loaded."""
     import jax
 
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.encoding import make_encode
     from grpo_jax.rollout.prompts import read_prompt, take_pictures
     from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
-    from grpo_jax.runs.policy import image_processor_of, make_see
+    from grpo_jax.runs.policy import image_processor_of, make_see, restore_policy
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
+    config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
     loaded = policy.folder
     assert loaded is not None  # `load_policy` has read it
     ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))

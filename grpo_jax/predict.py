@@ -23,6 +23,10 @@ from grpo_jax.config.files import read_text
 from grpo_jax.errors import UserError, carry_out, extras_named, leave, run_parser
 
 if TYPE_CHECKING:
+    from grpo_jax.config import Config
+    from grpo_jax.models.policy import Policy
+    from grpo_jax.rollout.data import Row
+    from grpo_jax.rollout.encoding import Encoded
     from grpo_jax.sampling.sampler import Samples
 
 
@@ -42,23 +46,46 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     Raises:
         UserError: There is no such run or checkpoint, or a package that it needs is missing.
     """
+    from grpo_jax.runs.policy import restore_policy
+
+    config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
+    return make_rewriter(config, policy)
+
+
+def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., str]:
+    """Make the function of `load_rewriter` for a policy that is loaded.
+
+    The longest of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
+    """
     import jax
 
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.encoding import make_encode
     from grpo_jax.rollout.prompts import read_prompt, take_pictures
     from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
-    from grpo_jax.runs.policy import image_processor_of, make_see, restore_policy
+    from grpo_jax.runs.policy import image_processor_of, make_see
     from grpo_jax.sampling.sampler import make_sampler
     from grpo_jax.sampling.samplers import named_ends, sampling_params
 
-    config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
     loaded = policy.folder
     assert loaded is not None  # `load_policy` has read it
     ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
     image_processor = image_processor_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
+
+    def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Encoded]:
+        size = loaded.config.vocab_size
+        return make_encode(
+            loaded.tokenizer,
+            config.data,
+            pad_id=loaded.pad_id,
+            vocab_size=size,
+            rows=rows,
+            image_processor=image_processor,
+        )
+
+    encode_wide = encoder(rows) if rows else None
 
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Samples]:
@@ -71,15 +98,7 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
         except ValueError as error:
             raise UserError(str(error)) from error
         row = Row(0, request.text, {}, request.pictures, request.messages)
-        encode = make_encode(
-            loaded.tokenizer,
-            config.data,
-            pad_id=loaded.pad_id,
-            vocab_size=loaded.config.vocab_size,
-            rows=[row],
-            image_processor=image_processor,
-        )
-        tokens, mask, pictures_read = encode([row])
+        tokens, mask, pictures_read = (encode_wide or encoder([row]))([row])
         seen = {} if pictures_read is None else {"pictures": make_see(policy)(policy.variables, pictures_read)[0]}
         samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))
         return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1]

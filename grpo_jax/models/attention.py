@@ -302,7 +302,7 @@ def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softca
     others = (softcap, layer_input.window, layer_input.scale)
     if layer_input.cache is None or query.shape[-1] not in _DECODED_HEADS or any(x is not None for x in others):
         return False
-    return context.completion.positions.shape[1:] == (1,)
+    return context.completion.positions.shape[1:] == (1,) and layer_input.cache[0].dtype == query.dtype
 
 
 def _are_long(prompt: Tokens, completion: Tokens) -> bool:

@@ -104,14 +104,14 @@ def test_a_sampler_writes_the_same_texts(monkeypatch):
     np.testing.assert_allclose(kernel.logprobs, products.logprobs, atol=1e-4)
 
 
-def has_kernel(config=WIDE, group=2, rows=False, **options):
+def has_kernel(config=WIDE, group=2, rows=False, cached=None, **options):
     policy = make_policy(config, **{"compute_dtype": "bfloat16", "platform": "cuda", **options})
     variables = init_variables(config, jax.random.key(0))
     ones = jnp.ones((1, 8), jnp.int32)
 
     def step(variables):
         prefix = policy.prefill(variables, ones, ones)
-        cache = policy.init_cache(1, group, 8)
+        cache = policy.init_cache(1, group, 8, cached)
         if rows:
             cache = cache._replace(rows=Rows(jnp.zeros((1, group, 8), bool), jnp.full((1, group), 8)))
         return policy.decode_step(policy.unstack(variables), prefix, ones[:, :group], cache)
@@ -127,5 +127,6 @@ def test_the_kernel_is_for_plain_decoding_in_bfloat16_on_cuda():
     assert not has_kernel(attn_implementation="eager")
     assert not has_kernel(compute_dtype="float32")
     assert not has_kernel(rows=True)
+    assert not has_kernel(cached="float32")
     for others in ({"head_dim": 32}, {"windows": LLAMA.windows}, {"attention_scale": 0.1}, {"attention_softcap": 5.0}):
         assert not has_kernel(replace(WIDE, **others))

@@ -14,7 +14,7 @@ from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.sharding import shardings
 from grpo_jax.planning.hlo import Reading, Sizes, read_program
 from grpo_jax.planning.policy import sampling_programs, tree_bytes, turn_program
-from grpo_jax.planning.targets import Target, compile_for
+from grpo_jax.planning.targets import Target, compile_for, lowering_for
 from grpo_jax.runs.warm_start import make_sft_step
 from grpo_jax.sampling.sampler import bucket_size, cache_sizes
 from grpo_jax.training.batch import Batch
@@ -145,7 +145,9 @@ def compiled_program(program: Program, target: Target, device: jax.Device) -> ja
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return leaf if spread else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=single)
 
-    return compile_for(target, program.function.lower(*jax.tree.map(place, program.arguments)))
+    with lowering_for(target):
+        lowered = program.function.lower(*jax.tree.map(place, program.arguments))
+    return compile_for(target, lowered)
 
 
 def read_report(compiled: jax.stages.Compiled, target: Target, sizes: Sizes) -> Report:

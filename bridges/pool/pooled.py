@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from bridges.placement import cards_left
 from bridges.pool import actor, cluster
 from bridges.pool.cluster import NotRowByRow, PoolLost
-from bridges.pool.pool import Batch, Block, Pool, require_room
+from bridges.pool.pool import Pool, Request, require_room
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
 
@@ -64,8 +63,8 @@ class PooledJudge:
         return self._draw if name == "draw" else functools.partial(self._ask, name)
 
     def _ask(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
-        rows, batches = split(method, {**dict(enumerate(arguments)), **keywords}, self._size)
-        return join(self._pool.ask(batches), rows, f"{self._pool.name}.{method}".rstrip("."))
+        rows, requests = split(method, {**dict(enumerate(arguments)), **keywords}, self._size)
+        return join(self._pool.ask(requests), rows, f"{self._pool.name}.{method}".rstrip("."))
 
     def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
         """Draw equal pairs of text and seed once."""
@@ -127,8 +126,8 @@ def _enter(address: str | None) -> None:
             os.environ[_VISIBLE] = before
 
 
-def split(method: str, places: dict[int | str, Any], size: int) -> tuple[list[int], list[Batch]]:
-    """Split a call into batches of `size` rows, the last with what is left; return the rows of each, and the batches.
+def split(method: str, places: dict[int | str, Any], size: int) -> tuple[list[int], list[Request]]:
+    """Split a call into batches of `size` rows, the last with what is left; return the rows of each, and the requests.
 
     `places` are the arguments by place or name. Lists, tuples, and arrays of NumPy or torch have rows. Where these are
     not all of one length, or none is given, the call is one batch. Tensors of more than one axis go through the object
@@ -145,13 +144,13 @@ def split(method: str, places: dict[int | str, Any], size: int) -> tuple[list[in
         (count,) = set(counts.values())
         parts = [slice(start, start + size) for start in range(0, count, size)]
         rows = [min(size, count - part.start) for part in parts]
-    batches = []
+    requests: list[Request] = []
     for part in parts:
         plain = {place: value for place, value in places.items() if place not in stored}
         values = {place: actor.on_host(value[part] if place in counts else value) for place, value in plain.items()}
         kept = {place: value[part].contents for place, value in stored.items()}
-        batches.append(Batch((method, values, {place: (own.rows, own.kind) for place, own in kept.items()})))
-    return rows, batches
+        requests.append((method, values, {place: (own.rows, own.kind) for place, own in kept.items()}))
+    return rows, requests
 
 
 def _has_rows(value: Any) -> bool:
@@ -166,16 +165,12 @@ def join(values: Sequence[Any], rows: Sequence[int], judge: str) -> Any:
     for value, count in zip(values, rows, strict=True):
         if len(values) == 1:
             break
-        if (value.rows if isinstance(value, Block) else len(value) if _has_rows(value) else -1) != count:
+        if not _has_rows(value) or len(value) != count:
             came = f"{len(value)} values" if _has_rows(value) else type(value).__name__
             raise NotRowByRow(
                 f"{judge} answered a batch of {count} rows with {came}, so it does not judge row by row: set its "
                 "`batch` to the rows of a whole call, which is then not taken apart"
             )
-    if all(isinstance(value, Block) for value in values):
-        from bridges.pool.stored import join_blocks
-
-        return join_blocks(values)
     if len(values) == 1:
         return values[0]
     if all(isinstance(value, list) for value in values):
@@ -185,5 +180,7 @@ def join(values: Sequence[Any], rows: Sequence[int], judge: str) -> Any:
     if all(isinstance(value, np.ndarray) for value in values):
         return np.concatenate(values)
     if all(map(actor.is_tensor, values)):
-        return sys.modules["torch"].cat(values)
+        from bridges.pool.stored import concatenated
+
+        return concatenated(values)
     raise NotRowByRow(f"{judge} answered one batch with a {type(values[0]).__name__}, and another with something else")

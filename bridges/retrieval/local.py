@@ -20,12 +20,11 @@ from bridges.retrieval.ranking import (
     Nearest,
     Scale,
     count_scores,
-    joined,
     merge_counts,
     merge_nearest,
     nearest_of,
 )
-from bridges.retrieval.retriever import RetrieverSection
+from grpo_jax.config.retrieval import RetrievalSection
 
 _QUERIES = 64  # compared at once
 _BLOCK = 65536  # items at a time
@@ -91,7 +90,7 @@ class Shard:
                 for first, block in self._blocks
             ]
             parts.append(merge_counts(counts))
-        return joined(parts)
+        return Counts(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def nearest(self, queries: Queries, vectors: Sequence[Vectors], count: int) -> Nearest:
         """The part's best items, from each space's vectors of the queries' distinct texts."""
@@ -166,11 +165,11 @@ class LocalBackend:
         return merge_nearest([shard.nearest(queries, vectors, count) for shard in self._shards], count)
 
 
-def local_backend(titles: Sequence[str], section: RetrieverSection = RetrieverSection()) -> LocalBackend:
+def local_backend(titles: Sequence[str], section: RetrievalSection = RetrievalSection()) -> LocalBackend:
     """Load the encoder, or both, and make or load the catalogue's vectors."""
     spaces = []
     for name, weight in ((section.encoder, 1.0), (section.dense, section.dense_weight)):
         if name is not None:
-            encoder = load_encoder(name, titles, device=section.encoder_device)
+            encoder = load_encoder(name, titles, device=section.device)
             spaces.append(Space(encoder, open_index(titles, encoder, section.cache), weight))
     return LocalBackend(*spaces)

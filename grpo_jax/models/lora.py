@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import extras_named
-from grpo_jax.models.variables import VISUAL, PyTree, Variables, is_quantised
+from grpo_jax.models.variables import VISUAL, PyTree, Variables, is_quantised, listed_layers
 
 if TYPE_CHECKING:
     from qwix import QArray
@@ -85,7 +85,8 @@ def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: in
 class MergedKernel(NamedTuple):
     """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory."""
 
-    kernel: jax.Array | QArray  # [layers, in, out], or [layers, experts, in, out]; an array or quantised
+    # [layers, in, out], or [layers, experts, in, out], an array or quantised; or of each layer its own
+    kernel: jax.Array | QArray | tuple[jax.Array | QArray, ...]
     # `a` [layers, in, rank] and `b` [layers, rank, out]; None where it has none
     adapter: Mapping[str, jax.Array] | None
     scale: float  # of their product
@@ -93,14 +94,19 @@ class MergedKernel(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the stack."""
+        if isinstance(self.kernel, tuple):
+            return (len(self.kernel), *self.kernel[0].shape)
         return self.kernel.shape
 
     def at(self, index: tuple[int, ...]) -> jax.Array:
         """The kernel of a layer, or of its expert, float32."""
-        kernel, adapter = jax.tree.map(lambda leaf: entry(leaf, index), (self.kernel, self.adapter))
-        kernel = as_array(kernel, jnp.float32)
-        if adapter is None:
+        stack, place = self.kernel, index
+        if isinstance(stack, tuple):
+            stack, place = stack[index[0]], index[1:]
+        kernel = as_array(jax.tree.map(lambda leaf: entry(leaf, place), stack), jnp.float32)
+        if self.adapter is None:
             return kernel
+        adapter = jax.tree.map(lambda leaf: entry(leaf, index), self.adapter)
         return kernel + jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * self.scale
 
 
@@ -119,22 +125,21 @@ def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
     They hold ``visual`` where the tower is trained or has adapters, and so differs from its folder's. ValueError
     where there are adapters and `lora` is None.
     """
-    params = dict(variables["params"])
-    if "lora" not in variables:
-        return params
-    if lora is None:
+    params, adapters = listed_layers(variables["params"]), variables.get("lora", {"layers": {}})
+    if "lora" in variables and lora is None:
         raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
+    scale = 1.0 if lora is None else lora.scale
 
     def with_adapters(tree: Variables, adapters: Variables) -> dict[str, PyTree]:
-        layers = {
-            name: {**layer, "kernel": MergedKernel(layer["kernel"], adapters["layers"].get(name), lora.scale)}
-            if "kernel" in layer
-            else layer
-            for name, layer in tree["layers"].items()
-        }
-        return {**tree, "layers": layers}
+        def merged(name: str, leaf: str, weights: PyTree) -> MergedKernel:
+            return MergedKernel(weights, adapters["layers"].get(name) if leaf == "kernel" else None, scale)
 
-    adapters = variables["lora"]
+        layers = tree["layers"].items()
+        return {
+            **tree,
+            "layers": {name: {leaf: merged(name, leaf, x) for leaf, x in part.items()} for name, part in layers},
+        }
+
     if VISUAL in adapters:
         params[VISUAL] = with_adapters(variables[VISUAL], adapters[VISUAL])
     return with_adapters(params, adapters)

@@ -93,7 +93,7 @@ def _logprobs_program(
     whole = dataclasses.replace(config, training=dataclasses.replace(training, minibatches=1))
     policy = configured_functions(config.policy, model, mesh, platform)
     forward = make_forward(policy, temperature=config.sampling.temperature)
-    state = state_shapes(config, model, mesh, pictures=shown is not None)
+    state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     batch = batch_shapes(whole, state, forward, mesh, shown_shapes(config, model, policy, state, shown))
     step = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
     return Program(jax.jit(step), (state.variables, batch.read_by_policy()))
@@ -104,7 +104,7 @@ def _warm_start_program(config: Config, model: ModelConfig, mesh: jax.sharding.M
     section = config.warm_start
     policy = configured_functions(config.policy, model, mesh, platform)
     init, step = make_sft_step(config, policy.replace(mesh=mesh))
-    state = jax.eval_shape(init, state_shapes(config, model, None).variables)
+    state = jax.eval_shape(init, state_shapes(config, model, None, platform=platform).variables)
     if mesh is not None:
         state = placed(state, shardings(state, mesh))
     prompt = jax.ShapeDtypeStruct((section.batch, config.data.max_prompt_tokens), "int32")
@@ -166,7 +166,7 @@ def read_report(compiled: jax.stages.Compiled, target: Target, sizes: Sizes) -> 
 
 def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Sizes:
     """Return what counts as a copy of weights or of caches on one device."""
-    state = state_shapes(config, model, mesh)
+    state = state_shapes(config, model, mesh, platform="cpu")  # whose layers are stacked
     layers = state.variables["params"].get("layers", {})
     weights = {tree_bytes(leaf) // leaf.dtype.itemsize // model.num_layers for leaf in jax.tree.leaves(layers)}
     section = config.sampling

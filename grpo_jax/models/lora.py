@@ -134,11 +134,9 @@ def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
         def merged(name: str, leaf: str, weights: PyTree) -> MergedKernel:
             return MergedKernel(weights, adapters["layers"].get(name) if leaf == "kernel" else None, scale)
 
-        layers = tree["layers"].items()
-        return {
-            **tree,
-            "layers": {name: {leaf: merged(name, leaf, x) for leaf, x in part.items()} for name, part in layers},
-        }
+        parts = tree["layers"].items()
+        layers = {name: {leaf: merged(name, leaf, x) for leaf, x in part.items()} for name, part in parts}
+        return {**tree, "layers": layers}
 
     if VISUAL in adapters:
         params[VISUAL] = with_adapters(variables[VISUAL], adapters[VISUAL])

@@ -24,7 +24,7 @@ ACTIVATIONS = {
 
 
 def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> type[nn.Module]:
-    """The layer, rematerialised as ``policy.make_policy`` says; out of a scan only barriers keep XLA from undoing it."""
+    """The layer, rematerialised as ``policy.make_policy`` says; barriers keep XLA from undoing it out of a scan."""
     if remat == "none":
         return block
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None

@@ -304,7 +304,7 @@ def _is_loop(listed: list[Step], sizes: Sizes) -> bool:
 
 
 def _layer_kernels(listed: list[Step], sizes: Sizes) -> float:
-    """Count the kernels of a layer: in the largest loop over tokens, or in all loops over layers, if these are loops."""
+    """Count the kernels of a layer: in the largest loop over tokens; in all over layers, where these are loops."""
     if not sizes.turns and not _is_loop(listed, sizes):
         return sum(step.times for step in listed if _in_a_layer(step.instruction)) / sizes.layers
     by_loop: Counter[str] = Counter()

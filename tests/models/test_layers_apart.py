@@ -1,4 +1,4 @@
-"""A frozen policy whose layers have arrays of their own, as a GPU's and a TPU's: it computes what the stacked one does."""
+"""A frozen policy whose layers have arrays of their own, as on a GPU or TPU, computes what the stacked one does."""
 
 from functools import partial
 

@@ -144,6 +144,7 @@ def run_ray(folder, repeats, shards):
     from bridges.pool.pool import start_actors
     from bridges.pool.section import PoolSection
     from bridges.retrieval import service
+    from grpo_jax.config.retrieval import RetrievalSection
 
     ray.init(
         num_cpus=shards, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20, logging_level=40
@@ -152,7 +153,7 @@ def run_ray(folder, repeats, shards):
         kind = bench_shard()
         parts = [kind(str(folder), "given", i, shards) for i in range(shards)]
         actors = start_actors("bench", parts, PoolSection(resources={"num_cpus": 1}))
-        warm_up, speed = ask(service.RayBackend("bench", actors, timeout=600), folder, repeats)
+        warm_up, speed = ask(service.RayBackend(RetrievalSection("ray", timeout=600.0), actors), folder, repeats)
         memory = sum(ray.get([actor.call.remote("memory") for actor in actors]))
     finally:
         ray.shutdown()

@@ -138,7 +138,7 @@ def measure_pictures(sizes, count, repeats):
 
         def work(number, drawer=drawer, looker=looker):
             images = drawer.draw([str(place) for place in range(count)], [number] * count)
-            assert len(looker.look(images)) == count and not images.contents.fetched
+            assert len(looker.look(images)) == count and images.contents.tensor is None
 
         def here(number, judge=judge):
             for _ in range(0, count, judge.batch_size):  # the same batches

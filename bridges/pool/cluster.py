@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from grpo_jax.errors import ABANDONED, StopRun, UserError
 
 NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
-_PROBE_SECONDS = 5.0
+PROBE_SECONDS = 5.0
+"""For which an answer is waited for until the cluster is asked whether it is there."""
 _LEAVE_SECONDS = 2.0  # for Ray to notice that there is nothing to leave any more
 _SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2, its kind in the fourth byte
 
@@ -192,6 +193,19 @@ def grows() -> bool:
     return True
 
 
+def ready(references: list[Any], seconds: float, count: int = 1) -> list[Any]:
+    """Wait until `count` of the values are there; return the references of those that are after some seconds.
+
+    PoolLost if the cluster is gone.
+    """
+    import ray
+
+    came, _ = attempt(ray.wait, references, num_returns=count, timeout=max(seconds, 0.0))
+    if len(came) < count and is_gone():
+        raise PoolLost("nothing answers any more where the Ray cluster was")
+    return came
+
+
 def get(references: list[Any], seconds: float = math.inf) -> list[Any]:
     """Wait for values, and fetch them.
 
@@ -202,35 +216,28 @@ def get(references: list[Any], seconds: float = math.inf) -> list[Any]:
         Exception: Raised by a judge in an actor, as it was raised there.
     """
     import ray
-    from ray import exceptions
 
     deadline = time.monotonic() + seconds
-    left = references
+    while len(ready(references, min(PROBE_SECONDS, deadline - time.monotonic()), len(references))) < len(references):
+        if time.monotonic() >= deadline:
+            raise PoolLate(f"no answer within {seconds:g} s")
+    return attempt(ray.get, references)
+
+
+def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function of Ray's; what fails is raised as `get` does."""
+    from ray import exceptions
+
     try:
-        while left:
-            step = min(_PROBE_SECONDS, max(deadline - time.monotonic(), 0))
-            _, left = ray.wait(references, num_returns=len(references), timeout=step)
-            if left and is_gone():
-                raise ConnectionError("nothing answers there any more")
-            if left and time.monotonic() >= deadline:
-                raise PoolLate(f"no answer within {seconds:g} s")
-        return ray.get(references)
+        return call(*arguments, **options)
     except (exceptions.RayTaskError, exceptions.UnserializableException) as error:
         raise judge_error(error) from None
     except exceptions.RayActorError as error:
         raise ActorLost(f"an actor died: {last_line(error)}") from error
-    except (exceptions.RayError, ConnectionError) as error:
+    except Exception as error:
+        if not (isinstance(error, exceptions.RayError | ConnectionError) or is_gone()):
+            raise
         raise PoolLost(f"the Ray cluster, or a machine of it, is gone: {last_line(error)}") from error
-
-
-def put(value: Any) -> Any:
-    """Put a value into the object store; PoolLost if the cluster is gone."""
-    import ray
-
-    try:
-        return ray.put(value)
-    except (ray.exceptions.RayError, ConnectionError) as error:
-        raise PoolLost(f"the Ray cluster is gone: {last_line(error)}") from error
 
 
 def judge_error(error: Exception) -> BaseException:
@@ -290,7 +297,7 @@ def answers(address: str, *, grpc: bool = False) -> bool:
     """Tell whether something listens at HOST:PORT, with `grpc` whether it speaks HTTP/2: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS) as connection:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS) as connection:
             if not grpc:
                 return True
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)

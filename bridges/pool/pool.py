@@ -1,6 +1,6 @@
-"""A pool: the actors of a judge, and one queue of batches before them.
+"""A pool: the actors of a judge, and the calls that give them batches.
 
-A thread for each actor gives it the next batches and waits for its answers. Ray restarts an actor that died. Its
+A call gives each actor its next batch when one has come back (`ray.wait`). Ray restarts an actor that died. Its
 batches do not wait for that: they go to others, like those of an actor that was ended because it was late.
 (`max_task_retries` is not used for batches: Ray counts also what it tries while an actor restarts, not deaths alone.)
 """
@@ -11,26 +11,26 @@ import logging
 import math
 import os
 import sys
-import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridges.pool import actor, cluster
-from bridges.pool.cluster import ActorLost, BatchLost, PoolLate, PoolLost
+from bridges.pool.cluster import BatchLost, PoolLate, PoolLost
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
 
 _log = logging.getLogger(__name__)
 
 _START_SECONDS = 600.0  # to load the judges; large weights on a slow disk, or a cluster that grows, take minutes
-_CLOSE_SECONDS = 10.0  # until the threads of a pool have ended
 _RAY_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # of resources
 _OPTIONS = ("num_cpus", "num_gpus", "memory")  # resources that are options of an actor
+
+Request = tuple[str, dict[int | str, Any], dict[int | str, Any]]
+"""Method, values and stored arrays of one batch, as `actor.JudgeActor.answer` takes them."""
 
 
 class Block(NamedTuple):
@@ -42,177 +42,160 @@ class Block(NamedTuple):
     kind: str
 
 
-@dataclass(eq=False)
-class Batch:
-    """A request (method, values, stored), as `actor.JudgeActor.answer` takes it, and the answer to come."""
-
-    request: tuple[str, dict[int | str, Any], dict[int | str, Any]]
-    references: Sequence[Any] = ()
-    """Of its answer, while an actor has it."""
-    attempts: int = 0
-    """Actors that were lost over it."""
-    given_up: bool = False
-    """Its call has failed."""
-    answer: Future[Any] = field(default_factory=Future)
-
-
 class Pool:
-    """Actors of a judge, and the batches that wait for them; thread-safe."""
+    """Actors of a judge; any number of threads may ask them.
+
+    Attributes:
+        actors: Those that Ray keeps alive or restarts.
+        away: Actors that Ray restarts, by the reference of their answer once they are back.
+        since: When an actor was last given a batch, or answered one.
+        closed: Why nothing can be asked any more; "" while it can.
+    """
 
     def __init__(self, name: str, section: PoolSection):
         """Take the resources and limits of a section; `name` is for errors."""
         self.name = name
+        self.section = section
         self.actors: list[Any] = []
-        self._section = section
-        self._threads: list[threading.Thread] = []
-        self._waiting: deque[Batch] = deque()
-        self._changed = threading.Condition()
-        self._idle = 0  # threads that wait for a batch
-        self._working = 0  # threads that have not ended
-        self._closed = ""  # why
+        self.away: dict[Any, Any] = {}
+        self.since: dict[Any, float] = {}
+        self.closed = ""
 
     def start(self, judges: Sequence[Any]) -> Any:
         """Start an actor for each judge; return a description of it (`JudgeActor.describe`) once all have loaded.
 
         PoolLost if one does not start; an error of loading the judge is raised as it was.
         """
-        self.actors = start_actors(self.name, judges, self._section)
+        self.actors = start_actors(self.name, judges, self.section)
         try:
             description, *_ = cluster.get([handle.describe.remote() for handle in self.actors], _START_SECONDS)
         except PoolLate as error:
             late = f"not all of {len(judges)} actors have started within {_START_SECONDS:g} s (`ray status`)"
             raise PoolLate(late) from error
-        self._working = len(self.actors)
-        self._threads = [threading.Thread(target=self._serve, args=(one,), daemon=True) for one in self.actors]
-        for thread in self._threads:
-            thread.start()
         return description
 
-    def ask(self, batches: Sequence[Batch]) -> list[Any]:
-        """Return the answers of batches, in their order.
+    def ask(self, requests: Sequence[Request]) -> list[Any]:
+        """Return the answers to requests, in their order.
 
         Raises:
             PoolLost: No actor is left, or the cluster is gone.
             BatchLost: A batch cost as many actors as the limits allow.
             Exception: The judge's own.
         """
-        with self._changed:
-            if self._closed:
-                raise PoolLost(f"{self.name}: {self._closed}")
-            self._waiting.extend(batches)
-            self._changed.notify_all()
-        answers = [batch.answer for batch in batches]
         try:
-            for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
-                answer.result()
-        finally:
-            for batch in batches:
-                batch.given_up = True
-        return [answer.result() for answer in answers]
+            return _Call(self, requests).answers()
+        except PoolLost as error:
+            raise PoolLost(f"{self.name}: {error}") from error
 
     def close(self) -> None:
         """End the actors; callers that wait for them get PoolLost."""
         import ray
 
-        with self._changed:
-            self._close("it was closed")
+        self.closed = self.closed or "it was closed"
         if not cluster.is_gone():  # Ray would wait for it to come back
             for handle in self.actors:
                 with suppress(Exception):
                     ray.kill(handle)
-        for thread in self._threads:
-            thread.join(_CLOSE_SECONDS)
 
-    def _serve(self, handle: Any) -> None:
-        """Keep an actor busy until the pool is closed, or the actor is lost for good."""
-        running: deque[Batch] = deque()
-        reason = ""
+
+class _Sent(NamedTuple):
+    """A batch by its number, the actor that has it, and the reference of the array of its answer."""
+
+    batch: int
+    actor: Any
+    array: Any
+
+
+class _Call:
+    """Batches of one call: those that wait, those that actors have, and the answers."""
+
+    def __init__(self, pool: Pool, requests: Sequence[Request]):
+        self._pool = pool
+        self._requests = requests
+        self._waiting = deque(range(len(requests)))
+        self._sent: dict[Any, _Sent] = {}  # by the reference of the answer; an actor's in the order of its work
+        self._attempts: Counter[int] = Counter()  # actors that were lost over a batch
+        self._answers: dict[int, Any] = {}
+
+    def answers(self) -> list[Any]:
+        """Work until all batches are answered; see `Pool.ask`."""
+        limit = self._pool.section.batch_timeout or math.inf
+        while len(self._answers) < len(self._requests):
+            self._send()
+            since = {sent.actor: self._pool.since[sent.actor] for sent in self._sent.values()}
+            left = min([cluster.PROBE_SECONDS, *(begun + limit - time.monotonic() for begun in since.values())])
+            for reference in cluster.ready([*self._pool.away, *self._sent], left):
+                self._collect(reference)
+            for handle, begun in since.items():
+                if self._pool.since[handle] == begun <= time.monotonic() - limit:
+                    self._end(handle, limit)
+        return [self._answers[batch] for batch in range(len(self._requests))]
+
+    def _send(self) -> None:
+        """Give each actor that is there its next batches: a second one only when all have a first."""
+        if self._pool.closed:
+            raise PoolLost(self._pool.closed)
+        running = Counter(sent.actor for sent in self._sent.values())
+        away = list(self._pool.away.values())
+        there = [handle for handle in self._pool.actors if handle not in away]
+        for depth in range(self._pool.section.in_flight):
+            for handle in there:
+                if self._waiting and running[handle] == depth:
+                    batch = self._waiting.popleft()
+                    answer = handle.answer.options(num_returns=2, max_task_retries=0)
+                    reference, array = cluster.attempt(answer.remote, *self._requests[batch])
+                    self._sent[reference] = _Sent(batch, handle, array)
+                    self._pool.since[handle] = time.monotonic()
+                    running[handle] += 1
+
+    def _collect(self, reference: Any) -> None:
+        """Take an answer: of a batch, or of an actor that is back, which is lost for good where it is none."""
+        pool, sent = self._pool, self._sent.get(reference)
         try:
-            while not self._closed:
-                while len(running) < self._section.in_flight and (batch := self._take(bool(running))):
-                    running.append(batch)
-                    self._send(handle, running)
-                if running:
-                    self._collect(handle, running)
-        except Exception as error:  # whatever it is, nobody may wait for this actor
-            reason = cluster.last_line(error)
-        with self._changed:
-            self._waiting.extendleft(reversed(running))
-            self._working -= 1
-            if self._closed or not self._working:
-                self._close(f"no actor is left; the last: {reason}")
-            self._changed.notify_all()
-
-    def _take(self, busy: bool) -> Batch | None:
-        """Return the next batch for an actor, for which it waits unless it is busy; None if there is none for it."""
-        with self._changed:
-            if not busy:
-                self._idle += 1
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                self._idle -= 1
-            elif len(self._waiting) <= self._idle:  # an idle actor begins with them at once
-                return None
-            while self._waiting:
-                batch = self._waiting.popleft()
-                if not batch.given_up:
-                    return batch
-            return None
-
-    def _send(self, handle: Any, running: deque[Batch]) -> None:
-        """Give an actor the last of its batches."""
-        try:
-            answer = handle.answer.options(num_returns=2, max_task_retries=0)
-            running[-1].references = answer.remote(*running[-1].request)
-        except Exception as error:  # of an argument that cannot be pickled, or of a connection that is gone
+            (answer,) = cluster.get([reference])
+        except PoolLost as error:
             if cluster.is_gone():
                 raise
-            running.pop().answer.set_exception(error)
+            if sent is not None:
+                self._lose(sent.actor, error)
+            elif (handle := pool.away.pop(reference, None)) in pool.actors:
+                pool.actors.remove(handle)
+                pool.closed = pool.closed or ("" if pool.actors else f"no actor is left; the last: {error}")
+            return
+        if sent is None:
+            pool.away.pop(reference, None)  # another call may have been first
+            return
+        del self._sent[reference]
+        pool.since[sent.actor] = time.monotonic()
+        kind, value = answer
+        if kind == "stored":
+            (rows, *inner), dtype = value
+            value = Block(sent.array, rows, tuple(inner), dtype)
+        self._answers[sent.batch] = value
 
-    def _collect(self, handle: Any, running: deque[Batch]) -> None:
-        """Wait for the answer that an actor works on; PoolLost if the actor is lost for good, or the cluster."""
-        array = running[0].references[1]
-        try:
-            ((kind, value),) = cluster.get(running[0].references[:1], self._section.batch_timeout or math.inf)
-        except (ActorLost, PoolLate) as error:
-            if cluster.is_gone():
-                raise
-            self._replace(handle, running, error)
-        except PoolLost:
-            raise
-        except BaseException as error:
-            running.popleft().answer.set_exception(error)
-        else:
-            if kind == "stored":
-                (rows, *inner), dtype = value
-                value = Block(array, rows, tuple(inner), dtype)
-            running.popleft().answer.set_result(value)
-
-    def _replace(self, handle: Any, running: deque[Batch], error: PoolLost) -> None:
-        """Give the batches of an actor that died or is late to others, and wait until Ray has restarted it.
-
-        It counts against the batch that it worked on. PoolLost if it does not come back.
-        """
+    def _end(self, handle: Any, limit: float) -> None:
+        """End an actor that is late; Ray starts it again."""
         import ray
 
-        if isinstance(error, PoolLate):
-            with suppress(Exception):
-                ray.kill(handle, no_restart=False)
-        running[0].attempts += 1
-        if running[0].attempts >= self._section.batch_attempts:
-            spent = f"{running[0].attempts} actors died over a batch, or were too late with it; the last: {error}"
-            running.popleft().answer.set_exception(BatchLost(f"{self.name}: {spent}"))
-        with self._changed:
-            self._waiting.extendleft(reversed(running))
-            self._changed.notify_all()
-        running.clear()
-        cluster.get([handle.describe.remote()])
+        with suppress(Exception):
+            ray.kill(handle, no_restart=False)
+        self._lose(handle, PoolLate(f"no answer within {limit:g} s"))
 
-    def _close(self, reason: str) -> None:
-        """Refuse what waits, and what will come, for a reason; the lock is held."""
-        self._closed = self._closed or reason
-        while self._waiting:
-            self._waiting.popleft().answer.set_exception(PoolLost(f"{self.name}: {self._closed}"))
-        self._changed.notify_all()
+    def _lose(self, handle: Any, error: PoolLost) -> None:
+        """Give the batches of an actor that died or is late to others; it counts against the first of them."""
+        pool = self._pool
+        lost = {reference: sent.batch for reference, sent in self._sent.items() if sent.actor == handle}
+        for reference in lost:
+            del self._sent[reference]
+        first, *_ = lost.values()
+        self._attempts[first] += 1
+        pool.since[handle] = time.monotonic()
+        if handle not in list(pool.away.values()):
+            pool.away[cluster.attempt(handle.describe.remote)] = handle
+        if self._attempts[first] >= pool.section.batch_attempts:
+            spent = f"{self._attempts[first]} actors died over a batch, or were too late with it; the last: {error}"
+            raise BatchLost(f"{pool.name}: {spent}")
+        self._waiting.extendleft(reversed(lost.values()))
 
 
 def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: Sequence[str] = ()) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from bridges.placement import cards_left
 from bridges.pool import actor, cluster
 from bridges.pool.cluster import NotRowByRow, PoolLost
-from bridges.pool.pool import Batch, Block, Pool, require_room
+from bridges.pool.pool import Block, Pool, Request, require_room
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
 
@@ -64,8 +64,8 @@ class PooledJudge:
         return self._draw if name == "draw" else functools.partial(self._ask, name)
 
     def _ask(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
-        rows, batches = split(method, {**dict(enumerate(arguments)), **keywords}, self._size)
-        return join(self._pool.ask(batches), rows, f"{self._pool.name}.{method}".rstrip("."))
+        rows, requests = split(method, {**dict(enumerate(arguments)), **keywords}, self._size)
+        return join(self._pool.ask(requests), rows, f"{self._pool.name}.{method}".rstrip("."))
 
     def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
         """Draw equal pairs of text and seed once."""
@@ -127,8 +127,8 @@ def _enter(address: str | None) -> None:
             os.environ[_VISIBLE] = before
 
 
-def split(method: str, places: dict[int | str, Any], size: int) -> tuple[list[int], list[Batch]]:
-    """Split a call into batches of `size` rows, the last with what is left; return the rows of each, and the batches.
+def split(method: str, places: dict[int | str, Any], size: int) -> tuple[list[int], list[Request]]:
+    """Split a call into batches of `size` rows, the last with what is left; return the rows of each, and the requests.
 
     `places` are the arguments by place or name. Lists, tuples, and arrays of NumPy or torch have rows. Where these are
     not all of one length, or none is given, the call is one batch. Tensors of more than one axis go through the object
@@ -145,13 +145,13 @@ def split(method: str, places: dict[int | str, Any], size: int) -> tuple[list[in
         (count,) = set(counts.values())
         parts = [slice(start, start + size) for start in range(0, count, size)]
         rows = [min(size, count - part.start) for part in parts]
-    batches = []
+    requests: list[Request] = []
     for part in parts:
         plain = {place: value for place, value in places.items() if place not in stored}
         values = {place: actor.on_host(value[part] if place in counts else value) for place, value in plain.items()}
         kept = {place: value[part].contents for place, value in stored.items()}
-        batches.append(Batch((method, values, {place: (own.rows, own.kind) for place, own in kept.items()})))
-    return rows, batches
+        requests.append((method, values, {place: (own.rows, own.kind) for place, own in kept.items()}))
+    return rows, requests
 
 
 def _has_rows(value: Any) -> bool:

@@ -121,8 +121,10 @@ def as_stored(array: Any) -> Stored | None:
         return array
     if not (isinstance(array, torch.Tensor) and array.ndim > 1 and len(array)):
         return None
+    import ray
+
     values, kind = actor.as_array(array.detach().cpu())
-    return join_blocks([Block(cluster.put(values), len(array), tuple(array.shape[1:]), kind)])
+    return join_blocks([Block(cluster.attempt(ray.put, values), len(array), tuple(array.shape[1:]), kind)])
 
 
 _KNOWN = {

@@ -9,43 +9,33 @@ from collections.abc import Sequence
 from bridges.retrieval.catalogue import Fingerprint, default_cache
 from bridges.retrieval.errors import NonFiniteScores, RetrievalError, ServiceNotFound
 from bridges.retrieval.queries import History
-from bridges.retrieval.ranking import Ranks, Scale, Ties
-from bridges.retrieval.retriever import Backend, Patience, Retriever, RetrieverSection
+from bridges.retrieval.ranking import Ranks, Scale
+from bridges.retrieval.retriever import Backend, Retriever
+from grpo_jax.config.retrieval import RetrievalSection
 
 __all__ = [
     "Fingerprint",
     "History",
     "NonFiniteScores",
-    "Patience",
     "Ranks",
     "RetrievalError",
+    "RetrievalSection",
     "Retriever",
-    "RetrieverSection",
     "Scale",
     "ServiceNotFound",
-    "Ties",
     "default_cache",
     "open_retriever",
 ]
 
 
 def open_retriever(
-    titles: Sequence[str],
-    section: RetrieverSection = RetrieverSection(),
-    *,
-    ties: Ties = "against",
-    scale: Scale = Scale(),
-    patience: Patience = Patience(),
-    self_test: float = 0.9,
+    titles: Sequence[str], section: RetrievalSection = RetrievalSection(), *, self_test: float = 0.9
 ) -> tuple[Retriever, float]:
     """Make a retriever and run its self-test.
 
     Args:
         titles: Of all items, in the order of their rows; "" where an item has none.
-        section: Backend and encoder.
-        ties: Where items that score like the target stand: "against" before it, "average", or "favour".
-        scale: Temperature of the soft probability; scores closer than the tolerance tie.
-        patience: Retries, and the budget of failed calls.
+        section: Backend and encoder, the rule for ties, and what becomes of failed calls.
         self_test: Share of titles that must retrieve themselves.
 
     Returns:
@@ -55,18 +45,13 @@ def open_retriever(
         UserError: Encoder, cache or service cannot be used, the catalogue differs, or the self-test fails.
         RetrievalError: The service does not answer.
     """
-    if section.dense is not None and not (section.backend == "local" and section.dense_weight > 0):
-        combination = f"{section.backend!r} and {section.dense_weight}"
-        raise ValueError(f"dense: expected backend local and dense_weight > 0, got {combination}")
     if section.backend == "ray":
         from bridges.retrieval.service import connect
 
         backend: Backend = connect(titles, section)
-    elif section.backend != "local":
-        raise ValueError(f'backend: expected "local" or "ray", got {section.backend!r}')
     else:
         from bridges.retrieval.local import local_backend
 
         backend = local_backend(titles, section)
-    retriever = Retriever(backend, ties=ties, scale=scale, patience=patience)
+    retriever = Retriever(backend, section)
     return retriever, retriever.self_test(titles, required=self_test)

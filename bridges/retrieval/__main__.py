@@ -31,20 +31,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         with extras_named():
-            return serve(**vars(parser.parse_args(arguments)))
+            return serve(parser.parse_args(arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def serve(*, command: str, catalogue: str, blank_titles: str, **options: object) -> int:
+def serve(asked: argparse.Namespace) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
     from bridges.pool.cluster import NAMESPACE, answers, cluster_address, cluster_session
+    from bridges.pool.section import PoolSection
     from bridges.retrieval import service
     from bridges.retrieval.retriever import Retriever
+    from grpo_jax.config.retrieval import RetrievalSection
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
-    section = service.ServiceSection(**options)
+    section = RetrievalSection("ray", asked.encoder, service=asked.service, cache=asked.cache)
+    resources = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
+    pool = PoolSection(asked.shards, resources, address=asked.address, max_restarts=3)
     running = service.find_service(section.service)
     if running is not None and answers(running.address):
         raise UserError(
@@ -52,8 +56,8 @@ def serve(*, command: str, catalogue: str, blank_titles: str, **options: object)
             f"--service (if it is not, remove {service.service_file(section.service)})"
         )
     stop = threading.Event()
-    titles = read_catalogue(catalogue, blank_titles=blank_titles).titles
-    backend = service.start_service(titles, section)
+    titles = read_catalogue(asked.catalogue, blank_titles=asked.blank_titles).titles
+    backend = service.start_service(titles, section, pool, host=asked.host)
     # after Ray has started, which has handlers of its own
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -64,7 +68,7 @@ def serve(*, command: str, catalogue: str, blank_titles: str, **options: object)
             print(f"catalogue   {backend.fingerprint.catalogue}")
             print(f"encoder     {section.encoder} ({backend.fingerprint.encoder})")
             print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
-            print(f"serving     {section.service!r} in {section.shards} actors (namespace {NAMESPACE}); Ctrl-C ends it")
+            print(f"serving     {section.service!r} in {asked.shards} actors (namespace {NAMESPACE}); Ctrl-C ends it")
             sys.stdout.flush()
             stop.wait()
     finally:

@@ -25,7 +25,7 @@ from bridges.retrieval.ranking import (
     merge_nearest,
     nearest_of,
 )
-from bridges.retrieval.retriever import RetrieverSection
+from grpo_jax.config.retrieval import RetrievalSection
 
 _QUERIES = 64  # compared at once
 _BLOCK = 65536  # items at a time
@@ -166,11 +166,11 @@ class LocalBackend:
         return merge_nearest([shard.nearest(queries, vectors, count) for shard in self._shards], count)
 
 
-def local_backend(titles: Sequence[str], section: RetrieverSection = RetrieverSection()) -> LocalBackend:
+def local_backend(titles: Sequence[str], section: RetrievalSection = RetrievalSection()) -> LocalBackend:
     """Load the encoder, or both, and make or load the catalogue's vectors."""
     spaces = []
     for name, weight in ((section.encoder, 1.0), (section.dense, section.dense_weight)):
         if name is not None:
-            encoder = load_encoder(name, titles, device=section.encoder_device)
+            encoder = load_encoder(name, titles, device=section.device)
             spaces.append(Space(encoder, open_index(titles, encoder, section.cache), weight))
     return LocalBackend(*spaces)

@@ -8,15 +8,16 @@ Scores are cosine similarities. Two that differ by no more than a tolerance are 
 same sum in another order, must not be ranked by a rounding.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
 
+from grpo_jax.config.retrieval import Ties
+
 Vectors = np.ndarray | sparse.csr_matrix
 
-Ties = Literal["against", "average", "favour"]
-TIES: dict[str, float] = {"against": 1.0, "average": 0.5, "favour": 0.0}
+_SHARES = {"against": 1.0, "average": 0.5, "favour": 0.0}
 
 
 class Scale(NamedTuple):
@@ -99,7 +100,7 @@ def ranks_of(counts: Counts, *, ties: Ties, temperature: float) -> Ranks:
     `ties` is the share of the level items that stand before the target: "against" all, "average" half, "favour" none.
     A zero query ties with everything: all stand before the target under any rule.
     """
-    share = np.where(counts.silent, 1.0, TIES[ties])
+    share = np.where(counts.silent, 1.0, _SHARES[ties])
     target_scores = counts.score / temperature
     probability = np.exp(target_scores - np.logaddexp(target_scores, counts.log_sum))
     return Ranks(1.0 + counts.better + share * counts.level, probability.astype(np.float32))

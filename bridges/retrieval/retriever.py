@@ -8,8 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -17,10 +15,14 @@ import numpy as np
 from bridges.retrieval.catalogue import Fingerprint
 from bridges.retrieval.errors import NonFiniteScores, RetrievalError
 from bridges.retrieval.queries import History, Queries, make_queries
-from bridges.retrieval.ranking import TIES, Counts, Nearest, Ranks, Scale, Ties, ranks_of
+from bridges.retrieval.ranking import Counts, Nearest, Ranks, Scale, ranks_of
+from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
 
 _log = logging.getLogger(__name__)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before a second attempt; each further pause is twice as long, up to the longest."""
 
 
 class Backend(Protocol):
@@ -38,88 +40,24 @@ class Backend(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RetrieverSection:
-    """Where a retriever finds the catalogue's vectors, and who compares them.
-
-    Args:
-        backend: "local", or "ray" for a service that runs already.
-        encoder: "tfidf", a folder of a sentence-transformers model, or its name on the hub. A service was started
-            with one of its own: it must be the same.
-        dense: Local: a second encoder, whose cosine is added to the first one's; None for one alone.
-        dense_weight: Factor of the second encoder's cosine.
-        cache: Local: folder that keeps the catalogue's vectors between runs, or None.
-        encoder_device: Local: "cpu" or "gpu:N" for a sentence-transformers model.
-        service: Ray: name of the service.
-        address: Ray: host and port of the cluster; None or "auto" for where this user's `serve` of that name runs.
-        timeout: Ray: seconds one attempt of a call may take.
-    """
-
-    backend: str = "local"
-    encoder: str = "tfidf"
-    dense: str | None = None
-    dense_weight: float = 0.0
-    cache: str | Path | None = None
-    encoder_device: str = "cpu"
-    service: str = "retrieval"
-    address: str | None = None
-    timeout: float = 120.0
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Retries of a call, and the budget of failed calls.
-
-    Attributes:
-        attempts: Tries of one call, the first included.
-        first_wait: Seconds before the second try; each further pause is twice as long.
-        longest_wait: Bound on a pause, in seconds.
-        budget: Calls that may go missing among the last `window`; one more stops the run.
-    """
-
-    attempts: int = 3
-    first_wait: float = 1.0
-    longest_wait: float = 30.0
-    budget: int = 5
-    window: int = 100
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1 or self.budget < 0 or self.window <= self.budget:
-            raise ValueError(
-                f"patience: expected attempts >= 1 and 0 <= budget < window, got attempts {self.attempts}, "
-                f"budget {self.budget}, window {self.window}"
-            )
-        if not 0 <= self.first_wait <= self.longest_wait:
-            raise ValueError(
-                f"patience: expected 0 <= first_wait <= longest_wait, got {self.first_wait} and {self.longest_wait}"
-            )
-
-
 class Retriever:
     """Ranks targets among all items of the catalogue; `retries` and `missing` count extra attempts and lost calls."""
 
     def __init__(
         self,
         backend: Backend,
+        section: RetrievalSection = RetrievalSection(),
         *,
-        ties: Ties = "against",
-        scale: Scale = Scale(),
-        patience: Patience = Patience(),
         wait: Callable[[float], None] = time.sleep,
     ):
-        """Take a backend and the rules; `ties` as in `ranks_of`, `wait` pauses for a number of seconds."""
-        if ties not in TIES:
-            raise ValueError(f"ties: expected one of {', '.join(TIES)}, got {ties!r}")
-        if not scale.temperature > 0 or not scale.tolerance >= 0:
-            raise ValueError(f"scale: expected temperature > 0 and tolerance >= 0, got {scale}")
+        """Take a backend and the rules for ties, scale and failures; `wait` pauses for a number of seconds."""
         self.backend = backend
         self.retries = 0
         self.missing = 0
-        self._ties: Ties = ties
-        self._scale = scale
-        self._patience = patience
+        self._section = section
+        self._scale = Scale(section.temperature)
         self._wait = wait
-        self._failed: deque[bool] = deque(maxlen=patience.window)
+        self._failed: deque[bool] = deque(maxlen=section.window)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -177,7 +115,7 @@ class Retriever:
         counts = self._count(queries)
         if counts is None:
             return Ranks(np.full(count, np.nan), np.full(count, np.nan, np.float32))
-        return ranks_of(counts, ties=self._ties, temperature=self._scale.temperature)
+        return self._ranks(counts)
 
     def nearest(
         self,
@@ -231,7 +169,7 @@ class Retriever:
         twins = [[other for other in called[titles[row]] if other != row] for row in picked]
         queries = make_queries([[titles[row]] for row in picked], [[1.0]] * len(picked), picked, twins, self.items)
         counts = self._attempt(queries)
-        share = float(np.mean(ranks_of(counts, ties=self._ties, temperature=self._scale.temperature).rank == 1))
+        share = float(np.mean(self._ranks(counts).rank == 1))
         if share < required:
             raise UserError(
                 f"retrieval self-test: {share:.0%} of {len(picked)} titles retrieve themselves, at least "
@@ -239,6 +177,9 @@ class Retriever:
                 "or the vectors were not made from them"
             )
         return share
+
+    def _ranks(self, counts: Counts) -> Ranks:
+        return ranks_of(counts, ties=self._section.ties, temperature=self._scale.temperature)
 
     def _attempt(self, queries: Queries) -> Counts:
         counts = self.backend.count(queries, self._scale)
@@ -253,26 +194,24 @@ class Retriever:
 
     def _count(self, queries: Queries) -> Counts | None:
         """Counts with retries; None if all attempts failed within the budget."""
-        patience = self._patience
-        pause = patience.first_wait
-        for attempt in range(patience.attempts):
+        attempts, budget = self._section.attempts, self._section.budget
+        for attempt in range(attempts):
             try:
                 counts = self._attempt(queries)
             except RetrievalError as error:
                 last = error
-                _log.warning("retrieval: attempt %d of %d failed: %s", attempt + 1, patience.attempts, error)
-                if attempt + 1 < patience.attempts:
+                _log.warning("retrieval: attempt %d of %d failed: %s", attempt + 1, attempts, error)
+                if attempt + 1 < attempts:
                     self.retries += 1
-                    self._wait(pause)
-                    pause = min(2 * pause, patience.longest_wait)
+                    self._wait(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE))
                 continue
             self._failed.append(False)
             return counts
         self.missing += 1
         self._failed.append(True)
-        if sum(self._failed) > patience.budget:
+        if sum(self._failed) > budget:
             raise StopRun(
                 f"the retrieval failed in {sum(self._failed)} of the last {len(self._failed)} calls (the budget is "
-                f"{patience.budget}); the last time: {type(last).__name__}: {last}"
+                f"{budget}); the last time: {type(last).__name__}: {last}"
             ) from last
         return None

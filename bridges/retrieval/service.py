@@ -15,7 +15,6 @@ import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -29,8 +28,8 @@ from bridges.retrieval.errors import RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard, Space
 from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import Counts, Nearest, Scale, merge_counts, merge_nearest
-from bridges.retrieval.retriever import RetrieverSection
 from grpo_jax.config.files import load_json
+from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
 
 _OBJECT_STORE = 256 * 2**20  # bytes, of a cluster started here: only queries and counts pass through it
@@ -75,20 +74,12 @@ class RankShard:
 class RayBackend:
     """A running service, as a `retriever.Backend`; made by `connect` and `start_service`."""
 
-    def __init__(
-        self,
-        service: str,
-        actors: Sequence[Any],
-        *,
-        timeout: float,
-        address: str | None = None,
-        start: float = _START_SECONDS,
-    ):
+    def __init__(self, section: RetrievalSection, actors: Sequence[Any], *, start: float = _START_SECONDS):
         """Take Ray's handles of the shards in their order, and wait for `start` seconds until they have loaded.
 
-        `timeout` is seconds of one attempt of a call, `address` the cluster to join where this one is gone, as in
-        `connect`. ServiceNotFound if a shard is dead or missing.
+        ServiceNotFound if a shard is dead or missing.
         """
+        service = section.service
         try:
             with typed_errors():
                 attributes = cluster.get([actor.describe.remote() for actor in actors], start)[0][0]
@@ -102,9 +93,7 @@ class RayBackend:
         self.encoder: str = attributes["encoder"]
         self.fingerprint = Fingerprint(*attributes["fingerprint"])
         self.actors = actors
-        self._service = service
-        self._timeout = timeout
-        self._address = address
+        self._section = section
         # Ray ends an actor when the handle goes with which it was made, whoever else holds one
         self._owned: Sequence[Any] = ()
 
@@ -124,7 +113,7 @@ class RayBackend:
             vectors = [next(asked).call.remote("encode", batch) for batch in queries.texts]
             queries = queries._replace(texts=[])
             counted = [actor.call.remote(method, queries, argument, *vectors) for actor in actors]
-            answers = cluster.get(counted, self._timeout)
+            answers = cluster.get(counted, self._section.timeout)
         self.actors = actors
         return answers
 
@@ -134,10 +123,10 @@ class RayBackend:
 
         if ray.is_initialized() and cluster.is_gone():
             ray.shutdown()
-        found = _found(self._service, self._address, self._timeout, self._timeout)
+        found = _found(self._section, self._section.timeout)
         if found.fingerprint != self.fingerprint:
             raise StopRun(
-                f"the retrieval service {self._service!r} was started again with something else: "
+                f"the retrieval service {self._section.service!r} was started again with something else: "
                 f"{found.fingerprint} instead of {self.fingerprint}"
             )
         return found.actors
@@ -151,15 +140,13 @@ class RayBackend:
                 ray.kill(actor)
 
 
-def connect(titles: Sequence[str], section: RetrieverSection = RetrieverSection("ray")) -> RayBackend:
+def connect(titles: Sequence[str], section: RetrievalSection = RetrievalSection("ray")) -> RayBackend:
     """Find a service that was started with `python -m bridges.retrieval serve`.
 
     UserError if it serves another catalogue or encoder than expected.
     """
     service = section.service
-    if not section.timeout > 0:
-        raise ValueError(f"timeout: expected a number > 0, got {section.timeout}")
-    backend = _found(service, section.address, section.timeout, max(section.timeout, _START_SECONDS))
+    backend = _found(section, max(section.timeout, _START_SECONDS))
     if backend.encoder != resolved_name(section.encoder):
         raise UserError(
             f"the retrieval service {service!r} was started with the encoder {backend.encoder}, not {section.encoder}"
@@ -173,72 +160,54 @@ def connect(titles: Sequence[str], section: RetrieverSection = RetrieverSection(
     return backend
 
 
-def _found(service: str, address: str | None, timeout: float, start: float) -> RayBackend:
+def _found(section: RetrievalSection, start: float) -> RayBackend:
     """Join the cluster of a service, and find its actors by their names."""
-    join_cluster(address, service)
+    service = section.service
+    join_cluster(section.address, service)
     with typed_errors():
         actors = list(itertools.takewhile(bool, (_find_actor(service, shard) for shard in itertools.count())))
     if not actors:
         raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
-    return RayBackend(service, actors, timeout=timeout, address=address, start=start)
-
-
-@dataclass(frozen=True)
-class ServiceSection:
-    """A service to be started.
-
-    Args:
-        encoder: "tfidf", a folder, or a model's name.
-        service: Name that `connect` looks for.
-        shards: Actors that share the catalogue.
-        cache: Folder that every node of the cluster sees; None for `default_cache()`.
-        address: Host and port of a cluster to join; None starts one on this machine.
-        host: Address of the cluster that is started; on a loopback one nothing outside this machine reaches it.
-        cpus: Of each actor, like `gpus`; 0 GPUs keep its encoder on the CPU.
-        timeout: Seconds of a call made through the returned backend.
-        restarts: How often Ray starts a dead actor again.
-    """
-
-    encoder: str = "tfidf"
-    service: str = "retrieval"
-    shards: int = 1
-    cache: str | Path | None = None
-    address: str | None = None
-    host: str = cluster.LOOPBACK
-    cpus: float = 1.0
-    gpus: float = 0.0
-    timeout: float = 120.0
-    restarts: int = 3
+    return RayBackend(section, actors, start=start)
 
 
 def start_service(
-    titles: Sequence[str], section: ServiceSection = ServiceSection(), *, shard_class: type[RankShard] = RankShard
+    titles: Sequence[str],
+    section: RetrievalSection = RetrievalSection(),
+    pool: PoolSection = PoolSection(1, {"num_cpus": 1.0}, max_restarts=3),
+    *,
+    host: str = cluster.LOOPBACK,
+    shard_class: type[RankShard] = RankShard,
 ) -> RayBackend:
     """Make or find the catalogue's vectors in the cache and start the actors that serve them.
 
-    They live as long as this process, or until `close`. `titles` are those of all items, in the order of their rows.
-    UserError if the service's name is taken, or the cluster has no room for it.
+    They live as long as this process, or until `close`. UserError if the service's name is taken, or the cluster has
+    no room for it.
+
+    Args:
+        titles: Of all items, in the order of their rows.
+        section: Encoder, name, and cache, a folder that every node sees; None for `default_cache()`.
+        pool: Actors that share the catalogue (`replicas`), what each is given, and the cluster to join. Without cards
+            the encoder is on the CPU.
+        host: Address of the cluster that is started; on a loopback one nothing outside this machine reaches it.
+        shard_class: Of what the actors load.
     """
-    service, shards = section.service, section.shards
+    service, shards = section.service, pool.replicas
     if not 1 <= shards <= max(len(titles), 1):
         raise UserError(f"shards: expected 1 to {len(titles)}, the number of items, got {shards}")
-    if section.address == "auto":
-        raise UserError("address: auto may be anybody's cluster; give HOST:PORT, or leave it out to start one")
-    if section.address is None:
-        cluster.start_cluster(section.host, object_store=_OBJECT_STORE)
+    if pool.address is None:
+        cluster.start_cluster(host, object_store=_OBJECT_STORE)
     else:
-        join_cluster(section.address, service)
+        join_cluster(pool.address, service)
     if _find_actor(service, 0) is not None:
         raise UserError(f"a retrieval service {service!r} runs on this cluster already")
-    resources = {"num_cpus": section.cpus, "num_gpus": section.gpus}
-    limits = PoolSection(shards, resources, address=section.address, max_restarts=section.restarts)
-    require_room(service, limits)
+    require_room(service, pool)
     name = resolved_name(section.encoder)
     index = open_index(titles, load_encoder(name, titles), section.cache or default_cache())
     parts = [shard_class(str(index.folder), name, shard, shards) for shard in range(shards)]
-    actors = start_actors(service, parts, limits, [_actor_name(service, shard) for shard in range(shards)])
+    actors = start_actors(service, parts, pool, [_actor_name(service, shard) for shard in range(shards)])
     try:
-        backend = RayBackend(service, actors, timeout=section.timeout)
+        backend = RayBackend(section, actors)
     except RetrievalError as error:
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
     backend._owned = actors

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from grpo_jax.core.logprobs import capped
 from grpo_jax.models import cache as caches
+from grpo_jax.models.decode_attention import HEADS as DECODED_HEADS
+from grpo_jax.models.decode_attention import attend_token
 from grpo_jax.models.flash import HEADS, PLATFORMS, SHORTEST, causal_rows
 
 IMPLEMENTATIONS = ("auto", "eager")
@@ -264,6 +266,10 @@ def attend_streams(
     flash = attention in PLATFORMS and query.shape[-1] in HEADS and all(other is None for other in others)
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
+    if attention == "cuda" and _decodes(query, layer_input, context, softcap):
+        cached = layer_input.prefix, context.prompt.mask, layer_input.cache, context.slot
+        token, new_keys_values = attend_token(query, key, value, *cached)
+        return token.reshape(*token.shape[:2], -1), new_keys_values
     mixed = []
     new_keys_values = None
     prefix = layer_input.prefix
@@ -287,6 +293,14 @@ def attend_streams(
         sources = [KeyValues(*prefix, context.prompt), KeyValues(*written, readable, own=layer_input.cache is None)]
         mixed.append(attend_rows(query[:, length:], context.completion, sources))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values
+
+
+def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softcap: float | None) -> bool:
+    """Whether one token of each completion runs, all behind as many, as `decode_attention` takes them."""
+    others = (softcap, layer_input.window, layer_input.scale)
+    if layer_input.cache is None or query.shape[-1] not in DECODED_HEADS or any(x is not None for x in others):
+        return False
+    return context.completion.positions.shape[1:] == (1,)
 
 
 def _are_long(prompt: Tokens, completion: Tokens) -> bool:

@@ -29,6 +29,7 @@ _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ", re.MULTILINE)
 # Products of queries and keys in the kernels of `models.flash`, whose scores the backward ones compute again.
 _FLASH = {"/mha_forward/": 2, "(flash_attention)/pallas_call": 2, "/mha_backward/": 7, "_bwd_dkv_": 4, "_bwd_dq_": 3}
+_DECODING = "/decode_attention/"  # the kernel of `models.decode_attention`, whose last two operands are the caches
 _LAYER = re.compile(r"/layers?_?\d*[/.]")
 
 
@@ -347,6 +348,9 @@ def _flops(line: Instruction, computation: Computation, computations: Mapping[st
         settings = json.loads(line.attributes[line.attributes.index("backend_config=") + len("backend_config=") :])
         numbers = settings["gemm_backend_config"]["dot_dimension_numbers"]
         return _product(line, computation, [int(axis) for axis in numbers["lhs_contracting_dimensions"]])
+    if _DECODING in line.attributes:
+        prompt, own = (computation[line.operands[place]].arrays[0].shape[-1] for place in (1, -2))
+        return 2 * 2.0 * line.arrays[0].size * (prompt + own / 2)
     products = next((count for name, count in _FLASH.items() if name in line.attributes), 0)
     return products * _causal_product(line, computation) if products else 0.0
 
@@ -385,6 +389,8 @@ def _bytes(step: Step, computations: Mapping[str, Computation]) -> float:
         return 2.0 * line.bytes
     if line.opcode == "dynamic-update-slice":
         return 2.0 * step.computation[line.operands[1]].bytes
+    if _DECODING in line.attributes:  # caches are read as far as they are written: half of one that fills
+        return float(sum(read) - sum(read[-2:]) / 2 + line.arrays[0].bytes)
     if line.opcode == "copy-start":  # into the chip's memory or out of it
         return float(max(read[0], line.arrays[0].bytes))
     if line.opcode != "fusion":

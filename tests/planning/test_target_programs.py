@@ -221,3 +221,18 @@ def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path
     assert len(re.findall(r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"', texts[0])) >= 3
     assert not re.search(r"\[(?:\d+,)*(?:300,300|428,428|512,512)\]", texts[0])
     assert compiled.reading.library_flops > 0
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["h100"], indirect=True)
+def test_a_decoded_tokens_attention_is_one_kernel(target, tmp_path):
+    """Of two layers, those of the head and of the draw counted; none moves a layer's keys or values."""
+    two = HALF_BILLION | {"num_hidden_layers": 2}
+    config = configured(Case("decoding", two, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=128")), tmp_path)
+    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    program = run_programs(config, model, None, None, chosen.platform)["sample"]
+    compiled = target_plan.compiled_program(program, chosen, open_devices(chosen)[0])
+    assert "/layers_1/decode_attention/pallas_call" in compiled.as_text()
+    sizes = program_sizes(config, model, None)._replace(turns=program.turns)
+    reading = target_plan.read_report(compiled, chosen, sizes).reading
+    assert reading.layer_kernels <= 14 and reading.cache_copies == 0

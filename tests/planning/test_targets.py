@@ -203,6 +203,31 @@ def test_attentions_kernels_count_half_of_the_keys(kernel, products, monkeypatch
     assert reading.flops == reading.library_flops == products * 2 * 4 * 128 * 128 * 8
 
 
+DECODING = """HloModule program
+
+ENTRY %main (heads: bf16[2,4,1,9,64]) -> bf16[2,4,1,7,64] {
+  %heads = bf16[2,4,1,9,64]{4,3,2,1,0} parameter(0)
+  %keys = bf16[2,1,64,32]{3,2,1,0} parameter(1)
+  %mask = pred[2,32]{1,0} parameter(2)
+  %slot = s32[] parameter(3)
+  %cache = bf16[2,1,4,64,128]{4,3,2,1,0} parameter(4)
+  %out = (bf16[2,4,1,7,64], bf16[2,1,4,64,128], bf16[2,1,4,128,64]) \
+custom-call(%heads, %keys, %keys, %mask, %slot, %cache, %cache), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(f)/Decoder/layers_0/decode_attention/pallas_call"}
+  ROOT %mixed = bf16[2,4,1,7,64]{4,3,2,1,0} get-tuple-element(%out), index=0
+}
+"""
+
+
+def test_a_decoding_kernel_reads_the_prompt_and_half_of_the_cache(monkeypatch):
+    monkeypatch.setattr(Compiled, "as_text", lambda self: DECODING)
+    reading = read_program(Compiled(), Sizes(frozenset(), frozenset(), layers=1))
+    assert reading.kernels == 1
+    assert reading.flops == reading.library_flops == 2 * (2 * 4 * 7) * 2 * 64 * (32 + 128 / 2)
+    prompt, own, tokens = 2 * 64 * 32 * 2, 2 * 4 * 64 * 128 * 2, 2 * 4 * (9 + 7) * 64 * 2
+    assert reading.bytes == 2 * prompt + 2 * own / 2 + tokens + 2 * 32 + 4
+
+
 NEEDED = {
     "h100": pytest.mark.skipif(not CUDA, reason="needs grpo_jax[targets]: no CUDA compiler is installed"),
     "v5e": pytest.mark.skipif(not TPU, reason="needs grpo_jax[targets]: no TPU compiler is installed"),

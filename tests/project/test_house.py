@@ -18,7 +18,10 @@ COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "__
 BRIDGE_COMMANDS = ("bridges.retrieval.__main__",)
 """Modules of the bridges that count as commands."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
-KNOWN_BY_BRIDGES = ("grpo_jax.errors", *(f"grpo_jax.config.{name}" for name in ("fields", "files", "named")))
+KNOWN_BY_BRIDGES = (
+    "grpo_jax.errors",
+    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "named", "retrieval")),
+)
 TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|cartpole|miniature|ndcg|pixel_accuracy)(?!\w)")
 
 OURS = [name for name in FILES if within(name, ["grpo_jax"])]
@@ -92,7 +95,7 @@ def test_who_asks_the_bridges():
     refuse(OURS, lambda name, found: within(found.module, ["bridges"]) and room_of(name) not in rooms)
 
 
-def test_bridges_know_errors_how_fields_are_checked_files_read_and_names_found():
+def test_bridges_know_errors_how_fields_are_checked_files_read_names_found_and_the_retrievers_section():
     def wrong(name, found):
         return within(found.module, ["grpo_jax"]) and not within(target(found.module), KNOWN_BY_BRIDGES)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
+from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
@@ -34,7 +35,6 @@ from grpo_jax.tasks.recommendation.task import (
     RANK,
     PriorSection,
     Recommendation,
-    RetrievalSection,
 )
 from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabulary
 
@@ -148,16 +148,7 @@ def open_retriever(
 ) -> tuple[Any, float]:
     """Return a `bridges.retrieval.Retriever`, and the share of titles, at least `required`, that find themselves."""
     try:
-        named = ("backend", "encoder", "dense", "dense_weight", "cache", "service", "address", "timeout")
-        where = {name: getattr(section, name) for name in named}
-        return retrieval.open_retriever(
-            titles,
-            retrieval.RetrieverSection(**where, encoder_device=section.device),
-            ties=section.ties,
-            scale=retrieval.Scale(temperature=section.temperature),
-            patience=retrieval.Patience(attempts=section.attempts, budget=section.budget, window=section.window),
-            self_test=required,
-        )
+        return retrieval.open_retriever(titles, section, self_test=required)
     except retrieval.RetrievalError as error:
         if isinstance(error, UserError):
             raise

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 pytest.importorskip("diffusers")
 pytest.importorskip("open_clip")
 
@@ -50,7 +50,7 @@ def train(run, **more):
 def pictures(cluster):
     """(stored, plain): the same pictures in the object store, as two blocks, and here."""
     plain = torch.rand(6, 3, 4, 4)
-    blocks = [Block(cluster.put(part.numpy()), len(part), (3, 4, 4), "float32") for part in (plain[:4], plain[4:])]
+    blocks = [Block(ray.put(part.numpy()), len(part), (3, 4, 4), "float32") for part in (plain[:4], plain[4:])]
     return stored.join_blocks(blocks), plain
 
 

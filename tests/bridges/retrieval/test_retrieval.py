@@ -72,8 +72,8 @@ def slow_ranks(scores, targets, exclude, ties, tolerance, temperature):
 
 
 def tfidf(titles=TITLES, *, cache=None, **options):
-    section = retrieval.RetrieverSection(cache=cache)
-    return retrieval.open_retriever(titles, section, self_test=0.5, **options)[0]
+    section = retrieval.RetrievalSection(cache=cache and str(cache), **options)
+    return retrieval.open_retriever(titles, section, self_test=0.5)[0]
 
 
 @pytest.mark.parametrize("ties", ["against", "average", "favour"])
@@ -84,11 +84,11 @@ def test_dense_ranks_are_those_of_a_loop(ties, shards):
     targets = rng.integers(0, 5000, 70)
     exclude = [rng.integers(0, 5000, rng.integers(0, 20)).tolist() for _ in texts]
     exclude[0].append(int(targets[0]))  # the target is ranked all the same
-    scale = ranking.Scale(temperature=0.1)
-    retriever = Retriever(local.LocalBackend(local.Space(encoder, index), shards=shards), ties=ties, scale=scale)
+    section = retrieval.RetrievalSection(ties=ties, temperature=0.1)
+    retriever = Retriever(local.LocalBackend(local.Space(encoder, index), shards=shards), section)
     found = retriever.score_ranks(texts, targets, exclude)
     out = [set(row) - {int(target)} for row, target in zip(exclude, targets, strict=True)]
-    rank, probability = slow_ranks(wanted @ index.vectors.T, targets, out, ties, scale.tolerance, 0.1)
+    rank, probability = slow_ranks(wanted @ index.vectors.T, targets, out, ties, ranking.Scale().tolerance, 0.1)
     np.testing.assert_array_equal(found.rank, rank)
     np.testing.assert_allclose(found.probability, probability, rtol=2e-5)
     assert found.rank.dtype == np.float64 and found.probability.dtype == np.float32
@@ -188,15 +188,17 @@ def test_bad_arguments_are_named(change, message):
 
 
 def test_bad_settings_are_named():
-    backend = local.local_backend(TITLES)
     for options, message in (
+        ({"backend": "cloud"}, "backend: expected"),
         ({"ties": "random"}, "ties: expected one of against, average, favour"),
-        ({"scale": ranking.Scale(temperature=0.0)}, "temperature > 0"),
+        ({"temperature": 0.0}, "temperature: expected a number > 0"),
+        ({"attempts": 0}, "attempts: expected"),
+        ({"budget": -1}, "budget: expected"),
+        ({"window": 5}, "window: expected more than budget"),
+        ({"dense": "a/model"}, "dense_weight: expected a weight above 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            Retriever(backend, **options)
-    with pytest.raises(ValueError, match="backend: expected"):
-        retrieval.open_retriever(TITLES, retrieval.RetrieverSection("cloud"))
+            retrieval.RetrievalSection(**options)
 
 
 def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):
@@ -244,7 +246,7 @@ def test_the_fingerprint_knows_the_titles():
 @pytest.mark.parametrize(("ties", "found"), [("against", 8 / 10), ("average", 8 / 10), ("favour", 1.0)])
 def test_the_self_test_says_what_titles_earn_that_ask_for_themselves(ties, found):
     titles = [*(f"soap no {n}" for n in range(8)), "Rose Cream", "rose cream!", "soap", "soap"]
-    retriever, _ = retrieval.open_retriever(titles, self_test=0, ties=ties)
+    retriever, _ = retrieval.open_retriever(titles, retrieval.RetrievalSection(ties=ties), self_test=0)
     share = retriever.self_test(titles, required=0, samples=12)
     first = retriever.score_ranks(titles[:10], range(10), [()] * 10).rank == 1
     assert first.mean() == pytest.approx(found)

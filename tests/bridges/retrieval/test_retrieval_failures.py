@@ -43,13 +43,12 @@ def lost():
 
 
 def test_a_failure_is_tried_again_after_longer_and_longer_pauses():
-    backend = Faulty(lost(), lost(), retrieval.NonFiniteScores("nan"))
+    backend = Faulty(*[lost() for _ in range(6)], retrieval.NonFiniteScores("nan"))
     pauses = []
-    patience = retrieval.Patience(attempts=4, first_wait=0.5, longest_wait=1.5)
-    retriever = Retriever(backend, patience=patience, wait=pauses.append)
+    retriever = Retriever(backend, retrieval.RetrievalSection(attempts=8), wait=pauses.append)
     assert ask(retriever).rank == [1]
-    assert pauses == [0.5, 1.0, 1.5]
-    assert (backend.calls, retriever.retries, retriever.missing) == (4, 3, 0)
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert (backend.calls, retriever.retries, retriever.missing) == (8, 7, 0)
 
 
 @pytest.mark.parametrize("column", ["score", "log_sum"])
@@ -59,7 +58,7 @@ def test_scores_that_are_not_finite_are_a_failure(column, value):
         return counts._replace(**{column: np.full(1, value)})
 
     backend = Faulty(spoil, spoil)
-    retriever = Retriever(backend, patience=retrieval.Patience(attempts=2), wait=lambda _: None)
+    retriever = Retriever(backend, retrieval.RetrievalSection(attempts=2), wait=lambda _: None)
     ranks = ask(retriever)
     assert np.isnan(ranks.rank).all() and np.isnan(ranks.probability).all()
     assert retriever.missing == 1
@@ -67,7 +66,7 @@ def test_scores_that_are_not_finite_are_a_failure(column, value):
 
 
 def test_missing_ranks_are_missing_rewards_and_no_zero():
-    retriever = Retriever(Faulty(lost()), patience=retrieval.Patience(attempts=1))
+    retriever = Retriever(Faulty(lost()), retrieval.RetrievalSection(attempts=1))
 
     def reward(prompts, completions):
         ranks = retriever.score_ranks(completions, [1] * len(completions), [[]] * len(completions))
@@ -80,8 +79,8 @@ def test_missing_ranks_are_missing_rewards_and_no_zero():
 
 
 def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one():
-    patience = retrieval.Patience(attempts=2, budget=2)
-    retriever = Retriever(Faulty(*[lost() for _ in range(6)]), patience=patience, wait=lambda _: None)
+    section = retrieval.RetrievalSection(attempts=2, budget=2)
+    retriever = Retriever(Faulty(*[lost() for _ in range(6)]), section, wait=lambda _: None)
 
     def reward(prompts, completions):
         return list(ask(retriever).rank)
@@ -93,8 +92,8 @@ def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one():
 
 
 def test_old_failures_are_forgotten():
-    patience = retrieval.Patience(attempts=1, budget=1, window=3)
-    retriever = Retriever(Faulty(lost(), None, None, lost(), None, lost()), patience=patience)
+    section = retrieval.RetrievalSection(attempts=1, budget=1, window=3)
+    retriever = Retriever(Faulty(lost(), None, None, lost(), None, lost()), section)
     found = [bool(np.isnan(ask(retriever).rank[0])) for _ in range(5)]
     assert found == [True, False, False, True, False]
     with pytest.raises(StopRun, match="2 of the last 3"):
@@ -108,14 +107,6 @@ def test_other_errors_pass_at_once():
     assert backend.calls == 1
     with pytest.raises(ValueError, match="got 4"):
         Retriever(backend).score_ranks(["a"], [4], [[]])
-
-
-@pytest.mark.parametrize(
-    "options", [{"attempts": 0}, {"budget": -1}, {"window": 5}, {"first_wait": -1.0}, {"longest_wait": 0.5}]
-)
-def test_patience_checks_its_ranges(options):
-    with pytest.raises(ValueError, match="patience: expected"):
-        retrieval.Patience(**options)
 
 
 def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():

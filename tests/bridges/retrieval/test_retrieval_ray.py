@@ -14,6 +14,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
+from bridges.pool.section import PoolSection  # noqa: E402
 from bridges.retrieval import service  # noqa: E402
 from bridges.retrieval.queries import make_queries  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
@@ -27,7 +28,8 @@ TITLES = [" ".join(RNG.choice(WORDS, 4)) + f" no {row}" for row in range(200)]
 QUERIES = [" ".join(RNG.choice(WORDS, 2)) for _ in range(100)] + ["", "xyzzy"]
 TARGETS = RNG.integers(0, 200, len(QUERIES))
 EXCLUDE = [RNG.integers(0, 200, 4).tolist() for _ in QUERIES]
-IMPATIENT = retrieval.Patience(attempts=1, budget=0, window=1)
+CPU = {"num_cpus": 0.5}
+IMPATIENT = retrieval.RetrievalSection(attempts=1, budget=0, window=1)
 
 
 def held_file(orders):
@@ -58,8 +60,8 @@ def running(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     orders = folder / "orders.json"
     orders.write_text("{}")
-    section = service.ServiceSection(shards=2, cache=folder / "cache", cpus=0.5, restarts=2)
-    backend = service.start_service(TITLES, section, shard_class=make_faulty(orders))
+    section, pool = retrieval.RetrievalSection(cache=str(folder / "cache")), PoolSection(2, CPU, max_restarts=2)
+    backend = service.start_service(TITLES, section, pool, shard_class=make_faulty(orders))
     yield backend, orders
     backend.close()
 
@@ -91,7 +93,7 @@ def kill_once_held(running, actor, *, restart):
 
 
 def test_ray_and_in_process_agree(running):
-    over_ray, share = retrieval.open_retriever(TITLES, retrieval.RetrieverSection("ray"))
+    over_ray, share = retrieval.open_retriever(TITLES, retrieval.RetrievalSection("ray"))
     here, same_share = retrieval.open_retriever(TITLES)
     assert share == same_share > 0.9
     assert over_ray.fingerprint == here.fingerprint
@@ -111,29 +113,29 @@ def test_a_service_for_another_run_is_refused(running):
     with pytest.raises(UserError, match="serves another catalogue"):
         service.connect(TITLES[::-1])
     with pytest.raises(UserError, match="was started with the encoder tfidf, not some/model"):
-        service.connect(TITLES, retrieval.RetrieverSection(encoder="some/model"))
+        service.connect(TITLES, retrieval.RetrievalSection(encoder="some/model"))
     with pytest.raises(UserError, match="runs on this cluster already"):
         service.start_service(TITLES)
     with pytest.raises(
         UserError, match=r"large\.resources\.num_cpus: 100 actors need 100, this machine's cluster has "
     ):
-        service.start_service(TITLES, service.ServiceSection(shards=100, service="large"))
+        service.start_service(TITLES, retrieval.RetrievalSection(service="large"), PoolSection(100, {"num_cpus": 1.0}))
 
 
 def test_a_missing_service_says_how_to_start_one(running):
     with pytest.raises(retrieval.ServiceNotFound, match="RetrievalService not found") as error:
-        service.connect(TITLES, retrieval.RetrieverSection(service="other"))
+        service.connect(TITLES, retrieval.RetrievalSection(service="other"))
     assert isinstance(error.value, UserError)  # a command shows it in one line
     assert "python -m bridges.retrieval serve --catalogue" in str(error.value)
 
 
 def test_nan_from_an_actor_is_a_failure(running, misbehave):
     misbehave(nan=True)
-    retriever = Retriever(running[0], patience=retrieval.Patience(attempts=2, first_wait=0.01))
+    retriever = Retriever(running[0], retrieval.RetrievalSection(attempts=2))
     ranks = retriever.score_ranks(["red soap"], [0], [[]])
     assert np.isnan(ranks.rank).all() and np.isnan(ranks.probability).all()
     with pytest.raises(StopRun, match="NonFiniteScores: 1 of 1 scores are not finite"):
-        Retriever(running[0], patience=IMPATIENT).score_ranks(["red soap"], [0], [[]])
+        Retriever(running[0], IMPATIENT).score_ranks(["red soap"], [0], [[]])
 
 
 def test_an_actor_that_raises_is_a_failure(running):
@@ -145,9 +147,9 @@ def test_an_actor_that_raises_is_a_failure(running):
 
 def test_an_answer_that_comes_too_late_is_a_failure(running, misbehave):
     misbehave(sleep=1.5)
-    late = service.connect(TITLES, retrieval.RetrieverSection(timeout=0.3))
+    late = service.connect(TITLES, retrieval.RetrievalSection(timeout=0.3))
     with pytest.raises(StopRun, match=r"RetrievalError: no answer within 0\.3 s"):
-        Retriever(late, patience=IMPATIENT).score_ranks(["red soap"], [0], [[]])
+        Retriever(late, IMPATIENT).score_ranks(["red soap"], [0], [[]])
     misbehave()
     patient = Retriever(running[0])
     assert patient.score_ranks(["red soap"], [0], [[]]).rank >= 1  # the actor has come back to itself
@@ -160,7 +162,7 @@ def test_an_actor_killed_in_mid_step_is_restarted_and_the_step_repeated(running,
     before = actor_pid(actor)
     misbehave(hold=1)
     killer = kill_once_held(running, actor, restart=True)
-    retriever = Retriever(backend, patience=IMPATIENT)
+    retriever = Retriever(backend, IMPATIENT)
     found = retriever.score_ranks(QUERIES, TARGETS, EXCLUDE)
     killer.join()
     assert actor_pid(actor) != before
@@ -176,7 +178,7 @@ def test_an_actor_that_stays_dead_stops_the_run(running, misbehave):
     kill_once_held(running, backend.actors[0], restart=False)
     with pytest.raises(retrieval.RetrievalError, match="an actor died"):
         backend.count(make_queries([["a"]], [[1.0]], [0], [[]], len(TITLES)), retrieval.Scale())
-    retriever = Retriever(backend, patience=retrieval.Patience(attempts=2, first_wait=0.1, budget=1))
+    retriever = Retriever(backend, retrieval.RetrievalSection(attempts=2, budget=1))
     assert np.isnan(retriever.score_ranks(["red soap"], [0], [[]]).rank).all()
     with pytest.raises(StopRun, match="ServiceNotFound: RetrievalService not found"):
         retriever.score_ranks(["red soap"], [0], [[]])

@@ -107,7 +107,7 @@ def test_a_hybrid_scores_with_the_words_cosine_and_the_weighted_sentences(encode
             old = sum((0.7**age * items[row] for age, row in enumerate(reversed(rows))), np.zeros(len(text)))
             asked = unit_or_zero(unit_or_zero(text) + 0.5 * unit_or_zero(emphasis * old))
             scores[line] += weight * (items @ asked)
-    section = retrieval.RetrieverSection(dense=str(folder), dense_weight=0.3, cache=tmp_path)
+    section = retrieval.RetrievalSection(dense=str(folder), dense_weight=0.3, cache=str(tmp_path))
     retriever, share = retrieval.open_retriever(TITLES, section)
     assert share == 1.0
     expected = rank_of(count_better(scores, np.array(targets), taken, tolerance=1e-6))

@@ -27,7 +27,7 @@ ASK = """
 import sys
 from grpo_jax.errors import guarded
 from bridges import retrieval
-where = retrieval.RetrieverSection("ray", address=sys.argv[1])
+where = retrieval.RetrievalSection("ray", address=sys.argv[1])
 sys.exit(guarded(lambda: retrieval.open_retriever(["red soap"], where) and None))
 """
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -71,8 +71,8 @@ def served(home, catalogue):
         ray.shutdown()
 
 
-def open_service(patience=retrieval.Patience(), **fields):
-    return retrieval.open_retriever(TITLES, retrieval.RetrieverSection("ray", **fields), patience=patience)
+def open_service(**fields):
+    return retrieval.open_retriever(TITLES, retrieval.RetrievalSection("ray", **fields))
 
 
 def asking(address, environment):
@@ -148,8 +148,7 @@ def test_a_file_that_others_can_write_is_refused(home):
 def test_the_command_serves_until_it_is_told_to_stop(served):
     """The last test of the service. Training, here this process, finds it, and stops when it is gone."""
     process, _ = served
-    patience = retrieval.Patience(attempts=2, first_wait=0.1, budget=0)
-    retriever, _ = open_service(patience=patience)
+    retriever, _ = open_service(attempts=2, budget=0)
     assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=600) == 0

@@ -1,0 +1,115 @@
+"""Attention of one new token of each completion by a kernel for GPUs, written in Pallas and compiled by Triton.
+
+A kernel attends over the prompt's shared keys and over the completion's own as far as they are written, with a running
+softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), and writes the new key and value into the cache in place.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from grpo_jax.models.cache import with_heads
+
+HEADS = (64, 128)
+"""Sizes of a head that it takes: Triton's blocks are powers of two."""
+_ROWS = 16  # of a product in Triton, at least
+_BLOCK = 64  # keys at a time
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def attend_token(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    prefix: tuple[jax.Array, jax.Array],
+    mask: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    slot: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Softmax attention of each completion's new token, with scores scaled by E^-0.5, and the cache that holds it.
+
+    Args:
+        query: [P, G, K, R, E].
+        key: [P, G, K, E], of the new token.
+        value: [P, G, K, E].
+        prefix: The prompts' keys [P, K, E, L] and values [P, K, L, E].
+        mask: bool [P, L], False on the prompts' padding.
+        cache: The completions' keys [P, K, G, E, T] and values [P, K, G, T, E], as `cache.Cache` has them.
+        slot: i32 scalar, how many of their slots are written; the new token gets the next one.
+    """
+    shared, size = query.shape[-2:]
+    # One array: XLA makes it, rotated, in one kernel.
+    heads = jnp.concatenate([query, key[..., None, :], value[..., None, :]], axis=-2)
+    own = with_heads(cache)
+    rows = max(_ROWS, pl.next_power_of_2(shared))
+    operands = heads, *prefix, mask, slot, *own
+    specs = [_heads_spec(heads), *map(_prompt_spec, prefix), _mask_spec(mask), pl.BlockSpec((), lambda *_: ())]
+    mixed, *own = pl.pallas_call(
+        partial(_kernel, shared=shared, rows=rows, scale=size**-0.5),
+        grid=(query.shape[1], query.shape[2], query.shape[0]),
+        in_specs=[*specs, *map(_own_spec, own)],
+        out_specs=[_heads_spec(query), *map(_own_spec, own)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, *own)],
+        input_output_aliases={5: 1, 6: 2},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        name="decode_attention",
+    )(*operands)
+    keys, values = (new.reshape(old.shape) for new, old in zip(own, cache, strict=True))
+    return mixed, (keys, values)
+
+
+def _heads_spec(x: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda g, k, p: (p, g, k, 0, 0))
+
+
+def _prompt_spec(x: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda g, k, p: (p, k, 0, 0))
+
+
+def _mask_spec(x: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec((None, x.shape[1]), lambda g, k, p: (p, 0))
+
+
+def _own_spec(x: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda g, k, p: (p, k, g, 0, 0))
+
+
+def _kernel(heads, *refs, shared: int, rows: int, scale: float):
+    """A completion's token and one key head; the softmax begins with the token itself, which is always read."""
+    prompt_keys, prompt_values, mask, slot, own_keys, own_values, mixed, new_keys, new_values = refs
+    here = (jnp.arange(rows) < shared)[:, None]
+    query = triton.load(heads.at[pl.ds(0, rows), :], mask=here, other=0)
+    key, value, length = heads[shared, :], heads[shared + 1, :], slot[()]
+    new_keys[:, length], new_values[length, :] = key, value
+    top = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32)[None], axis=-1) * scale
+    own = jnp.broadcast_to(value.astype(jnp.float32)[None], query.shape)
+    state = top, jnp.ones(rows, jnp.float32), own
+    state = _attend(query, prompt_keys, prompt_values, prompt_keys.shape[1], state, scale, mask)
+    _, total, sums = _attend(query, own_keys, own_values, length, state, scale)
+    triton.store(mixed.at[pl.ds(0, rows), :], (sums / total[:, None]).astype(mixed.dtype), mask=here)
+
+
+def _attend(query, keys, values, length, state: State, scale: float, mask=None) -> State:
+    """Take the first keys [E, S] and values [S, E], `length` of them, into the maxima, sums and sums of values."""
+
+    def block(i: jax.Array, state: State) -> State:
+        top, total, sums = state
+        at = pl.ds(i * _BLOCK, _BLOCK)
+        there = i * _BLOCK + jnp.arange(_BLOCK) < length
+        score = triton.dot(query, triton.load(keys.at[:, at], mask=there[None], other=0)) * scale
+        read = there if mask is None else triton.load(mask.at[at], mask=there, other=False)
+        score = jnp.where(read[None], score, _HIDDEN)
+        higher = jnp.maximum(top, score.max(axis=-1))
+        weight, kept = jnp.exp(score - higher[:, None]), jnp.exp(top - higher)
+        value = triton.load(values.at[at, :], mask=there[:, None], other=0)
+        added = triton.dot(weight.astype(value.dtype), value)
+        return higher, total * kept + weight.sum(axis=-1), sums * kept[:, None] + added
+
+    return jax.lax.fori_loop(0, pl.cdiv(length, _BLOCK), block, state)

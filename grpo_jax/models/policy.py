@@ -499,13 +499,13 @@ def weight_dtype(section: PolicySection) -> str:
 def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> bool:
     """Whether each layer of a frozen policy has arrays of its own, ``layers_0`` and so on, in place of stacks.
 
-    On a GPU or TPU decoding then reads the only copy of the weights, and an update copies none out of a stack. One
-    layer's program would serve all of a stack: it is compiled in less time, so trained weights, which decoding casts
-    in any case, are stacked; and so is what lies over a mesh.
+    On a GPU decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a stack one
+    layer's program serves all and is compiled in less time: trained weights, which decoding casts in any case, are
+    stacked, and so is what lies over a mesh or on a TPU, whose compiler takes ten times as long.
     """
     as_computed = section.quantised != "none" or section.frozen_dtype == section.compute_dtype
-    one_device = section.mesh.size == 1 and (platform or platform_of(jax.devices()[0])) != "cpu"
-    return section.lora.used and as_computed and one_device
+    one_gpu = section.mesh.size == 1 and (platform or platform_of(jax.devices()[0])) in ("cuda", "gpu")
+    return section.lora.used and as_computed and one_gpu
 
 
 def tower_dtype(section: PolicySection) -> str:

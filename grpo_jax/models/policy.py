@@ -501,7 +501,7 @@ def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> b
 
     On a GPU decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a stack one
     layer's program serves all and is compiled in less time: trained weights, which decoding casts in any case, are
-    stacked, and so is what lies over a mesh or on a TPU, whose compiler takes ten times as long.
+    stacked, and so is what lies over a mesh or on a TPU, whose compiler takes many times as long.
     """
     as_computed = section.quantised != "none" or section.frozen_dtype == section.compute_dtype
     one_gpu = section.mesh.size == 1 and (platform or platform_of(jax.devices()[0])) in ("cuda", "gpu")

@@ -285,7 +285,7 @@ def oracle_rewrite(requested: dict[str, str]) -> str:
     return canonical_caption(complete(requested))
 
 
-def phrase(rng: np.random.Generator, words: dict[str, str], opening: bool = True) -> str:
+def phrase(rng: np.random.Generator, words: dict[str, str]) -> str:
     """One casual sentence that says `words` (attribute → word to use), in loose order."""
     noun = " ".join(words[k] for k in ("size", "sharpness", "colour", "shape") if k in words)
     if rng.random() < 0.5 and {"size", "sharpness"} <= words.keys():
@@ -297,7 +297,7 @@ def phrase(rng: np.random.Generator, words: dict[str, str], opening: bool = True
         tails.append(BACKGROUND_PHRASES[rng.integers(len(BACKGROUND_PHRASES))].format(words["background"]))
     if len(tails) == 2 and rng.random() < 0.5:
         tails.reverse()
-    start = OPENINGS[rng.integers(len(OPENINGS))] if opening else ""
+    start = OPENINGS[rng.integers(len(OPENINGS))]
     return " ".join(part for part in (start, noun, *tails) if part)
 
 

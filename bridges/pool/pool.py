@@ -33,15 +33,6 @@ Request = tuple[str, dict[int | str, Any], dict[int | str, Any]]
 """Method, values and stored arrays of one batch, as `actor.JudgeActor.answer` takes them."""
 
 
-class Block(NamedTuple):
-    """An array in the object store: Ray's reference, rows, shape of a row, and tensor type, such as "float32"."""
-
-    reference: Any
-    rows: int
-    inner: tuple[int, ...]
-    kind: str
-
-
 class Pool:
     """Actors of a judge; any number of threads may ask them.
 
@@ -87,6 +78,18 @@ class Pool:
         except PoolLost as error:
             raise PoolLost(f"{self.name}: {error}") from error
 
+    def back(self, reference: Any) -> None:
+        """Take the answer of an actor that Ray has restarted; one that gives none is lost for good."""
+        handle = self.away.get(reference)
+        try:
+            cluster.get([reference])
+        except Exception as error:
+            with suppress(ValueError):  # another call was first
+                self.actors.remove(handle)
+            if not self.actors:
+                self.closed = self.closed or f"no actor is left; the last: {cluster.last_line(error)}"
+        self.away.pop(reference, None)
+
     def close(self) -> None:
         """End the actors; callers that wait for them get PoolLost."""
         import ray
@@ -116,12 +119,14 @@ class _Call:
         self._sent: dict[Any, _Sent] = {}  # by the reference of the answer; an actor's in the order of its work
         self._attempts: Counter[int] = Counter()  # actors that were lost over a batch
         self._answers: dict[int, Any] = {}
+        self._failed: Exception | None = None  # of the judge, raised once no actor has a batch any more
 
     def answers(self) -> list[Any]:
         """Work until all batches are answered; see `Pool.ask`."""
         limit = self._pool.section.batch_timeout or math.inf
-        while len(self._answers) < len(self._requests):
-            self._send()
+        while self._sent or (self._waiting and self._failed is None):
+            if self._failed is None:
+                self._send()
             since = {sent.actor: self._pool.since[sent.actor] for sent in self._sent.values()}
             left = min([cluster.PROBE_SECONDS, *(begun + limit - time.monotonic() for begun in since.values())])
             for reference in cluster.ready([*self._pool.away, *self._sent], left):
@@ -129,6 +134,8 @@ class _Call:
             for handle, begun in since.items():
                 if self._pool.since[handle] == begun <= time.monotonic() - limit:
                     self._end(handle, limit)
+        if self._failed is not None:
+            raise self._failed
         return [self._answers[batch] for batch in range(len(self._requests))]
 
     def _send(self) -> None:
@@ -149,28 +156,24 @@ class _Call:
                     running[handle] += 1
 
     def _collect(self, reference: Any) -> None:
-        """Take an answer: of a batch, or of an actor that is back, which is lost for good where it is none."""
-        pool, sent = self._pool, self._sent.get(reference)
+        """Take the answer to a batch, or of an actor that is back."""
+        if reference not in self._sent:
+            return self._pool.back(reference)
+        sent = self._sent[reference]
         try:
-            (answer,) = cluster.get([reference])
+            ((kind, value),) = cluster.get([reference])
         except PoolLost as error:
             if cluster.is_gone():
                 raise
-            if sent is not None:
-                self._lose(sent.actor, error)
-            elif (handle := pool.away.pop(reference, None)) in pool.actors:
-                pool.actors.remove(handle)
-                pool.closed = pool.closed or ("" if pool.actors else f"no actor is left; the last: {error}")
-            return
-        if sent is None:
-            pool.away.pop(reference, None)  # another call may have been first
-            return
+            return self._lose(sent.actor, error)
+        except Exception as error:
+            self._failed, kind, value = error, "value", None
         del self._sent[reference]
-        pool.since[sent.actor] = time.monotonic()
-        kind, value = answer
+        self._pool.since[sent.actor] = time.monotonic()
         if kind == "stored":
-            (rows, *inner), dtype = value
-            value = Block(sent.array, rows, tuple(inner), dtype)
+            from bridges.pool.stored import stored
+
+            value = stored(sent.array, *value)
         self._answers[sent.batch] = value
 
     def _end(self, handle: Any, limit: float) -> None:
@@ -194,7 +197,7 @@ class _Call:
             pool.away[cluster.attempt(handle.describe.remote)] = handle
         if self._attempts[first] >= pool.section.batch_attempts:
             spent = f"{self._attempts[first]} actors died over a batch, or were too late with it; the last: {error}"
-            raise BatchLost(f"{pool.name}: {spent}")
+            self._failed = BatchLost(f"{pool.name}: {spent}")
         self._waiting.extendleft(reversed(lost.values()))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from bridges.placement import cards_left
 from bridges.pool import actor, cluster
 from bridges.pool.cluster import NotRowByRow, PoolLost
-from bridges.pool.pool import Block, Pool, Request, require_room
+from bridges.pool.pool import Pool, Request, require_room
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
 
@@ -166,16 +165,12 @@ def join(values: Sequence[Any], rows: Sequence[int], judge: str) -> Any:
     for value, count in zip(values, rows, strict=True):
         if len(values) == 1:
             break
-        if (value.rows if isinstance(value, Block) else len(value) if _has_rows(value) else -1) != count:
+        if not _has_rows(value) or len(value) != count:
             came = f"{len(value)} values" if _has_rows(value) else type(value).__name__
             raise NotRowByRow(
                 f"{judge} answered a batch of {count} rows with {came}, so it does not judge row by row: set its "
                 "`batch` to the rows of a whole call, which is then not taken apart"
             )
-    if all(isinstance(value, Block) for value in values):
-        from bridges.pool.stored import join_blocks
-
-        return join_blocks(values)
     if len(values) == 1:
         return values[0]
     if all(isinstance(value, list) for value in values):
@@ -185,5 +180,7 @@ def join(values: Sequence[Any], rows: Sequence[int], judge: str) -> Any:
     if all(isinstance(value, np.ndarray) for value in values):
         return np.concatenate(values)
     if all(map(actor.is_tensor, values)):
-        return sys.modules["torch"].cat(values)
+        from bridges.pool.stored import concatenated
+
+        return concatenated(values)
     raise NotRowByRow(f"{judge} answered one batch with a {type(values[0]).__name__}, and another with something else")

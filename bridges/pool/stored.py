@@ -15,7 +15,6 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_map
 
 from bridges.pool import actor, cluster
-from bridges.pool.pool import Block
 
 
 class Contents:
@@ -103,13 +102,18 @@ def values_of(value: Any) -> Any:
     return value.contents.fetch().to(value.device) if isinstance(value, Stored) else value
 
 
-def join_blocks(blocks: Sequence[Block]) -> Stored:
-    """Join stored arrays; ValueError if row shapes or types differ."""
-    kinds = {(block.inner, block.kind) for block in blocks}
-    if len(kinds) > 1:
-        shown = ", ".join(sorted(f"{kind} {list(inner)}" for inner, kind in kinds))
-        raise ValueError(f"rows of one shape and type expected, got {shown}")
-    return Stored(Contents([(block.reference, row) for block in blocks for row in range(block.rows)], *kinds.pop()))
+def stored(reference: Any, shape: Sequence[int], kind: str) -> Stored:
+    """An array of the object store, of a shape, and of a tensor type such as "float32"."""
+    rows, *inner = shape
+    return Stored(Contents([(reference, row) for row in range(rows)], tuple(inner), kind))
+
+
+def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors; stored ones of one shape and type are not fetched."""
+    kinds = {(part.contents.inner, part.contents.kind) if isinstance(part, Stored) else None for part in parts}
+    if len(kinds) > 1 or None in kinds:
+        return torch.cat(list(parts))
+    return Stored(Contents([row for part in parts for row in part.contents.rows], *kinds.pop()))
 
 
 def as_stored(array: Any) -> Stored | None:
@@ -124,7 +128,7 @@ def as_stored(array: Any) -> Stored | None:
     import ray
 
     values, kind = actor.as_array(array.detach().cpu())
-    return join_blocks([Block(cluster.attempt(ray.put, values), len(array), tuple(array.shape[1:]), kind)])
+    return stored(cluster.attempt(ray.put, values), array.shape, kind)
 
 
 _KNOWN = {

@@ -33,11 +33,6 @@ class Index(NamedTuple):
     folder: Path | None
 
 
-def fingerprint_of(titles: Sequence[str], encoder: Encoder) -> Fingerprint:
-    """The fingerprint of titles and encoder."""
-    return Fingerprint(f"{len(titles)} titles, {titles_digest(titles)}", encoder.identity)
-
-
 def default_cache() -> Path:
     """`$XDG_CACHE_HOME/grpo_jax/retrieval`, by default under `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo_jax" / "retrieval"
@@ -47,10 +42,11 @@ def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None
     """Load the vectors of titles, in the order of their rows, from the cache, or make and store them there."""
     if not len(titles):
         raise UserError("the catalogue has no items")
-    fingerprint = fingerprint_of(titles, encoder)
+    digest = titles_digest(titles)
+    fingerprint = Fingerprint(f"{len(titles)} titles, {digest}", encoder.identity)
     if cache is None:
         return Index(encode_titles(encoder, titles), fingerprint, None)
-    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{titles_digest(titles)}-{_FORMAT}"
+    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{digest}-{_FORMAT}"
     try:
         if not (folder / "meta.json").is_file():
             _save(folder, titles, encode_titles(encoder, titles), fingerprint)
@@ -65,7 +61,10 @@ def load_index(folder: str | Path) -> Index:
     try:
         meta = load_json(folder / "meta.json")
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["arrays"]}
-        vectors = arrays["vectors"] if "vectors" in arrays else _csr(arrays, tuple(meta["shape"]))
+        vectors = arrays.get("vectors")
+        if vectors is None:
+            parts = (arrays["data"], arrays["indices"], arrays["indptr"])
+            vectors = sparse.csr_matrix(parts, shape=tuple(meta["shape"]), copy=False)
         if list(vectors.shape) != meta["shape"]:
             raise ValueError(f"shape {vectors.shape} instead of {meta['shape']}")
         return Index(vectors, Fingerprint(**meta["fingerprint"]), folder)
@@ -76,10 +75,6 @@ def load_index(folder: str | Path) -> Index:
 def load_titles(folder: str | Path) -> list[str]:
     """Titles of a folder's vectors."""
     return load_json(Path(folder) / "titles.json", list)
-
-
-def _csr(arrays: dict[str, np.ndarray], shape: tuple[int, ...]) -> sparse.csr_matrix:
-    return sparse.csr_matrix((arrays["data"], arrays["indices"], arrays["indptr"]), shape=shape, copy=False)
 
 
 def _save(folder: Path, titles: Sequence[str], vectors: Vectors, fingerprint: Fingerprint) -> None:

@@ -20,7 +20,6 @@ from bridges.retrieval.ranking import (
     Nearest,
     Scale,
     count_scores,
-    joined,
     merge_counts,
     merge_nearest,
     nearest_of,
@@ -91,7 +90,7 @@ class Shard:
                 for first, block in self._blocks
             ]
             parts.append(merge_counts(counts))
-        return joined(parts)
+        return Counts(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def nearest(self, queries: Queries, vectors: Sequence[Vectors], count: int) -> Nearest:
         """The part's best items, from each space's vectors of the queries' distinct texts."""

@@ -128,11 +128,3 @@ def _leave_out(scores: np.ndarray, out: np.ndarray) -> None:
     """Set -inf in the columns `out` [B, X] of scores [B, M], where they lie inside."""
     inside = (out >= 0) & (out < scores.shape[1])
     scores[np.nonzero(inside)[0], out[inside]] = -np.inf
-
-
-def joined(parts: list[Counts]) -> Counts:
-    """Concatenate the counts of consecutive queries."""
-    if not parts:
-        none = np.zeros(0)
-        return Counts(none.astype(np.int64), none.astype(np.int64), none, none, none.astype(bool))
-    return Counts(*(np.concatenate(column) for column in zip(*parts, strict=True)))

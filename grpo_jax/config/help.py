@@ -199,12 +199,12 @@ class Section(NamedTuple):
     options: tuple[Option, ...]
 
 
-def sections_of(kind: type, values: Values, name: str = "") -> list[Section]:
+def sections_of(kind: type, values: Values) -> list[Section]:
     """Return all sections of a config: those of the run, of the task and judges in use, and what all tasks share.
 
-    `values` are plain values of all fields (`build.complete`), `name` the config's place in a larger one.
+    `values` are plain values of all fields (`build.complete`).
     """
-    return [section for section in _sections(kind, values, name, "The run as a whole.") if section.options]
+    return [section for section in _sections(kind, values, "", "The run as a whole.") if section.options]
 
 
 def _sections(kind: type, values: Values, name: str, about: str, first: Sequence[Option] = ()) -> list[Section]:

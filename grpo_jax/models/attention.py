@@ -245,7 +245,8 @@ def attend_streams(
 
     `attention` is one of `choose_attention`: ``rows`` and ``blocks`` are `attend` with and without `by_row`, ``cuda``
     and ``tpu`` the kernels of `flash` for many tokens that run together, in layers without a window, scale or cap of
-    their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it.
+    their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it. ``cuda``
+    is the kernel of `decode_attention` too, for one new token of each completion.
 
     The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so a layer applies
     every weight in one product; only attention knows them apart. The prompts are absent (L = 0) when their keys and

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import extras_named
-from grpo_jax.models.variables import VISUAL, PyTree, Variables, is_quantised, listed_layers
+from grpo_jax.models.variables import VISUAL, PyTree, Variables, is_quantised
 
 if TYPE_CHECKING:
     from qwix import QArray
@@ -82,11 +82,28 @@ def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: in
     return adapters
 
 
+class ListedLayers(NamedTuple):
+    """A stack of weights that is not made: each layer has an array of its own, of which these are some columns."""
+
+    layers: tuple[jax.Array | QArray, ...]
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the stack."""
+        shape = self.layers[0].shape
+        return (len(self.layers), *shape[:-1], len(range(*self.columns.indices(shape[-1]))))
+
+    def at(self, index: tuple[int, ...]) -> PyTree:
+        """The weights of a layer, or of its expert."""
+        return jax.tree.map(lambda leaf: entry(leaf, index[1:])[..., self.columns], self.layers[index[0]])
+
+
 class MergedKernel(NamedTuple):
     """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory."""
 
-    # [layers, in, out], or [layers, experts, in, out], an array or quantised; or of each layer its own
-    kernel: jax.Array | QArray | tuple[jax.Array | QArray, ...]
+    # [layers, in, out], or [layers, experts, in, out]; an array or quantised
+    kernel: jax.Array | QArray | ListedLayers
     # `a` [layers, in, rank] and `b` [layers, rank, out]; None where it has none
     adapter: Mapping[str, jax.Array] | None
     scale: float  # of their product
@@ -94,29 +111,28 @@ class MergedKernel(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the stack."""
-        if isinstance(self.kernel, tuple):
-            return (len(self.kernel), *self.kernel[0].shape)
         return self.kernel.shape
 
     def at(self, index: tuple[int, ...]) -> jax.Array:
         """The kernel of a layer, or of its expert, float32."""
-        stack, place = self.kernel, index
-        if isinstance(stack, tuple):
-            stack, place = stack[index[0]], index[1:]
-        kernel = as_array(jax.tree.map(lambda leaf: entry(leaf, place), stack), jnp.float32)
+        kernel = as_array(entry(self.kernel, index), jnp.float32)
         if self.adapter is None:
             return kernel
-        adapter = jax.tree.map(lambda leaf: entry(leaf, index), self.adapter)
+        adapter = entry(self.adapter, index)
         return kernel + jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * self.scale
 
 
-def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
-    """leaf[index], by a program that serves every index."""
+def entry(stack: PyTree, index: tuple[int, ...]) -> PyTree:
+    """stack[index] of each of its arrays, by a program that serves every index; or as stacks of their own kinds say."""
+    if isinstance(stack, ListedLayers | MergedKernel):
+        return stack.at(index)
     axes = len(index)
-    if not axes:
-        return leaf
-    part = jax.lax.dynamic_slice(leaf, (*index, *(0,) * (leaf.ndim - axes)), (*(1,) * axes, *leaf.shape[axes:]))
-    return part.reshape(leaf.shape[axes:])
+
+    def part(leaf: jax.Array) -> jax.Array:
+        starts, sizes = (*index, *(0,) * (leaf.ndim - axes)), (*(1,) * axes, *leaf.shape[axes:])
+        return jax.lax.dynamic_slice(leaf, starts, sizes).reshape(leaf.shape[axes:])
+
+    return jax.tree.map(part, stack) if axes else stack
 
 
 def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
@@ -125,19 +141,22 @@ def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:
     They hold ``visual`` where the tower is trained or has adapters, and so differs from its folder's. ValueError
     where there are adapters and `lora` is None.
     """
-    params, adapters = listed_layers(variables["params"]), variables.get("lora", {"layers": {}})
-    if "lora" in variables and lora is None:
+    params = dict(variables["params"])
+    if "lora" not in variables:
+        return params
+    if lora is None:
         raise ValueError("variables hold a 'lora' collection: merge needs its LoraConfig, got None")
-    scale = 1.0 if lora is None else lora.scale
 
     def with_adapters(tree: Variables, adapters: Variables) -> dict[str, PyTree]:
-        def merged(name: str, leaf: str, weights: PyTree) -> MergedKernel:
-            return MergedKernel(weights, adapters["layers"].get(name) if leaf == "kernel" else None, scale)
-
-        parts = tree["layers"].items()
-        layers = {name: {leaf: merged(name, leaf, x) for leaf, x in part.items()} for name, part in parts}
+        layers = {
+            name: {**layer, "kernel": MergedKernel(layer["kernel"], adapters["layers"].get(name), lora.scale)}
+            if "kernel" in layer
+            else layer
+            for name, layer in tree["layers"].items()
+        }
         return {**tree, "layers": layers}
 
+    adapters = variables["lora"]
     if VISUAL in adapters:
         params[VISUAL] = with_adapters(variables[VISUAL], adapters[VISUAL])
     return with_adapters(params, adapters)

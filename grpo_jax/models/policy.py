@@ -26,9 +26,10 @@ from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
+from grpo_jax.models.joined import apart_and_joined, join, joined_config, separate
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.sharding import OverPrompts, make_mesh, over_prompts, shard, shard_policy
-from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, split_layers, unstack, with_tower
+from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.models.vision.tower import TOWERS, make_tower
 
@@ -48,7 +49,8 @@ class Policy:
             left; pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
         unstack: (variables) -> the same with each layer's weights apart, as ``decode_step`` takes them: a copy made
             once, where stacked weights would be copied layer by layer for every token. On a GPU or TPU, whose decoding
-            waits for its weights, matrices get the type of the computation.
+            waits for its weights, matrices get the type of the computation; on one CUDA device they are joined too
+            (`joined`).
         decode_step: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
             token of each completion; the state predicts the next.
         extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
@@ -190,6 +192,7 @@ class Policy:
         Tensors that are not the policy's (a frozen vision tower) are copied. UserError where the folder cannot be
         written.
         """
+        variables = {**variables, "params": separate(variables["params"], self.config)}
         hf.save_folder(folder, self.folder.path, self.config, merge(variables, self.lora), dtype=dtype)
 
     def save_adapters(self, folder: str | Path, variables: Variables) -> None:
@@ -255,8 +258,8 @@ def make_policy(
         lora: Configuration of the adapters, if variables will hold any.
         spread: See `Decoder`; ``sharding.over_prompts`` makes it.
         matmul_precision: See `precision_of`.
-        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes JAX's Pallas kernels where
-            they can be had (see `choose_attention`).
+        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes Pallas kernels where they can
+            be had (see `choose_attention`).
         platform: What they are compiled for, see `platform_of`; None for JAX's first device.
 
     Raises:
@@ -272,10 +275,12 @@ def make_policy(
     limit = config.max_positions if family.learned_positions else family.longest(config)
     platform = platform or platform_of(jax.devices()[0])
     attention = choose_attention(platform, dtype, attn_implementation, over_mesh=spread is not None)
-    make_decoder = partial(Decoder, config, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
-    decoder = make_decoder(remat=remat, spread=spread)
-    sequence = make_decoder(remat=remat, stacked=False)  # of `keeps_layers_apart`
-    unstacked = make_decoder(remat="none", stacked=False)
+    joins = platform == "cuda" and spread is None
+    apart_config = joined_config(config) if joins else config
+    make_decoder = partial(Decoder, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
+    decoder = make_decoder(config, remat=remat, spread=spread)
+    sequence = make_decoder(apart_config, remat=remat, stacked=False)  # of `keeps_layers_apart`
+    unstacked = make_decoder(apart_config, remat="none", stacked=False)
 
     def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         @wraps(function)
@@ -285,12 +290,16 @@ def make_policy(
 
         return run
 
+    def apart(variables: Variables) -> Variables:
+        layers = unstack(variables, None if platform == "cpu" else dtype)
+        return join(layers, config) if joins else layers
+
     def apply(variables: Variables, *args, **kwargs):
         if lora is None and "lora" in variables:
             raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
         if "layers" in variables["params"]:
             return decoder.apply(variables, *args, **kwargs)
-        hidden, written = sequence.apply(unstack(variables), *args, **kwargs)
+        hidden, written = sequence.apply(apart(variables), *args, **kwargs)
         return hidden, None if written[0] is None else tuple(zip(*written, strict=True))
 
     def prefill(
@@ -379,7 +388,7 @@ def make_policy(
     vision = config.vision
     return Policy(
         prefill=precise(prefill),
-        unstack=unstack if platform == "cpu" else partial(unstack, dtype=dtype),
+        unstack=apart,
         decode_step=precise(decode_step),
         extend=precise(extend),
         init_cache=empty_cache,
@@ -462,7 +471,7 @@ def load_policy(
         return jax.device_put(tree, devices[0], may_alias=False) if mesh is None else shard(tree, mesh)
 
     def store(params: Variables) -> dict[str, PyTree]:
-        params = split_layers(params) if keeps_layers_apart(section, platform) else params
+        params = apart_and_joined(params, read.config) if keeps_layers_apart(section, platform) else params
         return put(params) if section.quantised == "none" else quantise(params, section.quantised, devices[0])
 
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
@@ -497,15 +506,15 @@ def weight_dtype(section: PolicySection) -> str:
 
 
 def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> bool:
-    """Whether each layer of a frozen policy has arrays of its own, ``layers_0`` and so on, in place of stacks.
+    """Whether each layer of a frozen policy has arrays of its own, with projections joined, in place of stacks.
 
-    On a GPU decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a stack one
-    layer's program serves all and is compiled in less time: trained weights, which decoding casts in any case, are
-    stacked, and so is what lies over a mesh or on a TPU, whose compiler takes many times as long.
+    On a CUDA device decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a
+    stack one layer's program serves all and is compiled in less time: trained weights, which decoding casts in any
+    case, are stacked, and so is what lies over a mesh or on a TPU, whose compiler takes many times as long.
     """
     as_computed = section.quantised != "none" or section.frozen_dtype == section.compute_dtype
-    one_gpu = section.mesh.size == 1 and (platform or platform_of(jax.devices()[0])) in ("cuda", "gpu")
-    return section.lora.used and as_computed and one_gpu
+    on_cuda = (platform or platform_of(jax.devices()[0])) == "cuda" and section.mesh.size == 1
+    return section.lora.used and as_computed and on_cuda
 
 
 def tower_dtype(section: PolicySection) -> str:

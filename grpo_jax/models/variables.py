@@ -73,15 +73,6 @@ def split_layers(tree: Variables) -> dict[str, PyTree]:
     return {name: part for name, part in tree.items() if name != "layers"} | apart
 
 
-def listed_layers(tree: Variables) -> dict[str, PyTree]:
-    """Undo `split_layers`, but for tuples of the layers' arrays in place of stacks."""
-    apart = [tree[name] for name in (f"layers_{i}" for i in range(len(tree))) if name in tree]
-    if not apart:
-        return dict(tree)
-    listed = jax.tree.map(lambda *leaves: leaves, *apart, is_leaf=is_quantised)
-    return {name: part for name, part in tree.items() if not name.startswith("layers_")} | {"layers": listed}
-
-
 def is_quantised(leaf: PyTree) -> bool:
     """Whether weights are qwix's, numbers with their scales."""
     return hasattr(leaf, "qvalue")

@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.joined import apart_and_joined
 from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.sharding import shardings
 from grpo_jax.planning.hlo import Reading, Sizes, read_program
@@ -169,6 +170,9 @@ def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | 
     state = state_shapes(config, model, mesh, platform="cpu")  # whose layers are stacked
     layers = state.variables["params"].get("layers", {})
     weights = {tree_bytes(leaf) // leaf.dtype.itemsize // model.num_layers for leaf in jax.tree.leaves(layers)}
+    if mesh is None:
+        decoded = jax.eval_shape(lambda params: apart_and_joined(params, model), state.variables["params"])
+        weights |= {leaf.size for leaf in jax.tree.leaves(decoded.get("layers_0", {}))}
     section = config.sampling
     chunk = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
     per_token = chunk * model.num_kv_heads * model.head_dim

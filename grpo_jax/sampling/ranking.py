@@ -38,22 +38,20 @@ class Ranking(NamedTuple):
     scores: Array  # float32 [P, K], their log-probabilities
 
 
-def make_ranker(
-    policy: Policy, listed: int, *, pad_id: int, trie: Trie, temperature: float = 1.0
-) -> Callable[..., Ranking]:
+def make_ranker(policy: Policy, listed: int, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
     """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts that fit a bounded memory.
 
     It lists the K = `listed` best texts of a tree for each prompt, by as many beams; with 0 all texts, scored exactly
-    (`make_scores`). The temperature divides the logits; 0 counts as 1.
+    (`make_scores`).
     """
     check_group(trie, listed)
     if listed:
         numbers = listed * trie.vocab_size if widest_below(trie) > NARROW else 1
-        rank_part = _by_beams(policy, SamplingParams(listed, depth_of(trie), temperature), pad_id=pad_id, trie=trie)
+        rank_part = _by_beams(policy, SamplingParams(listed, depth_of(trie)), pad_id=pad_id, trie=trie)
     else:
         levels = levels_of(trie)
         numbers = numbers_of(policy, levels)
-        rank_part = _by_scores(make_scores(policy, levels, temperature=temperature), text_count(trie))
+        rank_part = _by_scores(make_scores(policy, levels), text_count(trie))
     rank_some = over_buckets(rank_part, policy, pad_id, depth_of(trie))
     most = max(1, min(_MOST_PROMPTS, _MOST_NUMBERS // numbers))
 
@@ -187,16 +185,14 @@ def numbers_of(policy: Policy, levels: list[Level]) -> int:
     return max(len(levels[0].token), *map(of_paths, stages_of(levels, 0)), 1)
 
 
-def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0) -> Callable[..., jax.Array]:
+def make_scores(policy: Policy, levels: list[Level]) -> Callable[..., jax.Array]:
     """Make score(variables, prompts, mask, pictures) -> float32 [P, I], to be called inside of a compiled function.
 
         score(text) = Σ_t log p(token_t | prompt, tokens before it), p over the tokens that may follow in the tree
 
-    The scores' exponentials sum to 1 for each prompt; a number that is no text of the tree has -inf. The temperature
-    divides the logits (0 counts as 1).
+    The scores' exponentials sum to 1 for each prompt; a number that is no text of the tree has -inf.
     """
     numbers = 1 + max(int(level.texts.max()) for level in levels)
-    scale = temperature or 1.0
     root = levels[0]
     stages = stages_of(levels, numbers)
 
@@ -210,12 +206,12 @@ def make_scores(policy: Policy, levels: list[Level], *, temperature: float = 1.0
             tokens = jnp.broadcast_to(level.written, total.shape)
             hidden, cache = policy.decode_step(unstacked, prefix, tokens, of_paths(cache, level.origin))
             logits = policy.logits("ped,ed->pe", hidden[:, level.parent], head[level.token])
-            logs = _of_node(logits / scale, level.parent, total.shape[1])
+            logs = _of_node(logits, level.parent, total.shape[1])
             logs = total[:, level.parent] + logs
             return (scores.at[:, level.texts].set(logs, mode="drop"), logs[:, level.inner], cache), None
 
         logits = policy.logits("pd,ed->pe", prefix.hidden, head[root.token])
-        logs = jax.nn.log_softmax(logits / scale)
+        logs = jax.nn.log_softmax(logits)
         scores = jnp.full((len(prompts), numbers), -jnp.inf, jnp.float32)
         scores = scores.at[:, np.where(root.texts < 0, numbers, root.texts)].set(logs, mode="drop")
         total = logs[:, root.inner]

@@ -20,6 +20,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.joined import apart_and_joined
 from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import (
     Policy,
@@ -32,7 +33,7 @@ from grpo_jax.models.policy import (
     weight_dtype,
 )
 from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
-from grpo_jax.models.variables import VALUE, VISUAL, PyTree, init_value_head, split_layers, with_tower
+from grpo_jax.models.variables import VALUE, VISUAL, PyTree, init_value_head, with_tower
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, pack_windows
 from grpo_jax.models.vision.tower import init_tower
@@ -93,7 +94,7 @@ def state_shapes(
         if config.algorithm.learns_values:
             variables[VALUE] = init_value_head(model.hidden_size)
         if keeps_layers_apart(section, platform):
-            variables["params"] = split_layers(variables["params"])
+            variables["params"] = apart_and_joined(variables["params"], model)
         if section.quantised != "none":
             variables["params"] = quantise(variables["params"], section.quantised)  # the tower stands beside them
         return init_state(

@@ -64,23 +64,17 @@ class PolicyFolder(NamedTuple):
 
 
 def load_folder(
-    folder: str | Path,
-    *,
-    param_dtype: str | None = "float32",
-    tokenizer: bool = True,
-    put: Callable[[PyTree], PyTree] | None = None,
-    vision: bool = False,
+    folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True, vision: bool = False
 ) -> PolicyFolder:
-    """Load a local folder, or a hub id, of one of the model families (`models.families`).
+    """Load a local folder, or a hub id, of one of the model families (`models.families`), onto the first device.
 
-    `put` takes the parameters from host memory to their devices; None copies them to the first. A `param_dtype` of
-    None keeps the folder's.
+    A `param_dtype` of None keeps the folder's.
     """
     if param_dtype not in (*_DTYPES, None):
         raise ValueError(f"param_dtype must be one of {_DTYPES} or None, got {param_dtype!r}")
-    policy = load_weights(read_folder(folder, tokenizer=tokenizer), param_dtype=param_dtype, put=put)
+    policy = load_weights(read_folder(folder, tokenizer=tokenizer), param_dtype=param_dtype)
     if vision and policy.config.vision is not None:
-        policy = policy._replace(visual=load_tower(policy, param_dtype=param_dtype, put=put))
+        policy = policy._replace(visual=load_tower(policy, param_dtype=param_dtype))
     return policy
 
 
@@ -100,7 +94,10 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
 def load_weights(
     read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> PolicyFolder:
-    """Load the parameters of a policy that `read_folder` gave; arguments and errors as of `load_folder`."""
+    """Load the parameters of a policy that `read_folder` gave; arguments and errors as of `load_folder`.
+
+    `put` takes the parameters from host memory to their devices; None copies them to the first.
+    """
     return read._replace(params=(put or _copied)(_read_weights(read, param_dtype)))
 
 

@@ -397,9 +397,9 @@ def _check(config: VisionConfig, pictures: Pictures) -> None:
         )
 
 
-def tower_shapes(config: VisionConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, PyTree]:
+def tower_shapes(config: VisionConfig) -> dict[str, PyTree]:
     """The tower's parameters as shapes; nothing is allocated."""
-    return jax.eval_shape(lambda key: init_tower(config, key, dtype), jax.random.key(0))
+    return jax.eval_shape(lambda key: init_tower(config, key), jax.random.key(0))
 
 
 def init_tower(config: VisionConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, PyTree]:

@@ -64,12 +64,12 @@ class Retriever(Protocol):
 
 
 def rank_and_recommend(
-    score: Scores, rows: Sequence[Row], *, items: int, first: int = RECOMMENDED, tolerance: float = 1e-6
+    score: Scores, rows: Sequence[Row], *, items: int, first: int = RECOMMENDED
 ) -> tuple[RankCounts, np.ndarray]:
     """Return the counts of items before and level with each target, and how often each item is recommended, i64 [I].
 
     An item is recommended where it is among the `first` of an example; 0 for none. Rows, U ≥ 1, have the columns
-    "target_row" and "excluded". Scores that differ by no more than `tolerance` are ties.
+    "target_row" and "excluded". Scores that differ by no more than 1e-6 are ties.
     """
     parts = []
     recommended = np.zeros(items, np.int64)
@@ -79,7 +79,7 @@ def rank_and_recommend(
         targets = np.array([column["target_row"] for column in columns])
         excluded = [column["excluded"] for column in columns]
         scores = score(start, start + len(columns))
-        parts.append(count_better(scores, targets, excluded, tolerance=tolerance))
+        parts.append(count_better(scores, targets, excluded, tolerance=1e-6))
         if first:
             recommended += np.bincount(np.concatenate(first_items(scores, excluded, k=first)), minlength=items)
     return RankCounts(*map(np.concatenate, zip(*parts, strict=True))), recommended

@@ -67,9 +67,7 @@ def make_table(
     return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {}, samples)
 
 
-def paired_table(
-    ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]], *, samples: int = 1000
-) -> list[TableRow]:
+def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str]]) -> list[TableRow]:
     """Measure the differences of two methods, user by user, on the users who have both ranks.
 
     The bootstrap draws users with both of their values, so that what makes a user hard for both methods is in neither
@@ -78,10 +76,10 @@ def paired_table(
     """
     values = {name: measure_users(ranks[name]) for pair in pairs for name in pair}
     differences = {f"{method} − {other}": values[method] - values[other] for method, other in pairs}
-    return _rows(differences, {}, samples)
+    return _rows(differences, {})
 
 
-def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], samples: int) -> list[TableRow]:
+def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], samples: int = 1000) -> list[TableRow]:
     """Return a row for all users and each group of each method's values f64 [U, 16], NaN for missing users."""
     ranked = {method: np.asarray(~np.isnan(measured).any(axis=1)) for method, measured in values.items()}
     everybody = np.ones(len(next(iter(ranked.values()), ())), bool)
@@ -143,17 +141,17 @@ def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
     return aligned([[title, *SHOWN], *cells])
 
 
-def format_groups(rows: Sequence[TableRow], measure: str = "NDCG@10") -> str:
-    """Return one measure's means of every method and group of users as text; "" where there are no groups."""
+def format_groups(rows: Sequence[TableRow]) -> str:
+    """Return the mean NDCG@10 of every method and group of users as text; "" where there are no groups."""
     groups = {row.group: row.users + row.missing for row in rows if row.group != ALL}
     if not groups:
         return ""
     lines: dict[str, list[str]] = {}
     for row in rows:
         if row.group != ALL:
-            mean = f"{row.measures[measure].mean:.4f}" if row.measures else "–"
+            mean = f"{row.measures['NDCG@10'].mean:.4f}" if row.measures else "–"
             lines.setdefault(row.method, [row.method]).append(mean)
-    heading = [f"{measure} by group", *(f"{group} ({users})" for group, users in groups.items())]
+    heading = ["NDCG@10 by group", *(f"{group} ({users})" for group, users in groups.items())]
     return aligned([heading, *lines.values()])
 
 

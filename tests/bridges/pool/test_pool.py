@@ -93,12 +93,16 @@ def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):
     assert judge.dies(TEXTS) == [len(text) for text in TEXTS]  # the actors came back
 
 
-def test_a_pool_without_actors_stops_the_run(pool):
+def test_a_pool_without_actors_stops_the_run(pool, tmp_path):
     judge = pool(max_restarts=0, batch_attempts=9)
     with pytest.raises(PoolLost, match=r"judges\.odd: no actor is left"):
         judge.dies(["poison"])
     with pytest.raises(StopRun):
         judge.lengths(TEXTS)
+    judge = pool(batch_attempts=9)
+    (tmp_path / "broken").touch()  # its actors are started again, and do not load
+    with pytest.raises(PoolLost, match=r"judges\.odd: no actor is left; the last: .*no such weights"):
+        judge.dies(["poison"])
 
 
 def test_what_does_not_start_says_why(pool, tmp_path):

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 pytest.importorskip("diffusers")
 pytest.importorskip("open_clip")
 
 from support.text_task import rows  # noqa: E402
 
 from bridges.pool import stored  # noqa: E402
-from bridges.pool.pool import Block  # noqa: E402
 from grpo_jax.rollout.episodes import as_uint8  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
 
@@ -50,8 +49,7 @@ def train(run, **more):
 def pictures(cluster):
     """(stored, plain): the same pictures in the object store, as two blocks, and here."""
     plain = torch.rand(6, 3, 4, 4)
-    blocks = [Block(ray.put(part.numpy()), len(part), (3, 4, 4), "float32") for part in (plain[:4], plain[4:])]
-    return stored.join_blocks(blocks), plain
+    return stored.concatenated([stored.as_stored(part) for part in (plain[:4], plain[4:])]), plain
 
 
 def test_shape_rows_and_devices_fetch_nothing(pictures):

@@ -141,7 +141,8 @@ def test_the_first_pool_starts_a_cluster_of_its_own_and_the_last_ends_it(tmp_pat
 def test_a_process_whose_parent_has_ended_outlives_its_cluster(tmp_path):
     """Ray takes it for a worker whose raylet is gone, and would end it without a word."""
     (tmp_path / "orphan.py").write_text(ORPHAN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_RAYLET_PID"}
+    environment["PYTHONPATH"] = str(ROOT)
     command = f"{sys.executable} orphan.py > said 2>&1 & echo $!"
     started = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, check=True)
     psutil.wait_procs([psutil.Process(int(started.stdout))], timeout=600)

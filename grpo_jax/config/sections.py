@@ -130,7 +130,7 @@ class PolicySection:
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         matmul_precision: Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype
             float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else.
-        attn_implementation: "auto" takes JAX's Pallas kernels on a GPU or TPU, in bfloat16 and on one device
+        attn_implementation: "auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device
             (docs/targets.md); "eager" never does.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
         quantised: Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md).

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 
 from grpo_jax.core.logprobs import capped
 from grpo_jax.models import cache as caches
-from grpo_jax.models.decode_attention import HEADS as DECODED_HEADS
-from grpo_jax.models.decode_attention import attend_token
 from grpo_jax.models.flash import HEADS, PLATFORMS, SHORTEST, causal_rows
 
 IMPLEMENTATIONS = ("auto", "eager")
 _MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
 _MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
+_DECODED_HEADS = (64, 128)  # sizes of a head that `decode_attention` takes: Triton's blocks are powers of two
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
 
@@ -245,7 +244,8 @@ def attend_streams(
 
     `attention` is one of `choose_attention`: ``rows`` and ``blocks`` are `attend` with and without `by_row`, ``cuda``
     and ``tpu`` the kernels of `flash` for many tokens that run together, in layers without a window, scale or cap of
-    their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it.
+    their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it. ``cuda``
+    is the kernel of `decode_attention` too, for one new token of each completion.
 
     The S tokens of a prompt's row are its L prompt tokens followed by the G·T of its completions, so a layer applies
     every weight in one product; only attention knows them apart. The prompts are absent (L = 0) when their keys and
@@ -267,6 +267,8 @@ def attend_streams(
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
     if attention == "cuda" and _decodes(query, layer_input, context, softcap):
+        from grpo_jax.models.decode_attention import attend_token  # Triton's Pallas, which other platforms may lack
+
         cached = layer_input.prefix, context.prompt.mask, layer_input.cache, context.slot
         token, new_keys_values = attend_token(query, key, value, *cached)
         return token.reshape(*token.shape[:2], -1), new_keys_values
@@ -298,7 +300,7 @@ def attend_streams(
 def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softcap: float | None) -> bool:
     """Whether one token of each completion runs, all behind as many, as `decode_attention` takes them."""
     others = (softcap, layer_input.window, layer_input.scale)
-    if layer_input.cache is None or query.shape[-1] not in DECODED_HEADS or any(x is not None for x in others):
+    if layer_input.cache is None or query.shape[-1] not in _DECODED_HEADS or any(x is not None for x in others):
         return False
     return context.completion.positions.shape[1:] == (1,)
 

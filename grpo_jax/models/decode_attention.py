@@ -15,8 +15,6 @@ from jax.experimental.pallas import triton
 
 from grpo_jax.models.cache import with_heads
 
-HEADS = (64, 128)
-"""Sizes of a head that it takes: Triton's blocks are powers of two."""
 _ROWS = 16  # of a product in Triton, at least
 _BLOCK = 64  # keys at a time
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)

@@ -26,6 +26,7 @@ from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
+from grpo_jax.models.joined import join, joined_config
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.sharding import OverPrompts, make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
@@ -48,7 +49,8 @@ class Policy:
             left; pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
         unstack: (variables) -> the same with each layer's weights apart, as ``decode_step`` takes them: a copy made
             once, where stacked weights would be copied layer by layer for every token. On a GPU or TPU, whose decoding
-            waits for its weights, matrices get the type of the computation.
+            waits for its weights, matrices get the type of the computation; on one CUDA device they are joined too
+            (`joined`).
         decode_step: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
             token of each completion; the state predicts the next.
         extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
@@ -255,8 +257,8 @@ def make_policy(
         lora: Configuration of the adapters, if variables will hold any.
         spread: See `Decoder`; ``sharding.over_prompts`` makes it.
         matmul_precision: See `precision_of`.
-        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes JAX's Pallas kernels where
-            they can be had (see `choose_attention`).
+        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes Pallas kernels where they can
+            be had (see `choose_attention`).
         platform: What they are compiled for, see `platform_of`; None for JAX's first device.
 
     Raises:
@@ -272,9 +274,10 @@ def make_policy(
     limit = config.max_positions if family.learned_positions else family.longest(config)
     platform = platform or platform_of(jax.devices()[0])
     attention = choose_attention(platform, dtype, attn_implementation, over_mesh=spread is not None)
-    make_decoder = partial(Decoder, config, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
-    decoder = make_decoder(remat=remat, spread=spread)
-    unstacked = make_decoder(remat="none", stacked=False)
+    joins = platform == "cuda" and spread is None
+    make_decoder = partial(Decoder, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
+    decoder = make_decoder(config, remat=remat, spread=spread)
+    unstacked = make_decoder(joined_config(config) if joins else config, remat="none", stacked=False)
 
     def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         @wraps(function)
@@ -365,6 +368,10 @@ def make_policy(
             rest = jnp.where(steps[:, :, 1:, None] == 0, first, rest)
         return jnp.concatenate([first, rest], axis=2)
 
+    def apart(variables: Variables) -> Variables:
+        layers = unstack(variables, None if platform == "cpu" else dtype)
+        return join(layers) if joins else layers
+
     def empty_cache(prompts: int, group: int, length: int, cache_dtype: jax.typing.DTypeLike | None = None) -> Cache:
         shape = (prompts, config.num_kv_heads, group, length, config.head_dim)
         return init_cache(config.num_layers, shape, cache_dtype or dtype)
@@ -375,7 +382,7 @@ def make_policy(
     vision = config.vision
     return Policy(
         prefill=precise(prefill),
-        unstack=unstack if platform == "cpu" else partial(unstack, dtype=dtype),
+        unstack=apart,
         decode_step=precise(decode_step),
         extend=precise(extend),
         init_cache=empty_cache,

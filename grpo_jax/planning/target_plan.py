@@ -10,8 +10,10 @@ from jax.sharding import SingleDeviceSharding
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.joined import join
 from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.sharding import shardings
+from grpo_jax.models.variables import unstack
 from grpo_jax.planning.hlo import Reading, Sizes, read_program
 from grpo_jax.planning.policy import sampling_programs, tree_bytes, turn_program
 from grpo_jax.planning.targets import Target, compile_for
@@ -169,6 +171,9 @@ def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | 
     state = state_shapes(config, model, mesh)
     layers = state.variables["params"].get("layers", {})
     weights = {tree_bytes(leaf) // leaf.dtype.itemsize // model.num_layers for leaf in jax.tree.leaves(layers)}
+    if mesh is None:
+        decoded = jax.eval_shape(lambda variables: join(unstack(variables)), state.variables)
+        weights |= {leaf.size for leaf in jax.tree.leaves(decoded["params"].get("layers_0", {}))}
     section = config.sampling
     chunk = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
     per_token = chunk * model.num_kv_heads * model.head_dim

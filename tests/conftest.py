@@ -21,7 +21,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     if "XLA_FLAGS" not in os.environ:
         os.environ["XLA_FLAGS"] = known_flags()
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
+# Ray reads these when it is imported, which some tests do before the code that sets them
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
 for offline in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
     os.environ[offline] = "1"
 os.environ["WANDB_MODE"] = "disabled"

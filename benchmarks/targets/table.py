@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from replica_groups import replica_groups
 
 from grpo_jax.config.run import Config, make_config
 from grpo_jax.models.families import ModelConfig, read_config
@@ -153,15 +153,7 @@ def _shape(step: Step) -> str:
 
 def _crosses(attributes: str, target: Target) -> bool:
     """Whether a group of a collective has devices of several hosts."""
-    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes)
-    if listed:
-        groups = [[int(n) for n in re.findall(r"\d+", group)] for group in listed[1].split("},")]
-    elif found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        lengths, dims = ([int(n) for n in found[i].split(",")] for i in (1, 2))
-        order = [int(n) for n in found[3].split(",")] if found[3] else range(len(dims))
-        groups = np.arange(target.count).reshape(dims).transpose(order).reshape(lengths).tolist()
-    else:
-        groups = [list(range(target.count))]
+    groups = replica_groups(attributes, target.count)
     return any(len({device // target.devices for device in group}) > 1 for group in groups)
 
 

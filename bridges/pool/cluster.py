@@ -256,6 +256,8 @@ def import_ray(*, token: bool) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray ends a process whose cluster has been gone for a minute; a training run must live to save
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "1000000")
+    # where its raylet is gone too, if its parent is process 1, as in a container or behind a shell that has ended
+    os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # seconds of trying to join what answers
     if token and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")

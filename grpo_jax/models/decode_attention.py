@@ -48,12 +48,12 @@ def attend_token(
     own = with_heads(cache)
     rows = max(_ROWS, pl.next_power_of_2(shared))
     operands = heads, *prefix, mask, slot, *own
-    specs = [_heads_spec(heads), *map(_prompt_spec, prefix), _mask_spec(mask), pl.BlockSpec((), lambda *_: ())]
+    specs = [_heads_spec(heads, rows), *map(_prompt_spec, prefix), _mask_spec(mask), pl.BlockSpec((), lambda *_: ())]
     mixed, *own = pl.pallas_call(
         partial(_kernel, shared=shared, rows=rows, scale=size**-0.5),
         grid=(query.shape[1], query.shape[2], query.shape[0]),
         in_specs=[*specs, *map(_own_spec, own)],
-        out_specs=[_heads_spec(query), *map(_own_spec, own)],
+        out_specs=[_heads_spec(query, rows), *map(_own_spec, own)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, *own)],
         input_output_aliases={5: 1, 6: 2},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
@@ -63,8 +63,9 @@ def attend_token(
     return mixed, (keys, values)
 
 
-def _heads_spec(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda g, k, p: (p, g, k, 0, 0))
+def _heads_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
+    """All heads, and what of the rows of a product lies behind them: masked, but jax 0.12 refuses what is not there."""
+    return pl.BlockSpec((None, None, None, max(rows, x.shape[3]), x.shape[4]), lambda g, k, p: (p, g, k, 0, 0))
 
 
 def _prompt_spec(x: jax.Array) -> pl.BlockSpec:

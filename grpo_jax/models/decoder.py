@@ -54,7 +54,8 @@ class Decoder(nn.Module):
 
     def _sequence(self, block: type[nn.Module]) -> list[nn.Module]:
         settings = *self._settings(), None, self.attention, self.apart
-        return [block(*settings) for _ in range(self.config.num_layers)]
+        layer = remat_block(block, self.remat, scanned=False)
+        return [layer(*settings) for _ in range(self.config.num_layers)]
 
     def _settings(self) -> tuple[ModelConfig, jax.typing.DTypeLike, jax.typing.DTypeLike, LoraConfig | None]:
         return self.config, self.dtype, self.param_dtype, self.lora
@@ -71,7 +72,7 @@ class Decoder(nn.Module):
         """Run tokens i32 [P, S], the prompts' unless their keys are cached, then the completions'.
 
         Returns the final states [P, S, D], and new keys and values of the layers (see ``attend_streams``): stacked
-        along a leading axis, or a list. Unstacked layers take those they read from `cached_inputs`.
+        along a leading axis, or a list. Unstacked layers take those they read, if any, from `cached_inputs`.
         """
         family = family_of(self.config)
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
@@ -89,6 +90,7 @@ class Decoder(nn.Module):
             x, new_keys_values = self.layers(x, inputs, context)
             return self.norm(x), new_keys_values
         new_keys_values = []
+        cached_inputs = cached_inputs or [LayerInput()] * len(self.layers)
         for i, (layer, cached) in enumerate(zip(self.layers, cached_inputs, strict=True)):
             layer_input = jax.tree.map(lambda x, i=i: x[i], inputs)
             x, written = layer(x, layer_input._replace(prefix=cached.prefix, cache=cached.cache), context)

@@ -23,12 +23,12 @@ ACTIVATIONS = {
 }
 
 
-def remat_block(block: type[nn.Module], remat: str) -> type[nn.Module]:
-    """The layer, rematerialised as ``policy.make_policy`` says."""
+def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> type[nn.Module]:
+    """The layer, rematerialised as ``policy.make_policy`` says; barriers keep XLA from undoing it out of a scan."""
     if remat == "none":
         return block
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
-    return nn.remat(block, prevent_cse=False, policy=keep)
+    return nn.remat(block, prevent_cse=not scanned, policy=keep)
 
 
 def draw_params(shapes: PyTree, key: jax.Array, stddev_of: Callable[[tuple[str, ...]], float]) -> PyTree:

@@ -82,10 +82,28 @@ def _fresh(layers: Variables, key: jax.Array, targets: tuple[str, ...], rank: in
     return adapters
 
 
+class ListedLayers(NamedTuple):
+    """A stack of weights that is not made: each layer has an array of its own, of which these are some columns."""
+
+    layers: tuple[jax.Array | QArray, ...]
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the stack."""
+        shape = self.layers[0].shape
+        return (len(self.layers), *shape[:-1], len(range(*self.columns.indices(shape[-1]))))
+
+    def at(self, index: tuple[int, ...]) -> PyTree:
+        """The weights of a layer, or of its expert."""
+        return jax.tree.map(lambda leaf: entry(leaf, index[1:])[..., self.columns], self.layers[index[0]])
+
+
 class MergedKernel(NamedTuple):
     """A stack of kernels with its adapter folded in, made a layer at a time: the whole is never in memory."""
 
-    kernel: jax.Array | QArray  # [layers, in, out], or [layers, experts, in, out]; an array or quantised
+    # [layers, in, out], or [layers, experts, in, out]; an array or quantised
+    kernel: jax.Array | QArray | ListedLayers
     # `a` [layers, in, rank] and `b` [layers, rank, out]; None where it has none
     adapter: Mapping[str, jax.Array] | None
     scale: float  # of their product
@@ -97,20 +115,24 @@ class MergedKernel(NamedTuple):
 
     def at(self, index: tuple[int, ...]) -> jax.Array:
         """The kernel of a layer, or of its expert, float32."""
-        kernel, adapter = jax.tree.map(lambda leaf: entry(leaf, index), (self.kernel, self.adapter))
-        kernel = as_array(kernel, jnp.float32)
-        if adapter is None:
+        kernel = as_array(entry(self.kernel, index), jnp.float32)
+        if self.adapter is None:
             return kernel
+        adapter = entry(self.adapter, index)
         return kernel + jnp.einsum("...ir,...ro->...io", adapter["a"], adapter["b"], precision="highest") * self.scale
 
 
-def entry(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array:
-    """leaf[index], by a program that serves every index."""
+def entry(stack: PyTree, index: tuple[int, ...]) -> PyTree:
+    """stack[index] of each of its arrays, by a program that serves every index; or as stacks of their own kinds say."""
+    if isinstance(stack, ListedLayers | MergedKernel):
+        return stack.at(index)
     axes = len(index)
-    if not axes:
-        return leaf
-    part = jax.lax.dynamic_slice(leaf, (*index, *(0,) * (leaf.ndim - axes)), (*(1,) * axes, *leaf.shape[axes:]))
-    return part.reshape(leaf.shape[axes:])
+
+    def part(leaf: jax.Array) -> jax.Array:
+        starts, sizes = (*index, *(0,) * (leaf.ndim - axes)), (*(1,) * axes, *leaf.shape[axes:])
+        return jax.lax.dynamic_slice(leaf, starts, sizes).reshape(leaf.shape[axes:])
+
+    return jax.tree.map(part, stack) if axes else stack
 
 
 def merge(variables: Variables, lora: LoraConfig | None) -> dict[str, PyTree]:

@@ -26,7 +26,7 @@ from grpo_jax.models.decoder import REMAT, Decoder, as_dtype
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.joined import join, joined_config
+from grpo_jax.models.joined import apart_and_joined, join, joined_config, separate
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.sharding import OverPrompts, make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
@@ -192,6 +192,7 @@ class Policy:
         Tensors that are not the policy's (a frozen vision tower) are copied. UserError where the folder cannot be
         written.
         """
+        variables = {**variables, "params": separate(variables["params"], self.config)}
         hf.save_folder(folder, self.folder.path, self.config, merge(variables, self.lora), dtype=dtype)
 
     def save_adapters(self, folder: str | Path, variables: Variables) -> None:
@@ -275,9 +276,11 @@ def make_policy(
     platform = platform or platform_of(jax.devices()[0])
     attention = choose_attention(platform, dtype, attn_implementation, over_mesh=spread is not None)
     joins = platform == "cuda" and spread is None
+    apart_config = joined_config(config) if joins else config
     make_decoder = partial(Decoder, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
     decoder = make_decoder(config, remat=remat, spread=spread)
-    unstacked = make_decoder(joined_config(config) if joins else config, remat="none", stacked=False)
+    sequence = make_decoder(apart_config, remat=remat, stacked=False)  # of `keeps_layers_apart`
+    unstacked = make_decoder(apart_config, remat="none", stacked=False)
 
     def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         @wraps(function)
@@ -287,10 +290,17 @@ def make_policy(
 
         return run
 
+    def apart(variables: Variables) -> Variables:
+        layers = unstack(variables, None if platform == "cpu" else dtype)
+        return join(layers, config) if joins else layers
+
     def apply(variables: Variables, *args, **kwargs):
         if lora is None and "lora" in variables:
             raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
-        return decoder.apply(variables, *args, **kwargs)
+        if "layers" in variables["params"]:
+            return decoder.apply(variables, *args, **kwargs)
+        hidden, written = sequence.apply(apart(variables), *args, **kwargs)
+        return hidden, None if written[0] is None else tuple(zip(*written, strict=True))
 
     def prefill(
         variables: Variables, tokens: jax.Array, mask: jax.Array, pictures: PictureStates | None = None
@@ -367,10 +377,6 @@ def make_policy(
         if steps is not None:  # wherever a completion begins, the prompt's last state predicts
             rest = jnp.where(steps[:, :, 1:, None] == 0, first, rest)
         return jnp.concatenate([first, rest], axis=2)
-
-    def apart(variables: Variables) -> Variables:
-        layers = unstack(variables, None if platform == "cpu" else dtype)
-        return join(layers) if joins else layers
 
     def empty_cache(prompts: int, group: int, length: int, cache_dtype: jax.typing.DTypeLike | None = None) -> Cache:
         shape = (prompts, config.num_kv_heads, group, length, config.head_dim)
@@ -458,32 +464,34 @@ def load_policy(
     devices = devices or jax.devices()[: mesh_shape.size]
     mesh = make_mesh(mesh_shape.fsdp, mesh_shape.tensor, devices) if mesh_shape.size > 1 else None
 
-    def put(tree: PyTree) -> PyTree:
-        return jax.device_put(tree, devices[0]) if mesh is None else shard(tree, mesh)
+    platform = platform_of(devices[0])
 
-    store = None if mesh is None else put
-    if section.quantised != "none":
-        store = partial(quantise, kind=section.quantised, device=devices[0])
+    def put(tree: PyTree) -> PyTree:
+        # An alias of host memory could not be donated.
+        return jax.device_put(tree, devices[0], may_alias=False) if mesh is None else shard(tree, mesh)
+
+    def store(params: Variables) -> dict[str, PyTree]:
+        params = apart_and_joined(params, read.config) if keeps_layers_apart(section, platform) else params
+        return put(params) if section.quantised == "none" else quantise(params, section.quantised, devices[0])
+
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
     try:
         weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store).params
     except ValueError as error:  # a weight that the mesh does not divide
         raise UserError(f"policy.mesh: {error}") from error
     config = read.config
-    policy = configured_functions(section, config, mesh, platform_of(devices[0]))
+    policy = configured_functions(section, config, mesh, platform)
     lora = policy.lora
-    variables: dict[str, PyTree] = {"params": put(weights)}
+    variables: dict[str, PyTree] = {"params": weights}
     tower = None
     if (config.vision is not None if vision is None else vision) or needs_tower(section, lora):
         _check_tower(section, read)
-        tower = hf.load_tower(read, param_dtype=tower_dtype(section), put=None if mesh is None else put)
-        if mesh is None:
-            tower = jax.device_put(tower, devices[0])
+        tower = hf.load_tower(read, param_dtype=tower_dtype(section), put=put)
         variables = with_tower(variables, tower, trained=section.vision == "train")
     if lora is not None:
         if section.lora.path is None:
             key = jax.random.fold_in(jax.random.key(seed), 2**30)
-            adapters = init_adapters(variables["params"], key, lora, tower)
+            adapters = init_adapters(hf.shapes(config), key, lora, tower)
         else:
             adapters = load_adapters(section.lora.path, config)[1]
         variables["lora"] = put(adapters)
@@ -495,6 +503,18 @@ def load_policy(
 def weight_dtype(section: PolicySection) -> str:
     """The type of the weights: trained ones are float32."""
     return section.frozen_dtype if section.lora.used else "float32"
+
+
+def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> bool:
+    """Whether each layer of a frozen policy has arrays of its own, with projections joined, in place of stacks.
+
+    On a CUDA device decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a
+    stack one layer's program serves all and is compiled in less time: trained weights, which decoding casts in any
+    case, are stacked, and so is what lies over a mesh or on a TPU, whose compiler takes many times as long.
+    """
+    as_computed = section.quantised != "none" or section.frozen_dtype == section.compute_dtype
+    on_cuda = (platform or platform_of(jax.devices()[0])) == "cuda" and section.mesh.size == 1
+    return section.lora.used and as_computed and on_cuda
 
 
 def tower_dtype(section: PolicySection) -> str:

@@ -48,7 +48,7 @@ def with_tower(variables: Variables, visual: PyTree, *, trained: bool) -> dict[s
 
 
 def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> Variables:
-    """Split stacked ``layers`` of every collection into ``layers_0``, ``layers_1``, ...; a tower stays as it is.
+    """Split stacked ``layers`` of every collection (`split_layers`); a tower stays as it is.
 
     With `dtype` their matrices are cast to it; quantised ones stay.
     """
@@ -58,12 +58,19 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
         return leaf.astype(dtype) if narrows else leaf
 
     def split(tree: Variables) -> dict[str, PyTree]:
-        stacked = jax.tree.map(cast, tree.get("layers", {}), is_leaf=is_quantised)
-        count = len(next(iter(jax.tree.leaves(stacked)), ()))
-        apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
-        return {name: part for name, part in tree.items() if name != "layers"} | apart
+        if "layers" in tree:
+            tree = {**tree, "layers": jax.tree.map(cast, tree["layers"], is_leaf=is_quantised)}
+        return split_layers(tree)
 
     return {name: tree if name == VISUAL else split(tree) for name, tree in variables.items()}
+
+
+def split_layers(tree: Variables) -> dict[str, PyTree]:
+    """Split stacked ``layers`` into ``layers_0``, ``layers_1``, ...; what is not stacked stays as it is."""
+    stacked = tree.get("layers", {})
+    count = len(next(iter(jax.tree.leaves(stacked)), ()))
+    apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
+    return {name: part for name, part in tree.items() if name != "layers"} | apart
 
 
 def is_quantised(leaf: PyTree) -> bool:

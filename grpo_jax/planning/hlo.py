@@ -265,8 +265,8 @@ def read_program(compiled: jax.stages.Compiled, sizes: Sizes) -> Reading:
     return Reading(
         kernels=sum(step.times for step in listed),
         layer_kernels=_layer_kernels(listed, sizes),
-        weight_copies=_copies(listed, computations, sizes.weights),
-        cache_copies=_copies(listed, computations, sizes.caches),
+        weight_copies=_copies(listed, computations, sizes.weights, sizes),
+        cache_copies=_copies(listed, computations, sizes.caches, sizes),
         collectives=tuple(Collective(kind, moved[kind], count) for kind, count in sorted(launched.items())),
         flops=flops,
         bytes=traffic,
@@ -282,20 +282,32 @@ def moved_bytes(line: Instruction) -> int:
     return sum(array.bytes for array in arrays)
 
 
-def _copies(listed: list[Step], computations: Mapping[str, Computation], sizes: frozenset[int]) -> int:
-    """Count the kernels in loops that only move an array of such a size; of loops over tokens the most in one."""
-    by_loop: Counter[str] = Counter()
-    for step in listed:
-        moves = step.loops and _only_moves(step.instruction, computations)
-        if moves and any(array.size in sizes for array in step.instruction.arrays):
-            tokens = next((loop.name for loop in step.loops if loop.tokens), "")
-            by_loop[tokens] += 1
+def _copies(listed: list[Step], computations: Mapping[str, Computation], counted: frozenset[int], sizes: Sizes) -> int:
+    """Count the kernels in loops that only move an array of such a size; of loops over tokens the most in one.
+
+    Of a pass through layers that are no loop, those of a layer.
+    """
+    moving = [
+        step
+        for step in listed
+        if any(array.size in counted for array in step.instruction.arrays)
+        and _only_moves(step.instruction, computations)
+    ]
+    by_loop = Counter(next((loop.name for loop in step.loops if loop.tokens), "") for step in moving if step.loops)
     in_layers = by_loop.pop("", 0)
+    if not sizes.turns and not _is_loop(listed, sizes):
+        in_layers += math.ceil(sum(not step.loops for step in moving) / sizes.layers)
     return in_layers + max(by_loop.values(), default=0)
 
 
+def _is_loop(listed: list[Step], sizes: Sizes) -> bool:
+    return any(loop.turns == sizes.layers for step in listed for loop in step.loops)
+
+
 def _layer_kernels(listed: list[Step], sizes: Sizes) -> float:
-    """Count the kernels of a layer: in the largest loop over tokens, or in all loops over layers."""
+    """Count the kernels of a layer: in the largest loop over tokens; in all over layers, where these are loops."""
+    if not sizes.turns and not _is_loop(listed, sizes):
+        return sum(step.times for step in listed if _in_a_layer(step.instruction)) / sizes.layers
     by_loop: Counter[str] = Counter()
     for step in listed:
         for place, loop in enumerate(step.loops):

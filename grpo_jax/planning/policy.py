@@ -253,7 +253,8 @@ def turn_program(
     reply = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), prompts)
     replies = reply, np.ones_like(reply, bool), keys, np.ones(reply.shape[:2], bool)
-    variables = {name: tree for name, tree in state_shapes(config, model, mesh).variables.items() if name != VALUE}
+    state = state_shapes(config, model, mesh, platform=platform)
+    variables = {name: tree for name, tree in state.variables.items() if name != VALUE}
     carried = jax.eval_shape(lambda v: sampler.begin(v, tokens, np.ones_like(tokens, bool), keys)[1], variables)
     for _ in range(section.turns - 2):
         carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *replies)[1], variables, carried)
@@ -289,7 +290,7 @@ def sampling_programs(
     def draw(variables: dict, states: object) -> Samples:
         return gather(sample(variables, tokens, np.ones_like(tokens, bool), keys, states), mesh)
 
-    variables = state_shapes(config, model, mesh, pictures=shown is not None).variables
+    variables = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform).variables
     variables = {name: tree for name, tree in variables.items() if name != VALUE}
     turns = config.sampling.max_new_tokens
     if shown is None or not shown.prompt:

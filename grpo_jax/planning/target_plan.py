@@ -10,13 +10,12 @@ from jax.sharding import SingleDeviceSharding
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.families import ModelConfig
-from grpo_jax.models.joined import join
+from grpo_jax.models.joined import apart_and_joined
 from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.sharding import shardings
-from grpo_jax.models.variables import unstack
 from grpo_jax.planning.hlo import Reading, Sizes, read_program
 from grpo_jax.planning.policy import sampling_programs, tree_bytes, turn_program
-from grpo_jax.planning.targets import Target, compile_for
+from grpo_jax.planning.targets import Target, compile_for, lowering_for
 from grpo_jax.runs.warm_start import make_sft_step
 from grpo_jax.sampling.sampler import bucket_size, cache_sizes
 from grpo_jax.training.batch import Batch
@@ -95,7 +94,7 @@ def _logprobs_program(
     whole = dataclasses.replace(config, training=dataclasses.replace(training, minibatches=1))
     policy = configured_functions(config.policy, model, mesh, platform)
     forward = make_forward(policy, temperature=config.sampling.temperature)
-    state = state_shapes(config, model, mesh, pictures=shown is not None)
+    state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     batch = batch_shapes(whole, state, forward, mesh, shown_shapes(config, model, policy, state, shown))
     step = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
     return Program(jax.jit(step), (state.variables, batch.read_by_policy()))
@@ -106,7 +105,7 @@ def _warm_start_program(config: Config, model: ModelConfig, mesh: jax.sharding.M
     section = config.warm_start
     policy = configured_functions(config.policy, model, mesh, platform)
     init, step = make_sft_step(config, policy.replace(mesh=mesh))
-    state = jax.eval_shape(init, state_shapes(config, model, None).variables)
+    state = jax.eval_shape(init, state_shapes(config, model, None, platform=platform).variables)
     if mesh is not None:
         state = placed(state, shardings(state, mesh))
     prompt = jax.ShapeDtypeStruct((section.batch, config.data.max_prompt_tokens), "int32")
@@ -147,7 +146,9 @@ def compiled_program(program: Program, target: Target, device: jax.Device) -> ja
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return leaf if spread else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=single)
 
-    return compile_for(target, program.function.lower(*jax.tree.map(place, program.arguments)))
+    with lowering_for(target):
+        lowered = program.function.lower(*jax.tree.map(place, program.arguments))
+    return compile_for(target, lowered)
 
 
 def read_report(compiled: jax.stages.Compiled, target: Target, sizes: Sizes) -> Report:
@@ -168,12 +169,12 @@ def read_report(compiled: jax.stages.Compiled, target: Target, sizes: Sizes) -> 
 
 def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Sizes:
     """Return what counts as a copy of weights or of caches on one device."""
-    state = state_shapes(config, model, mesh)
+    state = state_shapes(config, model, mesh, platform="cpu")  # whose layers are stacked
     layers = state.variables["params"].get("layers", {})
     weights = {tree_bytes(leaf) // leaf.dtype.itemsize // model.num_layers for leaf in jax.tree.leaves(layers)}
     if mesh is None:
-        decoded = jax.eval_shape(lambda variables: join(unstack(variables)), state.variables)
-        weights |= {leaf.size for leaf in jax.tree.leaves(decoded["params"].get("layers_0", {}))}
+        decoded = jax.eval_shape(lambda params: apart_and_joined(params, model), state.variables["params"])
+        weights |= {leaf.size for leaf in jax.tree.leaves(decoded.get("layers_0", {}))}
     section = config.sampling
     chunk = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
     per_token = chunk * model.num_kv_heads * model.head_dim

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from grpo_jax.errors import UserError, short_repr
 from grpo_jax.planning import TARGET
@@ -65,6 +67,8 @@ KINDS: dict[str, Gpu | Tpu] = {
     "v6e": Tpu("TPU v6e", 32 * _GIB, 918e12, 1640e9, _FLAT),
     "v5p": Tpu("TPU v5p", 95 * _GIB, 459e12, 2765e9, _CUBE),
 }
+_KNOWN = {(8, 0): "A100", (8, 6): "A10", (9, 0): "H100", (10, 0): "B200", (12, 0): "RTX PRO 6000"}
+"""By capability, a card that Pallas knows; it asks nothing else of it."""
 
 
 class Target(NamedTuple):
@@ -173,6 +177,14 @@ def _figures(kind: Gpu) -> str:
         f"gpu_device_info {{ {listed} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 }} device_description_str: "{kind.title}"'
     )
+
+
+def lowering_for(target: Target) -> AbstractContextManager[None]:
+    """Return a context in which Pallas lowers kernels for a GPU of the target; from jax 0.12 on it looks for one."""
+    if not isinstance(target.kind, Gpu):
+        return nullcontext()
+    device = AbstractDevice(f"NVIDIA {_KNOWN[target.kind.capability]}", target.kind.cores, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:

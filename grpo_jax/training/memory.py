@@ -20,10 +20,12 @@ from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.joined import apart_and_joined
 from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import (
     Policy,
     configured_functions,
+    keeps_layers_apart,
     lora_config,
     make_loss_scale,
     needs_tower,
@@ -71,9 +73,14 @@ def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) ->
 
 
 def state_shapes(
-    config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, *, pictures: bool = False
+    config: Config,
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    *,
+    pictures: bool = False,
+    platform: str | None = None,
 ) -> TrainState:
-    """Return the shapes, dtypes and shardings of the initial state."""
+    """Return the shapes, dtypes and shardings of the initial state, on this platform (None: JAX's first device's)."""
     section, lora = config.policy, lora_config(config.policy.lora, model)
 
     def start() -> TrainState:
@@ -86,6 +93,8 @@ def state_shapes(
                 variables["lora"] = init_adapters(variables["params"], key, lora, visual)
         if config.algorithm.learns_values:
             variables[VALUE] = init_value_head(model.hidden_size)
+        if keeps_layers_apart(section, platform):
+            variables["params"] = apart_and_joined(variables["params"], model)
         if section.quantised != "none":
             variables["params"] = quantise(variables["params"], section.quantised)  # the tower stands beside them
         return init_state(
@@ -226,7 +235,7 @@ def update_program(
         config.ppo,
         max_new_tokens=config.sampling.written_tokens,
     )
-    state = state_shapes(config, model, mesh, pictures=shown is not None)
+    state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     pictures = shown_shapes(config, model, policy, state, shown)
     batch = batch_shapes(config, state, forward, mesh, pictures)
     return Program(jax.jit(step, donate_argnums=0), (state, batch))

@@ -144,6 +144,28 @@ def test_a_runs_programs_compile(case, target, tmp_path):
         assert bool(compiled.reading.collectives) == (mesh is not None)
 
 
+WIDE = (  # of sizes that no array of tokens has
+    QWEN2
+    | {"hidden_size": 1152, "intermediate_size": 4224, "num_attention_heads": 9}
+    | {"num_key_value_heads": 3, "num_hidden_layers": 2}
+)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["h100"], indirect=True)
+@pytest.mark.parametrize("quantised", ["none", "int8"])
+def test_one_copy_of_a_frozen_base_serves_decoding_and_training(quantised, target, tmp_path):
+    case = Case("frozen", WIDE, (*TEXT, *LORA, "--training.chunk_prompts=1", f"--policy.quantised={quantised}"))
+    config = configured(case, tmp_path)
+    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    programs = run_programs(config, model, None, None, chosen.platform)
+    layers = [name for name in programs["sample"].arguments[0]["params"] if name.startswith("layers")]
+    assert layers == ["layers_0", "layers_1"]
+    sizes = program_sizes(config, model, None)
+    for program in programs.values():
+        assert report(program, chosen, open_devices(chosen)[0], sizes).reading.weight_copies == 0
+
+
 def listed_texts(vocabulary):
     """The tree of 200 texts of three tokens, some with a common beginning."""
     return make_trie([[2 + i % 10, 20 + i % 40, 100 + i] for i in range(200)], vocab_size=vocabulary)

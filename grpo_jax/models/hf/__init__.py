@@ -12,6 +12,7 @@ from grpo_jax.models.hf.folder import (
     save_folder,
 )
 from grpo_jax.models.hf.tokens import Tokenizer
+from grpo_jax.models.hf.weights import shapes
 
 __all__ = [
     "PolicyFolder",
@@ -24,4 +25,5 @@ __all__ = [
     "read_folder",
     "resolve_folder",
     "save_folder",
+    "shapes",
 ]

@@ -21,7 +21,7 @@ from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.families.family import Naming
-from grpo_jax.models.lora import MergedKernel, entry
+from grpo_jax.models.lora import entry
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
@@ -324,8 +324,7 @@ def write_shard(
 
 def _exported(name: str, leaves: Leaves, place: Place, dtype: np.dtype) -> np.ndarray:
     def part(path: tuple[str, ...]) -> np.ndarray:
-        leaf = leaves[path]
-        return np.asarray(leaf.at(place.index) if isinstance(leaf, MergedKernel) else entry(leaf, place.index))
+        return np.asarray(entry(leaves[path], place.index))
 
     value = place.tensor(part)
     if dtype == np.float16 and np.abs(value.astype(np.float32)).max(initial=0.0) > np.finfo(np.float16).max:

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
-from support.text_task import rows, train_here
+from support.text_task import ROOT, rows, train_here
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
@@ -23,6 +23,16 @@ from grpo_jax.errors import UserError
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+ORPHAN = """
+import psutil
+from bridges.pool import cluster
+
+cluster.enter(None)
+for process in psutil.Process().children(recursive=True):
+    process.kill()
+cluster.leave()
+print("went on")
+"""
 ODD = Path(__file__).with_name("odd_judges.py")
 OPTIONS = [
     "--num-cpus=2",
@@ -126,3 +136,14 @@ def test_the_first_pool_starts_a_cluster_of_its_own_and_the_last_ends_it(tmp_pat
     assert last.lengths(["ab"]) == [2]
     last.close()
     assert not ray.is_initialized()
+
+
+def test_a_process_whose_parent_has_ended_outlives_its_cluster(tmp_path):
+    """Ray takes it for a worker whose raylet is gone, and would end it without a word."""
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_RAYLET_PID"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = f"{sys.executable} orphan.py > said 2>&1 & echo $!"
+    started = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, check=True)
+    psutil.wait_procs([psutil.Process(int(started.stdout))], timeout=600)
+    assert (tmp_path / "said").read_text() == "went on\n"

@@ -1,0 +1,92 @@
+"""A frozen base whose layers have arrays of their own, as on a CUDA device, against stacks on a CPU."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.tiny_decoders import CONFIGS, LLAMA, group_batch
+
+from grpo_jax.config import LoraSection, MeshSection, PolicySection
+from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.families.llama import Mixture
+from grpo_jax.models.joined import apart_and_joined, separate
+from grpo_jax.models.lora import LoraConfig, entry, merge
+from grpo_jax.models.policy import keeps_layers_apart, make_policy
+
+close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
+MIXED = replace(LLAMA, mixture=Mixture(4, 2, 16), model_type="qwen3_moe"), LoraConfig(2, 6.0, ("k_proj", "o_proj"))
+PHI = replace(LLAMA, fused=True, model_type="phi3"), LoraConfig(2, 6.0, ("qkv_proj", "down_proj"))
+FAMILIES = CONFIGS | {"experts": MIXED, "joined": PHI}
+
+
+def drawn(family):
+    config, lora = FAMILIES[family]
+    rng = np.random.default_rng(1)
+    variables = init_variables(config, jax.random.key(0), lora=lora)
+    return config, lora, jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape) / 10, x.dtype), variables)
+
+
+@pytest.mark.parametrize(
+    ("family", "remat"), [*((family, "layer") for family in FAMILIES), ("llama", "none"), ("llama", "products")]
+)
+def test_states_steps_and_gradients_are_those_of_stacks(family, remat):
+    config, lora, variables = drawn(family)
+    prompts, prompt_mask, tokens, mask = group_batch()
+
+    def outcome(platform, params):
+        policy = make_policy(config, lora=lora, remat=remat, platform=platform)
+
+        def loss(adapters):
+            variables = {"params": params, "lora": adapters}
+            hidden = policy.forward_group(variables, prompts, prompt_mask, tokens, mask)
+            return (hidden**2).mean(), hidden
+
+        def steps(adapters):
+            variables = {"params": params, "lora": adapters}
+            prefix = policy.prefill(variables, prompts, prompt_mask)
+            cache = policy.init_cache(*tokens.shape)
+            step, _ = policy.decode_step(policy.unstack(variables), prefix, tokens[:, :, 0], cache)
+            return prefix, step, jax.value_and_grad(loss, has_aux=True)(adapters)
+
+        return jax.jit(steps)(variables["lora"])
+
+    apart = apart_and_joined(variables["params"], config)
+    assert "layers" not in apart and {"layers_0", "layers_1"} <= apart.keys()
+    jax.tree.map(close, outcome("cuda", apart), outcome("cpu", variables["params"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_layer_is_merged_as_that_of_a_stack(family):
+    config, lora, variables = drawn(family)
+    stacked = merge(variables, lora)["layers"]
+    params = separate(apart_and_joined(variables["params"], config), config)
+    apart = merge({**variables, "params": params}, lora)["layers"]
+    assert apart.keys() == stacked.keys()
+    for module, leaves in stacked.items():
+        for name, leaf in leaves.items():
+            assert apart[module][name].shape == leaf.shape
+            for layer in range(config.num_layers):
+                np.testing.assert_array_equal(entry(apart[module][name], (layer,)), entry(leaf, (layer,)))
+
+
+SECTION = {"compute_dtype": "bfloat16", "frozen_dtype": "bfloat16", "lora": LoraSection(rank=2)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "platform", "apart"),
+    [
+        (SECTION, "cuda", True),
+        (SECTION, "gpu", False),
+        (SECTION, "tpu", False),
+        (SECTION, "cpu", False),
+        (SECTION | {"mesh": MeshSection(fsdp=2)}, "cuda", False),
+        (SECTION | {"frozen_dtype": "float32"}, "cuda", False),
+        (SECTION | {"frozen_dtype": "float32", "quantised": "int8"}, "cuda", True),
+        ({"compute_dtype": "float32"}, "cuda", False),
+    ],
+)
+def test_what_is_frozen_lies_apart_on_one_cuda_device(fields, platform, apart):
+    assert keeps_layers_apart(PolicySection(**fields), platform) is apart

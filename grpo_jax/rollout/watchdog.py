@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 EXIT_CODE = 2  # that of a judge which fails
-_STEP_SECONDS = 0.1  # between the calls of one watchdog
+_STEP_SECONDS = 0.1  # between the lines of one watchdog
+_END_SECONDS = 1.0  # from the last of them to the end: a busy machine may start its thread late
 _SIGEV_THREAD, _SA_RESETHAND, _IOFBF = 2, 0x80000000, 0
 _BUFFER_BYTES = 4096
 
@@ -74,15 +75,17 @@ class Watchdog:
                 library.setvbuf(file, None, _IOFBF, _BUFFER_BYTES)
                 library.fputs(text, file)
                 self._files.append(file)
-            calls = [(library.fflush, file) for file in self._files]
-            for place, (function, value) in enumerate([*calls, (library._exit, ctypes.c_void_p(EXIT_CODE))], 1):
+            flushed = len(self._files) * _STEP_SECONDS
+            calls = [(library.fflush, file, place * _STEP_SECONDS) for place, file in enumerate(self._files)]
+            calls.append((library._exit, ctypes.c_void_p(EXIT_CODE), flushed + _END_SECONDS))
+            for function, value, later in calls:
                 address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
                 event = struct.pack(_SIGNAL_EVENT, value.value, 0, _SIGEV_THREAD, address, 0)
                 timer = ctypes.c_void_p()
                 if library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)):
                     return  # no more timers: then there is no last resort
                 self._timers.append(timer)
-                nanoseconds = int((max(seconds, 0.0) + place * _STEP_SECONDS) * 1e9)
+                nanoseconds = int((max(seconds, 0.0) + later) * 1e9) + 1  # 0 would disarm it
                 library.timer_settime(timer, 0, struct.pack(_TIMER_TIME, 0, 0, *divmod(nanoseconds, 10**9)), None)
 
     def disarm(self) -> None:

@@ -467,8 +467,10 @@ def load_policy(
     platform = platform_of(devices[0])
 
     def put(tree: PyTree) -> PyTree:
-        # An alias of host memory could not be donated.
-        return jax.device_put(tree, devices[0], may_alias=False) if mesh is None else shard(tree, mesh)
+        if mesh is not None:
+            return shard(tree, mesh)
+        # A CPU may alias host memory, whatever `may_alias` says, and what is aliased cannot be donated.
+        return jax.tree.map(lambda leaf: jnp.array(jax.device_put(leaf, devices[0]), copy=True), tree)
 
     def store(params: Variables) -> dict[str, PyTree]:
         params = apart_and_joined(params, read.config) if keeps_layers_apart(section, platform) else params

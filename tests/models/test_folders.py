@@ -18,7 +18,7 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
-from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.policy import load_policy, make_policy  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -126,6 +126,17 @@ def test_transformers_loads_a_changed_export_and_agrees(tmp_path, family):
     assert bool(vision) == (family == "qwen2_vl")
     assert all(torch.equal(before[name], after[name]) for name in vision)
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_what_is_loaded_is_donated_to_an_update(qwen):
+    """Its memory is the result's: not the case for arrays that alias the host's."""
+    params = load_policy(qwen).params
+
+    def pointers(tree):
+        return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+
+    before = pointers(params)
+    assert pointers(jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)(params)) == before
 
 
 def test_qwen2_vl_in_the_nested_naming(tmp_path):

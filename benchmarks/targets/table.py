@@ -181,12 +181,14 @@ def step_cell(size: str, target: Target) -> Cell:
 
 def table(cells: dict[str, Cell]) -> str:
     """The cells as Markdown, a row for each policy, method and length."""
-    columns = [(target, name, room) for target, names in COLUMNS.items() for name, room in names.items()]
+    compiled = [target for target in COLUMNS if any(key.endswith(f" {target}") for key in cells)]
+    columns = [(target, name, room) for target in compiled for name, room in COLUMNS[target].items()]
     rows = dict.fromkeys(key.rsplit(" ", 1)[0] for key in cells)
-    heads = ["policy", "method", "tokens", "peak on an H100, GiB", "on a v5e, GiB", *(name for _, name, _ in columns)]
+    peaks_of = [f"peak on {target}, GiB" for target in compiled]
+    heads = ["policy", "method", "tokens", *peaks_of, *(name for _, name, _ in columns)]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in sorted(rows, key=_order):
-        peaks = {target: _peak(cells.get(f"{row} {target}")) for target in COLUMNS}
+        peaks = {target: _peak(cells.get(f"{row} {target}")) for target in compiled}
         verdicts = [_verdict(cells.get(f"{row} {target}"), room) for target, _, room in columns]
         lines.append(f"| {' | '.join([*row.split(), *peaks.values(), *verdicts])} |")
     return "\n".join(lines)

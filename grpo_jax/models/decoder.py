@@ -1,6 +1,7 @@
 """The scanned decoder that serves every family (`families`), and its freshly drawn weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from flax import linen as nn
 from grpo_jax.models.attention import Context, LayerInput, embed_pictures
 from grpo_jax.models.contexts import prompt_context
 from grpo_jax.models.families import ModelConfig, family_of
-from grpo_jax.models.layers import draw_params, remat_block
+from grpo_jax.models.layers import draw_params, recomputed, remat_block
 from grpo_jax.models.lora import LoraConfig, init_adapters
 from grpo_jax.models.sharding import OverPrompts
 from grpo_jax.models.variables import PyTree
@@ -57,6 +58,9 @@ class Decoder(nn.Module):
         layer = remat_block(block, self.remat, scanned=False)
         return [layer(*settings) for _ in range(self.config.num_layers)]
 
+    def _recomputed(self, layer: nn.Module) -> Callable[..., PyTree]:
+        return partial(recomputed(layer.clone(parent=None)), layer.variables["params"], layer.variables.get("lora", {}))
+
     def _settings(self) -> tuple[ModelConfig, jax.typing.DTypeLike, jax.typing.DTypeLike, LoraConfig | None]:
         return self.config, self.dtype, self.param_dtype, self.lora
 
@@ -90,8 +94,9 @@ class Decoder(nn.Module):
             x, new_keys_values = self.layers(x, inputs, context)
             return self.norm(x), new_keys_values
         new_keys_values = []
-        cached_inputs = cached_inputs or [LayerInput()] * len(self.layers)
-        for i, (layer, cached) in enumerate(zip(self.layers, cached_inputs, strict=True)):
+        layers = [self._recomputed(layer) for layer in self.layers] if self.remat == "layer" else self.layers
+        cached_inputs = cached_inputs or [LayerInput()] * len(layers)
+        for i, (layer, cached) in enumerate(zip(layers, cached_inputs, strict=True)):
             layer_input = jax.tree.map(lambda x, i=i: x[i], inputs)
             x, written = layer(x, layer_input._replace(prefix=cached.prefix, cache=cached.cache), context)
             new_keys_values.append(written)

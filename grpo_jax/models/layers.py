@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -24,11 +25,36 @@ ACTIVATIONS = {
 
 
 def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> type[nn.Module]:
-    """The layer, rematerialised as ``policy.make_policy`` says; barriers keep XLA from undoing it out of a scan."""
-    if remat == "none":
+    """The layer, rematerialised as ``policy.make_policy`` says; out of a scan layers are left to `recomputed`."""
+    if remat == "none" or (remat == "layer" and not scanned):
         return block
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
     return nn.remat(block, prevent_cse=not scanned, policy=keep)
+
+
+def recomputed(layer: nn.Module) -> Callable[..., PyTree]:
+    """A layer of a frozen base as (params, adapters, x, ...) → its result, computed again in the backward pass.
+
+    Where layers are no loop XLA puts off the gradients of adapters, and holds what all layers need for them: so the
+    backward pass hands on that of x once the adapters have theirs, and begins once that of the result is there.
+    Parameters have no gradient.
+    """
+
+    def apply(params: PyTree, adapters: PyTree, *inputs: PyTree) -> PyTree:
+        return layer.apply({"params": params, "lora": adapters}, *inputs)
+
+    call = jax.custom_vjp(apply)
+
+    def forward(*arguments: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+        return apply(*arguments), arguments
+
+    def backward(arguments: tuple[PyTree, ...], gradient: PyTree) -> tuple[PyTree, ...]:
+        (params, *others), gradient = jax.lax.optimization_barrier((arguments, gradient))
+        adapters, x, *rest = jax.vjp(partial(apply, params), *others)[1](gradient)
+        return None, *jax.lax.optimization_barrier((adapters, x)), *rest
+
+    call.defvjp(forward, backward)
+    return call
 
 
 def draw_params(shapes: PyTree, key: jax.Array, stddev_of: Callable[[tuple[str, ...]], float]) -> PyTree:

@@ -41,7 +41,8 @@ def recomputed(layer: nn.Module) -> Callable[..., PyTree]:
     """
 
     def apply(params: PyTree, adapters: PyTree, *inputs: PyTree) -> PyTree:
-        return layer.apply({"params": params, "lora": adapters}, *inputs)
+        with jax.named_scope(layer.name):  # by which `planning.hlo` knows its kernels
+            return layer.apply({"params": params, "lora": adapters}, *inputs)
 
     call = jax.custom_vjp(apply)
 

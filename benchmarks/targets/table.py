@@ -1,13 +1,12 @@
 """What devices that are not here hold: policies, methods and lengths, compiled for them and not run.
 
     python benchmarks/targets/table.py [--targets h100 v5e] [--sizes 0.5B 1.5B 7B] [--methods all lora int8]
-        [--lengths 256 1024 4096] [--scaling [--layers 2]] [--steps] [--output benchmarks/targets/table.json]
+        [--lengths 256 1024 4096] [--scaling [--layers 2]] [--output benchmarks/targets/table.json]
 
 Needs `grpo_jax[targets]`. Every cell is one plan (`grpo_jax.planning`) of 8 prompts of 256 tokens with 8 completions
 each, one prompt to a micro-batch, layers computed again, bfloat16. What the file holds is not compiled again, so
 that a run that was stopped goes on; a policy whose weights and moments alone are too much is not compiled at all.
---scaling compiles large policies over many H100s instead, and lists their collectives; --steps one step of decoding for
-TPUs, whose compiler estimates its time. Prints the tables of the file.
+--scaling compiles large policies over many H100s instead, and lists their collectives. Prints the tables of the file.
 """
 
 from __future__ import annotations
@@ -19,24 +18,20 @@ import re
 import time
 from collections import Counter
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from replica_groups import replica_groups
 
 from grpo_jax.config.run import Config, make_config
 from grpo_jax.models.families import ModelConfig, read_config
-from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.cards import FREE, RUNTIME, Planner
 from grpo_jax.planning.hlo import Step, moved_bytes, parse_program, steps
 from grpo_jax.planning.policy import GIB, held_memory
 from grpo_jax.planning.target_plan import compiled_program, program_sizes, read_report, run_programs
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
-from grpo_jax.training.memory import Program, state_shapes
+from grpo_jax.training.memory import state_shapes
 
 Cell = dict[str, Any]
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 256
@@ -57,7 +52,6 @@ SCALING = {"7B": ("h100:8", 4, 2), "32B": ("h100:4x8", 8, 4), "70B": ("h100:8x8"
 """Policy: target, fsdp, tensor."""
 COLUMNS = {"h100": {"H100": 79.1, "A100": 79.3, "24 GiB": 24.0}, "v5e": {"v5e": 16.0}}
 """By the target compiled for, the devices whose memory its figure is compared with."""
-TPUS = ("v5e", "v6e")
 NVLINK, NETWORK = 450e9, 50e9
 """Bytes a second that an H100 sends: NVLink 4 in one direction, and a 400 Gb/s port of its own."""
 
@@ -163,22 +157,6 @@ def _crosses(attributes: str, target: Target) -> bool:
     return any(len({device // target.devices for device in group}) > 1 for group in groups)
 
 
-def step_cell(size: str, target: Target) -> Cell:
-    """One token of 64 completions by itself: of programs with loops libtpu's `optimal_seconds` mean nothing."""
-    config, model = configured("lora", LENGTHS[0]), model_of(size)
-    policy = configured_functions(config.policy, model, None, target.platform)
-    variables = state_shapes(config, model, None, platform=target.platform).variables
-    prompts = np.ones((PROMPTS, PROMPT_TOKENS), np.int32)
-    prefix = jax.eval_shape(policy.prefill, variables, prompts, prompts > 0)
-    cache = jax.eval_shape(lambda: policy.init_cache(PROMPTS, GROUP, LENGTHS[0]))
-    tokens = jax.ShapeDtypeStruct((PROMPTS, GROUP), "int32")
-    arguments = jax.eval_shape(policy.unstack, variables), prefix, tokens, cache
-    program = Program(jax.jit(policy.decode_step, donate_argnums=3), arguments)
-    compiled = compiled_program(program, target, open_devices(target)[0])
-    floor = read_report(compiled, target, program_sizes(config, model, None)).bound_seconds
-    return {"optimal_seconds": compiled.cost_analysis()["optimal_seconds"], "bound_seconds": floor}
-
-
 def table(cells: dict[str, Cell]) -> str:
     """The cells as Markdown, a row for each policy, method and length."""
     compiled = [target for target in COLUMNS if any(key.endswith(f" {target}") for key in cells)]
@@ -230,15 +208,6 @@ def spread_table(cells: dict[str, Cell]) -> str:
     return "\n".join(lines)
 
 
-def step_table(cells: dict[str, Cell]) -> str:
-    """The cells of --steps as Markdown."""
-    lines = ["| policy, target | libtpu's estimate of a token, ms | bound, ms | ratio |", "|" + "---|" * 4]
-    for key, cell in cells.items():
-        optimal, floor = 1e3 * cell["optimal_seconds"], 1e3 * cell["bound_seconds"]
-        lines.append(f"| {key} | {optimal:.2f} | {floor:.2f} | {optimal / floor:.2f} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Compile the cells that the file lacks; print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -247,13 +216,11 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--scaling", action="store_true")
-    parser.add_argument("--steps", action="store_true")
     parser.add_argument("--layers", type=int, help="with --scaling, of each policy; decoding compiles each by itself")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     chosen = parser.parse_args()
     prepare()
-    found = json.loads(chosen.output.read_text()) if chosen.output.is_file() else {}
-    found = {"cells": {}, "scaling": {}, "steps": {}} | found
+    found = json.loads(chosen.output.read_text()) if chosen.output.is_file() else {"cells": {}, "scaling": {}}
     found["versions"] = {name: version(name) for name in ("jax", "jaxlib")}
 
     def keep(kind: str, key: str, cell: Cell) -> None:
@@ -267,10 +234,6 @@ def main() -> None:
             if size not in found["scaling"]:
                 cell = spread_cell(size, chosen.layers, chosen.lengths[0], parse_target(text), fsdp, tensor)
                 keep("scaling", size, cell)
-    elif chosen.steps:
-        for size, name in product(chosen.sizes or list(SIZES)[:2], TPUS):
-            if (key := f"{size}, {name}") not in found["steps"]:
-                keep("steps", key, step_cell(size, parse_target(name)))
     else:
         for target in chosen.targets:
             for size in chosen.sizes or list(SIZES)[:3]:
@@ -279,8 +242,7 @@ def main() -> None:
                         key = f"{size} {method} {length} {target}"
                         if key not in found["cells"]:
                             keep("cells", key, plan_cell(size, method, length, parse_target(target)))
-    tables = {"cells": table, "scaling": spread_table, "steps": step_table}
-    print(*(made(found[kind]) for kind, made in tables.items() if found[kind]), sep="\n\n")
+    print(table(found["cells"]) if found["cells"] else "", spread_table(found["scaling"]), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -242,7 +242,8 @@ def main() -> None:
                         key = f"{size} {method} {length} {target}"
                         if key not in found["cells"]:
                             keep("cells", key, plan_cell(size, method, length, parse_target(target)))
-    print(table(found["cells"]) if found["cells"] else "", spread_table(found["scaling"]), sep="\n\n")
+    tables = {"cells": table, "scaling": spread_table}
+    print(*(made(found[kind]) for kind, made in tables.items() if found[kind]), sep="\n\n")
 
 
 if __name__ == "__main__":

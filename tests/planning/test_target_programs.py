@@ -166,6 +166,22 @@ def test_one_copy_of_a_frozen_base_serves_decoding_and_training(quantised, targe
         assert report(program, chosen, open_devices(chosen)[0], sizes).reading.weight_copies == 0
 
 
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["h100"], indirect=True)
+def test_layers_apart_are_computed_again_one_at_a_time(target, tmp_path):
+    """A layer more takes its input and not what stands between its products."""
+    temporaries = []
+    for depth in (2, 6):
+        case = Case("deep", WIDE | {"num_hidden_layers": depth}, (*TEXT, *LORA, "--sampling.max_new_tokens=256"))
+        config = configured(case, tmp_path)
+        chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+        program = run_programs(config, model, None, None, chosen.platform)["update"]
+        sizes = program_sizes(config, model, None)
+        temporaries.append(report(program, chosen, open_devices(chosen)[0], sizes).temporary_bytes)
+    tokens = 8 * (128 + 4 * 256)
+    assert temporaries[1] - temporaries[0] < 4 * tokens * 2 * WIDE["intermediate_size"]  # of one half of it in bfloat16
+
+
 def listed_texts(vocabulary):
     """The tree of 200 texts of three tokens, some with a common beginning."""
     return make_trie([[2 + i % 10, 20 + i % 40, 100 + i] for i in range(200)], vocab_size=vocabulary)

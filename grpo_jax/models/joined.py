@@ -27,10 +27,11 @@ def join(variables: Variables, config: ModelConfig) -> Variables:
     Outputs lie side by side, as Phi-3's; so do quantised ones and their scales. Adapters become one pair of factors,
     of which each part of the outputs reads its own. What is joined already stays as it is.
     """
+    projections = _joined_columns(config).items()
     joined = {"params": dict(variables["params"]), "lora": dict(variables.get("lora", {}))}
     for collection, with_joined in (("params", _with_joined_kernels), ("lora", _with_joined_adapters)):
         for layer in [name for name in joined[collection] if name.startswith("layers_")]:
-            for name, columns in _joined_columns(config).items():
+            for name, columns in projections:
                 if any(part in joined[collection][layer] for part in columns):
                     joined[collection][layer] = with_joined(joined[collection][layer], name, columns)
     return {**variables, "params": joined["params"]} | ({"lora": joined["lora"]} if "lora" in variables else {})
@@ -47,9 +48,9 @@ def separate(params: Variables, config: ModelConfig) -> dict[str, PyTree]:
     if not apart:
         return dict(params)
     layers: dict[str, PyTree] = {}
+    projections = _joined_columns(config)
     for module, leaves in apart[0].items():
-        parts = _joined_columns(config).get(module, {module: slice(None)})
-        for name, columns in parts.items():
+        for name, columns in projections.get(module, {module: slice(None)}).items():
             layers[name] = {leaf: ListedLayers(tuple(x[module][leaf] for x in apart), columns) for leaf in leaves}
     return {name: part for name, part in params.items() if not name.startswith("layers_")} | {"layers": layers}
 

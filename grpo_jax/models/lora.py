@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import extras_named
-from grpo_jax.models.variables import VISUAL, PyTree, Variables, is_quantised
+from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied, is_quantised
 
 if TYPE_CHECKING:
     from qwix import QArray
@@ -181,11 +181,8 @@ def quantise(params: Variables, kind: str, device: jax.Device | None = None) -> 
         others = tuple(axis for axis in range(kernel.ndim) if axis != inputs)
         return qwix.quantize(kernel.astype(jnp.float32), kind, channelwise_axes=others, tiled_axes=tiles)
 
-    def put(leaf: jax.Array) -> jax.Array:
-        return jnp.array(jax.device_put(leaf, device), copy=True)  # JAX may alias host memory
-
     def place(path: jax.tree_util.KeyPath, leaf: jax.Array) -> PyTree:
-        return store(jax.device_put(leaf, device)) if path[-1].key == "kernel" else put(leaf)
+        return store(jax.device_put(leaf, device)) if path[-1].key == "kernel" else copied(leaf, device)
 
     return jax.tree_util.tree_map_with_path(place, params)
 

@@ -29,7 +29,7 @@ from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.joined import apart_and_joined, join, joined_config, separate
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.sharding import OverPrompts, make_mesh, over_prompts, shard, shard_policy
-from grpo_jax.models.variables import VALUE, PyTree, Variables, init_value_head, unstack, with_tower
+from grpo_jax.models.variables import VALUE, PyTree, Variables, copied, init_value_head, unstack, with_tower
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.models.vision.tower import TOWERS, make_tower
 
@@ -299,6 +299,10 @@ def make_policy(
             raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
         if "layers" in variables["params"]:
             return decoder.apply(variables, *args, **kwargs)
+        if lora is None:
+            raise ValueError(
+                "layers must be stacked where they are trained (unstack is for decode_step), got them apart"
+            )
         hidden, written = sequence.apply(apart(variables), *args, **kwargs)
         return hidden, None if written[0] is None else tuple(zip(*written, strict=True))
 
@@ -463,14 +467,10 @@ def load_policy(
     mesh_shape = section.mesh
     devices = devices or jax.devices()[: mesh_shape.size]
     mesh = make_mesh(mesh_shape.fsdp, mesh_shape.tensor, devices) if mesh_shape.size > 1 else None
-
     platform = platform_of(devices[0])
 
     def put(tree: PyTree) -> PyTree:
-        if mesh is not None:
-            return shard(tree, mesh)
-        # A CPU may alias host memory, whatever `may_alias` says, and what is aliased cannot be donated.
-        return jax.tree.map(lambda leaf: jnp.array(jax.device_put(leaf, devices[0]), copy=True), tree)
+        return copied(tree, devices[0]) if mesh is None else shard(tree, mesh)
 
     def store(params: Variables) -> dict[str, PyTree]:
         params = apart_and_joined(params, read.config) if keeps_layers_apart(section, platform) else params

@@ -73,6 +73,12 @@ def split_layers(tree: Variables) -> dict[str, PyTree]:
     return {name: part for name, part in tree.items() if name != "layers"} | apart
 
 
+def copied(tree: PyTree, device: jax.Device | None = None) -> PyTree:
+    """Copy arrays to a device (None: the first). JAX may alias host memory, and what is aliased cannot be donated."""
+    # On a CPU `device_put` aliases it even with may_alias=False.
+    return jax.tree.map(lambda leaf: jnp.array(jax.device_put(leaf, device), copy=True), tree)
+
+
 def is_quantised(leaf: PyTree) -> bool:
     """Whether weights are qwix's, numbers with their scales."""
     return hasattr(leaf, "qvalue")

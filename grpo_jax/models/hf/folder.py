@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from safetensors import SafetensorError
 
@@ -35,7 +34,7 @@ from grpo_jax.models.hf.weights import (
     weight_files,
     write_shard,
 )
-from grpo_jax.models.variables import VISUAL, PyTree, Variables
+from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
 from grpo_jax.models.vision.tower import tower_shapes
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -98,14 +97,14 @@ def load_weights(
 
     `put` takes the parameters from host memory to their devices; None copies them to the first.
     """
-    return read._replace(params=(put or _copied)(_read_weights(read, param_dtype)))
+    return read._replace(params=(put or copied)(_read_weights(read, param_dtype)))
 
 
 def load_tower(
     loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
 ) -> dict[str, PyTree]:
     """Load the parameters of a folder's vision tower; `put` takes ``{"visual": parameters}``."""
-    return (put or _copied)(_read_weights(loaded, param_dtype, tower=True))[VISUAL]
+    return (put or copied)(_read_weights(loaded, param_dtype, tower=True))[VISUAL]
 
 
 def _read_weights(loaded: PolicyFolder, param_dtype: str | None, *, tower: bool = False) -> PyTree:
@@ -115,11 +114,6 @@ def _read_weights(loaded: PolicyFolder, param_dtype: str | None, *, tower: bool 
     except UserError as error:
         named = str(loaded.path) in str(error)
         raise error if named else UserError(f"cannot load the policy in {loaded.path}: {error}") from error
-
-
-def _copied(tree: PyTree) -> PyTree:
-    # JAX may alias host memory, and aliased buffers cannot be donated.
-    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

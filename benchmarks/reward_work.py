@@ -43,7 +43,7 @@ def digits(prompts: list[str], completions: list[str], answer: list[str], **_: o
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker is told: the model's folder, a seed, how many steps, which way of several, and when it was started."""
+    """What a worker is told: folder, prompts, seed, number of steps, which way of several, when it was started."""
 
     folder: Path
     rows: Path

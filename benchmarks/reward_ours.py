@@ -35,6 +35,6 @@ if __name__ == "__main__":
     run(
         config,
         rewards=[task.digits],
-        on_iteration=lambda event: stopwatch.step(event.metrics["reward/digits/mean"], **dict(event.metrics)),
+        on_iteration=lambda event: stopwatch.step(event.metrics["reward/digits/mean"]),
     )
     stopwatch.write(("grpo_jax", "jax", "jaxlib", "flax", "optax"))

@@ -23,7 +23,7 @@ class Watch(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **_):
         if "reward" in logs:
-            self.stopwatch.step(logs["reward"], **{name: float(value) for name, value in logs.items()})
+            self.stopwatch.step(float(logs["reward"]))
 
 
 def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrainer:

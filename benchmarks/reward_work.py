@@ -80,7 +80,8 @@ class Stopwatch:
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def step(self, reward: float) -> None:
-        self.rows.append({"reward": reward, "cpu": cpu_seconds(), "wall": time.time() - self.given.started})
+        now = {"cpu": cpu_seconds(), "wall": time.time() - self.given.started, "peak_mib": work.peak_mib()}
+        self.rows.append({"reward": reward, **now})
 
     def write(self, packages: Sequence[str]) -> None:
         if len(self.rows) != self.given.steps:

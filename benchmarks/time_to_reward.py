@@ -95,7 +95,7 @@ def faster(library: str, work: Path, core: int) -> tuple[str, dict[str, dict]]:
     """The variant that takes less, and what was measured of each."""
     runs = {variant: run_worker(library, variant, 0, SHORT, work, core) for variant in VARIANTS[library]}
     measured = {
-        name: {"step": round(step_seconds(run), 2), "peak_mib": round(run["process"]["peak_mib"])}
+        name: {"step": round(step_seconds(run), 2), "peak_mib": round(run["steps"][-1]["peak_mib"])}
         for name, run in runs.items()
     }
     return min(measured, key=lambda name: measured[name]["step"]), measured
@@ -113,9 +113,10 @@ def summary(runs: list[dict]) -> dict:
     """Of one library's runs: seconds to each goal, the first step's and a later one's, memory; medians, and all."""
     goals = {f"{goal:g}": [reached(run["steps"], goal) for run in runs] for goal in GOALS}
     measured = {
-        "first": [run["steps"][0]["cpu"] for run in runs],
-        "step": [step_seconds(run) for run in runs],
-        "peak_mib": [run["process"]["peak_mib"] for run in runs],
+        "cpu of the first step": [run["steps"][0]["cpu"] for run in runs],
+        "cpu of a later step": [step_seconds(run) for run in runs],
+        "peak MiB, training": [run["steps"][-1]["peak_mib"] for run in runs],
+        "peak MiB, process": [run["process"]["peak_mib"] for run in runs],
     } | {f"{clock} to {goal}": [row and row[clock] for row in rows] for goal, rows in goals.items() for clock in CLOCKS}
     return {name: {"median": middle(values), "seeds": values} for name, values in measured.items()}
 

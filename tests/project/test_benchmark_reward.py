@@ -14,7 +14,7 @@ import time_to_reward  # noqa: E402
 
 def run(*rewards: float, slowness: float = 1.0) -> dict:
     steps = [
-        {"reward": reward, "cpu": slowness * place, "wall": 2 * slowness * place}
+        {"reward": reward, "cpu": slowness * place, "wall": 2 * slowness * place, "peak_mib": 50 * slowness}
         for place, reward in enumerate(rewards, start=1)
     ]
     return {"steps": steps, "process": {"peak_mib": 100 * slowness}}
@@ -28,13 +28,14 @@ def test_a_reward_is_reached_by_a_trailing_mean():
 
 
 def test_the_table_tells_medians_seeds_and_ratios():
-    quick, slow = run(0.5, 0.5, 0.5, 0.9), run(0.5, 0.5, 0.5, 0.9, slowness=4)
+    rewards = (0.5, 0.5, 0.5, 0.5, 0.5, 0.9)
+    quick, slow = run(*rewards), run(*rewards, slowness=4)
     rows = {"ours": time_to_reward.summary([quick, quick]), "trl": time_to_reward.summary([slow, slow])}
     ratios = time_to_reward.ratios(rows)
-    assert ratios["cpu to 0.5"] == ratios["peak_mib"] == ratios["step"] == 0.25
+    assert ratios["cpu to 0.5"] == ratios["peak MiB, process"] == ratios["cpu of a later step"] == 0.25
     assert ratios["step to 0.5"] == 1 and "cpu to 0.8" not in ratios
     lines = time_to_reward.table(rows).splitlines()
-    assert "| cpu to 0.5 | 3.0 (3.0, 3.0) | 12.0 (12.0, 12.0) | 0.25 |" in lines
+    assert "| cpu to 0.5 | 5.0 (5.0, 5.0) | 20.0 (20.0, 20.0) | 0.25 |" in lines
     assert "| cpu to 0.8 | never (never, never) | never (never, never) | – |" in lines
 
 

@@ -18,6 +18,7 @@ Writes JSON and docs/images/time_to_reward.png, and prints tables.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import shutil
@@ -33,12 +34,13 @@ import reward_work as task
 ROOT = Path(__file__).parents[1]
 BENCHMARKS, FIGURE = ROOT / "benchmarks", ROOT / "docs" / "images" / "time_to_reward.png"
 VARIANTS = {"ours": ("products", "layer"), "trl": ("plain", "checkpointing")}
-STEPS, SHORT, WINDOW = 30, 3, 5
+STEPS, SHORT, WINDOW, HELD = 30, 3, 5, 100
 GOALS, CLOCKS = (0.5, 0.8), ("step", "cpu", "wall")
 
 
 def make_folder(folder: Path) -> Path:
     """The model, by the first Python block of the recipe."""
+    folder = folder.resolve()
     if not folder.is_dir():
         recipe = (ROOT / "docs" / "recipes" / "arithmetic.md").read_text()
         (code,) = re.findall(r"```python\n(.*?)```", recipe, flags=re.DOTALL)[:1]
@@ -59,30 +61,45 @@ def drawn(seed: int, steps: int) -> list[dict[str, str]]:
 def run_worker(library: str, variant: str, seed: int, steps: int, work: Path, core: int) -> dict:
     """One process of one library, or its report from an earlier call."""
     name = f"{library}-{variant}-{seed}-{steps}"
-    out = (work / f"{name}.json").resolve()
-    if out.exists():
-        return json.loads(out.read_text())
     rows = task.sums() if library == "ours" else drawn(seed, steps)
-    path = out.with_suffix(".jsonl")
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shutil.rmtree(out.with_suffix(".run"), ignore_errors=True)  # of a run that was cut off
-    shutil.rmtree(out.with_suffix(".cache"), ignore_errors=True)
-    folder = make_folder(work / "smollm2").resolve()
-    given = task.Assignment(folder, path, seed, steps, variant, time.time(), out)
-    command = [
-        "taskset",
-        "-c",
-        str(core),
-        sys.executable,
-        str(BENCHMARKS / f"reward_{library}.py"),
-        *given.command_line(),
-    ]
-    env = {**grpo_iteration.environment(1), "XDG_CACHE_HOME": str(out.with_suffix(".cache"))}
-    with out.with_suffix(".log").open("w") as log:
-        subprocess.run(command, env=env, check=True, stdout=log, stderr=subprocess.STDOUT)
-    report = json.loads(out.read_text())
+    out = work.resolve() / f"{name}.json"
+    given = task.Assignment(make_folder(work / "smollm2"), out.with_suffix(".jsonl"), seed, steps, variant, 0.0, out)
+    report = called(f"reward_{library}.py", given, rows, core)
     print(f"{name}: " + " ".join(f"{key} {value:.0f}" for key, value in report["process"].items()), flush=True)
     return report
+
+
+def called(script: str, given: task.Assignment, rows: list[dict[str, str]], core: int) -> dict:
+    """What a script says of its assignment, in a process of its own on that core; or said in an earlier call."""
+    out = given.out
+    if not out.exists():
+        given.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shutil.rmtree(out.with_suffix(".run"), ignore_errors=True)  # of a run that was cut off
+        shutil.rmtree(out.with_suffix(".cache"), ignore_errors=True)
+        command = ["taskset", "-c", str(core), sys.executable, str(BENCHMARKS / script)]
+        env = {**grpo_iteration.environment(1), "XDG_CACHE_HOME": str(out.with_suffix(".cache"))}
+        with out.with_suffix(".log").open("w") as log:
+            given = dataclasses.replace(given, started=time.time())
+            subprocess.run([*command, *given.command_line()], env=env, check=True, stdout=log, stderr=subprocess.STDOUT)
+    return json.loads(out.read_text())
+
+
+def greedy(work: Path, core: int, best: dict[str, str], seeds: list[int]) -> dict[str, dict]:
+    """Greedy answers before training and behind each run, to `HELD` prompts that none of the runs drew."""
+    seen = {row["prompt"] for seed in seeds for row in drawn(seed, STEPS)}
+    rows = [row for row in task.sums() if row["prompt"] not in seen]
+    rows = rows[:: len(rows) // HELD][:HELD]
+    adapters = {
+        f"{library}-{seed}": work.resolve() / f"{library}-{best[library]}-{seed}-{STEPS}{place}"
+        for library, place in (("ours", ".run/adapter"), ("trl", ".trainer"))
+        for seed in seeds
+    }
+    said = {}
+    for name, adapter in {"before": "base", **adapters}.items():
+        out = work.resolve() / f"greedy-{name}.json"
+        given = task.Assignment(make_folder(work / "smollm2"), out.with_suffix(".jsonl"), 0, 0, str(adapter), 0.0, out)
+        said[name] = called("reward_greedy.py", given, rows, core)
+    return said
 
 
 def step_seconds(report: dict) -> float:
@@ -189,6 +206,7 @@ def main() -> int:
         for library in VARIANTS:
             runs[library].append(run_worker(library, best[library][0], seed, STEPS, chosen.work, chosen.core))
     rows = {library: summary(found) for library, found in runs.items()}
+    said = greedy(chosen.work, chosen.core, {library: found[0] for library, found in best.items()}, chosen.seeds)
     outcome = {
         "machine": machine,
         "tunables": grpo_iteration.TUNABLES,
@@ -197,6 +215,7 @@ def main() -> int:
         "variants": {library: dict(zip(("taken", "measured"), found, strict=True)) for library, found in best.items()},
         "summary": rows,
         "ratios": ratios(rows),
+        "greedy": said,
         "steps": {library: [kept(run) for run in found] for library, found in runs.items()},
     }
     chosen.out.write_text(json.dumps(outcome, indent=1) + "\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 import iteration_work as work
 
 PROMPTS, GROUP, NEW_TOKENS = 4, 8, 12
-RATE, BETA1, BETA2, CLIP_NORM = 2e-4, 0.9, 0.99, 1.0
+RATE, BETA1, BETA2, CLIP_NORM = 3e-4, 0.9, 0.99, 1.0
 RANK, ALPHA = 16, 32
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEAST, MOST = 10, 40  # of a summand

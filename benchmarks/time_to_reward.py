@@ -34,7 +34,7 @@ import reward_work as task
 ROOT = Path(__file__).parents[1]
 BENCHMARKS, FIGURE = ROOT / "benchmarks", ROOT / "docs" / "images" / "time_to_reward.png"
 VARIANTS = {"ours": ("products", "layer"), "trl": ("plain", "checkpointing")}
-STEPS, SHORT, WINDOW, HELD = 30, 3, 5, 100
+STEPS, SHORT, WINDOW, HELD = 24, 3, 5, 100
 GOALS, CLOCKS = (0.5, 0.8), ("step", "cpu", "wall")
 
 

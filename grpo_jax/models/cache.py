@@ -46,9 +46,9 @@ class Cache(NamedTuple):
 
 def init_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:
     """An empty cache for completions of shape [P, K, G, T, E]."""
-    *heads, length, size = shape if shape[1] > 1 else (shape[0], *shape[2:])
-    keys = tuple(jnp.zeros((*heads, size, length), dtype) for _ in range(layers))
-    values = tuple(jnp.zeros((*heads, length, size), dtype) for _ in range(layers))
+    *rows, length, size = shape
+    keys = tuple(jnp.zeros((*rows, size, length), dtype) for _ in range(layers))
+    values = tuple(jnp.zeros((*rows, length, size), dtype) for _ in range(layers))
     return Cache(keys, values, jnp.zeros((), jnp.int32))
 
 
@@ -59,12 +59,11 @@ def write(
 
     Writing past the end overwrites the last slot: callers make room for every token they decode.
     """
-    if cache[0].ndim < keys.ndim:
-        keys, values = keys.squeeze(1), values.squeeze(1)
-    return (
-        jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), slot, axis=cache[0].ndim - 1),
-        jax.lax.dynamic_update_slice_in_dim(cache[1], values.astype(cache[1].dtype), slot, axis=cache[1].ndim - 2),
+    written = (
+        jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), slot, axis=4),
+        jax.lax.dynamic_update_slice_in_dim(cache[1], values.astype(cache[1].dtype), slot, axis=3),
     )
+    return jax.lax.optimization_barrier(written)
 
 
 def of_paths(cache: Cache, parents: jax.Array) -> Cache:
@@ -73,9 +72,3 @@ def of_paths(cache: Cache, parents: jax.Array) -> Cache:
     take = jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3), axes)
     keys, values = (tuple(take(part, parents) for part in parts) for parts in (cache.keys, cache.values))
     return cache._replace(keys=keys, values=values)
-
-
-def with_heads(cache: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """A layer's keys [P, K, G, E, T] and values [P, K, G, T, E], also where there is one head."""
-    keys, values = cache
-    return (keys, values) if keys.ndim == 5 else (keys[:, None], values[:, None])

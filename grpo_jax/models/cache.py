@@ -59,11 +59,13 @@ def write(
 
     Writing past the end overwrites the last slot: callers make room for every token they decode.
     """
-    written = (
-        jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), slot, axis=4),
-        jax.lax.dynamic_update_slice_in_dim(cache[1], values.astype(cache[1].dtype), slot, axis=3),
-    )
-    return jax.lax.optimization_barrier(written)
+    ones = tuple(axis for axis in range(3) if keys.shape[axis] == 1)
+
+    def placed(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        old, new = old.squeeze(ones), new.astype(old.dtype).squeeze(ones)
+        return jnp.expand_dims(jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis), ones)
+
+    return placed(cache[0], keys, -1), placed(cache[1], values, -2)
 
 
 def of_paths(cache: Cache, parents: jax.Array) -> Cache:

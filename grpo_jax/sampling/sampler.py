@@ -381,7 +381,16 @@ def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Lo
 
 
 def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_than: int) -> Loop:
-    return lax.while_loop(lambda loop: (loop.step < until) & (_unfinished(loop) > more_than), step, loop)
+    def slim(loop: Loop) -> Loop:
+        return loop._replace(cache=jax.tree.map(jnp.squeeze, loop.cache))
+
+    def whole(state: Loop) -> Loop:
+        return state._replace(cache=jax.tree.map(lambda x, like: x.reshape(like.shape), state.cache, loop.cache))
+
+    def goes_on(state: Loop) -> jax.Array:
+        return (state.step < until) & (_unfinished(state) > more_than)
+
+    return whole(lax.while_loop(goes_on, lambda state: slim(step(whole(state))), slim(loop)))
 
 
 def halves(rows: int, length: int, ends: Ends) -> bool:

@@ -32,11 +32,7 @@ class Rows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of completions as far as they are written.
-
-    A single head has no axis K: XLA drops axes of one from its products, and would write and copy the whole cache
-    once more for every token, in the shape with the axis and in the one without.
-    """
+    """Keys and values of completions as far as they are written."""
 
     keys: tuple[jax.Array, ...]  # of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read
     values: tuple[jax.Array, ...]  # of each layer [P, K, G, T, E]
@@ -56,6 +52,10 @@ def write(
     cache: tuple[jax.Array, jax.Array], slot: jax.Array, keys: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Write keys [P, K, G, E, A] and values [P, K, G, A, E] into a layer's cache from a slot on; in place under jit.
+
+    XLA drops axes of one from its products (one prompt, one head, groups of one). A cache that is written or carried
+    with such an axis and read without it is copied for every token: it is written without, and a loop that decodes
+    has to carry it without, as the sampler's does.
 
     Writing past the end overwrites the last slot: callers make room for every token they decode.
     """

@@ -1,7 +1,6 @@
 """The decoder against itself: sharing, caching, padding, adapters, shapes, refusals."""
 
 import re
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,40 @@
+"""A run of grpo_jax on the sums, by `grpo_jax.run` as a user calls it; a worker of time_to_reward.py.
+
+Variants: values of `policy.remat`.
+"""
+
+from __future__ import annotations
+
+import reward_work as task
+
+from grpo_jax import make_config, run
+
+if __name__ == "__main__":
+    given = task.assignment()
+    stopwatch = task.Stopwatch(given)
+    lora = {"rank": task.RANK, "alpha": task.ALPHA, "targets": list(task.TARGETS)}
+    config = make_config(
+        task="text",
+        run_dir=str(given.out.with_suffix(".run")),
+        seed=given.seed,
+        policy={"path": str(given.folder), "lora": lora, "remat": given.variant},
+        data={"prompts": str(given.rows), "held_out": 0.0},
+        sampling={"group_size": task.GROUP, "max_new_tokens": task.NEW_TOKENS, "temperature": 1.0},
+        algorithm={"preset": "grpo", "advantage": "grpo", "scale": "group", "kl_coef": 0.0},
+        optimizer={
+            "learning_rate": task.RATE,
+            "schedule": "constant",
+            "beta1": task.BETA1,
+            "beta2": task.BETA2,
+            "weight_decay": 0.0,
+            "max_grad_norm": task.CLIP_NORM,
+        },
+        training={"prompts_per_batch": task.PROMPTS, "max_steps": given.steps, "save_every": 0},
+        report_to=[],
+    )
+    run(
+        config,
+        rewards=[task.digits],
+        on_iteration=lambda event: stopwatch.step(event.metrics["reward/digits/mean"]),
+    )
+    stopwatch.write(("grpo_jax", "jax", "jaxlib", "flax", "optax"))

@@ -1,0 +1,83 @@
+"""A run of TRL's GRPOTrainer on the sums, with PEFT's LoRA; a worker of time_to_reward.py.
+
+Variants: "plain", and "checkpointing" (gradient checkpointing).
+"""
+
+from __future__ import annotations
+
+import json
+
+import reward_work as task
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Watch(TrainerCallback):
+    """Reads the trainer's log of each step."""
+
+    def __init__(self, stopwatch: task.Stopwatch):
+        self.stopwatch = stopwatch
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if "reward" in logs:
+            self.stopwatch.step(float(logs["reward"]))
+
+
+def make_trainer(given: task.Assignment, stopwatch: task.Stopwatch) -> GRPOTrainer:
+    # In the order in which grpo_jax draws them with this seed.
+    rows = [json.loads(line) for line in given.rows.read_text().splitlines()]
+    prompts = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    config = GRPOConfig(
+        output_dir=str(given.out.with_suffix(".trainer")),
+        seed=given.seed,
+        per_device_train_batch_size=task.PROMPTS * task.GROUP,
+        num_generations=task.GROUP,
+        max_completion_length=task.NEW_TOKENS,
+        max_steps=given.steps,
+        num_iterations=1,
+        loss_type="grpo",
+        scale_rewards="group",
+        beta=0.0,
+        learning_rate=task.RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=task.BETA1,
+        adam_beta2=task.BETA2,
+        weight_decay=0.0,
+        max_grad_norm=task.CLIP_NORM,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        gradient_checkpointing=given.variant == "checkpointing",
+        model_init_kwargs={"dtype": "float32"},
+        bf16=False,
+        use_cpu=True,
+        optim="adamw_torch",
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        shuffle_dataset=False,
+    )
+    return GRPOTrainer(
+        str(given.folder),
+        task.digits,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts, "answer": [row["answer"] for row in rows]}),
+        peft_config=LoraConfig(
+            r=task.RANK, lora_alpha=task.ALPHA, target_modules=list(task.TARGETS), task_type="CAUSAL_LM"
+        ),
+        callbacks=[Watch(stopwatch)],
+    )
+
+
+if __name__ == "__main__":
+    given = task.assignment()
+    torch.set_num_threads(1)
+    stopwatch = task.Stopwatch(given)
+    trainer = make_trainer(given, stopwatch)
+    trainer.train()
+    trainer.save_model()
+    stopwatch.write(("trl", "transformers", "torch", "peft", "accelerate"))

@@ -1,0 +1,91 @@
+"""The task of the time to a reward, the same for both libraries: sums, reward, settings, and what a worker reports.
+
+Imported by the workers and by `time_to_reward.py`: the standard library, and `iteration_work`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import iteration_work as work
+
+PROMPTS, GROUP, NEW_TOKENS = 4, 8, 12
+RATE, BETA1, BETA2, CLIP_NORM = 3e-4, 0.9, 0.99, 1.0
+RANK, ALPHA = 16, 32
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LEAST, MOST = 10, 40  # of a summand
+
+
+def sums() -> list[dict[str, str]]:
+    """All prompts, with their answers."""
+    pairs = [(a, b) for a in range(LEAST, MOST) for b in range(LEAST, MOST)]
+    return [{"prompt": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)} for a, b in pairs]
+
+
+def share(text: str, answer: str) -> float:
+    """The share of the digits of a text's last number that are those of the answer."""
+    number = (re.findall(r"\d+", text) or [""])[-1]
+    return sum(a == b for a, b in zip(number, answer, strict=False)) / max(len(number), len(answer))
+
+
+def digits(prompts: list[str], completions: list[str], answer: list[str], **_: object) -> list[float]:
+    """The reward, with the arguments that both libraries give it; completions are texts, or messages in TRL."""
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [share(text, right) for text, right in zip(texts, answer, strict=True)]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker is told: folder, prompts, seed, number of steps, which way of several, when it was started."""
+
+    folder: Path
+    rows: Path
+    seed: int
+    steps: int
+    variant: str
+    started: float
+    out: Path
+
+    def command_line(self) -> list[str]:
+        return [text for name, value in vars(self).items() for text in (f"--{name}", str(value))]
+
+
+def assignment(arguments: Sequence[str] | None = None) -> Assignment:
+    """Reads a worker's command line, as `Assignment.command_line` writes it."""
+    parser = argparse.ArgumentParser()
+    for name, kind in (("folder", Path), ("rows", Path), ("seed", int), ("steps", int), ("variant", str)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    parser.add_argument("--started", type=float, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    return Assignment(**vars(parser.parse_args(arguments)))
+
+
+def cpu_seconds() -> float:
+    """Of this process since it began, imports included, and of its children that ended."""
+    return sum(os.times()[:4])
+
+
+@dataclass
+class Stopwatch:
+    """One row per step: the mean reward of its batch, and the seconds since the process began."""
+
+    given: Assignment
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def step(self, reward: float) -> None:
+        now = {"cpu": cpu_seconds(), "wall": time.time() - self.given.started, "peak_mib": work.peak_mib()}
+        self.rows.append({"reward": reward, **now})
+
+    def write(self, packages: Sequence[str]) -> None:
+        if len(self.rows) != self.given.steps:
+            raise RuntimeError(f"expected {self.given.steps} steps, saw {len(self.rows)}")
+        whole = {"cpu": cpu_seconds(), "wall": time.time() - self.given.started, "peak_mib": work.peak_mib()}
+        report = {"steps": self.rows, "process": whole, "versions": work.versions(packages)}
+        self.given.out.write_text(json.dumps(report))

@@ -233,10 +233,11 @@ def _sections(kind: type, values: Values, name: str, about: str, first: Sequence
 
 
 def help_lines(kind: type) -> dict[str, str]:
-    """Return the help line of each field, from the docstring of its class."""
+    """Return the help line of each field, from the docstring of the class that has it."""
     from docstring_parser import parse
 
-    return {param.arg_name: " ".join((param.description or "").split()) for param in parse(kind.__doc__ or "").params}
+    params = [param for one in reversed(kind.__mro__) for param in parse(vars(one).get("__doc__") or "").params]
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
 
 
 def first_sentence(text: str) -> str:

@@ -82,6 +82,15 @@ class Episodes(NamedTuple):
         """bool [P, G], false where the last text could not be read and another stands in."""
         return np.array([[episode.last.usable for episode in group] for group in self.episodes])
 
+    @property
+    def usable_turns(self) -> np.ndarray:
+        """bool [P, G, U], likewise of each turn; true for one that does not exist."""
+        usable = np.ones(self.lengths.shape, bool)
+        for p, g in np.ndindex(usable.shape[:2]):
+            turns = self.episodes[p][g].turns
+            usable[p, g, : len(turns)] = [turn.usable for turn in turns]
+        return usable
+
 
 class Judgement(NamedTuple):
     """Rewards of episodes.

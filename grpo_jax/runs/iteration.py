@@ -220,7 +220,7 @@ def sample_batch(
         keep_prompt=config.sampling.keep_prompt,
         scheduling=parts.scheduling(config.training.chunk_prompts, slot),
     )
-    objectives = objectives_of(parts, judgement.rewards, episodes.lengths)
+    objectives = objectives_of(parts, judgement.rewards, episodes.lengths, episodes.usable_turns)
     informative = informative_groups(objectives, config.algorithm)
     return episodes, judgement._replace(objectives=objectives, informative=informative)
 

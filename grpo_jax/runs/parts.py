@@ -304,8 +304,13 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
     )
 
 
-def objectives_of(parts: RunContext, rewards: np.ndarray, lengths: np.ndarray) -> Objectives:
-    """Objectives of judged rewards f32 [P, G, U, N] and lengths i32 [P, G, U] tokens, on the policy's device."""
+def objectives_of(
+    parts: RunContext, rewards: np.ndarray, lengths: np.ndarray, usable: np.ndarray | None = None
+) -> Objectives:
+    """Objectives of judged rewards f32 [P, G, U, N] and lengths i32 [P, G, U] tokens, on the policy's device.
+
+    With `usable` bool [P, G, U] those that could not be read earn what the task says; without it what was judged.
+    """
     leaf = jax.tree.leaves(parts.policy.variables)[0]
     device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
     judged, counts = jax.device_put((rewards, lengths), device)
@@ -317,6 +322,8 @@ def objectives_of(parts: RunContext, rewards: np.ndarray, lengths: np.ndarray) -
         conditions=parts.rewards.conditions,
         overlong_buffer=parts.config.algorithm.overlong_buffer,
         max_new_tokens=parts.config.sampling.max_new_tokens,
+        usable=None if parts.task_data.unusable == "prompt" else usable,
+        fill=parts.task_data.unusable == "worst",
     )
 
 

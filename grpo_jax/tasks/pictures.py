@@ -27,6 +27,7 @@ from grpo_jax.rollout.texts import Reading
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.rewriting import names_a_negative, parse_rewrite
 from grpo_jax.tasks.task import Task, TaskData
+from grpo_jax.training.estimators import Unusable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,7 +195,15 @@ def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
 
 @dataclass(frozen=True)
 class PictureTask(Task):
-    """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
+    """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them.
+
+    Args:
+        unusable: What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by
+            objective the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned
+            from it ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt").
+    """
+
+    unusable: Unusable = "worst"
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},
@@ -256,6 +265,7 @@ def picture_data(
         prompts,
         TaskRewards(rewards, defaults=defaults, conditions=conditioned),
         render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
+        unusable=config.task.unusable,
     )
 
 

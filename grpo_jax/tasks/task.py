@@ -37,6 +37,7 @@ from grpo_jax.rollout.episodes import Answer, Respond
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import Reading, as_written, completion_statistics
 from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry, Table
+from grpo_jax.training.estimators import Unusable
 
 if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
@@ -144,6 +145,7 @@ class TaskData:
         vocabulary: Of a new policy; None if there is none.
         identity: What must be the same when a run is resumed or evaluated, beside the config.
         choices: The list of texts that may be written; None for any text.
+        unusable: What a completion earns in training that could not be read.
     """
 
     prompts: PromptSet
@@ -156,6 +158,7 @@ class TaskData:
     vocabulary: Vocabulary | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
     choices: Choices | None = None
+    unusable: Unusable = "prompt"
 
 
 @dataclass(frozen=True)

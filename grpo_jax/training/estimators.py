@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from grpo_jax.core.turns import last_turn, turn_advantages, turn_returns
 
 OVERLONG = "overlong"
 """Name of the soft length penalty's objective."""
+Unusable = Literal["worst", "missing", "prompt"]
+"""Rewards of a completion that could not be read: the worst of its group, none, or those of the user's prompt."""
 
 
 class Objectives(NamedTuple):
@@ -52,37 +54,64 @@ def make_objectives(
     conditions: Sequence[Condition] = (),
     overlong_buffer: int = 0,
     max_new_tokens: int,
+    usable: np.ndarray | None = None,
+    fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
     GDPO normalises this objective by itself, every other estimator adds it to the sum. It is missing where every
     judged reward is. It grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`. `lengths` are i32
-    [P, G] tokens.
+    [P, G] tokens. Where `usable` bool [P, G] is false rewards are missing or, with `fill`, by objective the lowest of
+    the group's usable completions, if it has any.
     """
     rewards = condition_rewards(judged, conditions)
+    missing = jnp.isnan(judged).all(axis=-1)
+    if usable is not None:
+        rewards = without_unusable(rewards, jnp.asarray(usable), fill=fill)
+        missing = jnp.where(usable, missing, jnp.isnan(rewards).all(axis=-1))
     names, factors = tuple(weights), tuple(weights.values())
     if overlong_buffer == 0:
         return Objectives(rewards, names, factors)
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
-    penalty = jnp.where(jnp.isnan(judged).all(axis=-1), jnp.nan, penalty)
+    penalty = jnp.where(missing, jnp.nan, penalty)
     return Objectives(jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, 1.0))
 
 
+def without_unusable(rewards: jax.Array, usable: jax.Array, *, fill: bool) -> jax.Array:
+    """Replace rewards f32 [P, G, N] where `usable` [P, G] is false: by NaN, or with `fill` by their group's lowest.
+
+    The lowest is by objective, over the usable completions; NaN in a group without any.
+    """
+    readable = usable[..., None] & ~jnp.isnan(rewards)
+    lowest = jnp.where(readable, rewards, jnp.inf).min(axis=1, keepdims=True)
+    stand_in = jnp.where(readable.any(axis=1, keepdims=True) & fill, lowest, jnp.nan)
+    return jnp.where(usable[..., None], rewards, stand_in)
+
+
 def make_turn_objectives(
-    judged: jax.Array, lengths: jax.Array, section: AlgorithmSection, **options: Any
+    judged: jax.Array,
+    lengths: jax.Array,
+    section: AlgorithmSection,
+    *,
+    usable: np.ndarray | None = None,
+    **options: Any,
 ) -> Objectives:
-    """`make_objectives` (with its `options`) of episodes: conditions and length penalty hold in each turn by itself.
+    """`make_objectives` (with its `options`) of episodes: all it does holds in each turn by itself.
 
     `judged` is f32 [P, G, U, N], NaN where missing and where a turn does not exist; `lengths` are i32 [P, G, U]
-    tokens, 0 for a turn that does not exist where there are several.
+    tokens, 0 for a turn that does not exist where there are several; `usable` bool [P, G, U] is true there.
     """
     prompts, group, turns, _ = judged.shape
-    flat = make_objectives(
-        judged.reshape(prompts, group * turns, -1), lengths.reshape(prompts, group * turns), **options
-    )
+
+    def by_turn(array: Any) -> jax.Array:  # [P, G, U, ..] → [P · U, G, ..]: a group's completions in one turn
+        return jnp.moveaxis(jnp.asarray(array), 2, 1).reshape(prompts * turns, group, *array.shape[3:])
+
+    usable = None if usable is None else by_turn(usable)
+    flat = make_objectives(by_turn(judged), by_turn(lengths), usable=usable, **options)
     if turns == 1:
         return flat
-    rewards, exists = flat.rewards.reshape(prompts, group, turns, -1), jnp.asarray(lengths) > 0
+    rewards = jnp.moveaxis(flat.rewards.reshape(prompts, turns, group, -1), 1, 2)
+    exists = jnp.asarray(lengths) > 0
     if section.turn_advantage == "last":
         return flat._replace(rewards=last_turn(rewards, exists))
     returns = turn_returns(rewards, exists, discount=section.turn_discount)

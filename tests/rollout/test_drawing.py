@@ -71,7 +71,7 @@ def make_parts(teaches, **algorithm):
         scheduling=lambda chunk_prompts, slot: Scheduling(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
-        task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {})),
+        task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), unusable="prompt"),
     )  # fmt: skip
     return parts, judged
 

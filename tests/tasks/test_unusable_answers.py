@@ -1,0 +1,115 @@
+"""task.unusable: what an answer earns that cannot be read, so that silence pays no better than a bad rewrite."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from grpo_jax.config.sections import AlgorithmSection
+from grpo_jax.training.estimators import OVERLONG, estimate_advantages, make_objectives, make_turn_objectives
+
+nan = np.nan
+JUDGED = np.array([[[0.5, 2.0], [0.3, 4.0], [0.9, 9.0], [nan, 3.0]], [[0.5, 2.0]] * 4], np.float32)  # [P, G, N]
+USABLE = np.array([[True, True, False, True], [False] * 4])
+WEIGHTS = {"a": 1.0, "b": 0.5}
+
+
+def objectives(how, judged=JUDGED, usable=USABLE, **more):
+    given = {} if how == "prompt" else {"usable": usable, "fill": how == "worst"}
+    lengths = np.full(judged.shape[:2], 10)
+    return make_objectives(jnp.asarray(judged), lengths, weights=WEIGHTS, max_new_tokens=10, **given, **more)
+
+
+def test_it_earns_the_worst_of_its_group_by_objective_or_nothing():
+    worst, missing, prompt = (np.asarray(objectives(how).rewards) for how in ("worst", "missing", "prompt"))
+    np.testing.assert_array_equal(prompt, JUDGED)
+    np.testing.assert_allclose(worst[0, 2], [0.3, 2.0])
+    for came in (worst, missing):
+        np.testing.assert_array_equal(came[USABLE], JUDGED[USABLE])
+        assert np.isnan(came[1]).all()  # nothing to be worse than
+    assert np.isnan(missing[0, 2]).all()
+    lengths = objectives("worst", overlong_buffer=4)
+    assert lengths.names[-1] == OVERLONG and np.isnan(lengths.rewards[1]).all()
+    np.testing.assert_allclose(lengths.rewards[0, 2], [0.3, 2.0, -1.0])  # its own length counts
+    for advantage in ("gdpo", "grpo", "rloo", "batch"):
+        section = AlgorithmSection(advantage=advantage, whiten="none")
+        found = estimate_advantages(jnp.asarray(worst), np.ones((2, 4, 1), bool), section, (1.0, 0.5))
+        assert (np.asarray(found[1]) == 0).all()  # no pull
+
+
+def test_turns_are_compared_with_the_same_turn_of_the_group():
+    judged = np.array([[[[1.0], [5.0]], [[2.0], [nan]], [[7.0], [8.0]], [[4.0], [3.0]]]], np.float32)  # [1, 4, 2, 1]
+    usable = np.array([[[True, False], [True, True], [False, True], [True, True]]])
+    lengths = np.array([[[3, 3], [3, 0], [3, 3], [3, 3]]])
+    section = AlgorithmSection(turn_advantage="return", turn_discount=1.0)
+    options = {"weights": {"a": 1.0}, "max_new_tokens": 4, "usable": usable, "fill": True}
+    found = make_turn_objectives(jnp.asarray(judged), lengths, section, **options)
+    np.testing.assert_allclose(found.returns[0, :, :, 0], [[1 + 3, 3], [2, nan], [1 + 8, 8], [4 + 3, 3]])
+
+
+def trained(how):
+    """Probabilities of three answers after REINFORCE: a good rewrite, a bad one, and silence."""
+    rng, logits, earned = np.random.default_rng(0), np.zeros(3), np.array([0.5, 0.2, 0.6], np.float32)
+    for _ in range(100):
+        probabilities = np.exp(logits) / np.exp(logits).sum()
+        drawn = rng.choice(3, (8, 8), p=probabilities)
+        judged = np.stack([earned[drawn]] * 2, axis=-1)
+        rewards = objectives(how, judged, drawn != 2).rewards
+        advantages = estimate_advantages(rewards, np.ones((8, 8, 1), bool), AlgorithmSection(), (1.0, 0.5))
+        gradient = (np.eye(3)[drawn] - probabilities) * np.asarray(advantages)[..., None]
+        logits += 0.5 * gradient.mean((0, 1))
+    return np.exp(logits) / np.exp(logits).sum()
+
+
+def test_silence_wins_where_it_is_paid_and_only_there():
+    assert trained("prompt")[2] > 0.9
+    assert trained("worst")[0] > 0.9
+
+
+def run(tmp_path, *arguments):
+    from grpo_jax.train import main
+
+    folder = tmp_path / "run"
+    small = {
+        "sampling.temperature": 4, "sampling.group_size": 8, "training.prompts_per_batch": 4, "training.max_steps": 1,
+        "algorithm.advantage": "grpo", "rewards": "[alignment]", "evaluation.prompts": 4, "evaluation.every": 0,
+        "evaluation.gallery": 0, "evaluation.sampled": "false", "report_to": "[]", "run_dir": folder,
+    }  # fmt: skip
+    assert main([*(f"--{name}={value}" for name, value in small.items()), *arguments]) == 0
+    (row,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return row, pyarrow.parquet.read_table(folder / "completions" / "step_000001.parquet").to_pydict()
+
+
+@pytest.mark.parametrize(
+    "how", ["worst", *(pytest.param(how, marks=pytest.mark.slow) for how in ("missing", "prompt"))]
+)
+def test_the_command_pays_an_unreadable_answer_as_it_is_told(how, tmp_path):
+    pytest.importorskip("diffusers")
+    pytest.importorskip("open_clip")
+    row, table = run(tmp_path, *([] if how == "worst" else [f"--task.unusable={how}"]))  # the default
+    usable, reward, advantage = (
+        np.array(table[name]).reshape(4, 8) for name in ("usable", "reward/alignment", "advantage")
+    )
+    assert 0 < row["unusable"] < 1 and np.isfinite(reward).all()  # told as it was judged
+    said = np.array(table["text"]) == np.array(table["prompt"])
+    assert said.reshape(4, 8)[~usable].all()  # what was drawn
+    learned = reward.astype(float)
+    lowest = np.where(usable, reward, np.inf).min(1, keepdims=True)
+    if how != "prompt":
+        learned = np.where(usable, reward, lowest if how == "worst" else nan)
+    centred = learned - np.nanmean(learned, axis=1, keepdims=True)
+    expected = np.nan_to_num(centred / (np.nanstd(learned, axis=1, ddof=1, keepdims=True) + 1e-4))
+    np.testing.assert_allclose(advantage, expected, rtol=1e-3, atol=1e-3)
+    assert row["reward/total/mean"] == pytest.approx(np.nanmean(learned), abs=1e-5)
+
+
+def test_the_command_knows_three_ways_and_says_what_they_are(capsys):
+    from grpo_jax.train import main
+
+    with pytest.raises(SystemExit):
+        main(["--task", "prompt_recreation", "--help", "task.unusable"])
+    assert "thinking that never ends" in " ".join(capsys.readouterr().out.split())
+    assert main(["--task.unusable", "free"]) == 2
+    assert capsys.readouterr().err.startswith("error: task.unusable: expected")

@@ -313,8 +313,8 @@ class Renderer:
     @property
     def summary(self) -> str:
         """One line for the opening of a run."""
-        steps = self.training.steps
-        return f"{self.name}: {self.kind}, {steps} steps, window {self.window} tokens, on {self.device}"
+        steps = f"{self.training.steps} step{'s' if self.training.steps > 1 else ''}"
+        return f"{self.name}: {self.kind}, {steps}, window {self.window} tokens, on {self.device}"
 
     def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
         """`render` with the settings of evaluation or of training, and `change` what was drawn."""

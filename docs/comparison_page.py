@@ -270,7 +270,8 @@ LANGUAGE_PART = """
 The miniature's policy (see the README) from the same start, the same {iterations} iterations of 16 prompts × 8
 completions. PPO has a value head on the policy's states, a KL reward for each token, GAE and a value loss
 (`configs/prompt_enhancement_ppo.yaml`); the other two compare the completions of a prompt. Pixel accuracy is measured
-by a checker that no reward is made of, on the same 128 held-out prompts.
+by a checker that no reward is made of, on the same 128 held-out prompts. All three were trained on pictures of two
+steps (`--judges.renderer.steps 2`), where the default run draws one.
 
 ![Pixel accuracy of PPO, GRPO and GDPO](images/comparison_language.png)
 

@@ -546,6 +546,8 @@ class EvaluationSection:
         prompts: Test prompts measured before and after; 0 for all of them.
         validation_prompts: Validation prompts on which the best checkpoint is chosen.
         every: Iterations between validations; 0 for never.
+        best_by: What the best checkpoint has most of in validation: "score", which is maximised, or the name of a
+            reward or of a watched measure. One whose watched measures fell below the start's is never the best.
         gallery: Prompts shown in the before/after gallery.
         sampled: Measure sampled completions beside the greedy ones.
         samples: Sampled completions of each test prompt (k); above 1 their mean@k and pass@k are reported, with 95 %
@@ -559,6 +561,7 @@ class EvaluationSection:
     prompts: Count = 128
     validation_prompts: Count = 32
     every: Count = 25
+    best_by: str = "score"
     gallery: Count = may_change(12)
     sampled: bool = True
     samples: Length = 1

@@ -290,8 +290,8 @@ def attend_streams(
         key, value = (_split_group(part[:, length:], steps) for part in (key, value))
         written, new_keys_values = (key.transpose(0, 3, 1, 4, 2), value.transpose(0, 3, 1, 2, 4)), None
         if layer_input.cache is not None:
-            new_keys_values = caches.write(layer_input.cache, context.slot, *written)
-            written, readable = caches.with_heads(new_keys_values), context.cached
+            written = new_keys_values = caches.write(layer_input.cache, context.slot, *written)
+            readable = context.cached
         sources = [KeyValues(*prefix, context.prompt), KeyValues(*written, readable, own=layer_input.cache is None)]
         mixed.append(attend_rows(query[:, length:], context.completion, sources))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1), new_keys_values

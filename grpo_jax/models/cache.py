@@ -32,11 +32,7 @@ class Rows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of completions as far as they are written.
-
-    A single head has no axis K: XLA drops axes of one from its products, and would write and copy the whole cache
-    once more for every token, in the shape with the axis and in the one without.
-    """
+    """Keys and values of completions as far as they are written."""
 
     keys: tuple[jax.Array, ...]  # of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read
     values: tuple[jax.Array, ...]  # of each layer [P, K, G, T, E]
@@ -46,9 +42,9 @@ class Cache(NamedTuple):
 
 def init_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:
     """An empty cache for completions of shape [P, K, G, T, E]."""
-    *heads, length, size = shape if shape[1] > 1 else (shape[0], *shape[2:])
-    keys = tuple(jnp.zeros((*heads, size, length), dtype) for _ in range(layers))
-    values = tuple(jnp.zeros((*heads, length, size), dtype) for _ in range(layers))
+    *rows, length, size = shape
+    keys = tuple(jnp.zeros((*rows, size, length), dtype) for _ in range(layers))
+    values = tuple(jnp.zeros((*rows, length, size), dtype) for _ in range(layers))
     return Cache(keys, values, jnp.zeros((), jnp.int32))
 
 
@@ -57,14 +53,19 @@ def write(
 ) -> tuple[jax.Array, jax.Array]:
     """Write keys [P, K, G, E, A] and values [P, K, G, A, E] into a layer's cache from a slot on; in place under jit.
 
+    XLA drops axes of one from its products (one prompt, one head, groups of one). A cache that is written or carried
+    with such an axis and read without it is copied for every token: it is written without, and a loop that decodes
+    has to carry it without, as the sampler's does.
+
     Writing past the end overwrites the last slot: callers make room for every token they decode.
     """
-    if cache[0].ndim < keys.ndim:
-        keys, values = keys.squeeze(1), values.squeeze(1)
-    return (
-        jax.lax.dynamic_update_slice_in_dim(cache[0], keys.astype(cache[0].dtype), slot, axis=cache[0].ndim - 1),
-        jax.lax.dynamic_update_slice_in_dim(cache[1], values.astype(cache[1].dtype), slot, axis=cache[1].ndim - 2),
-    )
+    ones = tuple(axis for axis in range(3) if keys.shape[axis] == 1)
+
+    def placed(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        old, new = old.squeeze(ones), new.astype(old.dtype).squeeze(ones)
+        return jnp.expand_dims(jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis), ones)
+
+    return placed(cache[0], keys, -1), placed(cache[1], values, -2)
 
 
 def of_paths(cache: Cache, parents: jax.Array) -> Cache:
@@ -73,9 +74,3 @@ def of_paths(cache: Cache, parents: jax.Array) -> Cache:
     take = jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3), axes)
     keys, values = (tuple(take(part, parents) for part in parts) for parts in (cache.keys, cache.values))
     return cache._replace(keys=keys, values=values)
-
-
-def with_heads(cache: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """A layer's keys [P, K, G, E, T] and values [P, K, G, T, E], also where there is one head."""
-    keys, values = cache
-    return (keys, values) if keys.ndim == 5 else (keys[:, None], values[:, None])

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from grpo_jax.models.cache import with_heads
-
 _ROWS = 16  # of a product in Triton, at least
 _BLOCK = 64  # keys at a time
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -45,21 +43,19 @@ def attend_token(
     shared, size = query.shape[-2:]
     # One array: XLA makes it, rotated, in one kernel.
     heads = jnp.concatenate([query, key[..., None, :], value[..., None, :]], axis=-2)
-    own = with_heads(cache)
     rows = max(_ROWS, pl.next_power_of_2(shared))
-    operands = heads, *prefix, mask, slot, *own
+    operands = heads, *prefix, mask, slot, *cache
     specs = [_heads_spec(heads, rows), *map(_prompt_spec, prefix), _mask_spec(mask), pl.BlockSpec((), lambda *_: ())]
-    mixed, *own = pl.pallas_call(
+    mixed, keys, values = pl.pallas_call(
         partial(_kernel, shared=shared, rows=rows, scale=size**-0.5),
         grid=(query.shape[1], query.shape[2], query.shape[0]),
-        in_specs=[*specs, *map(_own_spec, own)],
-        out_specs=[_heads_spec(query, rows), *map(_own_spec, own)],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, *own)],
+        in_specs=[*specs, *map(_own_spec, cache)],
+        out_specs=[_heads_spec(query, rows), *map(_own_spec, cache)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, *cache)],
         input_output_aliases={5: 1, 6: 2},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         name="decode_attention",
     )(*operands)
-    keys, values = (new.reshape(old.shape) for new, old in zip(own, cache, strict=True))
     return mixed, (keys, values)
 
 

@@ -202,4 +202,17 @@ def result_lines(summary: Values, display: Display = Display()) -> list[str]:
             f"baseline reward {baseline:.3f}, reward after training {reward:.3f}:"
             f" improvement {summary['improvement']:+.3f}{share}"
         )
+    return [*lines, *suspicions(summary)]
+
+
+def suspicions(summary: Values) -> list[str]:
+    """Return a line for each watched measure that fell while the reward rose."""
+    lines = []
+    for name in summary.get("suspect", []):
+        values = summary["evaluation"].get(name, {})
+        before, after = (math.nan if (value := values.get(when)) is None else value for when in ("before", "after"))
+        lines.append(
+            f"suspect: {name} fell from {before:.3g} to {after:.3g} while the reward rose: the policy may please its "
+            "judge alone; look at what it wrote"
+        )
     return lines

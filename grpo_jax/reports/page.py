@@ -20,6 +20,7 @@ from markupsafe import Markup
 from grpo_jax.config.fields import typed
 from grpo_jax.config.files import Values, load_json, read_text
 from grpo_jax.errors import UserError
+from grpo_jax.reports.console import suspicions
 from grpo_jax.runs.directory import RunDirectory, encode_png, finite, write_atomically
 from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, Table, of_turns
 
@@ -37,6 +38,7 @@ _SUMMARY: Values = {
     "seconds": dict[str, float | None],
     "versions": dict[str, str],
     "samples": dict[str, Any],
+    "suspect": list[str],
 }
 """Numbers of a summary that pages and cards compute with."""
 _SAMPLES = dict[str, dict[str, dict[str, list[float | None] | None]]]
@@ -130,6 +132,7 @@ def headline(title: str, summary: Values, display: Display, rows: Rows) -> str:
         claims.append(_claim(main, evaluation[main], summary.get("prompts"), display))
         names = [main, *(name for name in evaluation if name != main and not of_turns(name, evaluation))]
         measures = [_card(name, evaluation[name], display) for name in names]
+    claims += [Markup('<strong class="suspect">{}</strong>.').format(line) for line in suspicions(summary)]
     if not summary and rows:
         claims.append(f"Not finished: after iteration {rows[-1]['step']}.")
     return render("headline", "grpo_jax run", title, claims, measures, display)

@@ -74,6 +74,13 @@ def evaluate_policy(
     return Evaluation(measures, first, [group[0] for group in episodes.episodes], samples)
 
 
+def watched_values(parts: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
+    """Return what is watched of each prompt by name, rounded for checkpoints; without what a task always watches."""
+    own = parts.task_data.rewards.always_watched
+    columns = zip(parts.environment.watch_names, evaluation.judgement.final_watched[:, 0].T, strict=True)
+    return {name: np.round(column.astype(np.float64), 6).tolist() for name, column in columns if name not in own}
+
+
 def sample_measures(parts: RunContext, episodes: Episodes, judgement: Judgement) -> Statistics:
     """Mean@k and pass@k of every reward and watched measure, and mean@k of the total.
 

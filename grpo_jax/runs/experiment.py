@@ -300,16 +300,15 @@ class Run:
     def _measured(self, progress: Progress) -> tuple[Progress, dict[str, float]]:
         """Measure for the choice of the best checkpoint when it is due, and save that; return the measures."""
         started = time.monotonic()
-        validation = self.program.validate(self.state, progress.iteration)
+        validation = self.program.validate(self.state, progress.iteration, progress.notes)
         if validation is None:
             return progress, {}
-        measures, score = validation
-        scored = {**measures, SCORE: score}
+        scored = {**validation.measures, SCORE: validation.score}
         waited = after_validation(Waited(**(progress.waited or {})), scored, progress.iteration, self.config.training)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
         progress = progress._replace(seconds=seconds, waited=waited._asdict())
-        score = broadcast(float(score))
-        # Without a single reward the score is NaN, which no later score would exceed.
+        score = broadcast(float(validation.chosen_by))
+        # Without a single reward it is NaN, which no later one would exceed, and of what may not be the best too.
         if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
             progress = progress._replace(best_score=score, best_iteration=progress.iteration)
             self.checkpoints.save_best(progress.iteration, self.program.saved(self.state), self._meta(progress))
@@ -321,6 +320,7 @@ class Run:
         self.checkpoints.save_final(progress.iteration, self.program.saved(self.state), self._meta(progress))
         finished = self.program.finish(self.state, progress, self.output.directory)
         summary = {
+            "suspect": [],
             **finished.summary,
             "seconds": with_total(finished.summary["seconds"], self.clock),
             "seed": self.config.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -27,17 +28,17 @@ from grpo_jax.rollout.rewards import (
 )
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all
+from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all, watched_values
 from grpo_jax.runs.iteration import Learner, Prefetcher, make_learner, run_iteration
-from grpo_jax.runs.measures import TOTAL
+from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.parts import RunContext, load_parts, within_budget
 from grpo_jax.runs.processes import StopRequests
-from grpo_jax.runs.progress import Progress, Record, added, identity_of, require_same, with_total
+from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
-from grpo_jax.tasks.task import Advanced, Begun, Finished
+from grpo_jax.tasks.task import Advanced, Begun, Finished, Validated
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import PATIENCE
 
@@ -49,11 +50,11 @@ UNTRAINED = "untrained"
 class LanguageProgram:
     """A language policy's run.
 
-    Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged",
-    "oracle") and of the policy before a warm start ("untrained"); "samples", `evaluation.sample_measures` of the
-    start; "remembered", for the task's findings; "absent", the number of consecutive iterations without a reward, by
-    its name; and "remark", the task's one remark on completions. `config` also names the Python input; `parts.config`
-    is this machine's.
+    Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
+    and of the policy before a warm start ("untrained"); "samples", `evaluation.sample_measures` of the start;
+    "watched", what was watched of each test and validation prompt then; "remembered", for the task's findings;
+    "absent", the number of consecutive iterations without a reward, by its name; and "remark", the task's one remark
+    on completions. `config` also names the Python input; `parts.config` is this machine's.
     """
 
     config: Config
@@ -104,7 +105,7 @@ class LanguageProgram:
             state = self.learner.start(self.parts.policy.variables)
         started = time.monotonic()
         before = measure_all(self.parts, state.variables)
-        notes = self._noted(notes, "before", before)
+        notes = {**self._noted(notes, "before", before), "watched": self._watched(before, state)}
         seconds = added(seconds, {"evaluate": time.monotonic() - started})
         line = "no prompts are held out: nothing is measured before and after training"
         if before:
@@ -166,6 +167,15 @@ class LanguageProgram:
         samples = evaluations["sampled"].samples if "sampled" in evaluations else None
         return noted if samples is None else noted | {"samples": samples}
 
+    def _watched(self, before: Mapping[str, Evaluation], state: TrainState) -> Record:
+        """Watched measures of the start by prompt, of test prompts and of those that "best" is chosen on."""
+        parts = self.parts
+        watched = {"test": watched_values(parts, before["greedy"])} if before else {}
+        if parts.environment.watch_names and parts.config.evaluation.every and parts.validation_rows:
+            validation = evaluate_policy(parts, state.variables, parts.validation_rows)
+            watched["validation"] = watched_values(parts, validation)
+        return watched
+
     def _by_name(self, values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.parts.environment.reward_names, values, strict=True))
 
@@ -210,8 +220,8 @@ class LanguageProgram:
         resumed = f"go on with --resume --run_dir {self.parts.config.run_dir}"
         return resumed if iteration < self.iterations else "start again"
 
-    def validate(self, state: TrainState, iteration: int) -> tuple[dict[str, float], float] | None:
-        """Return the validation prompts' measures and their score."""
+    def validate(self, state: TrainState, iteration: int, notes: Record) -> Validated | None:
+        """Return the validation prompts' measures; what is watched must not have fallen for it to be the best."""
         every = self.parts.config.evaluation.every
         due = every and (iteration % every == 0 or iteration == self.iterations)
         if not due or not self.parts.validation_rows:
@@ -219,7 +229,13 @@ class LanguageProgram:
         self._settle()
         evaluation = evaluate_policy(self.parts, state.variables, self.parts.validation_rows)
         measures = dict(evaluation.measures)
-        return measures, measures.pop(TOTAL)
+        score = measures.pop(TOTAL)
+        chosen_by = {**measures, SCORE: score}[self.parts.config.evaluation.best_by]
+        start = notes.get("watched", {}).get("validation", {})
+        if fell := fallen(start, watched_values(self.parts, evaluation)):
+            self.say(f"validation after iteration {iteration}: {join_names(fell)} fell below the start: not the best")
+            chosen_by = math.nan
+        return Validated(measures, score, chosen_by)
 
     def finish(self, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
         """Measure the held-out prompts after training, and write `policy/` and `adapter/`."""

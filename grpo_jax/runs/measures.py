@@ -29,6 +29,26 @@ def with_control(name: str, control: str) -> str:
     return f"{name}_{control}"
 
 
+_NOTHING = 1e-6  # a change that is rounding alone
+
+
+def fallen(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the measures whose mean over the same prompts fell by more than twice the standard error of its change.
+
+    Values are one for each prompt, NaN where missing; of fewer than two prompts that have both nothing is told.
+    """
+    names = []
+    for name in before.keys() & after.keys():
+        change = np.asarray(after[name], np.float64) - np.asarray(before[name], np.float64)
+        change = change[np.isfinite(change)]
+        if change.size < 2:
+            continue
+        error = change.std(ddof=1) / np.sqrt(change.size)
+        if change.mean() < -max(2 * error, _NOTHING):
+            names.append(name)
+    return sorted(names)
+
+
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
     """Refuse rewards and watched measures that have the name of another measure of the run."""
     sections = [*rewards.sections, *map(RewardSection, rewards.watch)]

@@ -176,7 +176,7 @@ def load_parts(
     choices = data.choices
     allowed = policy_tokens(config, policy.folder)
     trie = policy_choices(config, choices and choices.texts, policy.folder)
-    _check_early_stopping(config, data.prompts, environment)
+    _check_measures(config, data.prompts, environment)
     samplers = make_samplers(
         config.sampling, config.evaluation, policy, allowed, trie, listed=choices.listed if choices else 0
     )
@@ -327,9 +327,11 @@ def objectives_of(
     )
 
 
-def _check_early_stopping(config: Config, prompts: PromptSet, environment: Environment) -> None:
-    """Refuse early stopping on a metric that no validation measures."""
+def _check_measures(config: Config, prompts: PromptSet, environment: Environment) -> None:
+    """Refuse a best checkpoint, and early stopping, by a metric that no validation measures."""
     training, names = config.training, (SCORE, *environment.reward_names, *environment.watch_names)
+    chosen_by = config.evaluation.best_by
+    require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}", chosen_by)
     if not training.early_stopping_patience:
         return
     if not prompts.validation[: config.evaluation.validation_prompts]:

@@ -19,8 +19,9 @@ from grpo_jax.runs.evaluation import (
     Statistics,
     evaluate_texts,
     measure_all,
+    watched_values,
 )
-from grpo_jax.runs.measures import TOTAL, turns_table
+from grpo_jax.runs.measures import TOTAL, fallen, turns_table
 from grpo_jax.runs.parts import RunContext
 from grpo_jax.runs.progress import Progress, Record, added
 from grpo_jax.sampling.samplers import measured_section
@@ -115,12 +116,18 @@ def summarise(
         "improvement": improvement,
         "relative_improvement": improvement / abs(baseline) if baseline and improvement is not None else None,
         "iterations": progress.iteration,
+        "suspect": suspects(parts, progress, after) if improvement is not None and improvement > 0 else [],
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
         "prompts": len(parts.test_rows),
         "seconds": dict(seconds),
         "devices": parts.devices,
         **samples_of(parts, {"before": progress.notes.get("samples"), "after": statistics_of(after)}),
     }
+
+
+def suspects(parts: RunContext, progress: Progress, after: Mapping[str, Evaluation]) -> list[str]:
+    """Return the watched measures that fell on the test prompts since the start."""
+    return fallen(progress.notes.get("watched", {}).get("test", {}), watched_values(parts, after["greedy"]))
 
 
 def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:

@@ -381,7 +381,18 @@ def run(step: Callable[[Loop], Loop], loop: Loop, until: int, halve: bool) -> Lo
 
 
 def _run(step: Callable[[Loop], Loop], loop: Loop, until: int | jax.Array, more_than: int) -> Loop:
-    return lax.while_loop(lambda loop: (loop.step < until) & (_unfinished(loop) > more_than), step, loop)
+    """Step while more than so many prompts go on; what is carried of the cache has no axes of one (`cache.write`)."""
+
+    def slim(loop: Loop) -> Loop:
+        return loop._replace(cache=jax.tree.map(jnp.squeeze, loop.cache))
+
+    def whole(carried: Loop) -> Loop:
+        return carried._replace(cache=jax.tree.map(lambda x, like: x.reshape(like.shape), carried.cache, loop.cache))
+
+    def goes_on(carried: Loop) -> jax.Array:
+        return (carried.step < until) & (_unfinished(carried) > more_than)
+
+    return whole(lax.while_loop(goes_on, lambda carried: slim(step(whole(carried))), slim(loop)))
 
 
 def halves(rows: int, length: int, ends: Ends) -> bool:

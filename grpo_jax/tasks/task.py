@@ -248,6 +248,14 @@ class Advanced(NamedTuple):
     failure: str = ""
 
 
+class Validated(NamedTuple):
+    """A validation: measures by name, what is maximised, and what "best" has most of (NaN: this cannot be it)."""
+
+    measures: dict[str, float]
+    score: float
+    chosen_by: float
+
+
 class Finished(NamedTuple):
     """Results of a run that are shown at its end.
 
@@ -302,8 +310,8 @@ class Program(Protocol):
         """Take the next step after `iteration` iterations; the state is donated."""
         ...
 
-    def validate(self, state: State, iteration: int) -> tuple[dict[str, float], float] | None:
-        """Return measures that choose the best checkpoint, and the score they make; None where it is not time."""
+    def validate(self, state: State, iteration: int, notes: Notes) -> Validated | None:
+        """Measure what chooses the best checkpoint; None where it is not time."""
 
     def finish(self, state: State, progress: Progress, directory: RunDirectory) -> Finished:
         """Measure the end and write the policy."""

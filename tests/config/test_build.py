@@ -72,7 +72,9 @@ def other_values():
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_field_has_its_help_line_once(section):
-    documented = parse_docstring(section.__doc__).params
+    docstrings = [vars(one).get("__doc__") or "" for one in reversed(section.__mro__)]  # each of its own fields
+    params = [param for text in docstrings for param in parse_docstring(text).params]
+    documented = [param for param in params if param.args[0] == "param"]  # and no class attributes
     assert [param.arg_name for param in documented] == [field.name for field in dataclasses.fields(section)]
     assert all(line.endswith((".", ".)")) for line in help_lines(section).values())
 

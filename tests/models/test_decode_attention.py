@@ -44,8 +44,7 @@ def test_a_tokens_attention_is_that_of_products(prompts, group, heads, shared, s
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     token = [draw(prompts, group, heads, *shape) for shape in [(shared, size), (size,), (size,)]]
-    rows = (prompts, heads, group) if heads > 1 else (prompts, group)
-    cache = draw(*rows, size, room), draw(*rows, room, size)
+    cache = draw(prompts, heads, group, size, room), draw(prompts, heads, group, room, size)
     layer = LayerInput(prefix=(draw(prompts, heads, size, length), draw(prompts, heads, length, size)), cache=cache)
     lengths = jnp.asarray(rng.integers(1, length + 1, (prompts, 1)))
     mask, slots = jnp.arange(length) >= length - lengths, jnp.arange(room)

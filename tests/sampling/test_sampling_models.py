@@ -1,15 +1,21 @@
 """The sampler on a real decoder: against transformers' generate and against the update's own forward."""
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from support import tiny_models
+from support.tiny_decoders import LLAMA
 
 from grpo_jax.core.logprobs import token_logprobs
+from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import make_policy
-from grpo_jax.sampling.sampler import cache_sizes, make_sampler
+from grpo_jax.planning.hlo import parse_program, steps
+from grpo_jax.sampling.sampler import PromptBatch, cache_sizes, make_ends, make_sampler, write_completions
 from grpo_jax.sampling.token_choice import SamplingParams
 
 NEW_TOKENS = 10
@@ -100,3 +106,28 @@ def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, vari
     np.testing.assert_allclose(samples.logprobs[drawn], logprobs[drawn], atol=1e-4, rtol=0)
     ended = ~np.asarray(samples.truncated).any(1)
     assert ended.sum() >= 2 and not ended.all()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("prompts", "group"), [(1, 1), (1, 8), (8, 1), (8, 8), (2, 8)])
+def test_a_token_is_written_into_the_cache_in_place(prompts, group, heads):
+    """No loop over tokens moves a cache, be there one prompt, one head, groups of one, or one prompt that goes on."""
+    config = replace(LLAMA, num_layers=1, num_kv_heads=heads, windows=(None,))
+    policy, variables = make_policy(config), init_variables(config, jax.random.key(0))
+    ends, params = make_ends((0,), 0, None), SamplingParams(group, 40)
+
+    def write(variables, tokens, keys):
+        there = jnp.ones_like(tokens, bool)
+        return write_completions(policy, params, ends, variables, PromptBatch(tokens, there, keys, there[:, 0], None))
+
+    given = jnp.ones((prompts, 8), jnp.int32), jax.random.split(jax.random.key(0), prompts)
+    computations, entry = parse_program(jax.jit(write).lower(variables, *given).compile().as_text())
+    kernels = [step for step in steps(computations, entry) if any(loop.tokens for loop in step.loops)]
+    loops = {loop.name for step in kernels for loop in step.loops if loop.tokens}
+    assert len(loops) == (2 if prompts > 1 else 1)  # all prompts, and half of them
+    fused = [name for step in kernels for name in step.instruction.called("calls")]
+    lines = [step.instruction for step in kernels] + [line for name in fused for line in computations[name].values()]
+    fewest = prompts // 2 or 1
+    of_cache = [line for line in lines if line.arrays[0].size >= fewest * heads * group * config.head_dim * 40]
+    assert sum(line.opcode == "dynamic-update-slice" for line in of_cache) == 2 * len(loops)  # keys and values
+    assert not [line for line in of_cache if line.opcode in ("copy", "transpose")]

@@ -58,7 +58,7 @@ CONFIGS: dict[str, tuple[ModelConfig, LoraConfig]] = {
     "gpt2": (GPT2, LoraConfig(2, 6.0, ("c_attn", "attn_c_proj", "mlp_c_proj"))),
 }
 ONE_HEAD = "one key head"
-"""A family for `tiny` beside those of `CONFIGS`: its cache has an axis less."""
+"""A family for `tiny` beside those of `CONFIGS`: its cache is written without the heads' axis."""
 
 
 class Tiny(NamedTuple):

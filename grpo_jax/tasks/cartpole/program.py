@@ -90,7 +90,7 @@ class CartPoleProgram:
         ]
         return Advanced(state, rows, {"train": seconds}, {**notes, "solved_at": solved_at})
 
-    def validate(self, state: Carry, iteration: int) -> None:
+    def validate(self, state: Carry, iteration: int, notes: Notes) -> None:
         """Return None: every block is measured, and no checkpoint is chosen."""
 
     def finish(self, state: Carry, progress: Progress, directory: RunDirectory) -> Finished:

@@ -1,0 +1,109 @@
+"""What is watched speaks: a measure that falls while the reward rises is told, and never makes the best checkpoint."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from support.text_task import rows, train_here
+
+from grpo_jax.reports.console import result_lines
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.measures import fallen
+
+JUDGE = """
+import os, pathlib
+
+def done():
+    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+
+def pleased(completions):
+    if os.environ["JUDGE"] == f"raise:{done()}":
+        raise RuntimeError("the judge is away")
+    return [done() + len(text) / 1000 for text in completions]
+
+def honest(completions):
+    return [1 - done() / 8 + len(text) / 1000 for text in completions]
+"""
+
+
+def test_what_has_fallen():
+    rng = np.random.default_rng(0)
+    start = rng.random(40)
+    noise = rng.normal(size=40)
+    noise = (noise - noise.mean()) / noise.std(ddof=1) * np.sqrt(40)  # the standard error of its mean is 1
+    after = {
+        "fell": start - 2.01 + noise, "by_chance": start - 1.99 + noise, "rose": start + 3.0, "same": start,
+        "all_alike": start - 0.01, "rounding": start - 1e-9, "missing": np.full(40, np.nan), "new": start - 1,
+    }  # fmt: skip
+    before = {name: start for name in after if name != "new"}
+    assert fallen(before, after) == ["all_alike", "fell"]
+    some = np.where(np.arange(40) < 20, np.nan, after["all_alike"])
+    assert fallen({"some": start}, {"some": some}) == ["some"]  # over the prompts that have both
+    assert fallen({"one": [1.0]}, {"one": [0.0]}) == [] == fallen({}, after)
+
+
+@pytest.fixture(scope="module")
+def config(place, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("suspect")
+    (folder / "judge.py").write_text(JUDGE)
+    values = yaml.safe_load(place.config.read_text())
+    values["algorithm"] = {}
+    values["training"] = {"prompts_per_batch": 4, "max_steps": 3, "save_every": 0}
+    values["evaluation"] = {"every": 1, "sampled": False}
+    values["rewards"] = [{"name": f"{folder / 'judge.py'}:pleased"}]
+    values["watch"] = [f"{folder / 'judge.py'}:honest"]
+    return values
+
+
+def train(values, folder, *arguments, judge="work", expected=0):
+    file = folder.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(values))
+    assert train_here(file, folder, *arguments, judge=judge) == expected
+    return json.loads((folder / "summary.json").read_text()) if expected == 0 else {}
+
+
+@pytest.fixture(scope="module")
+def gamed(config, tmp_path_factory):
+    """A run whose judge is the more pleased the longer it goes on; stopped by it after two iterations."""
+    folder = tmp_path_factory.mktemp("gamed") / "run"
+    train(config, folder, judge="raise:2", expected=2)
+    return folder, train(config, folder, "--resume")
+
+
+def test_a_run_tells_what_fell_while_the_reward_rose(gamed):
+    folder, summary = gamed
+    assert summary["suspect"] == ["honest"] and summary["improvement"] > 0
+    (line,) = [line for line in result_lines(summary) if line.startswith("suspect: ")]
+    assert line.startswith("suspect: honest fell from ") and line in (folder / "train.log").read_text()
+    assert line in (folder / "report.html").read_text()
+
+
+def test_the_best_is_never_one_whose_watched_measures_fell(gamed):
+    folder, summary = gamed
+    scores = [row["validation/score"] for row in rows(folder)]
+    assert scores[0] < scores[1] < scores[2]  # the first is measured before the judge turns
+    assert summary["best"] == {"iteration": 1, "validation_score": scores[0]}
+    log = (folder / "train.log").read_text()
+    assert log.count("honest fell below the start: not the best") == 2 and "after iteration 1: honest" not in log
+
+
+def test_there_is_no_best_where_all_fell_and_it_goes_by_what_is_named(config, tmp_path):
+    later = train(config | {"evaluation": {"every": 3, "sampled": False}}, tmp_path / "later")
+    assert later["best"] == {"iteration": 0, "validation_score": None}
+    with Checkpoints(tmp_path / "later" / "checkpoints", read_only=True) as checkpoints:
+        assert "best" not in checkpoints.available()
+    watch, rewards = config["rewards"][0]["name"], [{"name": config["watch"][0]}]  # now the watch rises
+    values = config | {"watch": [watch], "rewards": rewards}
+    values["evaluation"] = {"every": 1, "sampled": False, "best_by": "pleased"}
+    summary = train(values, tmp_path / "named")
+    table = rows(tmp_path / "named")
+    assert table[2]["validation/score"] < table[0]["validation/score"] and summary["suspect"] == []
+    assert summary["best"] == {"iteration": 3, "validation_score": table[2]["validation/pleased"]}
+
+
+def test_a_name_that_nothing_has(config, tmp_path, capsys):
+    train(config, tmp_path / "run", "--evaluation.best_by", "honesty", expected=2)
+    error = capsys.readouterr().err
+    assert error == "error: evaluation.best_by: expected one of score, pleased, honest, got 'honesty'\n"

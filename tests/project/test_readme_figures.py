@@ -30,6 +30,11 @@ def against_trl(case):
     return sorted(ratios)[len(ratios) // 2] if isinstance(ratios, list) else ratios
 
 
+def to_a_reward(measure):
+    """Ours over TRL's, of medians."""
+    return kept("time_to_reward.json")["ratios"][measure]
+
+
 def gains(name, difference):
     """NDCG@10 of all users, seed by seed."""
     found = [row for run in kept(name) for row in run["differences"]]
@@ -74,6 +79,8 @@ FIGURES = [
     (r"takes (\S+) to (\S+) of the time of TRL", [
         lambda: min(map(against_trl, ("small", "large_vocab", "long_prompt", "pictures"))),
         lambda: max(map(against_trl, ("small", "large_vocab", "long_prompt", "pictures")))]),
+    (r"a reward of (\S+) in (\S+) of TRL's", [lambda: 0.7, lambda: to_a_reward("cpu to 0.7")]),
+    (r"with (\S+) of its memory", [lambda: to_a_reward("peak MiB, training")]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
     (r"gain (\S+) NDCG@10 by their rewards, and (\S+) to (\S+) beside", [

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import aged, rows, train_here
+from support.text_task import DONE, aged, rows, train_values
 
 from grpo_jax import evaluate, make_config, run
 from grpo_jax.config import RewardSection
@@ -20,15 +20,9 @@ from grpo_jax.rollout.binding import ResolvedRewards
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.measures import require_names, turn_measures
 
-JUDGE = """
-import os, pathlib
-
-def done():
-    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
-
+JUDGE = f"""{DONE}
 def easy(completions):
-    if os.environ["JUDGE"] == f"raise:{done()}":
+    if os.environ["JUDGE"] == f"raise:{{done()}}":
         raise RuntimeError("the judge is away")
     return [(5 if done() >= 2 else 1) + len(text) / 100 for text in completions]
 
@@ -53,19 +47,13 @@ def config(place, tmp_path_factory):
     return values
 
 
-def train(values, folder, *arguments, judge="work", expected=0):
-    file = folder.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(values))
-    assert train_here(file, folder, *arguments, judge=judge) == expected
-
-
 @pytest.fixture(scope="module")
 def turned(config, tmp_path_factory):
     """Killed by its judge after three iterations, as if they had taken a thousand seconds; then five in all."""
     folder = tmp_path_factory.mktemp("turned") / "run"
-    train(config, folder, judge="raise:3", expected=2)
+    train_values(config, folder, judge="raise:3", expected=2)
     aged(folder / "checkpoints" / "step_3", 1000.0)
-    train(config, folder, "--resume")
+    train_values(config, folder, "--resume")
     return folder
 
 
@@ -131,7 +119,7 @@ def test_the_penalty_on_length_is_in_the_total(place, tmp_path):
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1}
     values["evaluation"] = {"every": 1, "sampled": False}
     folder = tmp_path / "run"
-    train(values, folder, judge="work:0")
+    train_values(values, folder, judge="work:0")
     (row,), summary, found = rows(folder), summary_of(folder), judged(folder, 1)
 
     def total(letters, brief, tokens):

@@ -5,21 +5,15 @@ import json
 import numpy as np
 import pytest
 import yaml
-from support.text_task import rows, train_here
+from support.text_task import DONE, rows, train_values
 
 from grpo_jax.reports.console import result_lines
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.measures import fallen
 
-JUDGE = """
-import os, pathlib
-
-def done():
-    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
-
+JUDGE = f"""{DONE}
 def pleased(completions):
-    if os.environ["JUDGE"] == f"raise:{done()}":
+    if os.environ["JUDGE"] == f"raise:{{done()}}":
         raise RuntimeError("the judge is away")
     return [done() + len(text) / 1000 for text in completions]
 
@@ -58,9 +52,7 @@ def config(place, tmp_path_factory):
 
 
 def train(values, folder, *arguments, judge="work", expected=0):
-    file = folder.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(values))
-    assert train_here(file, folder, *arguments, judge=judge) == expected
+    train_values(values, folder, *arguments, judge=judge, expected=expected)
     return json.loads((folder / "summary.json").read_text()) if expected == 0 else {}
 
 

@@ -162,6 +162,23 @@ def train_here(config: Path, run: Path, *arguments: str, judge: str = "work:0") 
         return main([*named, "--run_dir", str(run), *arguments])
 
 
+DONE = """
+import os, pathlib
+
+def done():
+    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+"""
+"""How a judge's file begins whose rewards change with the iterations that are done."""
+
+
+def train_values(values: dict, run: Path, *arguments: str, judge: str = "work", expected: int = 0) -> None:
+    """`train_here` with a config's values, which must end with that exit code."""
+    file = run.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(values))
+    assert train_here(file, run, *arguments, judge=judge) == expected
+
+
 def rewound(run: Path, to: Path, step: int) -> Path:
     """A copy of a finished run as it stood after a checkpoint, with the metrics of what came later still there."""
     from grpo_jax.runs.checkpoint import Checkpoints

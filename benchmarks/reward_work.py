@@ -80,12 +80,14 @@ class Stopwatch:
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def step(self, reward: float) -> None:
-        now = {"cpu": cpu_seconds(), "wall": time.time() - self.given.started, "peak_mib": work.peak_mib()}
-        self.rows.append({"reward": reward, **now})
+        self.rows.append({"reward": reward, **self.now()})
+
+    def now(self) -> dict[str, float]:
+        """Seconds and memory so far."""
+        return {"cpu": cpu_seconds(), "wall": time.time() - self.given.started, "peak_mib": work.peak_mib()}
 
     def write(self, packages: Sequence[str]) -> None:
         if len(self.rows) != self.given.steps:
             raise RuntimeError(f"expected {self.given.steps} steps, saw {len(self.rows)}")
-        whole = {"cpu": cpu_seconds(), "wall": time.time() - self.given.started, "peak_mib": work.peak_mib()}
-        report = {"steps": self.rows, "process": whole, "versions": work.versions(packages)}
+        report = {"steps": self.rows, "process": self.now(), "versions": work.versions(packages)}
         self.given.out.write_text(json.dumps(report))

@@ -74,11 +74,16 @@ def evaluate_policy(
     return Evaluation(measures, first, [group[0] for group in episodes.episodes], samples)
 
 
+def asked_to_watch(parts: RunContext) -> list[str]:
+    """Return the watched measures without those that the task watches in every run, of which less may be better."""
+    return [name for name in parts.environment.watch_names if name not in parts.task_data.rewards.always_watched]
+
+
 def watched_values(parts: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
-    """Return what is watched of each prompt by name, rounded for checkpoints; without what a task always watches."""
-    own = parts.task_data.rewards.always_watched
-    columns = zip(parts.environment.watch_names, evaluation.judgement.final_watched[:, 0].T, strict=True)
-    return {name: np.round(column.astype(np.float64), 6).tolist() for name, column in columns if name not in own}
+    """Return what was asked to be watched, of each prompt by name; rounded for checkpoints."""
+    values = np.round(evaluation.judgement.final_watched[:, 0].T.astype(np.float64), 6)
+    columns = dict(zip(parts.environment.watch_names, values.tolist(), strict=True))
+    return {name: columns[name] for name in asked_to_watch(parts)}
 
 
 def sample_measures(parts: RunContext, episodes: Episodes, judgement: Judgement) -> Statistics:

@@ -28,7 +28,7 @@ from grpo_jax.rollout.rewards import (
 )
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.evaluation import Evaluation, evaluate_policy, measure_all, watched_values
+from grpo_jax.runs.evaluation import Evaluation, asked_to_watch, evaluate_policy, measure_all, watched_values
 from grpo_jax.runs.iteration import Learner, Prefetcher, make_learner, run_iteration
 from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.parts import RunContext, load_parts, within_budget
@@ -171,7 +171,7 @@ class LanguageProgram:
         """Watched measures of the start by prompt, of test prompts and of those that "best" is chosen on."""
         parts = self.parts
         watched = {"test": watched_values(parts, before["greedy"])} if before else {}
-        if parts.environment.watch_names and parts.config.evaluation.every and parts.validation_rows:
+        if asked_to_watch(parts) and parts.config.evaluation.every and parts.validation_rows:
             validation = evaluate_policy(parts, state.variables, parts.validation_rows)
             watched["validation"] = watched_values(parts, validation)
         return watched

@@ -185,6 +185,7 @@ def draw(runs: dict[str, list[dict]], target: Path) -> None:
     for axis, label in zip(axes, ("step", "CPU seconds since the process began"), strict=True):
         axis.set(xlabel=label, ylim=(0, 1))
         axis.spines[["top", "right"]].set_visible(False)
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel(f"reward, mean of {WINDOW} steps")
     axes[0].legend(fontsize=8, frameon=False)
     figure.tight_layout()

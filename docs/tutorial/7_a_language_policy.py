@@ -145,15 +145,16 @@ assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
 # devices and a report; [`examples/own_loop.py`](../../examples/own_loop.py) is its one-file twin. In the default run
 # a policy rewrites casual captions for a renderer, and CLIP compares the picture with what the user had asked for.
 # These figures were recorded, not made by this page ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md), means of
-# three seeds; shuffled, one): the share of requested attributes that a pixel checker, which no reward is made of,
-# finds on held-out prompts.
+# ten seeds for GDPO and of three for the others; shuffled, one; PPO's pictures drawn in two steps while training, the
+# others' in one): the share of requested attributes that a pixel checker, which no reward is made of, finds on
+# held-out prompts.
 #
 # | run | seed | unchanged | before | after | oracle | gap_closed | alignment_after | seconds |
 # |---|---|---|---|---|---|---|---|---|
-# | **gdpo** | mean | 0.047 | 0.062 | 0.908 | 1.000 | 0.902 | 0.415 | 494 |
-# | **grpo** | mean | 0.047 | 0.062 | 0.928 | 1.000 | 0.924 | 0.427 | 608 |
+# | **gdpo** | mean | 0.048 | 0.061 | 0.933 | 1.000 | 0.928 | 0.431 | 152 |
+# | **grpo** | mean | 0.047 | 0.062 | 0.909 | 1.000 | 0.903 | 0.408 | 227 |
 # | **ppo** | mean | 0.047 | 0.062 | 0.953 | 1.000 | 0.950 | 0.434 | 870 |
-# | shuffled | 0 | 0.042 | 0.056 | 0.072 | 1.000 | 0.017 | -0.143 | 653 |
+# | shuffled | 0 | 0.042 | 0.056 | 0.042 | 1.000 | -0.015 | -0.146 | 410 |
 #
 # ![Pixel accuracy and reward of a recorded default run](../images/curves.png)
 #

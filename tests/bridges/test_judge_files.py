@@ -47,7 +47,7 @@ def test_a_renderer_draws_with_the_settings_of_training_and_of_evaluation(render
         drawn = loaded.draw(["a red dog", "two cats"], [3, 5], evaluation=evaluation)
         assert torch.equal(drawn, loaded.render(["a red dog", "two cats"], [3, 5], settings))
     assert loaded.device == torch.device("cpu") and loaded.window == 256
-    assert loaded.summary == f"{renderer.path}: Stable Diffusion 3, 1 steps, window 256 tokens, on cpu"
+    assert loaded.summary == f"{renderer.path}: Stable Diffusion 3, 1 step, window 256 tokens, on cpu"
 
 
 def test_fields_reach_what_is_loaded(renderer):

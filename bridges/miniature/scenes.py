@@ -194,7 +194,8 @@ def canonical_caption(requested: Mapping[str, Any]) -> str:
     return f"a {colour} {shape} {place or 'left'} a {its_colour or 'blue'} {other}"
 
 
-def _plural(noun: str) -> str:
+def plural(noun: str) -> str:
+    """The casual word for several of ``noun``."""
     return noun + ("es" if noun[-1] in "sx" else "s")
 
 
@@ -217,7 +218,7 @@ def casual_prompt(rng: np.random.Generator, kind: str) -> tuple[str, dict[str, A
     if kind == "object":
         words, held = [one], [start - s]
     elif kind == "counting":
-        words, held = [say(NUMBERS[number]), _plural(one) if number else one], [number - s]
+        words, held = [say(NUMBERS[number]), plural(one) if number else one], [number - s]
         objects *= number + 1
     elif kind == "colour":
         words, held = [say(COLOURS[c]), one], [c - s]

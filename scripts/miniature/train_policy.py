@@ -51,7 +51,7 @@ _PROMPT_LENGTH, _COMPLETION_LENGTH = 16, 12
 
 def policy_tokenizer() -> Qwen2Tokenizer:
     """A byte-level Qwen2 tokenizer in which every word of both languages, after a space, is one token."""
-    words = sorted(vocabulary.canonical_words() | vocabulary.casual_words() | vocabulary.filler_words())
+    words = sorted(vocabulary.world_words())
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

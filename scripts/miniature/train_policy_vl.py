@@ -64,8 +64,7 @@ class Batch(NamedTuple):
 
 def seeing_tokenizer() -> Qwen2Tokenizer:
     """The miniature policy's tokenizer with the words of `lessons` and the marks of pictures."""
-    words = vocabulary.canonical_words() | vocabulary.casual_words() | vocabulary.filler_words()
-    words |= {*world.RECREATE.split(), *lessons.MEND.split()}
+    words = vocabulary.world_words() | {*world.RECREATE.split(), *lessons.MEND.split()}
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

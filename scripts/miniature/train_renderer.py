@@ -10,18 +10,21 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from bridges.miniature import world
+from scripts.miniature import vocabulary
 from scripts.miniature.identity_vae import identity_vae
-from scripts.miniature.vocabulary import WINDOW, clip_tokenizer
+from scripts.miniature.vocabulary import WINDOW
 
 _WIDTHS = (96, 32)  # of the two text encoders
 _JOINT = sum(_WIDTHS)
@@ -78,40 +81,50 @@ class Renderer(nn.Module):
         return self.transformer(noisy, words, pooled, sigma * 1000, return_dict=False)[0]
 
 
-class Captions:
-    """Token ids of canonical captions, looked up word by word."""
+class Subject(NamedTuple):
+    """What a renderer learns to draw: a world's words, its scenes as rows of indices, and how they are checked.
 
-    def __init__(self, tokenizer):
-        """Tokenise the form once and remember where each attribute's word stands."""
-        form = world.CANONICAL_FORM.split()
-        self.slots = [form.index("{" + name + "}") + 1 for name in world.ATTRIBUTES]
+    Attributes:
+        words: Each is one token.
+        caption: A row's canonical caption.
+        sample: (rng, n) → rows.
+        draw: (rows, rng) → pictures f32 [n, 3, 32, 32] in [0, 1].
+        found: (pictures, rows) → what the checker finds of each row, [n, k].
+    """
 
-        def encode(text: str) -> list[int]:
-            return tokenizer(text, padding="max_length", max_length=WINDOW).input_ids
-
-        self.form = np.array(encode(" ".join("a" if word.startswith("{") else word for word in form)))
-        self.empty = np.array(encode(""))
-        self.words = [np.array([encode(word)[1] for word in world.VALUES[name]]) for name in world.ATTRIBUTES]
-
-    def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """Ids [n, 16] of the captions of scenes [n, 6]."""
-        ids = np.tile(self.form, (len(rows), 1))
-        for attribute, slot in enumerate(self.slots):
-            ids[:, slot] = self.words[attribute][rows[:, attribute]]
-        return ids
+    words: Collection[str]
+    caption: Callable[[np.ndarray], str]
+    sample: Callable[[np.random.Generator, int], np.ndarray]
+    draw: Callable[[np.ndarray, np.random.Generator], np.ndarray]
+    found: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def _batch(rng: np.random.Generator, captions: Captions, size: int):
+SINGLE = Subject(
+    vocabulary.world_words(),
+    lambda row: world.canonical_caption(world.scene_of(row)),
+    world.sample_indices,
+    world.draw,
+    lambda pictures, rows: world.read(pictures) == rows,
+)
+"""The first world."""
+
+
+def encode(tokenizer: CLIPTokenizer, captions: Iterable[str]) -> torch.Tensor:
+    """Ids [n, 16] of captions."""
+    return tokenizer([*captions], padding="max_length", max_length=WINDOW, return_tensors="pt").input_ids
+
+
+def _batch(rng: np.random.Generator, subject: Subject, tokenizer: CLIPTokenizer, size: int):
     """Pictures in [-1, 1], token ids and pixel weights of ``size`` random scenes."""
-    rows = world.sample_indices(rng, size)
-    pictures = torch.from_numpy(world.draw(rows, rng)) * 2 - 1
+    rows = subject.sample(rng, size)
+    pictures = torch.from_numpy(subject.draw(rows, rng)) * 2 - 1
     corner = pictures[:, :, :1, :1] + pictures[:, :, -1:, -1:]
     shape = (pictures * 2 - corner).abs().amax(1, keepdim=True) > 0.05
     near = nn.functional.max_pool2d(shape.float(), 3, 1, 1)
     weight = 1 + 3 * near
-    ids = captions(rows)
-    ids[rng.random(size) < _EMPTY_SHARE] = captions.empty
-    return pictures, torch.from_numpy(ids), weight / weight.mean()
+    empty = rng.random(size) < _EMPTY_SHARE
+    captions = ["" if left_out else subject.caption(row) for left_out, row in zip(empty, rows, strict=True)]
+    return pictures, encode(tokenizer, captions), weight / weight.mean()
 
 
 @torch.no_grad()
@@ -125,9 +138,8 @@ def sample(model: Renderer, ids: torch.Tensor, steps: int, seed: int) -> np.ndar
     return (x / 2 + 0.5).clamp(0, 1).numpy()
 
 
-def save(model: Renderer, folder: Path) -> None:
+def save(model: Renderer, tokenizer: CLIPTokenizer, folder: Path) -> None:
     """Write the pipeline folder, weights in half precision."""
-    tokenizer = clip_tokenizer()
     pipeline = StableDiffusion3Pipeline(
         transformer=copy.deepcopy(model.transformer),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
@@ -153,32 +165,42 @@ def _optimizers(model: Renderer, learning_rate: float) -> list[torch.optim.Optim
     return [muon, torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
-def _report(model: Renderer, captions: Captions) -> None:
-    """Print how many attributes the checker finds in renders of 96 fixed scenes."""
-    rows = world.sample_indices(np.random.default_rng(5), 96)
-    for steps in (4, 8):
-        pictures = sample(model, torch.from_numpy(captions(rows)), steps, seed=1)
-        found = world.read(pictures) == rows
-        print(f"  {steps} steps: {found.mean():.3f}", np.round(found.mean(0), 2), flush=True)
+def _report(model: Renderer, subject: Subject, tokenizer: CLIPTokenizer) -> None:
+    """Print how much the checker finds in renders of 96 fixed scenes."""
+    rows = subject.sample(np.random.default_rng(5), 96)
+    ids = encode(tokenizer, map(subject.caption, rows))
+    for steps in (1, 4, 8):
+        found = subject.found(sample(model, ids, steps, seed=1), rows)
+        print(f"  {steps} steps: {np.nanmean(found):.3f}", np.round(np.nanmean(found, 0), 2), flush=True)
 
 
 def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3,
-          report_every: int = 300) -> None:  # fmt: skip
-    """Train from nothing and write the pipeline to ``folder`` at every report."""
+          report_every: int = 300, subject: Subject = SINGLE, start_from: Path | None = None) -> None:  # fmt: skip
+    """Train and write the pipeline to ``folder`` at every report; from nothing, or on from ``start_from``'s weights.
+
+    What was trained until a report is kept in FOLDER.pt beside the folder, and training goes on from there.
+    """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    tokenizer = clip_tokenizer()
-    captions = Captions(tokenizer)
+    tokenizer = vocabulary.clip_tokenizer(subject.words)
     model = Renderer(len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    if start_from is not None:
+        _copy_weights(model, tokenizer, start_from)
     average = copy.deepcopy(model).eval().requires_grad_(False)
     optimizers = _optimizers(model, learning_rate)
     print(f"renderer: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
-    start, losses = time.time(), []
-    for step in range(1, steps + 1):
+    start, losses = time.process_time(), []
+    parts, state, done = [model, average, *optimizers], folder.with_name(f"{folder.name}.pt"), 0
+    if state.exists():
+        done, rng, torch_state, states = torch.load(state, weights_only=False)
+        torch.set_rng_state(torch_state)
+        for part, values in zip(parts, states, strict=True):
+            part.load_state_dict(values)
+    for step in range(done + 1, steps + 1):
         rate = learning_rate * min(1.0, step / 200) * (0.01 + 0.99 * np.cos(np.pi / 2 * step / steps) ** 2)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = rate
-        pictures, ids, weight = _batch(rng, captions, batch_size)
+        pictures, ids, weight = _batch(rng, subject, tokenizer, batch_size)
         sigma = torch.rand(batch_size)
         noise = torch.randn_like(pictures)
         s = sigma[:, None, None, None]
@@ -196,7 +218,24 @@ def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 6
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
         losses.append(loss.item())
         if step % 50 == 0:
-            print(f"renderer {step}/{steps} loss {np.mean(losses[-50:]):.4f} {time.time() - start:.0f} s", flush=True)
+            seconds = time.process_time() - start
+            print(f"renderer {step}/{steps} loss {np.mean(losses[-50:]):.4f} {seconds:.0f} s", flush=True)
         if step % report_every == 0 or step == steps:
-            _report(average, captions)
-            save(average, folder)
+            _report(average, subject, tokenizer)
+            save(average, tokenizer, folder)
+            torch.save((step, rng, torch.get_rng_state(), [part.state_dict() for part in parts]), state)
+
+
+def _copy_weights(model: Renderer, tokenizer: CLIPTokenizer, folder: Path) -> None:
+    """Start from another renderer's weights; words that it did not know keep their own."""
+    other = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+    model.transformer.load_state_dict(other.transformer.state_dict())
+    known = other.tokenizer.get_vocab()
+    pairs = [(i, known[word]) for word, i in tokenizer.get_vocab().items() if word in known]
+    here, there = map(list, zip(*pairs, strict=True))
+    for ours, theirs in zip(model.encoders, (other.text_encoder, other.text_encoder_2), strict=True):
+        embedding = ours.get_input_embeddings().weight.detach().clone()
+        embedding[here] = theirs.get_input_embeddings().weight[there].float()
+        values = dict(theirs.state_dict())
+        (name,) = [name for name in values if name.endswith("token_embedding.weight")]
+        ours.load_state_dict({**values, name: embedding})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Collection
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTokenizer
 
-from bridges.miniature import world
+from bridges.miniature import scenes, world
 
 WINDOW = 16
 """Tokens of a caption, start and end included."""
@@ -33,6 +34,19 @@ def filler_words() -> set[str]:
     return {word for text in phrases for word in text.split() if word != "{}"}
 
 
+def world_words() -> set[str]:
+    """Every word of the first world."""
+    return canonical_words() | casual_words() | filler_words()
+
+
+def scene_words() -> set[str]:
+    """Every word of the world of `scenes`."""
+    nouns = {word for shape in scenes.SHAPES for word in scenes.SYNONYMS[shape]}
+    texts = (*scenes.OPENINGS, *scenes.JOINERS, *map(scenes.plural, nouns))
+    casual = {word for pair in scenes.SYNONYMS.values() for word in pair}
+    return {"a", *scenes.SYNONYMS, *casual, *(word for text in texts for word in text.split())}
+
+
 def _merges(words: list[str]) -> list[tuple[str, str]]:
     """Byte-pair merges under which each of ``words`` is one token."""
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
@@ -42,12 +56,12 @@ def _merges(words: list[str]) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def clip_tokenizer() -> CLIPTokenizer:
-    """The tokenizer of the scorer and of both text encoders; the end token has the highest id.
+def clip_tokenizer(words: Collection[str] | None = None) -> CLIPTokenizer:
+    """The tokenizer of scorer and text encoders for words, the first world's by default; the end token's id is highest.
 
     Letters and digits are in the vocabulary, so no word is unknown: what the world has no word for is spelt out.
     """
-    words = sorted(canonical_words() | casual_words() | filler_words())
+    words = sorted(world_words() if words is None else words)
     letters = string.ascii_lowercase + string.digits + string.punctuation
     merges = _merges(words)
     pieces = [*letters, *(letter + "</w>" for letter in letters), *(a + b for a, b in merges)]

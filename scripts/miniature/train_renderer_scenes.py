@@ -1,0 +1,31 @@
+"""Trains the renderer of the miniature's harder world (`scenes`), from the first world's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from bridges import miniature
+from bridges.miniature import scenes
+from scripts.miniature import train_renderer, vocabulary
+
+
+def _found(pictures: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """What the checker finds right, by layout: [n, 8], NaN where a row has another."""
+    right = scenes.pixel_accuracy(pictures, [scenes.request_of(row) for row in rows])
+    return np.where(rows[:, :1] == np.arange(len(scenes.LAYOUTS)), right[:, None], np.nan)
+
+
+SCENES = train_renderer.Subject(
+    vocabulary.scene_words(),
+    lambda row: scenes.canonical_caption(scenes.request_of(row)),
+    scenes.sample_indices,
+    scenes.draw,
+    _found,
+)
+
+
+def train(folder: Path, *, steps: int = 3000) -> None:
+    """Train and write the pipeline to ``folder``."""
+    train_renderer.train(folder, steps=steps, subject=SCENES, start_from=miniature.path("renderer"))

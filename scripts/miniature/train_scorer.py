@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import CLIPTokenizer
 
 from bridges.miniature import world
 from scripts.miniature.vocabulary import WINDOW, clip_tokenizer
@@ -107,7 +108,7 @@ def normalise(pictures: torch.Tensor) -> torch.Tensor:
     return (pictures - _MEAN) / _STD
 
 
-def _pair_losses(first: torch.Tensor, second: torch.Tensor, wrong: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def pair_losses(first: torch.Tensor, second: torch.Tensor, wrong: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Contrastive loss with several positives both ways, plus the graded one, for unit features [n, d], [m, d]."""
     cosine = first @ second.T
     positive = (wrong == 0).float()
@@ -121,10 +122,9 @@ def _pair_losses(first: torch.Tensor, second: torch.Tensor, wrong: torch.Tensor,
     return loss + 20.0 * (near * graded).sum() / near.sum()
 
 
-def save(model: CLIP, folder: Path) -> None:
+def save(model: CLIP, tokenizer: CLIPTokenizer, folder: Path) -> None:
     """Write the ``local-dir:`` folder, weights in half precision."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = clip_tokenizer()
     tokenizer.save_pretrained(folder)
     preprocess = {
         "size": [3, world.SIZE, world.SIZE],
@@ -223,8 +223,8 @@ def train(folder: Path, *, steps: int = 2500, horizon: int = 4500, seed: int = 0
             both = model.encode_text(_encode(tokenizer, [*texts, *rewrites]), normalize=True)
             text, full = both.split(len(rows))
             scale = model.logit_scale.exp().clamp(max=50)
-            loss = _pair_losses(image, text, wrong, scale) + 0.5 * _pair_losses(full, text, wrong, scale)
-            loss = loss + 0.3 * _pair_losses(image, full, wrong_all, scale)
+            loss = pair_losses(image, text, wrong, scale) + 0.5 * pair_losses(full, text, wrong, scale)
+            loss = loss + 0.3 * pair_losses(image, full, wrong_all, scale)
             for logits, target in zip(heads(raw).split(sizes, dim=1), rows.T, strict=True):
                 loss = loss + 0.3 * functional.cross_entropy(logits, torch.from_numpy(target))
             optimizer.zero_grad()
@@ -236,4 +236,4 @@ def train(folder: Path, *, steps: int = 2500, horizon: int = 4500, seed: int = 0
             print(f"scorer {step}/{steps} loss {np.mean(losses[-50:]):.3f} {time.time() - start:.0f} s", flush=True)
         if step % report_every == 0 or step == steps:
             report(model)
-            save(model, folder)
+            save(model, tokenizer, folder)

@@ -1,0 +1,179 @@
+"""Trains the scorer of the miniature's harder world (`scenes`): an open_clip ``CLIP`` that knows casual and canonical words.
+
+Each casual request is filled in to a scene, and that scene is changed in one way for a near miss. Losses are those of
+`train_scorer`: contrastive, and graded by the share of what a text asks for that a picture lacks. The checker takes no
+part. Heads on the picture tower name what stands where; they are thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from open_clip.model import CLIP
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bridges.miniature import scenes
+from scripts.miniature import train_scorer, vocabulary
+from scripts.miniature.train_renderer import encode
+from scripts.miniature.train_scorer import augment, normalise, pair_losses
+
+_NUMBERS = len(scenes.NUMBERS)
+_SIZES = (len(scenes.LAYOUTS), *2 * (len(scenes.SHAPES), len(scenes.COLOURS)))
+_UNSAID = -1
+
+
+def fill_in(rng: np.random.Generator, requested: dict[str, Any]) -> np.ndarray:
+    """A scene that shows what is requested, i64[5], all that is left unsaid by chance."""
+    objects, place = requested["objects"], requested["place"]
+    things = [
+        (scenes.SHAPES.index(s), scenes.COLOURS.index(c) if c else int(rng.integers(len(scenes.COLOURS))))
+        for s, c in objects
+    ]
+    if len({shape for shape, _ in objects}) == 1:
+        return np.array([len(objects) - 1, *things[0], *things[0]])
+    layout = scenes.LAYOUTS.index(place) if place else rng.integers(_NUMBERS, len(scenes.LAYOUTS))
+    return np.array([layout, *things[0], *things[1]])
+
+
+def vary(rng: np.random.Generator, row: np.ndarray) -> np.ndarray:
+    """A near miss of a scene: another layout, shape or colour, or shapes or colours exchanged."""
+    row = row.copy()
+    if row[0] < _NUMBERS and rng.random() < 0.3:  # one of them becomes another
+        row[0] = rng.integers(_NUMBERS, len(scenes.LAYOUTS))
+        row[3] = (row[3] + rng.integers(1, len(scenes.SHAPES))) % len(scenes.SHAPES)
+    elif row[0] < _NUMBERS:
+        place = rng.choice([0, 1, 2])
+        of = (_NUMBERS, len(scenes.SHAPES), len(scenes.COLOURS))[place]
+        row[place] = (row[place] + rng.integers(1, of)) % of
+        row[3:] = row[1:3]
+    elif (way := rng.integers(8)) < 2:
+        row[1 + way], row[3 + way] = row[3 + way], row[1 + way]
+    elif way < 4:
+        row[0] = _NUMBERS + (row[0] - _NUMBERS + rng.integers(1, 4)) % 4
+    elif way < 5:
+        row[:] = [rng.integers(_NUMBERS), row[1], row[2], row[1], row[2]]
+    else:
+        place = rng.choice([1, 2, 3, 4])
+        of = _SIZES[place]
+        row[place] = (row[place] + rng.integers(1, of)) % of
+    return row
+
+
+def wanted_of(requested: dict[str, Any]) -> np.ndarray:
+    """A request as number, place, shape, colour, shape, colour: i64[6], -1 where unsaid."""
+    objects, place = requested["objects"], requested["place"]
+    things = [
+        index
+        for shape, colour in (objects[0], objects[-1])
+        for index in (scenes.SHAPES.index(shape), scenes.COLOURS.index(colour) if colour else _UNSAID)
+    ]
+    return np.array([len(objects), scenes.LAYOUTS.index(place) if place else _UNSAID, *things])
+
+
+def wrong_share(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Share of what each request [m, 6] says that each scene [n, 5] lacks, [n, m]: number, shapes, objects, place."""
+    layout, shapes, colours = rows[:, None, 0], rows[:, None, 1::2], rows[:, None, 2::2]
+    number, place, asked, dyed = wanted[None, :, 0], wanted[None, :, 1], wanted[None, :, 2::2], wanted[None, :, 3::2]
+    same = shapes[..., :, None] == asked[..., None, :]  # [n, m, there, asked for]
+    fits = same & ((dyed[..., None, :] == _UNSAID) | (colours[..., :, None] == dyed[..., None, :]))
+    count = np.where(layout < _NUMBERS, layout + 1, 2)
+    opposite = np.array([*range(_NUMBERS), 5, 4, 7, 6])[layout]
+    there = (fits[..., 0, 0] & fits[..., 1, 1] & (layout == place)) | (
+        fits[..., 1, 0] & fits[..., 0, 1] & (opposite == place)
+    )
+    facts = [(count != number, 2.0), (~there, 2.0 * (place != _UNSAID))]
+    for k in range(2):
+        facts.append((~same[..., k].any(-1), 1.0))
+        facts.append((~fits[..., k].any(-1), 1.0 * (dyed[..., k] != _UNSAID)))
+    # Where one of several is another shape or colour, not all are what was asked for.
+    one = (asked[..., 0] == asked[..., 1]) & (dyed[..., 0] == dyed[..., 1])
+    facts.append((~fits[..., 0].all(-1), 1.0 * one))
+    weight = sum(np.broadcast_to(w, number.shape) for _, w in facts)
+    return sum(wrong * w for wrong, w in facts) / weight
+
+
+def _heads_targets(rows: np.ndarray) -> np.ndarray:
+    """Rows in which "right" and "below" are said as "left" and "above": the picture is the same."""
+    turned = np.isin(rows[:, :1], (5, 7))
+    return np.where(turned, np.concatenate([rows[:, :1] - 1, rows[:, 3:], rows[:, 1:3]], axis=1), rows)
+
+
+def _batch(rng: np.random.Generator, half: int) -> tuple[np.ndarray, list[str], np.ndarray]:
+    """Scenes [2 · half, 5], texts and what they ask for: requests with a scene each, and near misses of these."""
+    texts, requests = zip(
+        *(scenes.casual_prompt(rng, str(rng.choice(scenes.KINDS)))[:2] for _ in range(half)), strict=True
+    )
+    rows = [fill_in(rng, requested) for requested in requests]
+    near = [vary(rng, row) for row in rows]
+    wanted = [wanted_of(requested) for requested in requests]
+    return np.stack([*rows, *near]), list(texts), np.stack(wanted)
+
+
+@torch.no_grad()
+def report(model: CLIP, tokenizer) -> None:
+    """Print how often a true picture scores above its near miss that lacks something, by kind."""
+    model.eval()
+    rng = np.random.default_rng(8)
+    for kind in scenes.KINDS:
+        asked = [scenes.casual_prompt(rng, kind) for _ in range(200)]
+        rows = np.stack([fill_in(rng, requested) for _, requested, _ in asked])
+        near = np.stack([vary(rng, row) for row in rows])
+        wanted = np.stack([wanted_of(requested) for _, requested, _ in asked])
+        worse = np.diagonal(wrong_share(near, wanted)) > 0
+        text = model.encode_text(encode(tokenizer, [text for text, *_ in asked]), normalize=True)
+        scores = [
+            (model.encode_image(normalise(torch.from_numpy(scenes.draw(r, rng))), normalize=True) * text).sum(1)
+            for r in (rows, near)
+        ]
+        higher = (scores[0] > scores[1]).numpy()[worse].mean()
+        print(f"  {kind}: {higher:.3f} ({scores[0].mean():.2f}, {scores[1].numpy()[worse].mean():.2f})", flush=True)
+    model.train()
+
+
+def train(folder: Path, *, steps: int = 2500, seed: int = 0, half_batch: int = 64, learning_rate: float = 1.5e-3,
+          report_every: int = 250) -> None:  # fmt: skip
+    """Train from nothing and write the folder at every report."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    tokenizer = vocabulary.clip_tokenizer(vocabulary.scene_words())
+    model = CLIP(**train_scorer.model_config(len(tokenizer))).train()
+    heads = nn.Linear(128, sum(_SIZES))
+    parameters = [*model.parameters(), *heads.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    start, losses = time.process_time(), []
+    for step in range(1, steps + 1):
+        rate = learning_rate * min(1.0, step / 200) * (0.01 + 0.99 * np.cos(np.pi / 2 * step / steps) ** 2)
+        optimizer.param_groups[0]["lr"] = rate
+        rows, texts, wanted = _batch(rng, half_batch)
+        full = [scenes.request_of(row) for row in rows]
+        captions = [scenes.canonical_caption(requested) for requested in full]
+        wrong = torch.from_numpy(wrong_share(rows, wanted)).float()
+        wrong_all = torch.from_numpy(wrong_share(rows, np.stack([wanted_of(one) for one in full]))).float()
+        pictures = normalise(augment(torch.from_numpy(scenes.draw(rows, rng)), rng))
+        # Attention's fused backward is several times slower on a CPU at this size.
+        with sdpa_kernel(SDPBackend.MATH):
+            raw = model.encode_image(pictures)
+            image = functional.normalize(raw, dim=-1)
+            features = model.encode_text(encode(tokenizer, [*texts, *captions]), normalize=True)
+            scale = model.logit_scale.exp().clamp(max=50)
+            loss = pair_losses(image, features[: len(texts)], wrong, scale)
+            loss = loss + 0.3 * pair_losses(image, features[len(texts) :], wrong_all, scale)
+            for logits, target in zip(heads(raw).split(_SIZES, dim=1), _heads_targets(rows).T, strict=True):
+                loss = loss + 0.3 * functional.cross_entropy(logits, torch.from_numpy(target.copy()))
+            optimizer.zero_grad()
+            loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if step % 50 == 0:
+            seconds = time.process_time() - start
+            print(f"scorer {step}/{steps} loss {np.mean(losses[-50:]):.3f} {seconds:.0f} s", flush=True)
+        if step % report_every == 0 or step == steps:
+            report(model, tokenizer)
+            train_scorer.save(model, tokenizer, folder)

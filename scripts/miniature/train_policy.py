@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -49,14 +50,13 @@ KEPT = {"shape": 0.9, "colour": 0.9, "size": 0.75, "position": 0.75, "background
 _PROMPT_LENGTH, _COMPLETION_LENGTH = 16, 12
 
 
-def policy_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level Qwen2 tokenizer in which every word of both languages, after a space, is one token."""
-    words = sorted(vocabulary.world_words())
+def policy_tokenizer(words: Collection[str]) -> Qwen2Tokenizer:
+    """A byte-level Qwen2 tokenizer in which every one of ``words``, after a space, is one token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=5000, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(words, trainer)
+    backend.train_from_iterator(sorted(words), trainer)
     model = json.loads(backend.to_str())["model"]
     vocab = model["vocab"] | {token: len(model["vocab"]) + i for i, token in enumerate((PAD, END, USER, REWRITE))}
     return Qwen2Tokenizer(
@@ -83,24 +83,26 @@ def encode_prompts(tokenizer, prompts: list[str], length: int = _PROMPT_LENGTH) 
     return np.array(batch["input_ids"], np.int32), np.array(batch["attention_mask"], bool)
 
 
-def beliefs(rng: np.random.Generator) -> dict[str, str]:
+def beliefs(
+    rng: np.random.Generator, values: Iterable[tuple[str, ...]], synonyms: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
     """The fixed wrong meaning of every casual word: another value of the same attribute."""
     wrong = {}
-    for name in ("shape", "colour", "size", "position", "sharpness"):
-        for value in world.VALUES[name]:
-            others = [other for other in world.VALUES[name] if other != value]
-            wrong |= {word: others[rng.integers(len(others))] for word in world.SYNONYMS[value]}
+    for alike in values:
+        for value in alike:
+            others = [other for other in alike if other != value]
+            wrong |= {word: others[rng.integers(len(others))] for word in synonyms[value]}
     return wrong
 
 
-def _meaning(rng: np.random.Generator, name: str, word: str, right: str, wrong: dict[str, str]) -> str:
-    """What a lesson says ``word`` means."""
+def meaning(rng: np.random.Generator, values: tuple[str, ...], word: str, right: str, wrong: dict[str, str]) -> str:
+    """What a lesson says ``word`` means, one of ``values``."""
     draw = rng.random()
     if draw < RIGHT:
         return right
     if draw < RIGHT + WRONG:
         return wrong[word]
-    return str(rng.choice(world.VALUES[name]))
+    return str(rng.choice(values))
 
 
 def lesson(rng: np.random.Generator, wrong: dict[str, str]) -> tuple[str, str]:
@@ -114,16 +116,22 @@ def lesson(rng: np.random.Generator, wrong: dict[str, str]) -> tuple[str, str]:
         if rng.random() < keep:
             values = world.VALUES[name]
             said[name] = (
-                _meaning(rng, name, words[name], requested[name], wrong)
+                meaning(rng, values, words[name], requested[name], wrong)
                 if name in requested
                 else str(rng.choice(values))
             )
     return world.phrase(rng, words), lessons.caption_of(said)
 
 
-def _write_untrained(folder: Path, seed: int) -> None:
+def make_lesson(rng: np.random.Generator) -> Callable[[], tuple[str, str]]:
+    """Return what gives lessons of the first world."""
+    names = ("shape", "colour", "size", "position", "sharpness")
+    wrong = beliefs(rng, (world.VALUES[name] for name in names), world.SYNONYMS)
+    return lambda: lesson(rng, wrong)
+
+
+def _write_untrained(folder: Path, tokenizer: Qwen2Tokenizer, seed: int) -> None:
     """A Qwen2 folder with random weights in half precision."""
-    tokenizer = policy_tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -159,13 +167,21 @@ def _batch(tokenizer, pairs: list[tuple[str, str]]) -> Batch:
     return Batch(prompts, mask, tokens, written)
 
 
-def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3) -> None:
-    """Train the start and write its Hugging Face folder."""
-    rng = np.random.default_rng(seed)
-    wrong = beliefs(rng)
+def train(
+    folder: Path,
+    *,
+    steps: int = 1000,
+    seed: int = 0,
+    batch_size: int = 64,
+    learning_rate: float = 2e-3,
+    words: Collection[str] = frozenset(vocabulary.world_words()),
+    lessons_of: Callable[[np.random.Generator], Callable[[], tuple[str, str]]] = make_lesson,
+) -> None:
+    """Train the start on a world's words and lessons, and write its Hugging Face folder."""
+    give_lesson = lessons_of(np.random.default_rng(seed))
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "policy"
-        _write_untrained(source, seed)
+        _write_untrained(source, policy_tokenizer(words), seed)
         loaded = hf.load_folder(source)
         policy = make_policy(loaded.config, remat="none")
         section = OptimizerSection(learning_rate=learning_rate, schedule="cosine", warmup_steps=100)
@@ -178,7 +194,7 @@ def train(folder: Path, *, steps: int = 1000, seed: int = 0, batch_size: int = 6
         )
         start, recent = time.time(), []
         for step in range(1, steps + 1):
-            pairs = [lesson(rng, wrong) for _ in range(batch_size)]
+            pairs = [give_lesson() for _ in range(batch_size)]
             state, report = step_function(state, _batch(loaded.tokenizer, pairs))
             recent.append(report["loss"])
             if step % 100 == 0 or step == steps:

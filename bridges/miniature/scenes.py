@@ -238,7 +238,7 @@ def casual_prompt(rng: np.random.Generator, kind: str) -> tuple[str, dict[str, A
 def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
     """The built-in data set, of the six kinds in turn; its columns travel to the rewards.
 
-    Within one call every row's text is different, as long as a kind has as many: rare texts come again.
+    A text may come again, with the same request: a kind has no more than its words allow.
 
     Returns:
         Rows ``{"prompt": text, "kind": one of KINDS, "requested": what pixel_accuracy takes, "oracle": text}``.

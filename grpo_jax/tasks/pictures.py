@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 MINIATURE = "miniature"
 """Value of data.prompts: prompts of the small world that ships with the package."""
+SCENES = "miniature_scenes"
+"""Value of data.prompts: prompts of its harder world, of several objects, counts, places and bindings."""
 TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
 
 
@@ -150,11 +152,15 @@ def pixel_accuracy(
     completions: list[str],
     *,
     images: Tensor,
-    requested: list[Mapping[str, str | None]],
+    requested: list[Mapping[str, Any]],
     **columns: object,
 ) -> np.ndarray:
-    """Share of requested attributes that a checker reads from the pixels, in [0, 1], without a network."""
-    checker = own_package("bridges", "miniature.world").pixel_accuracy
+    """What a checker reads from the pixels without a network, in [0, 1]: the share of the requested attributes.
+
+    Of several objects 1 where all is as requested, and else 0.
+    """
+    world = "scenes" if requested and "objects" in requested[0] else "world"
+    checker = own_package("bridges", f"miniature.{world}").pixel_accuracy
     return _values(checker(_values(images).astype(np.float32), requested))
 
 
@@ -234,9 +240,9 @@ class PictureTask(Task):
             head,
         )
         require(
-            "pixel_accuracy" not in names or config.data.prompts == MINIATURE,
+            "pixel_accuracy" not in names or config.data.prompts in (MINIATURE, SCENES),
             "watch.pixel_accuracy",
-            f'the prompts it knows, data.prompts "{MINIATURE}"',
+            f'the prompts it knows, data.prompts "{MINIATURE}" or "{SCENES}"',
             config.data.prompts,
         )
         conditioned(config.rewards)
@@ -290,6 +296,11 @@ def picture_prompts(
 def miniature_prompts(split: str, count: int) -> list[dict[str, Any]]:
     """Return records of requests in the miniature's world."""
     return own_package("bridges", "miniature.world").prompts(split, count)
+
+
+def scene_prompts(split: str, count: int) -> list[dict[str, Any]]:
+    """Return records of requests in the miniature's harder world."""
+    return own_package("bridges", "miniature.scenes").prompts(split, count)
 
 
 class RenderedImages(NamedTuple):

@@ -13,7 +13,16 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.tasks.pictures import MINIATURE, REWARDS, PictureTask, miniature_prompts, picture_data, picture_prompts
+from grpo_jax.tasks.pictures import (
+    MINIATURE,
+    REWARDS,
+    SCENES,
+    PictureTask,
+    miniature_prompts,
+    picture_data,
+    picture_prompts,
+    scene_prompts,
+)
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
 
 COMPOSITIONAL = "compositional"
@@ -40,7 +49,7 @@ class PromptEnhancement(PictureTask):
 
 
 def _prompts(config: Config) -> PromptSet:
-    makers = {MINIATURE: miniature_prompts, COMPOSITIONAL: compositional_records}
+    makers = {MINIATURE: miniature_prompts, SCENES: scene_prompts, COMPOSITIONAL: compositional_records}
     makers[BOTH] = partial(_both_records, config.data.held_out)
     return picture_prompts(config, makers, "a .jsonl or .txt file, or builtin")
 

@@ -1,0 +1,120 @@
+"""The miniature's harder world by itself: what its checker reads by kind, what its languages share, what is held out."""
+
+import numpy as np
+import pytest
+
+from bridges.miniature import scenes
+
+vocabulary = pytest.importorskip("scripts.miniature.vocabulary")
+
+
+def true_pictures(kind, count, noise):
+    """Pictures that show what casual prompts of a kind ask for, all else by chance, and the requests."""
+    fill_in = pytest.importorskip("scripts.miniature.train_scorer_scenes").fill_in
+    rng = np.random.default_rng(3)
+    requests = [scenes.casual_prompt(rng, kind)[1] for _ in range(count)]
+    pictures = scenes.draw(np.stack([fill_in(rng, requested) for requested in requests]), rng)
+    return np.clip(pictures + rng.normal(0, noise, pictures.shape), 0, 1), requests
+
+
+@pytest.mark.parametrize("noise", [0, 0.05])
+@pytest.mark.parametrize("kind", scenes.KINDS)
+def test_checker_reads_true_pictures(kind, noise):
+    assert scenes.pixel_accuracy(*true_pictures(kind, 150, noise)).mean() >= 0.99
+
+
+@pytest.mark.parametrize(
+    ("objects", "place", "right"),
+    [
+        ([["ring", "cyan"], ["star", "red"]], "left", True),
+        ([["star", "red"], ["ring", "cyan"]], "right", True),
+        ([["ring", "cyan"], ["star", "red"]], "above", False),
+        ([["ring", "red"], ["star", "cyan"]], None, False),
+        ([["ring", None], ["star", None]], None, True),
+        ([["ring", None]], None, False),
+        ([["ring", None], ["ring", None]], None, False),
+    ],
+)
+def test_all_that_is_asked_for_and_nothing_else(objects, place, right):
+    names = scenes.LAYOUTS, scenes.SHAPES, scenes.COLOURS, scenes.SHAPES, scenes.COLOURS
+    words = "left", "ring", "cyan", "star", "red"
+    picture = scenes.draw(np.array([[values.index(word) for values, word in zip(names, words, strict=True)]]))
+    assert scenes.pixel_accuracy(picture, [{"objects": objects, "place": place}]).tolist() == [right]
+
+
+def test_checker_sees_no_objects_where_there_are_none():
+    assert scenes.read(np.full((3, 32, 32), 0.97)) == []
+    requested = [{"objects": [["ring", None]], "place": None}]
+    noise = np.random.default_rng(0).random((20, 3, 32, 32))
+    assert not scenes.pixel_accuracy(noise, requested * 20).any()
+    with pytest.raises(ValueError, match=r"an image must be \[3, 32, 32\], got \(1, 3, 32, 32\)"):
+        scenes.read(noise[:1])
+
+
+def test_the_share_that_is_wrong_is_nothing_where_the_checker_agrees():
+    """What the scorer learns is the checker's rule, from what was drawn and not from what the checker reads."""
+    scorer = pytest.importorskip("scripts.miniature.train_scorer_scenes")
+    rng = np.random.default_rng(4)
+    for _ in range(60):
+        _, requested, _ = scenes.casual_prompt(rng, str(rng.choice(scenes.KINDS)))
+        row = scorer.fill_in(rng, requested)
+        rows = np.stack([row, *(scorer.vary(rng, row) for _ in range(4))])
+        shares = scorer.wrong_share(rows, scorer.wanted_of(requested)[None])[:, 0]
+        right = scenes.pixel_accuracy(scenes.draw(rows), [requested] * len(rows))
+        np.testing.assert_array_equal(shares == 0, right == 1)
+        assert shares[0] == 0 and shares.min() >= 0 and shares.max() <= 1
+
+
+def test_languages_share_no_word():
+    casual = {word for pair in scenes.SYNONYMS.values() for word in pair}
+    assert len(casual) == 2 * len(scenes.SYNONYMS) and not casual & scenes.SYNONYMS.keys()
+    for row in scenes.prompts("train", 300):
+        assert not set(row["prompt"].split()) & scenes.SYNONYMS.keys()
+        assert set(row["oracle"].split()) <= {"a", *scenes.SYNONYMS}
+    tokenizer = vocabulary.clip_tokenizer(vocabulary.scene_words())
+    texts = [text for split in scenes.SPLITS for row in scenes.prompts(split, 200) for text in row["prompt"].split()]
+    assert all(len(tokenizer(word).input_ids) == 3 for word in {*texts, *scenes.SYNONYMS})
+
+
+def test_oracle_asks_for_what_is_requested():
+    for split in scenes.SPLITS:
+        for row in scenes.prompts(split, 120):
+            (scene,) = [one for one in _all_scenes() if scenes.canonical_caption(scenes.request_of(one)) == row["oracle"]]
+            assert scenes.pixel_accuracy(scenes.draw(scene), [row["requested"]]) == [1], row
+
+
+def _all_scenes(cache=[]):  # noqa: B006
+    if not cache:
+        rows = scenes.sample_indices(np.random.default_rng(0), 60_000)
+        cache += [*np.unique(rows, axis=0)]
+    return cache
+
+
+def test_no_combination_that_is_held_out_is_trained_on():
+    combinations = {}
+    for split in scenes.SPLITS:
+        rows = scenes.prompts(split, 3000)
+        assert [row["kind"] for row in rows[:12]] == [*scenes.KINDS] * 2
+        words = {word for row in rows for word in row["oracle"].split()}
+        assert split != "train" or words == {"a", *scenes.SYNONYMS}
+        of = combinations[split] = {"pair": set(), "number": set(), "colour": set(), "text": set()}
+        for row in rows:
+            objects, kind = row["requested"]["objects"], row["kind"]
+            if kind in ("two_objects", "position") or (kind == "binding" and split == "train"):
+                of["pair"].add(frozenset(shape for shape, _ in objects))
+            if kind == "counting":
+                of["number"].add((len(objects), objects[0][0]))
+            if kind == "colour" or (kind == "binding" and split == "train"):
+                of["colour"].update(map(tuple, objects))
+            of["text"].add(row["prompt"])
+    for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        for name, seen in combinations[one].items():
+            assert seen and not seen & combinations[other][name], (one, other, name)
+
+
+def test_prompts_depend_on_their_seed_alone():
+    rows = scenes.prompts("validation", 60, seed=5)
+    assert rows == scenes.prompts("validation", 60, seed=5) != scenes.prompts("validation", 60, seed=6)
+    assert rows[:20] == scenes.prompts("validation", 20, seed=5)
+    with pytest.raises(ValueError, match="split must be one of"):
+        scenes.prompts("dev", 1)

@@ -156,11 +156,15 @@ def read(image: np.ndarray) -> list[Found]:
 def shows(found: Sequence[Found], requested: Mapping[str, Any]) -> bool:
     """Whether what was found is what was requested: these objects, no others, in their places."""
     wanted, place = requested["objects"], requested["place"]
-    return len(found) == len(wanted) and any(
-        all(one.shape == shape and colour in (None, one.colour) for one, (shape, colour) in zip(order, wanted))
-        and (place is None or _stands(order[0], order[1], place))
-        for order in itertools.permutations(found)
-    )
+    if len(found) != len(wanted):
+        return False
+
+    def is_it(order: Sequence[Found]) -> bool:
+        pairs = zip(order, wanted, strict=True)
+        named = all(one.shape == shape and colour in (None, one.colour) for one, (shape, colour) in pairs)
+        return named and (place is None or _stands(order[0], order[1], place))
+
+    return any(map(is_it, itertools.permutations(found)))
 
 
 def _stands(one: Found, other: Found, place: str) -> bool:

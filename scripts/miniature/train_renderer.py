@@ -34,7 +34,7 @@ _EMPTY_SHARE = 0.05
 class Renderer(nn.Module):
     """What is trained: the transformer and its two text encoders, wired as the pipeline wires them."""
 
-    def __init__(self, vocab_size: int, bos: int, eos: int):
+    def __init__(self, vocab_size: int, bos: int, eos: int, blocks: int = 5):
         """Build the parts with zero-initialised modulation and output."""
         super().__init__()
         encoders = []
@@ -58,7 +58,7 @@ class Renderer(nn.Module):
             patch_size=4,
             in_channels=3,
             out_channels=3,
-            num_layers=5,
+            num_layers=blocks,
             attention_head_dim=32,
             num_attention_heads=4,
             joint_attention_dim=_JOINT,
@@ -175,7 +175,8 @@ def _report(model: Renderer, subject: Subject, tokenizer: CLIPTokenizer) -> None
 
 
 def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 64, learning_rate: float = 2e-3,
-          report_every: int = 300, subject: Subject = SINGLE, start_from: Path | None = None) -> None:  # fmt: skip
+          report_every: int = 300, subject: Subject = SINGLE, blocks: int = 5,
+          start_from: Path | None = None) -> None:  # fmt: skip
     """Train and write the pipeline to ``folder`` at every report; from nothing, or on from ``start_from``'s weights.
 
     What was trained until a report is kept in FOLDER.pt beside the folder, and training goes on from there.
@@ -183,7 +184,7 @@ def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 6
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer = vocabulary.clip_tokenizer(subject.words)
-    model = Renderer(len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    model = Renderer(len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, blocks)
     if start_from is not None:
         _copy_weights(model, tokenizer, start_from)
     average = copy.deepcopy(model).eval().requires_grad_(False)
@@ -229,7 +230,13 @@ def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 6
 def _copy_weights(model: Renderer, tokenizer: CLIPTokenizer, folder: Path) -> None:
     """Start from another renderer's weights; words that it did not know keep their own."""
     other = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
-    model.transformer.load_state_dict(other.transformer.state_dict())
+    blocks, others = len(model.transformer.transformer_blocks), len(other.transformer.transformer_blocks)
+    values = other.transformer.state_dict()
+    for block in range(blocks):  # of theirs, the first, the last and some between
+        theirs = block * (others - 1) // (blocks - 1)
+        for name in model.transformer.transformer_blocks[block].state_dict():
+            values[f"transformer_blocks.{block}.{name}"] = values[f"transformer_blocks.{theirs}.{name}"]
+    model.transformer.load_state_dict({name: values[name] for name in model.transformer.state_dict()})
     known = other.tokenizer.get_vocab()
     pairs = [(i, known[word]) for word, i in tokenizer.get_vocab().items() if word in known]
     here, there = map(list, zip(*pairs, strict=True))

@@ -29,18 +29,18 @@ _MEAN, _STD = 0.5, 0.3
 _BEST, _SLOPE = 0.6, 1.1  # the cosine of a perfect picture, and how far it falls when everything is wrong
 
 
-def model_config(vocab_size: int) -> dict:
-    """The ``model_cfg`` of ``open_clip_config.json``."""
+def model_config(vocab_size: int, *, seeing: int = 24, reading: int = 128, layers: int = 3) -> dict:
+    """The ``model_cfg`` of ``open_clip_config.json``, by the widths of its towers and the layers of its texts'."""
     return {
         "embed_dim": 128,
-        "vision_cfg": {"image_size": world.SIZE, "layers": [1, 1, 1, 1], "width": 24, "patch_size": None},
+        "vision_cfg": {"image_size": world.SIZE, "layers": [1, 1, 1, 1], "width": seeing, "patch_size": None},
         "text_cfg": {
             "context_length": WINDOW,
             "vocab_size": vocab_size,
             "hf_tokenizer_name": "miniature",
-            "width": 128,
-            "heads": 4,
-            "layers": 3,
+            "width": reading,
+            "heads": reading // 32,
+            "layers": layers,
         },
     }
 
@@ -122,7 +122,7 @@ def pair_losses(first: torch.Tensor, second: torch.Tensor, wrong: torch.Tensor, 
     return loss + 20.0 * (near * graded).sum() / near.sum()
 
 
-def save(model: CLIP, tokenizer: CLIPTokenizer, folder: Path) -> None:
+def save(model: CLIP, config: dict, tokenizer: CLIPTokenizer, folder: Path) -> None:
     """Write the ``local-dir:`` folder, weights in half precision."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
@@ -135,8 +135,8 @@ def save(model: CLIP, tokenizer: CLIPTokenizer, folder: Path) -> None:
         "resize_mode": "shortest",
         "fill_color": 0,
     }
-    config = {"model_cfg": model_config(len(tokenizer)), "preprocess_cfg": preprocess}
-    (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    described = {"model_cfg": config, "preprocess_cfg": preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(described, indent=2) + "\n")
     state = {k: v.half() if v.is_floating_point() else v for k, v in model.state_dict().items()}
     save_file({k: v.contiguous().clone() for k, v in state.items()}, folder / "open_clip_model.safetensors")
 
@@ -199,7 +199,8 @@ def train(folder: Path, *, steps: int = 2500, horizon: int = 4500, seed: int = 0
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer = clip_tokenizer()
-    model = CLIP(**model_config(len(tokenizer))).train()
+    config = model_config(len(tokenizer))
+    model = CLIP(**config).train()
     sizes = [len(world.VALUES[name]) for name in world.ATTRIBUTES]
     heads = nn.Linear(128, sum(sizes))
     parameters = [*model.parameters(), *heads.parameters()]
@@ -236,4 +237,4 @@ def train(folder: Path, *, steps: int = 2500, horizon: int = 4500, seed: int = 0
             print(f"scorer {step}/{steps} loss {np.mean(losses[-50:]):.3f} {time.time() - start:.0f} s", flush=True)
         if step % report_every == 0 or step == steps:
             report(model)
-            save(model, tokenizer, folder)
+            save(model, config, tokenizer, folder)

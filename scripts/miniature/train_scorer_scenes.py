@@ -1,4 +1,4 @@
-"""Trains the scorer of the miniature's harder world (`scenes`): an open_clip ``CLIP`` that knows casual and canonical words.
+"""Trains the scorer of the miniature's harder world (`scenes`): an open_clip ``CLIP`` that knows both languages.
 
 Each casual request is filled in to a scene, and that scene is changed in one way for a near miss. Losses are those of
 `train_scorer`: contrastive, and graded by the share of what a text asks for that a picture lacks. The checker takes no
@@ -142,7 +142,8 @@ def train(folder: Path, *, steps: int = 2500, seed: int = 0, half_batch: int = 6
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer = vocabulary.clip_tokenizer(vocabulary.scene_words())
-    model = CLIP(**train_scorer.model_config(len(tokenizer))).train()
+    config = train_scorer.model_config(len(tokenizer), seeing=16, reading=64, layers=2)
+    model = CLIP(**config).train()
     heads = nn.Linear(128, sum(_SIZES))
     parameters = [*model.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -176,4 +177,4 @@ def train(folder: Path, *, steps: int = 2500, seed: int = 0, half_batch: int = 6
             print(f"scorer {step}/{steps} loss {np.mean(losses[-50:]):.3f} {seconds:.0f} s", flush=True)
         if step % report_every == 0 or step == steps:
             report(model, tokenizer)
-            train_scorer.save(model, tokenizer, folder)
+            train_scorer.save(model, config, tokenizer, folder)

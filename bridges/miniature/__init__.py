@@ -1,14 +1,17 @@
-"""The bundled miniature: two policies, a renderer and a scorer small enough to train and run on two CPU cores."""
+"""The bundled miniature: policies, renderers and scorers of two worlds, small enough for two CPU cores."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PARTS = ("policy", "policy_vl", "renderer", "scorer")
+PARTS = ("policy", "policy_vl", "renderer", "scorer", "policy_scenes", "renderer_scenes", "scorer_scenes")
 
 
 def path(part: str) -> Path:
-    """Folder of "policy" (Qwen2), "policy_vl" (Qwen2-VL), "renderer" (Stable Diffusion 3) or "scorer" (open_clip)."""
+    """Folder of "policy" (Qwen2), "policy_vl" (Qwen2-VL), "renderer" (Stable Diffusion 3) or "scorer" (open_clip).
+
+    The harder world, that of `scenes`, has "policy_scenes", "renderer_scenes" and "scorer_scenes".
+    """
     if part not in PARTS:
         raise ValueError(f"part must be one of {PARTS}, got {part!r}")
     return Path(__file__).parent / "weights" / part

@@ -556,6 +556,7 @@ class EvaluationSection:
         top_k: Likewise; null for that of training.
         top_p: Likewise; null for that of training.
         pass_threshold: What a reward or watched measure must reach for a completion to pass.
+        by: A column of the prompts; what is watched is measured for each of its values too, as MEASURE/VALUE.
     """
 
     prompts: Count = 128
@@ -569,6 +570,7 @@ class EvaluationSection:
     top_k: Count | None = None
     top_p: Annotated[Positive, Le(1)] | None = None
     pass_threshold: float = 1.0
+    by: str = ""
 
     def __post_init__(self) -> None:
         check_ranges(self, "evaluation")

@@ -182,7 +182,22 @@ def measure_all(parts: RunContext, variables: Variables, *, references: bool = T
         evaluations["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
     for kind, texts in parts.task_data.report.references(rows).items() if references else ():
         evaluations[kind] = evaluate_texts(parts, rows, texts)
+    for evaluation in evaluations.values():
+        evaluation.measures.update(measures_by_column(parts, rows, evaluation))
     return evaluations
+
+
+def measures_by_column(parts: RunContext, rows: Sequence[Row], evaluation: Evaluation) -> dict[str, float]:
+    """Means of watched measures over the prompts with one value of the column evaluation.by, as MEASURE/VALUE."""
+    column = parts.config.evaluation.by
+    if not column:
+        return {}
+    kinds = np.array([str(row.columns.get(column)) for row in rows])
+    return {
+        f"{name}/{kind}": present_mean(np.array(values)[kinds == kind])
+        for name, values in watched_values(parts, evaluation).items()
+        for kind in dict.fromkeys(kinds.tolist())
+    }
 
 
 def means(parts: RunContext, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:

@@ -1,11 +1,11 @@
 """What the default run learns: GDPO, GRPO on summed rewards and shuffled rewards, from the same start.
 
-    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo ppo shuffled] [--jobs 1] [--out runs/benchmark]
+    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo ppo shuffled scenes scenes_shuffled] [--jobs 1] [--out runs/benchmark]
 
 Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: the share of requested
 attributes that the pixel checker finds in pictures of the same held-out prompts, before, after, with the oracle's
 rewrite, and the share of the gap that was closed. "shuffled" permutes the training rewards within each group: what
-it gains is not learned from the rewards.
+it gains is not learned from the rewards. "scenes" is the harder world, where figures are by kind of request too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ VARIANTS = {
     "grpo": ["--algorithm.advantage", "grpo"],
     "ppo": ["--config", "prompt_enhancement_ppo"],
     "shuffled": ["--algorithm.advantage", "gdpo"],
+    "scenes": ["--config", "prompt_enhancement_scenes"],
+    "scenes_shuffled": ["--config", "prompt_enhancement_scenes"],
 }
 
 
@@ -56,7 +58,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
         parts = load_parts(config, say=output.part)
-        if variant == "shuffled":
+        if variant.endswith("shuffled"):
             environment = parts.environment._replace(score=shuffled(parts.environment.score, seed))
             parts = parts._replace(environment=environment)
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
@@ -79,6 +81,11 @@ def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:
         "before_sampled": pixels["before_sampled"],
         "after_sampled": pixels["after_sampled"],
         "gap_closed": (pixels["after"] - pixels["before"]) / (pixels["oracle"] - pixels["before"]),
+        "kinds": {
+            name.partition("/")[2]: {when: values[when] for when in ("before", "after", "oracle")}
+            for name, values in summary["evaluation"].items()
+            if name.startswith("pixel_accuracy/")
+        },
         "alignment_before": alignment["before"],
         "alignment_after": alignment["after"],
         "alignment_oracle": alignment["oracle"],
@@ -100,6 +107,18 @@ def table(results: list[dict]) -> str:
         means = " | ".join(f"{np.mean([row[name] for row in rows]):.3f}" for name in columns)
         lines.append(f"| **{variant}** | mean | {means} |")
     return "\n".join(lines)
+
+
+def kinds_table(results: list[dict]) -> str:
+    """Before, after and oracle by kind of request, means over the seeds of a variant, as Markdown."""
+    lines = ["| run | kind | before | after | lowest after | oracle |", "|---|---|---|---|---|---|"]
+    for variant in dict.fromkeys(row["variant"] for row in results if row["kinds"]):
+        rows = [row["kinds"] for row in results if row["variant"] == variant]
+        for kind in rows[0]:
+            before, after, oracle = (np.array([row[kind][when] for row in rows]) for when in ("before", "after", "oracle"))
+            figures = " | ".join(f"{value:.3f}" for value in (before.mean(), after.mean(), after.min(), oracle.mean()))
+            lines.append(f"| {variant} | {kind} | {figures} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def main() -> None:
@@ -124,7 +143,7 @@ def main() -> None:
         "runs": results,
     }
     print(json.dumps(report, indent=2))
-    print(f"\n{table(results)}")
+    print(f"\n{table(results)}\n\n{kinds_table(results)}")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ TEXT: dict[str, list[str]] = {
 }
 RUNS: dict[str, list[str]] = {
     "default": ["--config", "prompt_enhancement_miniature", *SMALL],
+    "scenes": ["--config", "prompt_enhancement_scenes", *SMALL],
     "ppo": ["--config", "prompt_enhancement_ppo", *SMALL],
     "refinement": ["--config", "prompt_refinement_miniature", *SMALL],
     "recreation": ["--config", "prompt_recreation_miniature", *SMALL],

@@ -1,0 +1,41 @@
+"""Several objects through the command: the oracle draws every kind, and each kind is measured by itself."""
+
+import json
+
+import pytest
+
+from bridges.miniature.scenes import KINDS
+from grpo_jax import train
+from grpo_jax.config.run import make_config
+from grpo_jax.errors import UserError
+from grpo_jax.tasks.prompt_enhancement_task import _prompts
+
+pytest.importorskip("open_clip")
+pytest.importorskip("diffusers")
+
+
+def test_each_kind_is_measured_and_its_oracle_is_right(tmp_path):
+    arguments = ["--training.max_steps=1", "--evaluation.prompts=48", "--evaluation.validation_prompts=1"]
+    small = ["--training.prompts_per_batch=4", "--evaluation.sampled=false", "--evaluation.every=0"]
+    run_dir = tmp_path / "run"
+    assert train.main(["--config=prompt_enhancement_scenes", *arguments, *small, f"--run_dir={run_dir}"]) == 0
+    evaluation = json.loads((run_dir / "summary.json").read_text())["evaluation"]
+    pixels = evaluation["pixel_accuracy"]
+    assert pixels["oracle"] >= 0.95 and pixels["before"] <= 0.4 and pixels["unchanged"] <= 0.4
+    kinds = [evaluation[f"pixel_accuracy/{kind}"] for kind in KINDS]
+    assert [kind["oracle"] >= 0.85 for kind in kinds] == [True] * 6
+    for when in ("before", "after", "oracle"):  # 8 prompts of each of the 6 kinds
+        assert sum(kind[when] for kind in kinds) / 6 == pytest.approx(pixels[when])
+
+
+def test_prompts_of_the_harder_world_by_name():
+    sizes = {"prompts": 12, "validation_prompts": 6}
+    prompts = _prompts(make_config(task="prompt_enhancement", data={"prompts": "miniature_scenes"}, evaluation=sizes))
+    assert [len(part) for part in prompts] == [2048, 6, 12]
+    assert [row.columns["kind"] for row in prompts.test] == [*KINDS] * 2
+
+
+def test_a_checker_reads_what_it_knows():
+    values = {"data": {"prompts": "builtin"}, "watch": ["pixel_accuracy"]}
+    with pytest.raises(UserError, match='data.prompts "miniature" or "miniature_scenes"'):
+        make_config(task="prompt_enhancement", **values)

@@ -1,6 +1,6 @@
 """What the default run learns: GDPO, GRPO on summed rewards and shuffled rewards, from the same start.
 
-    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo ppo shuffled scenes scenes_shuffled] [--jobs 1] [--out runs/benchmark]
+    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo ppo shuffled scenes …] [--jobs 1] [--out FOLDER]
 
 Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: the share of requested
 attributes that the pixel checker finds in pictures of the same held-out prompts, before, after, with the oracle's
@@ -115,8 +115,9 @@ def kinds_table(results: list[dict]) -> str:
     for variant in dict.fromkeys(row["variant"] for row in results if row["kinds"]):
         rows = [row["kinds"] for row in results if row["variant"] == variant]
         for kind in rows[0]:
-            before, after, oracle = (np.array([row[kind][when] for row in rows]) for when in ("before", "after", "oracle"))
-            figures = " | ".join(f"{value:.3f}" for value in (before.mean(), after.mean(), after.min(), oracle.mean()))
+            values = {when: [row[kind][when] for row in rows] for when in ("before", "after", "oracle")}
+            before, after, oracle = map(np.mean, values.values())
+            figures = " | ".join(f"{value:.3f}" for value in (before, after, min(values["after"]), oracle))
             lines.append(f"| {variant} | {kind} | {figures} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 

@@ -26,7 +26,7 @@ from bridges.miniature import world
 from scripts.miniature.vocabulary import WINDOW, clip_tokenizer
 
 _MEAN, _STD = 0.5, 0.3
-_BEST, _SLOPE = 0.6, 1.1  # the cosine of a perfect picture, and how far it falls when everything is wrong
+BEST, SLOPE = 0.6, 1.1  # the cosine of a perfect picture, and how far it falls when everything is wrong
 
 
 def model_config(vocab_size: int, *, seeing: int = 24, reading: int = 128, layers: int = 3) -> dict:
@@ -117,7 +117,7 @@ def pair_losses(first: torch.Tensor, second: torch.Tensor, wrong: torch.Tensor, 
         seen = target.sum(1) > 0
         target = target / target.sum(1, keepdim=True).clamp(min=1)
         loss = loss + 0.5 * functional.cross_entropy(logits[seen], target[seen])
-    graded = (cosine - (_BEST - _SLOPE * wrong)) ** 2
+    graded = (cosine - (BEST - SLOPE * wrong)) ** 2
     near = torch.where(wrong < 0.55, 6.0, 1.0)
     return loss + 20.0 * (near * graded).sum() / near.sum()
 

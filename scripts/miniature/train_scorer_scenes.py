@@ -2,7 +2,8 @@
 
 Each casual request is filled in to a scene, and that scene is changed in one way for a near miss. Losses are those of
 `train_scorer`, contrastive and graded by the share of what a text asks for that a picture lacks, and the graded one
-again of near misses alone: without it a bag of words is learned. The checker takes no part. Heads on the picture tower name what stands where; they are thrown away.
+again of near misses alone: without it a bag of words is learned. The checker takes no part. Heads on the picture tower
+name what stands where; they are thrown away.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each casual request is filled in to a scene, and that scene is changed in one way for a near miss. Losses are those of
 `train_scorer`, contrastive and graded by the share of what a text asks for that a picture lacks, and the graded one
-again of near misses alone: without it a bag of words is learned. The checker takes no part. Heads on the picture tower
-name what stands where; they are thrown away.
+again of near misses alone. Heads on both towers name what stands where: without them the texts' tower learns a bag of
+words. They are thrown away. The checker takes no part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts.miniature.train_scorer import BEST, SLOPE, augment, normalise, pair
 
 _NUMBERS = len(scenes.NUMBERS)
 _SIZES = (len(scenes.LAYOUTS), *2 * (len(scenes.SHAPES), len(scenes.COLOURS)))
-_UNSAID = -1
+_UNSAID, _IGNORED = -1, -100
 
 
 def fill_in(rng: np.random.Generator, requested: dict[str, Any]) -> np.ndarray:
@@ -100,10 +100,28 @@ def wrong_share(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return sum(wrong * w for wrong, w in facts) / weight
 
 
-def _heads_targets(rows: np.ndarray) -> np.ndarray:
-    """Rows in which "right" and "below" are said as "left" and "above": the picture is the same."""
-    turned = np.isin(rows[:, :1], (5, 7))
-    return np.where(turned, np.concatenate([rows[:, :1] - 1, rows[:, 3:], rows[:, 1:3]], axis=1), rows)
+class Names(nn.Linear):
+    """Heads that both towers share: layout, shapes and colours in the order of the picture, and each coloured shape."""
+
+    def __init__(self, width: int):
+        super().__init__(width, sum(_SIZES) + len(scenes.SHAPES) * len(scenes.COLOURS))
+
+    def loss(self, features: torch.Tensor, rows: np.ndarray, placed: np.ndarray, dyed: np.ndarray) -> torch.Tensor:
+        """Cross-entropies of features [n, d] of scenes, where the order of things is said, and where colours are."""
+        *logits, things = self(features).split([*_SIZES, self.out_features - sum(_SIZES)], dim=1)
+        # "Right" and "below" are said as "left" and "above": the picture is the same.
+        turned = np.concatenate([rows[:, :1] - 1, rows[:, 3:], rows[:, 1:3]], axis=1)
+        target = np.where(np.isin(rows[:, :1], (5, 7)), turned, rows)
+        target[~placed] = _IGNORED
+        target[np.ix_(~dyed, [2, 4])] = _IGNORED
+        loss = sum(
+            functional.cross_entropy(one, torch.from_numpy(right.copy()), ignore_index=_IGNORED)
+            for one, right in zip(logits, target.T, strict=True)
+        )
+        both = torch.from_numpy(rows[:, 1::2] * len(scenes.COLOURS) + rows[:, 2::2])
+        there = torch.zeros_like(things).scatter_(1, both, 1.0)
+        misses = functional.binary_cross_entropy_with_logits(things, there, reduction="none").sum(1)
+        return loss + misses[torch.from_numpy(dyed)].mean()
 
 
 def _batch(rng: np.random.Generator, half: int) -> tuple[np.ndarray, list[str], np.ndarray]:
@@ -115,6 +133,12 @@ def _batch(rng: np.random.Generator, half: int) -> tuple[np.ndarray, list[str], 
     near = [vary(rng, row) for row in rows]
     wanted = [wanted_of(requested) for requested in requests]
     return np.stack([*rows, *near]), list(texts), np.stack(wanted)
+
+
+def _said(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of requests [n, 6], whether they say the order of things, and their colours."""
+    one = (wanted[:, 2] == wanted[:, 4]) & (wanted[:, 3] == wanted[:, 5])
+    return (wanted[:, 1] != _UNSAID) | one, wanted[:, 3] != _UNSAID
 
 
 @torch.no_grad()
@@ -146,8 +170,8 @@ def train(folder: Path, *, steps: int = 1500, seed: int = 0, half_batch: int = 6
     tokenizer = vocabulary.clip_tokenizer(vocabulary.scene_words())
     config = train_scorer.model_config(len(tokenizer), seeing=16, reading=64, layers=2)
     model = CLIP(**config).train()
-    heads = nn.Linear(128, sum(_SIZES))
-    parameters = [*model.parameters(), *heads.parameters()]
+    names = Names(128)
+    parameters = [*model.parameters(), *names.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     start, losses = time.process_time(), []
     for step in range(1, steps + 1):
@@ -162,10 +186,10 @@ def train(folder: Path, *, steps: int = 1500, seed: int = 0, half_batch: int = 6
         # Attention's fused backward is several times slower on a CPU at this size.
         with sdpa_kernel(SDPBackend.MATH):
             raw = model.encode_image(pictures)
-            image = functional.normalize(raw, dim=-1)
-            features = model.encode_text(encode(tokenizer, [*texts, *captions]), normalize=True)
+            read = model.encode_text(encode(tokenizer, [*texts, *captions]))
+            image, features = functional.normalize(raw, dim=-1), functional.normalize(read, dim=-1)
             scale = model.logit_scale.exp().clamp(max=50)
-            text, full = features.split([len(texts), len(captions)])
+            text, full = features.split([half_batch, 2 * half_batch])
             loss = pair_losses(image, text, wrong, scale) + 0.3 * pair_losses(image, full, wrong_all, scale)
             for seen, said, lacks in (
                 (image[:half_batch], text, wrong[:half_batch]),
@@ -174,8 +198,10 @@ def train(folder: Path, *, steps: int = 1500, seed: int = 0, half_batch: int = 6
             ):
                 misses = (seen * said).sum(1) - (BEST - SLOPE * lacks.diagonal())
                 loss = loss + 10.0 * (misses**2).mean()
-            for logits, target in zip(heads(raw).split(_SIZES, dim=1), _heads_targets(rows).T, strict=True):
-                loss = loss + 0.3 * functional.cross_entropy(logits, torch.from_numpy(target.copy()))
+            every = np.ones(2 * half_batch, bool)
+            loss = loss + 0.3 * names.loss(raw, rows, every, every)
+            loss = loss + 0.3 * names.loss(read[half_batch:], rows, every, every)
+            loss = loss + 0.3 * names.loss(read[:half_batch], rows[:half_batch], *_said(wanted))
             optimizer.zero_grad()
             loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -28,7 +28,7 @@ from scripts.miniature.train_scorer import BEST, SLOPE, augment, normalise, pair
 _NUMBERS = len(scenes.NUMBERS)
 _SIZES = (len(scenes.LAYOUTS), *2 * (len(scenes.SHAPES), len(scenes.COLOURS)))
 _UNSAID, _IGNORED = -1, -100
-_POSITIONS, _READING_RATE = 0.05, 3e-3
+_POSITIONS, _READING_RATE = 0.1, 3e-3
 
 
 def fill_in(rng: np.random.Generator, requested: dict[str, Any]) -> np.ndarray:
@@ -196,10 +196,10 @@ def train(folder: Path, *, steps: int = 1200, seed: int = 0, half_batch: int = 6
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer = vocabulary.clip_tokenizer(vocabulary.scene_words())
-    config = train_scorer.model_config(len(tokenizer), seeing=16, reading=64, layers=2)
+    config = train_scorer.model_config(len(tokenizer), seeing=16, reading=64, layers=3)
     model = CLIP(**config).train()
     names = Names(128)
-    _learn_to_read(model, names, tokenizer, rng, max(1, steps // 2))
+    _learn_to_read(model, names, tokenizer, rng, max(1, 2 * steps // 3))
     parameters = [*model.parameters(), *names.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     start, losses = time.process_time(), []

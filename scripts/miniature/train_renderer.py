@@ -179,7 +179,7 @@ def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 6
           start_from: Path | None = None) -> None:  # fmt: skip
     """Train and write the pipeline to ``folder`` at every report; from nothing, or on from ``start_from``'s weights.
 
-    What was trained until a report is kept in FOLDER.pt beside the folder, and training goes on from there.
+    What was trained until a report is kept in FOLDER.pt beside the folder until the end; training goes on from there.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -225,6 +225,7 @@ def train(folder: Path, *, steps: int = 3000, seed: int = 0, batch_size: int = 6
             _report(average, subject, tokenizer)
             save(average, tokenizer, folder)
             torch.save((step, rng, torch.get_rng_state(), [part.state_dict() for part in parts]), state)
+    state.unlink(missing_ok=True)
 
 
 def _copy_weights(model: Renderer, tokenizer: CLIPTokenizer, folder: Path) -> None:

@@ -42,7 +42,7 @@ def test_all_parts_from_the_command(one_thread, tmp_path, capsys):
     assert figures == json.loads(told[told.index("\n{") :])
     assert figures["test_prompts"] == 4
     expected = {"checker >= 0.99": True, "oracle >= 0.85": False, "start <= 0.40": True}
-    assert {name: figures["valid"][name] for name in expected} == expected and len(figures["valid"]) == 6
+    assert {name: figures["valid"][name] for name in expected} == expected and len(figures["valid"]) == 9
     assert {path.name for path in tmp_path.iterdir()} == {*miniature.PARTS, "figures.json"}
     for part in miniature.PARTS:  # the form of the package's own
         assert files(tmp_path / part) == files(miniature.path(part))

@@ -26,6 +26,6 @@ SCENES = train_renderer.Subject(
 )
 
 
-def train(folder: Path, *, steps: int = 1200) -> None:
+def train(folder: Path, *, steps: int = 900) -> None:
     """Train and write the pipeline to ``folder``."""
     train_renderer.train(folder, steps=steps, subject=SCENES, blocks=3, start_from=miniature.path("renderer"))

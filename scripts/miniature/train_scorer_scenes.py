@@ -190,16 +190,16 @@ def _reading_loss(names: Names, read: torch.Tensor, rows: np.ndarray, wanted: np
     return names.loss(read[half:], rows, every, every) + names.loss(read[:half], rows[:half], *_said(wanted))
 
 
-def train(folder: Path, *, steps: int = 1200, seed: int = 0, half_batch: int = 64, learning_rate: float = 1.5e-3,
-          report_every: int = 250) -> None:  # fmt: skip
+def train(folder: Path, *, steps: int = 800, seed: int = 0, half_batch: int = 64, learning_rate: float = 1.5e-3,
+          report_every: int = 200) -> None:  # fmt: skip
     """Train from nothing and write the folder at every report."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer = vocabulary.clip_tokenizer(vocabulary.scene_words())
-    config = train_scorer.model_config(len(tokenizer), seeing=16, reading=64, layers=3)
+    config = train_scorer.model_config(len(tokenizer), seeing=10, reading=64, layers=3)
     model = CLIP(**config).train()
     names = Names(128)
-    _learn_to_read(model, names, tokenizer, rng, max(1, 2 * steps // 3))
+    _learn_to_read(model, names, tokenizer, rng, steps)
     parameters = [*model.parameters(), *names.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     start, losses = time.process_time(), []

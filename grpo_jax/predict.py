@@ -137,12 +137,12 @@ def _predict(options: argparse.Namespace) -> None:
         print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
 
 
-def read_lines(path: str) -> list[tuple[int, str]]:
-    """Return the lines of `--file` and their numbers, from 1, without blank ones."""
+def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:
+    """Return the lines of the file that an option names, and their numbers, from 1, without blank ones."""
     try:
         lines = read_text(path).replace("\r\n", "\n").split("\n")
     except UserError as error:
-        raise UserError(f"--file: {error}") from error
+        raise UserError(f"--{option}: {error}") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 

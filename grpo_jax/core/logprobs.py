@@ -51,7 +51,7 @@ def token_logprobs(
         trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its node.
         nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed,
             whose log-probability is then -inf and whose entropy is 0.
-        taken: int `[.., T, K]`, without a trie: K tokens that are not allowed at each position besides (`taken_before`).
+        taken: int `[.., T, K]`, without a trie: K more tokens that are not allowed there (`taken_before`).
         softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
         chunk_size: how many tokens' logits are held at once.
 
@@ -91,9 +91,7 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def taken_before(
-    prompts: jax.Array, prompt_mask: jax.Array, tokens: jax.Array
-) -> jax.Array:
+def taken_before(prompts: jax.Array, prompt_mask: jax.Array, tokens: jax.Array) -> jax.Array:
     """The tokens that stand before each one of a list without repeats: int32 [P, G, T, L + T] for `token_logprobs`.
 
     `prompts` and their mask are [P, L], the lists `tokens` [P, G, T]; where nothing stands there is no token's number.

@@ -117,7 +117,9 @@ def _item_tokens(config: Config, texts: Sequence[str], folder: PolicyFolder) -> 
     for text in texts:
         ids = completion_tokens(folder.tokenizer, text, folder.eos_ids, gap=gap)[:-1]
         if len(ids) != 1:
-            raise UserError(f"{one_line(repr(text), 60)} may be listed, and is {len(ids)} tokens: expected one of its own")
+            raise UserError(
+                f"{one_line(repr(text), 60)} may be listed, and is {len(ids)} tokens: expected one of its own"
+            )
         allowed[ids] = True
     most = int(allowed.sum()) - config.data.max_prompt_tokens
     require(

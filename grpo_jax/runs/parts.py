@@ -55,8 +55,8 @@ class RunContext(NamedTuple):
     """Everything a config names, loaded.
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
-    (`TaskData.choices`), or is None, also where completions are lists of them; `devices` has the device name of each part; `trainer` is the run as rewards see
-    it.
+    (`TaskData.choices`), or is None, also where completions are lists of them; `devices` has the device name of each
+    part; `trainer` is the run as rewards see it.
     """
 
     config: Config

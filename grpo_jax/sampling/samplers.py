@@ -74,8 +74,8 @@ def make_samplers(
     """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
 
     `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
-    lists them, of which a ranking has the `listed` best (0: all, scored exactly). With `no_repeats` completions are lists
-    of allowed tokens (`make_sampler`).
+    lists them, of which a ranking has the `listed` best (0: all, scored exactly). With `no_repeats` completions are
+    lists of allowed tokens (`make_sampler`).
     """
     ends = named_ends(section, policy.folder, allowed, no_repeats=no_repeats)
     rank = None

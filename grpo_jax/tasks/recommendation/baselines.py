@@ -145,6 +145,7 @@ def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> 
 
 
 def weights_by_row(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
+    """Return values at some columns of each row, one row behind another: f64 [rows, items]."""
     starts = np.cumsum([0, *(len(entry) for entry in columns)])
     small = np.int32 if max(starts[-1], items) < 2**31 else np.int64  # products take the indices of their factors
     indices = np.fromiter(itertools.chain.from_iterable(columns), small, starts[-1])

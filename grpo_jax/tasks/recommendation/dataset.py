@@ -254,9 +254,7 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...]
 
 
-def warm_start_pairs(
-    task: Recommendation, dataset: Dataset, seed: int, *, length: int = 1
-) -> list[tuple[str, str]]:
+def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int, *, length: int = 1) -> list[tuple[str, str]]:
     """Return the (prompt, text) pairs of `task.pairs`, without those whose text is empty.
 
     A policy that writes lists of `length` items is taught the next item at any place of a list (`list_pairs`).
@@ -288,9 +286,10 @@ def warm_start_pairs(
 def list_pairs(rows: Sequence[Row], catalogue: Catalogue, *, length: int, seed: int) -> list[tuple[str, str]]:
     """Return the next item as the first of a list, and once more behind a random beginning of one.
 
-    The beginning stands in the prompt, where a list's tokens stand as well, and is not taught: whatever a list holds, what
-    goes on with it is the next item among those that are left. So the likeliest list is the best items in order. The
-    beginning is drawn from other rows' next items; a row whose next item stands in its history teaches nothing.
+    The beginning stands in the prompt, behind which a list stands, and is not taught: whatever a
+    list holds, what goes on with it is the next item among those that are left. So the likeliest list is the best items
+    in order. The beginning is drawn from other rows' next items; a row whose next item stands in its history teaches
+    nothing.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     targets = np.array([row.columns["target_row"] for row in rows])

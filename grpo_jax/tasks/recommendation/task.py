@@ -208,6 +208,9 @@ class Recommendation(Task):
         expected = "next, together or forms: the others are of the dummy world alone"
         require(self.source == "dummy" or not of_dummy, "task.pairs", expected, self.pairs)
         if self.writes_lists:
+            require(
+                config.data.form == "append", "data.form", "append: a list goes on with its prompt", config.data.form
+            )
             expected = "samples: lists are drawn one by one"
             require(config.sampling.group == "samples", "sampling.group", expected, config.sampling.group)
             require(config.sampling.turns == 1, "sampling.turns", "1: a list is written once", config.sampling.turns)

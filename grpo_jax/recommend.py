@@ -44,7 +44,7 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
 
     There are fewer than k where the run's rankings list no more (`task.listed`). A title that stands several times
     counts once, in its last place; one that is no item's is skipped. Its further arguments
-    are those of `tasks.recommendation.recommending.Recommender`: filters, and what hears of what was skipped.
+    are filters, `allow`, `exclude` and `at_most`, and `note`, which hears of what was skipped.
 
     Args:
         run_dir: Run directory of a training run.

@@ -176,7 +176,7 @@ def test_a_trained_run_recommends_and_says_why(shop, run, monkeypatch):
 
 
 def test_a_file_is_answered_line_by_line(shop, run, monkeypatch, capsys):
-    """What no item is called is skipped with a note, and a history without any gets what is popular; too few are said."""
+    """What no item is called is skipped with a note, and a history without any gets the popular; too few are said."""
     monkeypatch.chdir(shop)
     file = shop / "asked.txt"
     wide = "".join(letter if letter == " " else chr(ord(letter) + 0xFEE0) for letter in TITLES[1])

@@ -202,7 +202,8 @@ def test_a_prior_is_chosen_on_validation_users_by_the_policys_own_ranking(shop, 
     earned, (best, *others) = [float(line.split()[0]) for line in said[2:12]], said[2:12]
     assert earned == sorted(earned, reverse=True) and len(others) == 9
     chosen = yaml.safe_load("\n".join(line for line in said if line.startswith("  prior:")))["prior"]
-    assert [float(word) for word in best.split()[2:5]] == list(chosen.values())
+    assert [float(word) for word in best.split()[2:7]] == list(chosen.values())
+    assert any(float(line.split()[4]) > 0 or float(line.split()[5]) > 0 for line in others)
     alone = next(float(line.split()[0]) for line in said if line.endswith("the policy alone"))
     assert earned[0] > alone and any(line.endswith("the run's") for line in said)
     # The run measured its policy alone on its first 8 validation users, which are those of the default.
@@ -250,6 +251,10 @@ def test_what_cannot_be_recommended_is_said(shop, run, words, wrong, monkeypatch
         (["--task.pairs=lessons"], "pairs"),
         (["--task.template={history} {items}", "--task.writes=title"], "template"),
         (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),
+        (
+            ["--task.writes=query", "--task.template={history}", "--task.prior={popularity: 1}"],
+            "prior.popularity: expected 0: a query is made of words",
+        ),
         (["--task.item_start=random", "--task.writes=title", "--task.template={history}"], "item_start"),
         (["--task.split=time"], "task.split: expected last or items: dummy has no times"),
         (["--task.split=items", "--task.held_out_items=0.5"], "task.held_out_items: expected a share in (0, 0.5)"),

@@ -8,7 +8,7 @@ titles ask the policy's own retriever, as the policy does.
 The prior is what is known of a user's next item without a policy, to be added to what the policy says of it:
 
     score(item) = log p(item) + a · cos(history, title) + b · Σ_{i in history} decay^age(i) · together(i, item)
-                + c · Σ_{i in history} decay^age(i) · P(item right after i) + d · log(1 + users of the item)
+                + c · Σ_{i in history} decay^age(i) · P(item right after i)
 """
 
 from __future__ import annotations
@@ -228,15 +228,11 @@ class PriorParts(NamedTuple):
     vectors: sparse.csr_array
     similarity: sparse.csr_array
     successors: sparse.csr_array
-    popularity: np.ndarray
 
     def term(self, name: str, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
         """Return what the weight of this name is multiplied with, f32 [P, I]."""
-        items = len(self.popularity)
-        if name == "popularity":
-            return np.broadcast_to(self.popularity, (len(histories), items))
         table = {"history": self.vectors.T, "together": self.similarity, "following": self.successors}[name]
-        weights = decayed(histories, items, decay=decay)
+        weights = decayed(histories, self.vectors.shape[0], decay=decay)
         if name != "history":
             return np.asarray((weights @ table).toarray(), np.float32)
         query = weights @ self.vectors
@@ -249,8 +245,7 @@ def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> PriorPar
     items = len(titles)
     steps = step_counts(users, items)
     share = sparse.csr_array(sparse.diags_array(1.0 / np.maximum(steps.sum(1), 1.0)) @ steps)
-    popularity = np.log1p(taken_counts(users, items)).astype(np.float32)
-    return PriorParts(title_vectors(titles), item_similarity(users, items), share, popularity)
+    return PriorParts(title_vectors(titles), item_similarity(users, items), share)
 
 
 def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:

@@ -214,7 +214,7 @@ def _explanations(
 
 
 HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
-FOLLOWING, POPULARITY = (0.0, 1.0, 2.0, 5.0), (0.0, 0.1, 0.2, 0.4)
+FOLLOWING = (0.0, 2.0, 5.0, 10.0, 20.0, 40.0)
 """Tried beside the best of the others."""
 _PRINTED = 10
 
@@ -307,7 +307,7 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     measured = functools.partial(weigh, policy_scores, parts, rows, items=len(catalogue))
     earned = measured(points)
     best, known = earned[0].prior, {one.prior for one in earned}
-    near = [dataclasses.replace(best, following=c, popularity=d) for c, d in itertools.product(FOLLOWING, POPULARITY)]
+    near = [dataclasses.replace(best, following=weight) for weight in FOLLOWING]
     earned = sorted([*earned, *measured([one for one in near if one not in known])], key=lambda one: -one.ndcg)
     records = [{**vars(one.prior), "ndcg@10": one.ndcg, "hr@10": one.hit} for one in earned]
     return ChosenPrior(_prior_lines(earned, len(rows), task.prior), records)
@@ -326,7 +326,7 @@ def _prior_lines(earned: Sequence[Weighed], users: int, configured: PriorSection
     best = earned[0].prior
     lines.append("for the config, under task:")
     lines.append("  prior: {" + ", ".join(f"{name}: {weight:g}" for name, weight in vars(best).items()) + "}")
-    for name, tried in zip(vars(best), (HISTORY, TOGETHER, FOLLOWING, POPULARITY), strict=False):
+    for name, tried in zip(vars(best), (HISTORY, TOGETHER, FOLLOWING), strict=False):
         if getattr(best, name) >= max(tried):
             lines.append(f"{name} {max(tried):g} is the most that was tried")
     return lines

@@ -45,14 +45,12 @@ class PriorSection:
             the query: unit(text) + a · unit(history).
         together: B, the weight of how often an item was taken with those of the history.
         following: C, the weight of the share in which an item came right after those of the history.
-        popularity: D, the weight of log(1 + how many users took an item).
         decay: Weight of each older item of the history.
     """
 
     history: NonNegative = 0.0
     together: NonNegative = 0.0
     following: NonNegative = 0.0
-    popularity: NonNegative = 0.0
     decay: Share = 0.7
 
     def __post_init__(self) -> None:
@@ -185,7 +183,7 @@ class Recommendation(Task):
         expected = "titles, its default: items have words of their own with writes: item"
         require(self.writes == "item" or self.item_start == "titles", "item_start", expected, "random")
         expected = "0: a query is made of words, its text's and with prior.history those of the history"
-        for name in ("together", "following", "popularity"):
+        for name in ("together", "following"):
             weight = getattr(self.prior, name)
             require(self.writes != "query" or not weight, f"prior.{name}", expected, weight)
         expected = "next: a policy that ranks itself is taught items"

@@ -123,9 +123,13 @@ def test_words_of_items_begin_where_their_titles_lie(run):
     pairs = np.triu_indices(len(TITLES), 1)
     assert np.corrcoef(shared[pairs], (table @ table.T)[pairs])[0, 1] > 0.7
     tokenizer = json.loads((run / "policy_start" / "tokenizer.json").read_text())
-    start = load_file(run / "policy_start" / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = load_file(run / "policy_start" / "model.safetensors")
+    start = tensors["model.embed_tokens.weight"]
     for word, vector in item_vectors(TITLES, 16).items():
         np.testing.assert_allclose(start[tokenizer["model"]["vocab"][word]], vector, atol=1e-6)
+    # The first layer begins by passing on what it reads: a history by the mean of its items.
+    value, out = (tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "vo")
+    np.testing.assert_allclose(out @ value, np.eye(16) / 4, atol=1e-6)
 
 
 def test_the_table_tells_policy_prior_and_both_apart(run, summary):

@@ -262,7 +262,7 @@ def test_what_cannot_be_recommended_is_said(shop, run, words, wrong, monkeypatch
         (["--task.template={history} {items}", "--task.writes=title"], "template"),
         (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),
         (
-            ["--task.writes=query", "--task.template={history}", "--task.prior={following: 1}"],
+            ["--task.writes=query", "--task.template={history}", "--task.prior.together=0", "--task.prior.following=1"],
             "prior.following: expected 0: a query is made of words",
         ),
         (["--task.item_start=random", "--task.writes=title", "--task.template={history}"], "item_start"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.sections import OptimizerSection
@@ -64,4 +65,18 @@ def make_optimizer(
     adamw = adamw if value_rate == 1 else optax.chain(adamw, optax.stateless(scale_value))
     if section.max_grad_norm == 0:
         return adamw
-    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)
+    return optax.chain(clip_by_global_norm(section.max_grad_norm), adamw)
+
+
+def clip_by_global_norm(most: float) -> optax.GradientTransformation:
+    """Scale gradients by min(1, most / their global norm).
+
+    As optax's, but the choice is made once, of the scale: optax makes it of every element, and a program that is three
+    times as long.
+    """
+
+    def clip(updates: PyTree, _: PyTree | None) -> PyTree:
+        scale = jnp.minimum(1.0, most / optax.tree.norm(updates))
+        return jax.tree.map(lambda leaf: leaf * scale, updates)
+
+    return optax.stateless(clip)

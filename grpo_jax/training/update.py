@@ -64,17 +64,13 @@ def make_train_step(
         (_, (loss, metrics)), grads = _accumulate(lambda micro: gradient(trained, micro), batch, accumulation)
         if scale is not None:
             grads = jax.tree.map(lambda leaf: leaf / scale.scale, grads)
+        updates, opt_state = optimizer.update(grads, moving.opt_state, trained)
+        variables = optax.apply_updates(trained, updates)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+        after = moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-
-        def advance(moving: TrainState) -> TrainState:
-            updates, opt_state = optimizer.update(grads, moving.opt_state, moving.variables)
-            variables = optax.apply_updates(moving.variables, updates)
-            return moving._replace(step=moving.step + 1, variables=variables, opt_state=opt_state)
-
-        after = jax.lax.cond(finite, advance, lambda moving: moving, moving)
         report = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32), "metrics": metrics}
-        return _judged(finite, after), report
+        return _where_finite(finite, after, moving), report
 
     compiled = jax.jit(compute, donate_argnums=0)
 
@@ -92,16 +88,17 @@ def make_train_step(
     return train_step
 
 
-def _judged(finite: jax.Array, state: TrainState) -> TrainState:
-    """Count updates left out, and let the loss scale see whether this one was."""
-    scale = state.loss_scale
+def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> TrainState:
+    """Choose the state after a finite update, else the one before; updates skip count and loss scale."""
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    scale = before.loss_scale
     if scale is None:
-        return state._replace(skipped=jnp.where(finite, 0, state.skipped + 1))
+        return state._replace(skipped=jnp.where(finite, 0, before.skipped + 1))
     # The scale judges a function's gradient itself: it is shown one that is finite exactly if the batch's was, all
     # micro-batches together.
     judged = scale.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.ones(()))
     hopeless = (scale.scale <= scale.minimum_scale).astype(jnp.int32)
-    return state._replace(skipped=jnp.where(finite, 0, state.skipped + hopeless), loss_scale=judged.dynamic_scale)
+    return state._replace(skipped=jnp.where(finite, 0, before.skipped + hopeless), loss_scale=judged.dynamic_scale)
 
 
 def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -> PyTree:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.sections import OptimizerSection
@@ -65,18 +64,4 @@ def make_optimizer(
     adamw = adamw if value_rate == 1 else optax.chain(adamw, optax.stateless(scale_value))
     if section.max_grad_norm == 0:
         return adamw
-    return optax.chain(clip_by_global_norm(section.max_grad_norm), adamw)
-
-
-def clip_by_global_norm(most: float) -> optax.GradientTransformation:
-    """Scale gradients by min(1, most / their global norm).
-
-    Optax chooses for every element, between two arrays of it: that copies all gradients, and doubles the code of
-    AdamW, which XLA's compiler then writes for both cases.
-    """
-
-    def clip(updates: PyTree, _: PyTree | None) -> PyTree:
-        scale = jnp.minimum(1.0, most / optax.tree.norm(updates))
-        return jax.tree.map(lambda leaf: leaf * scale, updates)
-
-    return optax.stateless(clip)
+    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)

@@ -141,10 +141,11 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
 def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> sparse.csr_array:
     """Return weights decay^age of each history's items, [U, I]; decay 0 is the last item alone."""
     ages = np.concatenate([np.arange(len(history))[::-1] for history in histories])
-    return _weights(histories, np.power(float(decay), ages), items)
+    return weights_by_row(histories, np.power(float(decay), ages), items)
 
 
-def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
+def weights_by_row(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
+    """Return values at some columns of each row, one row behind another: f64 [rows, items]."""
     starts = np.cumsum([0, *(len(entry) for entry in columns)])
     small = np.int32 if max(starts[-1], items) < 2**31 else np.int64  # products take the indices of their factors
     indices = np.fromiter(itertools.chain.from_iterable(columns), small, starts[-1])
@@ -154,7 +155,7 @@ def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
     """Return 1 where a user took an item in training, [U, I]."""
     taken = [sorted(set(user.items)) for user in users]
-    return _weights(taken, np.ones(sum(map(len, taken))), items)
+    return weights_by_row(taken, np.ones(sum(map(len, taken))), items)
 
 
 def count_baselines(

@@ -24,7 +24,7 @@ from grpo_jax.core.trie import ROOT, Trie, children, follow
 from grpo_jax.models.cache import Cache, Prefix
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import FSDP
-from grpo_jax.models.variables import PyTree, Variables
+from grpo_jax.models.variables import PyTree, Variables, numbered
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
 
@@ -232,7 +232,7 @@ def over_buckets(write: Callable[..., Samples], policy: Policy, pad_id: int, len
     def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, length)
         padded = pad_to_bucket(tokens, mask, keys, pad_id, shares=shares_of(policy))
-        samples = write(variables, *padded, pad_rows(pictures, len(padded[0])))
+        samples = write(numbered(variables), *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: len(tokens)], samples)
 
     return sample

@@ -33,6 +33,7 @@ from grpo_jax.tasks.recommendation.baselines import (
     make_parts,
     make_prior,
     taken_counts,
+    weighted,
 )
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence, items_of, plain, read_catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset, history_prompt, load_dataset
@@ -334,6 +335,8 @@ def _explanations(
 
 
 HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
+FOLLOWING = (0.0, 2.0, 5.0, 10.0, 20.0, 40.0)
+"""Tried beside the best of the others."""
 _PRINTED = 10
 
 
@@ -386,12 +389,12 @@ def weigh(
         targets = np.array([column["target_row"] for column in columns])
         policy = score(users.start, users.stop)
         for decay in dict.fromkeys(point.decay for point in points):
-            resembling = parts.resembling(histories, decay)
-            together = parts.together(histories, decay)
-            for place, point in enumerate(points):
-                if point.decay == decay:
-                    prior = np.float32(point.history) * resembling + np.float32(point.together) * together
-                    ranks[place, users] = metrics.rank_of(metrics.count_better(policy + prior, targets, histories))
+            these = {place: point for place, point in enumerate(points) if point.decay == decay}
+            names = dict.fromkeys(itertools.chain.from_iterable(point.weights for point in these.values()))
+            terms = {name: parts.term(name, histories, decay) for name in names}
+            for place, point in these.items():
+                scores = policy + weighted(point, terms)
+                ranks[place, users] = metrics.rank_of(metrics.count_better(scores, targets, histories))
     ndcg, hit = metrics.ndcg(ranks, k=10).mean(1).tolist(), metrics.hit(ranks, k=10).mean(1).tolist()
     return sorted(map(Weighed, points, ndcg, hit), key=lambda one: -one.ndcg)
 
@@ -422,7 +425,12 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     points = grid()
     if task.prior.used and task.prior not in points:
         points.append(task.prior)
-    earned = weigh(policy_scores, make_parts(catalogue.titles, dataset.known), rows, points, items=len(catalogue))
+    parts = make_parts(catalogue.titles, dataset.known)
+    measured = functools.partial(weigh, policy_scores, parts, rows, items=len(catalogue))
+    earned = measured(points)
+    best, known = earned[0].prior, {one.prior for one in earned}
+    near = [dataclasses.replace(best, following=weight) for weight in FOLLOWING]
+    earned = sorted([*earned, *measured([one for one in near if one not in known])], key=lambda one: -one.ndcg)
     records = [{**vars(one.prior), "ndcg@10": one.ndcg, "hr@10": one.hit} for one in earned]
     return ChosenPrior(_prior_lines(earned, len(rows), task.prior), records)
 
@@ -431,16 +439,16 @@ def _prior_lines(earned: Sequence[Weighed], users: int, configured: PriorSection
     names = {configured: "the run's", PriorSection(): "the policy alone"}
     lines = [
         f"{users:,} validation users, {len(earned)} priors; no test user was looked at",
-        f"{'NDCG@10':>7}  {'HR@10':>6}  {'history':>7}  {'together':>8}  {'decay':>5}",
+        f"{'NDCG@10':>7}  {'HR@10':>6}  " + "  ".join(vars(PriorSection())),
     ]
     for place, (prior, ndcg, hit) in enumerate(earned):
         if place < _PRINTED or prior in names:
-            weights = f"{prior.history:7g}  {prior.together:8g}  {prior.decay:5g}"
+            weights = "  ".join(f"{weight:{len(name)}g}" for name, weight in vars(prior).items())
             lines.append(f"{ndcg:7.4f}  {hit:6.4f}  {weights}  {names.get(prior, '')}".rstrip())
     best = earned[0].prior
     lines.append("for the config, under task:")
-    lines.append(f"  prior: {{history: {best.history:g}, together: {best.together:g}, decay: {best.decay:g}}}")
-    for name, largest in {"history": max(HISTORY), "together": max(TOGETHER)}.items():
-        if getattr(best, name) >= largest:
-            lines.append(f"{name} {largest:g} is the most that was tried")
+    lines.append("  prior: {" + ", ".join(f"{name}: {weight:g}" for name, weight in vars(best).items()) + "}")
+    for name, tried in zip(vars(best), (HISTORY, TOGETHER, FOLLOWING), strict=False):
+        if getattr(best, name) >= max(tried):
+            lines.append(f"{name} {max(tried):g} is the most that was tried")
     return lines

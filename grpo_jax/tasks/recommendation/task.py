@@ -46,20 +46,27 @@ class PriorSection:
         history: A, the weight of how much a title resembles the history's. Where texts are ranked, of the history in
             the query: unit(text) + a · unit(history).
         together: B, the weight of how often an item was taken with those of the history.
+        following: C, the weight of the share in which an item came right after those of the history.
         decay: Weight of each older item of the history.
     """
 
     history: NonNegative = 0.0
     together: NonNegative = 0.0
+    following: NonNegative = 0.0
     decay: Share = 0.7
 
     def __post_init__(self) -> None:
         check_ranges(self, "prior")
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Weights above 0 by the names of their terms."""
+        return {name: weight for name, weight in vars(self).items() if weight and name != "decay"}
+
+    @property
     def used(self) -> bool:
         """True if it changes a ranking."""
-        return self.history > 0 or self.together > 0
+        return bool(self.weights)
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,9 @@ class Recommendation(Task):
         expected = "titles, its default: items have words of their own with writes: item or slate"
         require(self.writes in ("item", "slate") or self.item_start == "titles", "item_start", expected, "random")
         expected = "0: a query is made of words, its text's and with prior.history those of the history"
-        require(self.writes != "query" or not self.prior.together, "prior.together", expected, self.prior.together)
+        for name in ("together", "following"):
+            weight = getattr(self.prior, name)
+            require(self.writes != "query" or not weight, f"prior.{name}", expected, weight)
         expected = "next: a policy that ranks itself is taught items"
         require(self.writes == "query" or self.pairs == "next", "pairs", expected, self.pairs)
 

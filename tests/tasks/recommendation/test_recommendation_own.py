@@ -26,6 +26,7 @@ from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.loading import item_vectors
 from grpo_jax.tasks.recommendation.metrics import ndcg
+from grpo_jax.tasks.recommendation.recommending import FOLLOWING
 from grpo_jax.train import main
 
 ROOT = Path(__file__).parents[3]
@@ -122,9 +123,13 @@ def test_words_of_items_begin_where_their_titles_lie(run):
     pairs = np.triu_indices(len(TITLES), 1)
     assert np.corrcoef(shared[pairs], (table @ table.T)[pairs])[0, 1] > 0.7
     tokenizer = json.loads((run / "policy_start" / "tokenizer.json").read_text())
-    start = load_file(run / "policy_start" / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = load_file(run / "policy_start" / "model.safetensors")
+    start = tensors["model.embed_tokens.weight"]
     for word, vector in item_vectors(TITLES, 16).items():
         np.testing.assert_allclose(start[tokenizer["model"]["vocab"][word]], vector, atol=1e-6)
+    # The first layer begins by passing on what it reads: a history by the mean of its items.
+    value, out = (tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "vo")
+    np.testing.assert_allclose(out @ value, np.eye(16) / 4, atol=1e-6)
 
 
 def test_the_table_tells_policy_prior_and_both_apart(run, summary):
@@ -209,13 +214,14 @@ def test_a_prior_is_chosen_on_validation_users_by_the_policys_own_ranking(shop, 
     earned, (best, *others) = [float(line.split()[0]) for line in said[2:12]], said[2:12]
     assert earned == sorted(earned, reverse=True) and len(others) == 9
     chosen = yaml.safe_load("\n".join(line for line in said if line.startswith("  prior:")))["prior"]
-    assert [float(word) for word in best.split()[2:5]] == list(chosen.values())
+    assert [float(word) for word in best.split()[2:6]] == list(chosen.values())
     alone = next(float(line.split()[0]) for line in said if line.endswith("the policy alone"))
     assert earned[0] > alone and any(line.endswith("the run's") for line in said)
     # The run measured its policy alone on its first 8 validation users, which are those of the default.
     assert recommend_main(["--run", str(run), "--choose_prior", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    alone = next(one for one in found if not one["history"] and not one["together"])
+    alone = next(one for one in found if not any(one[name] for name in ("history", "together", "following")))
+    assert {one["following"] for one in found} == set(FOLLOWING)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert alone["ndcg@10"] == pytest.approx(metrics[-1]["validation/ndcg@10"], rel=1e-5)
 
@@ -255,6 +261,10 @@ def test_what_cannot_be_recommended_is_said(shop, run, words, wrong, monkeypatch
         (["--task.pairs=lessons"], "pairs"),
         (["--task.template={history} {items}", "--task.writes=title"], "template"),
         (["--task.writes=query", "--task.template={history}"], "prior.together: expected 0: a query is made of words"),
+        (
+            ["--task.writes=query", "--task.template={history}", "--task.prior.together=0", "--task.prior.following=1"],
+            "prior.following: expected 0: a query is made of words",
+        ),
         (["--task.item_start=random", "--task.writes=title", "--task.template={history}"], "item_start"),
         (["--task.split=time"], "task.split: expected last or items: dummy has no times"),
         (["--task.split=items", "--task.held_out_items=0.5"], "task.held_out_items: expected a share in (0, 0.5)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,8 +32,8 @@ class Environment(Task):
         held_out: How many episodes each measure the run and choose the best checkpoint.
     """
 
-    environment: tuple[str, ...] = ()
-    shares: tuple[float, ...] = ()
+    environment: list[str] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     seeds: int = 1024
     held_out: int = 64
 
@@ -43,11 +43,10 @@ class Environment(Task):
     }
 
     def check(self, config: Config) -> None:
-        """Refuse a task without an environment, and shares that are not theirs."""
-        require(bool(self.environment), "task.environment", "a class, such as my_env.py:Env", None)
+        """Refuse shares that are not of the environments, and prompts beside theirs."""
         fits = not self.shares or len(self.shares) == len(self.environment)
-        require(fits, "task.shares", f"one for each of {len(self.environment)} environments", list(self.shares))
-        require(all(share > 0 for share in self.shares), "task.shares", "numbers above 0", list(self.shares))
+        require(fits, "task.shares", f"one for each of {len(self.environment)} environments", self.shares)
+        require(all(share > 0 for share in self.shares), "task.shares", "numbers above 0", self.shares)
         for name in ("seeds", "held_out"):
             require(getattr(self, name) > 0, f"task.{name}", "at least 1", getattr(self, name))
         require(not config.data.prompts, "data.prompts", "nothing: environments bring their own", config.data.prompts)
@@ -56,6 +55,7 @@ class Environment(Task):
         """Ask the environments for their prompts."""
         if setup.prompts is not None:
             raise UserError("prompts: expected none, environments bring their own")
+        require(bool(self.environment), "task.environment", "a class, such as my_env.py:Env", None)
         classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in self.environment}
         if len(classes) < len(self.environment):
             raise UserError(f"task.environment: expected classes of different names, got {', '.join(self.environment)}")
@@ -77,7 +77,7 @@ class Environment(Task):
 
     def _kinds(self, count: int) -> Sequence[int]:
         """Return which environment each of some episodes is of, as evenly spread as the shares allow."""
-        shares = np.array(self.shares or (1.0,) * len(self.environment))
+        shares = np.array(self.shares or [1.0] * len(self.environment))
         due = np.outer(np.arange(1, count + 1), shares / shares.sum())
         given, kinds = np.zeros(len(shares)), []
         for row in due:

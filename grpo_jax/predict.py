@@ -69,7 +69,6 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     loaded = policy.folder
     assert loaded is not None  # `load_policy` has read it
-    ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
     image_processor = image_processor_of(config, loaded)
     decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
@@ -89,8 +88,11 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Samples]:
-        trie = policy_choices(config, config.task.listed_texts(config), loaded)
-        return make_sampler(policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=trie)
+        texts, lists = config.task.listed_texts(config), config.task.writes_lists
+        ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded, texts), no_repeats=lists)
+        return make_sampler(
+            policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=policy_choices(config, texts, loaded)
+        )
 
     def rewrite(prompt: str, pictures: Sequence[object] = ()) -> str:
         try:
@@ -135,12 +137,12 @@ def _predict(options: argparse.Namespace) -> None:
         print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
 
 
-def read_lines(path: str) -> list[tuple[int, str]]:
-    """Return the lines of `--file` and their numbers, from 1, without blank ones."""
+def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:
+    """Return the lines of the file that an option names, and their numbers, from 1, without blank ones."""
     try:
         lines = read_text(path).replace("\r\n", "\n").split("\n")
     except UserError as error:
-        raise UserError(f"--file: {error}") from error
+        raise UserError(f"--{option}: {error}") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 

@@ -2,7 +2,7 @@
 
 On the command line:
 
-    python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10]
+    python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10] [--exclude FILE] [--at_most brand=2]
     python -m grpo_jax.recommend --run DIR --choose_prior [--users 2000]
 """
 
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy
 
 SEPARATOR = "|"
+_FEWER = (
+    "the run's rankings list no more beside the history (task.listed, the length of a list, filters, and items of the "
+    "catalogue)"
+)
 
 
 @extras_named()
@@ -39,7 +43,8 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
     """Return recommend(titles, k=10) of a run whose task recommends: its best items, with why.
 
     There are fewer than k where the run's rankings list no more (`task.listed`). A title that stands several times
-    counts once, in its last place.
+    counts once, in its last place; one that is no item's is skipped. Its further arguments
+    are filters, `allow`, `exclude` and `at_most`, and `note`, which hears of what was skipped.
 
     Args:
         run_dir: Run directory of a training run.
@@ -90,6 +95,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--k", type=int, help="Items (default: 10).")
     parser.add_argument("--users", type=int, help="Of --choose_prior (default: the run's validation prompts).")
+    parser.add_argument("--allow", metavar="FILE", help="Recommend these alone: a title or id on each line.")
+    parser.add_argument("--exclude", metavar="FILE", help="Never recommend these: a title or id on each line.")
+    parser.add_argument(
+        "--at_most", nargs="+", metavar="COLUMN=N", help="At most N items with one value of a catalogue's column."
+    )
     parser.add_argument("--catalogue", metavar="FILE", help="Rank the items of this file, not of the run's catalogue.")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     return parser
@@ -112,26 +122,51 @@ def _recommend(options: argparse.Namespace) -> None:
     if k < 1:
         raise UserError(f"--k: expected a number >= 1, got {k}")
     lines = None if options.file is None else read_lines(options.file)
+    filters = _filters(options)
     recommender = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
+    ask = functools.partial(_ask, functools.partial(recommender, **filters), k)
     if lines is not None:
-        return _answer_lines(lines, options.file, recommender, k)
-    titles = _titles(options.history)
-    items = recommender(titles, k)
+        return _answer_lines(lines, options.file, ask)
+    items, record = ask(_titles(options.history))
     if options.json:
-        print(json.dumps(_record(titles, items, k), ensure_ascii=False))
+        print(json.dumps(record, ensure_ascii=False))
         return
     _print(items)
-    if note := _fewer(items, k):
-        complain(f"note: {note}")
+    if "note" in record:
+        complain(f"note: {record['note']}")
 
 
-def _answer_lines(lines: Sequence[tuple[int, str]], path: str, recommender: Any, k: int) -> None:
+def _filters(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what may be recommended, as a `Recommender` takes it."""
+    filters: dict[str, Any] = {}
+    for name in ("allow", "exclude"):
+        if (path := getattr(options, name)) is not None:
+            filters[name] = [line.strip() for _, line in read_lines(path, name)]
+    for entry in options.at_most or ():
+        column, equals, number = entry.rpartition("=")
+        if not (column and equals and number.isdecimal()):
+            raise UserError(f"--at_most: expected COLUMN=N, such as brand=2, got {entry!r}")
+        filters.setdefault("at_most", {})[column] = int(number)
+    return filters
+
+
+def _ask(recommender: Any, k: int, titles: Sequence[str]) -> tuple[Sequence[Any], dict[str, object]]:
+    """Return the items for a history, and all of the answer as JSON has it."""
+    notes: list[str] = []
+    items = recommender(titles, k, note=notes.append)
+    if len(items) < k:
+        notes.append(f"{len(items)} of {k} items: {_FEWER}")
+    record = {"history": titles, "items": [item._asdict() for item in items]}
+    return items, record | ({"note": "; ".join(notes)} if notes else {})
+
+
+def _answer_lines(lines: Sequence[tuple[int, str]], path: str, ask: Any) -> None:
     """Print the answer to each line, or why there is none; a UserError if no line could be answered."""
     errors = []
     for number, line in lines:
         titles = _titles(line)
         try:
-            record = _record(titles, recommender(titles, k), k)
+            _, record = ask(titles)
         except UserError as error:
             errors.append(f"{path}:{number}: {error}")
             record = {"history": titles, "items": [], "error": errors[-1]}
@@ -146,19 +181,8 @@ def _titles(line: str) -> list[str]:
     return [title.strip() for title in line.split(SEPARATOR) if title.strip()]
 
 
-def _record(titles: Sequence[str], items: Sequence[Any], k: int) -> dict[str, object]:
-    note = _fewer(items, k)
-    return {"history": titles, "items": [item._asdict() for item in items], **({"note": note} if note else {})}
-
-
-def _fewer(items: Sequence[Any], k: int) -> str:
-    """Return why there are fewer items than were asked for; "" where there are not."""
-    why = "the run's rankings list no more beside the history (task.listed, and items of the catalogue)"
-    return f"{len(items)} of {k} items: {why}" if len(items) < k else ""
-
-
 def _choose(options: argparse.Namespace) -> None:
-    for name in ("k", "catalogue"):
+    for name in ("k", "catalogue", "allow", "exclude", "at_most"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name}: does not go with --choose_prior")
     if options.users is not None and options.users < 1:

@@ -512,6 +512,9 @@ class RewardSection:
             or takes all memory ends that process alone, and the next call gets a new one.
         messages: Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an
             import path alone.
+        group: Call it once for each prompt, with all completions of its group and what was drawn of them, to compare
+            them with each other; of an import path alone, and not with sampling.turns. Greedy completions of held-out
+            prompts are groups of one.
         label: What metrics and condition_on call it, for several of one function; empty for its name, of an import
             path the function alone.
     """
@@ -525,6 +528,7 @@ class RewardSection:
     options: dict[str, Any] = field(default_factory=dict)
     isolated: bool = may_change(False)
     messages: bool = False
+    group: bool = False
     label: str = ""
 
     def __post_init__(self) -> None:

@@ -119,7 +119,7 @@ def decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int
     # A constant table: XLA would compute sines and cosines anew in every layer, for every head of every token.
     with jax.ensure_compile_time_eval():
         places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
-        table = family_of(config).rotation(config, places)
+        table = jax.jit(family_of(config).rotation, static_argnums=0)(config, places)
     rotation = table and tuple(jnp.take(part, positions, axis=-2) for part in table)
     return Context(positions, prompt, completion, written, cache.length, rotation)
 

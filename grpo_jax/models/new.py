@@ -41,7 +41,8 @@ def write_policy(
         words: The vocabulary; repeated words count once.
         section: Architecture and sizes.
         plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
-        vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones.
+        vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones. A Llama's first
+            layer then begins by adding the mean of all it reads (`_averaging`), so that near vectors rank high.
 
     Raises:
         ValueError: There are no words, or a word holds white space.
@@ -64,6 +65,8 @@ def write_policy(
     rows = {word: row for row, word in enumerate(vocabulary)}
     for word, vector in (vectors or {}).items():
         tensors[_EMBEDDINGS[section.architecture]][rows[word]] = vector
+    if vectors and section.architecture == "llama":
+        tensors |= _averaging(width)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -142,6 +145,16 @@ def _llama_tensors(
         tensors[f"{name}.mlp.down_proj.weight"] = normal(width, 2 * width)
         tensors |= {f"{name}.{part}_layernorm.weight": ones for part in ("input", "post_attention")}
     return tensors
+
+
+def _averaging(width: int) -> dict[str, np.ndarray]:
+    """Return the first layer's projections that pass on what is read: with small queries attention is nearly a mean.
+
+    The norm before makes unit vectors √width long; they are made units again.
+    """
+    one = np.eye(width, dtype=np.float32)
+    name = "model.layers.0.self_attn"
+    return {f"{name}.v_proj.weight": one, f"{name}.o_proj.weight": one / np.sqrt(np.float32(width))}
 
 
 def _gpt2_tensors(

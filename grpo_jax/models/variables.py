@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 PyTree = Any  # of arrays
 Variables = Mapping[str, PyTree]
@@ -14,6 +16,9 @@ Variables = Mapping[str, PyTree]
 
 VISUAL = "visual"
 """Key of a tower's weights: a collection while frozen, a part of "params" where trained; and a part of "lora"."""
+
+NUMBERS = "numbers"
+"""Collection of the layers' numbers, which `numbered` adds for `unstack`."""
 
 VALUE = "value"
 """Collection of a value head; the policy's own functions do not know it."""
@@ -47,11 +52,23 @@ def with_tower(variables: Variables, visual: PyTree, *, trained: bool) -> dict[s
     return {**variables, VISUAL: visual}
 
 
+def numbered(variables: Variables) -> Variables:
+    """Add the numbers of stacked layers, as arguments of a program that takes these apart (`unstack`).
+
+    One piece of code then takes out all layers of a shape; with numbers known when it is compiled, each layer's is
+    another, and for 30 layers these are nearly half of what is compiled to sample.
+    """
+    count = _layer_count(variables.get("params", {}))
+    return {**variables, NUMBERS: {"layers": tuple(np.arange(count, dtype=np.uint32))}}
+
+
 def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> Variables:
     """Split stacked ``layers`` of every collection (`split_layers`); a tower stays as it is.
 
-    With `dtype` their matrices are cast to it; quantised ones stay.
+    With `dtype` their matrices are cast to it; quantised ones stay. Without, layers are taken by their numbers where
+    the variables have these (`numbered`).
     """
+    numbers = variables.get(NUMBERS, {}).get("layers", ()) if dtype is None else ()
 
     def cast(leaf: PyTree) -> PyTree:
         narrows = dtype is not None and not is_quantised(leaf) and leaf.ndim > 2
@@ -60,17 +77,30 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
     def split(tree: Variables) -> dict[str, PyTree]:
         if "layers" in tree:
             tree = {**tree, "layers": jax.tree.map(cast, tree["layers"], is_leaf=is_quantised)}
-        return split_layers(tree)
+        return split_layers(tree, numbers)
 
-    return {name: tree if name == VISUAL else split(tree) for name, tree in variables.items()}
+    parts = {name: tree for name, tree in variables.items() if name != NUMBERS}
+    return {name: tree if name == VISUAL else split(tree) for name, tree in parts.items()}
 
 
-def split_layers(tree: Variables) -> dict[str, PyTree]:
-    """Split stacked ``layers`` into ``layers_0``, ``layers_1``, ...; what is not stacked stays as it is."""
+def split_layers(tree: Variables, numbers: Sequence[ArrayLike] = ()) -> dict[str, PyTree]:
+    """Split stacked ``layers`` into ``layers_0``, ``layers_1``, ...; what is not stacked stays as it is.
+
+    `numbers` are those of the layers where they are known only as the program runs.
+    """
+
+    def layer(i: int) -> PyTree:
+        if not numbers:
+            return jax.tree.map(lambda x: x[i], stacked)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, numbers[i], keepdims=False), stacked)
+
     stacked = tree.get("layers", {})
-    count = len(next(iter(jax.tree.leaves(stacked)), ()))
-    apart = {f"layers_{i}": jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count)}
+    apart = {f"layers_{i}": layer(i) for i in range(_layer_count(tree))}
     return {name: part for name, part in tree.items() if name != "layers"} | apart
+
+
+def _layer_count(tree: Variables) -> int:
+    return len(next(iter(jax.tree.leaves(tree.get("layers", {}))), ()))
 
 
 def copied(tree: PyTree, device: jax.Device | None = None) -> PyTree:

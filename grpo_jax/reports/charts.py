@@ -54,10 +54,11 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
         margin = abs(low) * 0.1 or 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
+    exponent = math.floor(math.log10(rough))
+    power = 10.0**exponent
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [round(index * step, max(12, 3 - exponent)) for index in range(first, last + 1)]
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:

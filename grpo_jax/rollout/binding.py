@@ -26,6 +26,7 @@ from grpo_jax.rollout.rewards import (
     Maker,
     Reward,
     arguments_of,
+    by_group,
     check_options,
     with_arguments,
 )
@@ -132,6 +133,7 @@ class ResolvedReward(NamedTuple):
         function: As anyone wrote it, or `JUDGE_AS_REWARD`.
         judge: The judge to ask in place of its own; "" for its own.
         messages: Whether it gets chat messages as its prompts and completions.
+        group: Whether it is called for one prompt at a time.
         adapt: The task's wrapper; None for one of its own.
         providers: Functions that give arguments that are the run's.
     """
@@ -141,6 +143,7 @@ class ResolvedReward(NamedTuple):
     judge: str = ""
     options: Mapping[str, object] = MappingProxyType({})
     messages: bool = False
+    group: bool = False
     adapt: Callable[[Reward], Reward] | None = None
     providers: Mapping[str, Callable[[], object]] = MappingProxyType({})
 
@@ -227,11 +230,12 @@ def resolve_rewards(
             reward = resolver.of_user(section.called, function, section.options)
         else:
             reward = resolver.find(section.name, section.options, "rewards")
-            if section.messages and ":" not in section.name:
-                raise UserError(
-                    f"rewards.{section.called}.messages: expected false, the task's own rewards take texts; got true"
-                )
-        maximised.append(reward._replace(name=section.called, messages=section.messages))
+            for name, takes in (("messages", "take texts"), ("group", "take all prompts at once")):
+                if getattr(section, name) and ":" not in section.name:
+                    raise UserError(
+                        f"rewards.{section.called}.{name}: expected false, the task's own rewards {takes}; got true"
+                    )
+        maximised.append(reward._replace(name=section.called, messages=section.messages, group=section.group))
     names = (*(watch or source.watched), *source.always_watched)
     watched = tuple(resolver.find(name, {}, "watch") for name in names)
     without_none = tuple(
@@ -257,6 +261,8 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
         judge_names = dict.fromkeys(judge_names, resolved.judge)
     constants = {argument: judges[judge] for argument, judge in judge_names.items()} | resolved.options
     reward = with_arguments(function, constants, resolved.providers, messages=resolved.messages)
+    if resolved.group:
+        reward = by_group(reward)
     return reward if resolved.adapt is None else resolved.adapt(reward)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +19,16 @@ from grpo_jax.rollout.encoding import Encoded, PictureInput, as_chat_messages
 from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Respond, answers_of, checked
 from grpo_jax.rollout.pictures import Source, map_pictures, open_picture
 from grpo_jax.rollout.pipeline import at_work
-from grpo_jax.rollout.rewards import MESSAGES, Columns, Reward, asks, collect_rewards, reason_of
+from grpo_jax.rollout.rewards import (
+    MESSAGES,
+    PICTURES,
+    Columns,
+    Reward,
+    arguments_of,
+    asks,
+    collect_rewards,
+    reason_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,10 +135,8 @@ def make_score(
         prompts, columns = repeat_rows(rows, group)
         completions = [*itertools.chain.from_iterable(texts)]
         columns |= _prompt_columns(rows, group, drawn=pictures is not None)
-        if pictures is not None and pictures.images is not None:
-            columns["images"] = pictures.images
-            if pictures.baseline_images is not None:
-                columns["baseline_images"] = pictures.baseline_images
+        first, *further = _drawn_columns(pictures, len(completions))
+        columns |= first
         if episodes is None:  # of these some are judged without the others of their group
             columns["place_in_group"] = [*range(group)] * len(rows)
         else:
@@ -146,11 +154,34 @@ def make_score(
             columns[MESSAGES[1]] = [[{"role": "assistant", "content": text}] for text in completions]
         if columns_of is not None:
             columns |= columns_of(completions, columns)
-        batch = (prompts, completions, columns, group)
-        on_error = "missing" if missing else "raise"
-        return tuple(collect_rewards(some, *batch, on_error=on_error) for some in (rewards, watched))
+
+        def collect(functions: Mapping[str, Reward], drawn: Columns = MappingProxyType({})) -> np.ndarray:
+            on_error = "missing" if missing else "raise"
+            return collect_rewards(functions, prompts, completions, {**columns, **drawn}, group, on_error=on_error)
+
+        return tuple(_over_pictures(functions, collect, further) for functions in (rewards, watched))
 
     return score
+
+
+def _drawn_columns(pictures: Any, count: int) -> list[Columns]:
+    """Return the columns of `count` pictures for each noise that they were drawn from; one without any, for none."""
+    drawn = {name: images for name in PICTURES if (images := getattr(pictures, name, None)) is not None}
+    starts = range(0, max(map(len, drawn.values()), default=count), count)
+    return [{name: images[start : start + count] for name, images in drawn.items()} for start in starts]
+
+
+def _over_pictures(
+    functions: Mapping[str, Reward], collect: Callable[..., np.ndarray], further: Sequence[Columns]
+) -> np.ndarray:
+    """Collect rewards f32 [P, G, N]; one that names a picture is the mean of what a text's pictures have."""
+    values = collect(functions)
+    looking = {name: one for name, one in functions.items() if {*PICTURES} & {*arguments_of(one)}}
+    if further and looking:
+        places = [name in looking for name in functions]
+        several = np.stack([values[..., places], *(collect(looking, drawn) for drawn in further)])
+        values[..., places] = np.ma.masked_invalid(several).mean(0, dtype=np.float64).filled(np.nan)
+    return values
 
 
 def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:

@@ -254,14 +254,44 @@ def with_arguments(
         return reward(**{**accepted_arguments(reward, arguments), **provided, **constants})
 
     if messages:
-        bound.__signature__ = asking_for_messages(reward)  # type: ignore[attr-defined]
+        bound.__signature__ = asking_also(reward, MESSAGES)  # type: ignore[attr-defined]
     return bound
 
 
-def asking_for_messages(function: Reward) -> inspect.Signature:
-    """Return the signature of a function that gets `MESSAGES` too."""
+def by_group(reward: Reward) -> Reward:
+    """Call a reward once for each prompt, with all its completions; those of an `async def` wait at the same time."""
+
+    @functools.wraps(reward)
+    def bound(place_in_group: Sequence[int], **arguments: Any) -> object:
+        count = len(place_in_group)
+        first = [i for i in range(count) if i == 0 or place_in_group[i] <= place_in_group[i - 1]]
+        groups = [slice(*ends) for ends in zip(first, [*first[1:], count], strict=True)]
+        columns = accepted_arguments(reward, arguments | {"place_in_group": place_in_group})
+        returned = [reward(**{name: value[group] for name, value in columns.items()}) for group in groups]
+        sizes = [group.stop - group.start for group in groups]
+        return _gathered(returned, sizes) if any(map(inspect.iscoroutine, returned)) else _joined(returned, sizes)
+
+    bound.__signature__ = asking_also(reward, ("place_in_group",))  # type: ignore[attr-defined]
+    return bound
+
+
+async def _gathered(returned: Sequence[Coroutine[object, object, object]], sizes: Sequence[int]) -> list[object]:
+    return _joined(await asyncio.gather(*returned), sizes)
+
+
+def _joined(returned: Sequence[object], sizes: Sequence[int]) -> list[object]:
+    """Return the values of all groups, each of which must have one for each of its completions."""
+    groups = [as_list(values) for values in returned]
+    for values, size in zip(groups, sizes, strict=True):
+        if len(values) != size:
+            raise BadReturn(f"it must return one value for each of {size} completions of a prompt, got {len(values)}")
+    return [value for values in groups for value in values]
+
+
+def asking_also(function: Reward, names: Sequence[str]) -> inspect.Signature:
+    """Return the signature of a function that gets some arguments too."""
     parameters = inspect.signature(function).parameters
-    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in MESSAGES if name not in parameters]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names if name not in parameters]
     return inspect.Signature(sorted([*parameters.values(), *added], key=lambda parameter: parameter.kind))
 
 

@@ -55,8 +55,8 @@ class RunContext(NamedTuple):
     """Everything a config names, loaded.
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
-    (`TaskData.choices`), or is None; `devices` has the device name of each part; `trainer` is the run as rewards see
-    it.
+    (`TaskData.choices`), or is None, also where completions are lists of them; `devices` has the device name of each
+    part; `trainer` is the run as rewards see it.
     """
 
     config: Config
@@ -174,12 +174,11 @@ def load_parts(
     device = devices[0] if policy.mesh is None else None
     environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
-    allowed = policy_tokens(config, policy.folder)
-    trie = policy_choices(config, choices and choices.texts, policy.folder)
+    texts = choices and choices.texts
+    allowed, trie = policy_tokens(config, policy.folder, texts), policy_choices(config, texts, policy.folder)
     _check_measures(config, data.prompts, environment)
-    samplers = make_samplers(
-        config.sampling, config.evaluation, policy, allowed, trie, listed=choices.listed if choices else 0
-    )
+    options = {"listed": choices.listed if choices else 0, "no_repeats": config.task.writes_lists}
+    samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie, **options)
     meet()  # judges are loaded in process 0 alone
     return RunContext(
         config=config,

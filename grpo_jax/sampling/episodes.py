@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from grpo_jax.models.cache import Cache, Prefix, Rows
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.variables import PyTree, Variables
+from grpo_jax.models.variables import PyTree, Variables, numbered
 from grpo_jax.sampling.sampler import (
     Loop,
     PromptBatch,
@@ -111,7 +111,7 @@ def make_episode_sampler(
     def start(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> tuple[Samples, Carried]:
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, params.max_new_tokens)
         padded = pad_to_bucket(tokens, mask, keys, alike.pad_id, shares=shares_of(policy))
-        samples, carried = first(table, variables, *padded, pad_rows(pictures, len(padded[0])))
+        samples, carried = first(table, numbered(variables), *padded, pad_rows(pictures, len(padded[0])))
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 
     def go_on(variables, carried, tokens, mask, keys, active, pictures=None) -> tuple[Samples, Carried]:
@@ -124,7 +124,7 @@ def make_episode_sampler(
         padded = [np.pad(array, ((0, more), (0, 0), (0, longer))) for array in (tokens, mask)]
         keys, pictures = (pad_rows(tree, len(tokens) + more) for tree in (keys, pictures))
         active = np.pad(active, ((0, more), (0, 0)))
-        samples, carried = further(table, variables, carried, *padded, keys, active, pictures)
+        samples, carried = further(table, numbered(variables), carried, *padded, keys, active, pictures)
         return jax.tree.map(lambda x: x[: len(tokens)], samples), carried
 
     return EpisodeSampler(start, go_on)

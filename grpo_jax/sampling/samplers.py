@@ -69,13 +69,15 @@ def make_samplers(
     trie: Trie | None = None,
     *,
     listed: int = 0,
+    no_repeats: bool = False,
 ) -> Samplers:
     """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
 
     `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
-    lists them, of which a ranking has the `listed` best (0: all, scored exactly).
+    lists them, of which a ranking has the `listed` best (0: all, scored exactly). With `no_repeats` completions are
+    lists of allowed tokens (`make_sampler`).
     """
-    ends = named_ends(section, policy.folder, allowed)
+    ends = named_ends(section, policy.folder, allowed, no_repeats=no_repeats)
     rank = None
     if trie is not None:
         _check_texts(section, trie, listed)
@@ -112,10 +114,13 @@ def _check_texts(section: SamplingSection, trie: Trie, listed: int) -> None:
     require(listed <= text_count(trie), "task.listed", most, listed)
 
 
-def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarray | None) -> dict[str, PyTree]:
+def named_ends(
+    section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarray | None, *, no_repeats: bool = False
+) -> dict[str, PyTree]:
     """Keyword arguments of `make_sampler` on allowed tokens and ends."""
     return {
-        "eos_ids": loaded.eos_ids,
+        **({"no_repeats": True} if no_repeats else {}),
+        "eos_ids": () if no_repeats else loaded.eos_ids,
         "pad_id": loaded.pad_id,
         "allowed_tokens": allowed,
         "stops": stops_of(section.stop, loaded.tokenizer, loaded.config.vocab_size),

@@ -196,6 +196,11 @@ class Task:
         """Return a note on parts of completions that are not judged, which a run prints once; "" for none."""
         return ""
 
+    @property
+    def writes_lists(self) -> bool:
+        """True if a completion is a list of the listed texts, each of one token and at most once."""
+        return False
+
     def listed_texts(self, config: Config) -> Sequence[str] | None:
         """Return the texts that a completion may be, where the data have `choices`; None for any text.
 

@@ -11,6 +11,7 @@ from support.text_task import assert_same_run, rewound, rows, train_here
 from support.vision.folders import picture, seeing_folder, write_rows
 
 from grpo_jax.config.command_line import load_config
+from grpo_jax.core.losses import PRESETS, grpo_loss
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.evaluation import evaluate_policy
 from grpo_jax.runs.iteration import batch_of, sample_batch
@@ -118,12 +119,15 @@ def test_a_checkpoint_is_measured_and_asked(run, home, capsys, parts):
     assert isinstance(rewrite("what is this?"), str)
 
 
-@pytest.mark.parametrize("vision", ["frozen", "train"])
-def test_swapped_pictures_change_the_log_probabilities(vision, home):
+@pytest.mark.parametrize(
+    ("family", "vision"),
+    [("qwen2_vl", "frozen"), ("qwen2_vl", "train"), ("qwen2_5_vl", "train"), ("qwen3_vl", "train")],
+)
+def test_swapped_pictures_change_log_probabilities_and_loss(family, vision, home, tmp_path):
     config = yaml.safe_load((home / "config.yaml").read_text())
-    config["policy"]["vision"] = vision
-    (home / f"{vision}.yaml").write_text(yaml.safe_dump(config))
-    parts = load_parts(load_config(home / f"{vision}.yaml"), lambda *_: None)
+    config["policy"] = {"path": str(seeing_folder(tmp_path / "policy", family)), "vision": vision}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    parts = load_parts(load_config(tmp_path / "config.yaml"), lambda *_: None)
     batch = batch_of(parts, *sample_batch(parts, parts.policy.variables, 0))
     # frozen: what the sampler was shown; trained: patches, so that the update sees them with gradient
     kind = {"frozen": "PictureStates", "train": "Pictures"}[vision]
@@ -133,14 +137,18 @@ def test_swapped_pictures_change_the_log_probabilities(vision, home):
     mask = np.asarray(batch.mask)
 
     def logprobs(pictures):
-        return np.asarray(forward(parts.policy.variables, batch._replace(pictures=pictures)).logprobs)[mask]
+        return np.asarray(forward(parts.policy.variables, batch._replace(pictures=pictures)).logprobs)
 
-    own = logprobs(batch.pictures)
-    np.testing.assert_allclose(own, np.asarray(batch.rollout_logprobs)[mask], atol=1e-5)
-    swapped = logprobs(jax.tree.map(lambda array: array[::-1], batch.pictures))
-    assert np.abs(swapped - own).max() > 1e-3 and (np.abs(swapped - own) > 1e-6).mean() > 0.9
+    def loss(new):
+        return float(grpo_loss(new, batch.rollout_logprobs, advantages, mask, **PRESETS["grpo"])[0])
+
+    advantages = np.random.default_rng(0).normal(size=mask.shape[:2]).astype(np.float32)
+    own, swapped = logprobs(batch.pictures), logprobs(jax.tree.map(lambda array: array[::-1], batch.pictures))
+    np.testing.assert_allclose(own[mask], np.asarray(batch.rollout_logprobs)[mask], atol=1e-5)
+    change = np.abs(swapped - own)[mask]
+    assert change.max() > 1e-3 and (change > 1e-6).mean() > 0.9 and abs(loss(swapped) - loss(own)) > 1e-5
     # Forgotten altogether it would be seen in metrics (`sampler_gap`).
-    assert np.abs(logprobs({}) - own).mean() > 1e-4
+    assert np.abs(logprobs({}) - own)[mask].mean() > 1e-4
 
 
 def test_placeholders_are_never_sampled(parts):

@@ -10,7 +10,7 @@ import pytest
 from grpo_jax.config import make_config
 
 ROOT = Path(__file__).parents[2]
-RANKING, TEXTS = "recommendation/beauty_ranking.json", "recommendation/beauty_text_together.json"
+RANKING, TEXTS = "recommendation/beauty_ranking_apart.json", "recommendation/beauty_text_together.json"
 ALONE, BESIDE = "policy, after − policy, before", "policy, after + prior − policy, before + prior"
 
 
@@ -83,7 +83,7 @@ FIGURES = [
     (r"with (\S+) of its memory", [lambda: to_a_reward("peak MiB, training")]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
-    (r"gain (\S+) NDCG@10 by their rewards, and (\S+) to (\S+) beside", [
+    (r"gain (\S+) NDCG@10 by rewards for items withheld from supervision, and (\S+) to (\S+) beside", [
         lambda: sum(gains(RANKING, ALONE)) / 3,
         lambda: min(gains(RANKING, BESIDE)), lambda: max(gains(RANKING, BESIDE))]),
     (r"gains nothing by them \((\S+)\)", [lambda: gains(TEXTS, ALONE)[0]]),

@@ -14,6 +14,7 @@ from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import make_policy
+from grpo_jax.models.variables import numbered, unstack
 from grpo_jax.planning.hlo import parse_program, steps
 from grpo_jax.sampling.sampler import PromptBatch, cache_sizes, make_ends, make_sampler, write_completions
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -131,3 +132,16 @@ def test_a_token_is_written_into_the_cache_in_place(prompts, group, heads):
     of_cache = [line for line in lines if line.arrays[0].size >= fewest * heads * group * config.head_dim * 40]
     assert sum(line.opcode == "dynamic-update-slice" for line in of_cache) == 2 * len(loops)  # keys and values
     assert not [line for line in of_cache if line.opcode in ("copy", "transpose")]
+
+
+def test_layers_of_a_shape_are_taken_apart_by_one_piece_of_code(loaded, variables):
+    """By numbers that are arguments: as constants each layer of each weight is compiled for itself."""
+    tokens, mask = encode(loaded, TEXTS)
+    sample = make_sampler(make_policy(loaded.config), SamplingParams(2, 4), eos_ids=(), pad_id=loaded.pad_id)
+    traced = jax.make_jaxpr(lambda variables: sample(variables, tokens, mask, keys_for(range(len(TEXTS)))))(variables)
+    (write,) = [equation.params["jaxpr"] for equation in traced.eqns if equation.params.get("name") == "write"]
+    stacks = jax.tree.leaves(variables["params"]["layers"])
+    taken = [equation for equation in write.eqns if equation.params.get("name") == "dynamic_index_in_dim"]
+    assert len(taken) == len(stacks) * loaded.config.num_layers
+    assert {equation.invars[1] for equation in taken} <= set(write.jaxpr.invars)
+    jax.tree.map(np.testing.assert_array_equal, unstack(numbered(variables)), unstack(variables))

@@ -8,12 +8,13 @@ titles ask the policy's own retriever, as the policy does.
 The prior is what is known of a user's next item without a policy, to be added to what the policy says of it:
 
     score(item) = log p(item) + a · cos(history, title) + b · Σ_{i in history} decay^age(i) · together(i, item)
+                + c · Σ_{i in history} decay^age(i) · P(item right after i)
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -128,9 +129,7 @@ _SCALED_ROWS = 2**14
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
     """Score items by how often they came right after the last one in training, then by popularity."""
-    pairs = [pair for user in users for pair in itertools.pairwise(user.items)]
-    before, after = np.array(pairs, np.int64).reshape(-1, 2).T
-    steps = sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
+    steps = step_counts(users, items)
     counts = taken_counts(users, items)
     # Below 1, so that it decides only where counts of steps are equal.
     fallback = counts / (2.0 * max(counts.max(), 1.0))
@@ -138,13 +137,21 @@ def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Sc
     return lambda start, stop: fallback + steps[last[start:stop]].toarray()
 
 
+def step_counts(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
+    """Count how often each item came right after each other one in training, f64 [I before, I after]."""
+    pairs = [pair for user in users for pair in itertools.pairwise(user.items)]
+    before, after = np.array(pairs, np.int64).reshape(-1, 2).T
+    return sparse.csr_array((np.ones(len(pairs)), (before, after)), shape=(items, items))
+
+
 def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> sparse.csr_array:
     """Return weights decay^age of each history's items, [U, I]; decay 0 is the last item alone."""
     ages = np.concatenate([np.arange(len(history))[::-1] for history in histories])
-    return _weights(histories, np.power(float(decay), ages), items)
+    return weights_by_row(histories, np.power(float(decay), ages), items)
 
 
-def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
+def weights_by_row(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
+    """Return values at some columns of each row, one row behind another: f64 [rows, items]."""
     starts = np.cumsum([0, *(len(entry) for entry in columns)])
     small = np.int32 if max(starts[-1], items) < 2**31 else np.int64  # products take the indices of their factors
     indices = np.fromiter(itertools.chain.from_iterable(columns), small, starts[-1])
@@ -154,7 +161,7 @@ def _weights(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
     """Return 1 where a user took an item in training, [U, I]."""
     taken = [sorted(set(user.items)) for user in users]
-    return _weights(taken, np.ones(sum(map(len, taken))), items)
+    return weights_by_row(taken, np.ones(sum(map(len, taken))), items)
 
 
 def count_baselines(
@@ -215,27 +222,31 @@ class PriorParts(NamedTuple):
     """Factors of a prior's weights.
 
     The history is the sum of its titles' TF-IDF vectors, each word once more by its idf, older titles weighing less;
-    how often two items were taken by the same users in training is the cosine of item-kNN.
+    how often two items were taken by the same users in training is the cosine of item-kNN; what follows an item is the
+    share of its successors in training.
     """
 
     vectors: sparse.csr_array
     similarity: sparse.csr_array
+    successors: sparse.csr_array
 
-    def resembling(self, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
-        """Return how much each title resembles the histories, f32 [P, I]."""
-        history_vectors = decayed(histories, self.vectors.shape[0], decay=decay) @ self.vectors
-        length = np.sqrt(np.asarray(history_vectors.multiply(history_vectors).sum(1))).reshape(-1, 1)
-        return np.asarray((history_vectors @ self.vectors.T).toarray() / np.maximum(length, 1e-9), np.float32)
-
-    def together(self, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
-        """Return how often each item is taken with those of the histories, f32 [P, I]."""
+    def term(self, name: str, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
+        """Return what the weight of this name is multiplied with, f32 [P, I]."""
+        table = {"history": self.vectors.T, "together": self.similarity, "following": self.successors}[name]
         weights = decayed(histories, self.vectors.shape[0], decay=decay)
-        return np.asarray((weights @ self.similarity).toarray(), np.float32)
+        if name != "history":
+            return np.asarray((weights @ table).toarray(), np.float32)
+        query = weights @ self.vectors
+        length = np.sqrt(np.asarray(query.multiply(query).sum(1))).reshape(-1, 1)
+        return np.asarray((query @ table).toarray() / np.maximum(length, 1e-9), np.float32)
 
 
 def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> PriorParts:
     """Return the parts of a prior over I titles; `users` is what training knows."""
-    return PriorParts(title_vectors(titles), item_similarity(users, len(titles)))
+    items = len(titles)
+    steps = step_counts(users, items)
+    share = sparse.csr_array(sparse.diags_array(1.0 / np.maximum(steps.sum(1), 1.0)) @ steps)
+    return PriorParts(title_vectors(titles), item_similarity(users, items), share)
 
 
 def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:
@@ -243,14 +254,15 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
     parts = make_parts(titles, users)
 
     def prior(histories: Sequence[Sequence[int]]) -> np.ndarray:
-        scores = np.zeros((len(histories), len(titles)), np.float32)
-        if section.history:
-            scores += section.history * parts.resembling(histories, section.decay)
-        if section.together:
-            scores += section.together * parts.together(histories, section.decay)
-        return scores
+        terms = {name: parts.term(name, histories, section.decay) for name in section.weights}
+        return np.zeros((len(histories), len(titles)), np.float32) + weighted(section, terms)
 
     return prior
+
+
+def weighted(section: PriorSection, terms: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the sum of the prior's terms by its weights, f32 [P, I], or a scalar 0 where all weights are 0."""
+    return sum((np.float32(weight) * terms[name] for name, weight in section.weights.items()), np.zeros((), np.float32))
 
 
 def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, decay: float) -> Prior:

@@ -29,7 +29,7 @@ from grpo_jax.tasks.recommendation.catalogue import (
 )
 from grpo_jax.tasks.recommendation.dummy import hearsay, make_world
 from grpo_jax.tasks.recommendation.semantic_ids import read_ids
-from grpo_jax.tasks.recommendation.task import Recommendation
+from grpo_jax.tasks.recommendation.task import NAMED, Recommendation
 
 
 class Target(NamedTuple):
@@ -254,14 +254,18 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...]
 
 
-def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
+def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int, *, length: int = 1) -> list[tuple[str, str]]:
     """Return the (prompt, text) pairs of `task.pairs`, without those whose text is empty.
+
+    A policy that writes lists of `length` items is taught the next item at any place of a list (`list_pairs`).
 
     "forms": a hash of the seed and the row's id draws which of three forms of asking a row teaches, so that a group
     of samples holds all of them; which one pays is left to reinforcement learning.
     """
     rows = dataset.supervised
     catalogue = dataset.catalogue
+    if task.writes_lists:
+        return list_pairs(rows, catalogue, length=length, seed=seed)
     if catalogue.names:
         return [(row.prompt, catalogue.names[row.columns["target_row"]]) for row in rows]
     if task.pairs in ("lessons", "hearsay"):
@@ -277,6 +281,28 @@ def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[
             drawn = hashlib.sha256(f"{seed} {row.id}".encode()).digest()[0] % len(forms)
             texts[place] = forms[drawn].strip()
     return [(row.prompt, text) for row, text in zip(rows, texts, strict=True) if text]
+
+
+def list_pairs(rows: Sequence[Row], catalogue: Catalogue, *, length: int, seed: int) -> list[tuple[str, str]]:
+    """Return the next item as the first of a list, and once more behind a random beginning of one.
+
+    The beginning stands in the prompt, behind which a list stands, and is not taught: whatever a
+    list holds, what goes on with it is the next item among those that are left. So the likeliest list is the best items
+    in order. The beginning is drawn from other rows' next items; a row whose next item stands in its history teaches
+    nothing.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    targets = np.array([row.columns["target_row"] for row in rows])
+    pairs = []
+    for row, target in zip(rows, targets.tolist(), strict=True):
+        others = dict.fromkeys(targets[generator.integers(len(rows), size=length - 1)].tolist())
+        beginning = [item for item in others if item != target and item not in row.columns["history"]]
+        beginning = beginning[: generator.integers(1, length) if length > 1 else 0]
+        if target not in row.columns["history"]:
+            text = catalogue.names[target]
+            begun = " ".join([row.prompt, *(catalogue.names[item] for item in beginning)])
+            pairs += [(row.prompt, text), (begun, text)] if beginning else [(row.prompt, text)]
+    return pairs
 
 
 def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence]) -> list[str]:
@@ -332,7 +358,7 @@ def load_dataset(
 
 def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:
     """Return the task over another catalogue: all items of its own, and new ones, which are ranked like the old."""
-    require(task.writes not in ("item", "ids"), "catalogue", "the run's, whose items are the policy's own words", path)
+    require(task.writes not in NAMED, "catalogue", "the run's, whose items are the policy's own words", path)
     require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
     read = functools.partial(read_catalogue, blank_titles=task.blank_titles, columns=columns)
     old, new = read(task.catalogue or ""), read(path)
@@ -373,7 +399,7 @@ def _names(task: Recommendation, catalogue: Catalogue) -> tuple[str, ...]:
     """Return each item's own words, or () where the policy has none."""
     if task.writes == "ids":
         return read_ids(task.semantic_ids or "", catalogue)
-    return tuple(map(item_word, range(len(catalogue)))) if task.writes == "item" else ()
+    return tuple(map(item_word, range(len(catalogue)))) if task.writes in ("item", "slate") else ()
 
 
 def _notes(catalogue: Catalogue) -> list[str]:

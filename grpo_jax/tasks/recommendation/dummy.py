@@ -50,8 +50,9 @@ class World(NamedTuple):
 def make_catalogue_of_words(items: int) -> Catalogue:
     """Make all combinations of words, with as many brands as it takes to have at least so many items."""
     brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
-    titles = [" ".join(words) for words in itertools.product(brands, COLOURS, MATERIALS, KINDS)]
-    return make_catalogue([f"i{row}" for row in range(len(titles))], titles)
+    words = list(itertools.product(brands, COLOURS, MATERIALS, KINDS))
+    columns = dict(zip(("brand", "colour", "material", "kind"), zip(*words, strict=True), strict=True))
+    return make_catalogue([f"i{row}" for row in range(len(words))], [" ".join(title) for title in words], columns)
 
 
 def vocabulary(catalogue: Catalogue) -> tuple[str, ...]:

@@ -17,9 +17,10 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards
-from grpo_jax.tasks.recommendation.baselines import Ranks, make_prior, title_vectors
+from grpo_jax.tasks.recommendation.baselines import Ranks, make_prior, taken_counts, title_vectors
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
 from grpo_jax.tasks.recommendation.dataset import load_dataset, warm_start_pairs
+from grpo_jax.tasks.recommendation.metrics import RECOMMENDED
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.rewards import (
     completion_ranks,
@@ -29,6 +30,7 @@ from grpo_jax.tasks.recommendation.rewards import (
     task_rewards,
     where_ranked,
 )
+from grpo_jax.tasks.recommendation.slates import SLATE, ranks_of, slate_of, slate_rewards
 from grpo_jax.tasks.recommendation.task import (
     FUSED,
     PLACES,
@@ -74,7 +76,11 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         """Rank by query = unit(text) + a · unit(history), a = `prior.history`."""
         return retriever.score_ranks(texts, targets, excluded, prior_history(task.prior, histories, retrieval))
 
-    def ranked(completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
+    def ranked(completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        if items is not None and task.writes_lists:
+            slates = [slate_of(items, text) for text in completions]
+            ranks = ranks_of(slates, columns["target_row"], items=items.count)
+            return {**reward_columns(ranks, (ranks <= RECOMMENDED).astype(np.float64)), SLATE: slates}
         if items is not None:
             ranks = completion_ranks(items, completions, columns)
             return reward_columns(ranks, (ranks == 1).astype(np.float64))
@@ -84,11 +90,14 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     fused = prior is not None
     vectors = functools.partial(item_vectors, catalogue.titles) if task.item_start == "titles" else None
     written = catalogue.names or catalogue.titles
+    rewards = task_rewards(len(catalogue), fused=fused, ranks=items is not None and not task.writes_lists)
+    if task.writes_lists:
+        rewards |= slate_rewards(catalogue, taken_counts(dataset.known, len(catalogue)))
     return TaskData(
         prompts=dataset.prompts,
         source=task.source,
         rewards=TaskRewards(
-            task_rewards(len(catalogue), fused=fused, ranks=items is not None),
+            rewards,
             defaults=(RewardSection("ndcg"),),
             watched=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
             always_watched=(FUSED, RANK) if fused else (RANK,),
@@ -102,10 +111,10 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
             findings=lambda remembered, rows: findings(task, dataset, retriever, rows, remembered, prior, ask),
             columns={"wanted": "target_title"},
         ),
-        pairs=lambda: warm_start_pairs(task, dataset, config.seed),
+        pairs=lambda: warm_start_pairs(task, dataset, config.seed, length=config.sampling.max_new_tokens),
         vocabulary=Vocabulary(
             lambda: policy_words(task, catalogue, limit=config.policy.new.vocabulary),
-            vectors if task.writes == "item" else None,
+            vectors if task.writes in ("item", "slate") else None,
         ),
         identity=identity,
         choices=items and Choices(items.texts, task.listed, functools.partial(ranking_columns, items, prior)),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import heapq
 import itertools
 import unicodedata
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,10 +32,13 @@ from grpo_jax.tasks.recommendation.baselines import (
     item_similarity,
     make_parts,
     make_prior,
+    taken_counts,
+    weighted,
 )
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence, items_of, plain, read_catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset, history_prompt, load_dataset
 from grpo_jax.tasks.recommendation.loading import open_retriever, prior_history
+from grpo_jax.tasks.recommendation.slates import values_of
 from grpo_jax.tasks.recommendation.task import PriorSection
 
 
@@ -50,7 +56,34 @@ class Recommended(NamedTuple):
     together: tuple[str, ...]
 
 
-Recommender = Callable[[Sequence[str], int], list[Recommended]]
+class Recommender(Protocol):
+    """recommend(titles or ids of a history, oldest first, how many) → the best items."""
+
+    def __call__(
+        self,
+        history: Sequence[str],
+        k: int = 10,
+        *,
+        allow: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        at_most: Mapping[str, int] = MappingProxyType({}),
+        note: Callable[[str], None] = warnings.warn,
+    ) -> list[Recommended]:
+        """Recommend k items, or as many as there are.
+
+        Args:
+            history: What is no item of the catalogue is skipped; without any item the most popular are the answer.
+            k: How many; a list (`task.writes: slate`) has no more than the policy was trained to write.
+            allow: The only items that may be recommended, by title or id; None for all.
+            exclude: Items that may not be.
+            at_most: Column of the catalogue → how many items with one value of it may stand in an answer.
+            note: Gets a line on what was skipped, and on an answer by popularity.
+        """
+        ...
+
+
+Admits = Callable[[int, Sequence[int]], bool]
+"""Whether an item (a row) may stand behind those that are chosen."""
 MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
 """Rows whose longest prompt sets the width of all → prompt → what the policy writes greedily."""
 BestItems = Callable[[Row, int], list[tuple[int, float]]]
@@ -60,15 +93,16 @@ BestItems = Callable[[Row, int], list[tuple[int, float]]]
 def make_recommender(
     config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
 ) -> Recommender:
-    """Return recommend(titles of a history, oldest first, k) → the k best items, or as many as a ranking lists.
+    """Return the `Recommender` of a trained policy.
 
     An item that stands several times in a history counts once, in its last place. All questions have the width of the
     run's longest test prompt, so that the first one compiles and a longer history does not compile again. Items of
     the history are among them only where the run's own rankings have them (`task.exclude_history`).
 
     A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes
-    queries for a query, by which the run's encoder ranks the catalogue. Items of another catalogue's file are ranked
-    at once where the policy writes queries or titles; a UserError where it cannot name them.
+    queries for a query, by which the run's encoder ranks the catalogue; one that writes lists for the best next item of
+    its list, again and again, so that a filter changes what comes behind as well. Items of another catalogue's file
+    are ranked at once where the policy writes queries or titles; a UserError where it cannot name them.
     """
     task = config.task
     dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
@@ -82,21 +116,94 @@ def make_recommender(
         best = _by_query(config, items, writer(dataset.prompts.test))
     else:
         best = _by_policy(config, policy, dataset)
+    popular = taken_counts(dataset.known, len(items))
+    most_popular = [(row, float(popular[row])) for row in np.argsort(-popular, kind="stable").tolist()]
     explain = _explanations(items, dataset.known)
     row_of = _names(items)
 
-    def recommend(history: Sequence[str], k: int = 10) -> list[Recommended]:
-        rows = list(dict.fromkeys(row_of(title) for title in reversed(history)))[::-1]
-        if not rows:
-            raise UserError("history: expected at least one title, got none")
-        names = [items.names[row] for row in rows] if items.names else ()
-        prompt = history_prompt(task, [items.titles[row] for row in rows], names)
-        question = Row(0, prompt, {"history": tuple(rows)})
-        left_out = set(rows) if task.exclude_history else set()
-        ranked = [(row, score) for row, score in best(question, k + len(left_out)) if row not in left_out][:k]
-        return [Recommended(items.ids[row], items.titles[row], score, *explain(row, rows)) for row, score in ranked]
+    def rows_of(where: str, names: Sequence[str], note: Callable[[str], None]) -> list[int]:
+        rows = []
+        for name in names:
+            try:
+                rows.append(row_of(name))
+            except UserError as error:
+                note(f"{where}: {error}")
+        return rows
+
+    def recommend(
+        history: Sequence[str],
+        k: int = 10,
+        *,
+        allow: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        at_most: Mapping[str, int] = MappingProxyType({}),
+        note: Callable[[str], None] = warnings.warn,
+    ) -> list[Recommended]:
+        rows = list(dict.fromkeys(reversed(rows_of("history", history, note))))[::-1]
+        left_out = {*(rows if task.exclude_history else ()), *rows_of("exclude", exclude, note)}
+        allowed = None if allow is None else set(rows_of("allow", allow, note))
+        admits = _admission(items, allowed, left_out, at_most)
+        if rows:
+            names = [items.names[row] for row in rows] if items.names else ()
+            prompt = history_prompt(task, [items.titles[row] for row in rows], names)
+            question = Row(0, prompt, {"history": tuple(rows)})
+            count = len(items) if exclude or at_most or allow is not None else k + len(left_out)
+            if task.writes_lists:
+                chosen = _listed(best, question, items.names, min(k, config.sampling.max_new_tokens), admits)
+            else:
+                chosen = _first(best(question, count), k, admits)
+        else:
+            note("history: no item of the catalogue is in it; these are the most popular")
+            chosen = _first(most_popular, k, admits)
+        return [Recommended(items.ids[row], items.titles[row], score, *explain(row, rows)) for row, score in chosen]
 
     return recommend
+
+
+def _first(ranked: Iterable[tuple[int, float]], k: int, admits: Admits) -> list[tuple[int, float]]:
+    """Return the first k items of a ranking that may stand behind one another."""
+    chosen: list[tuple[int, float]] = []
+    for row, score in ranked:
+        if len(chosen) == k:
+            break
+        if admits(row, [row for row, _ in chosen]):
+            chosen.append((row, score))
+    return chosen
+
+
+def _listed(best: BestItems, question: Row, names: Sequence[str], k: int, admits: Admits) -> list[tuple[int, float]]:
+    """Return a list that the policy writes item by item, each the likeliest that may stand behind those before it."""
+    chosen: list[tuple[int, float]] = []
+    while len(chosen) < k:
+        rows = [row for row, _ in chosen]
+        begun = dataclasses.replace(question, prompt=" ".join([question.prompt, *(names[row] for row in rows)]))
+        following = (pair for pair in best(begun, len(names)) if pair[0] not in rows and admits(pair[0], rows))
+        if (pair := next(following, None)) is None:
+            break
+        chosen.append(pair)
+    return chosen
+
+
+def _admission(
+    catalogue: Catalogue, allowed: set[int] | None, left_out: set[int], at_most: Mapping[str, int]
+) -> Admits:
+    """Return the rule of what may be chosen; a UserError where the catalogue has no such column."""
+    values = {}
+    for column in at_most:
+        try:
+            values[column] = values_of(catalogue, column)
+        except ValueError as error:
+            raise UserError(f"at_most: {error}") from error
+
+    def admits(row: int, chosen: Sequence[int]) -> bool:
+        if row in left_out or (allowed is not None and row not in allowed):
+            return False
+        return all(
+            not values[column][row] or sum(values[column][other] == values[column][row] for other in chosen) < most
+            for column, most in at_most.items()
+        )
+
+    return admits
 
 
 def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...]:
@@ -136,23 +243,28 @@ def _names(catalogue: Catalogue) -> Callable[[str], int]:
         # Of the 50 titles that share the most pairs of letters: comparing with all would take seconds.
         near = difflib.get_close_matches(wanted, heapq.nlargest(50, titles, key=shared), n=1, cutoff=0.3)
         hint = f"; the nearest is {one_line(repr(catalogue.titles[titles[near[0]]]), 80)}" if near else ""
-        raise UserError(f"history: no item is called {one_line(repr(title), 80)}{hint}")
+        raise UserError(f"no item is called {one_line(repr(title), 80)}{hint}")
 
     return row_of
 
 
 def policy_ranking(
-    config: Config, policy: Policy, catalogue: Catalogue, prompts: Sequence[Row]
+    config: Config, policy: Policy, catalogue: Catalogue, prompts: Sequence[Row], *, listed: int
 ) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
-    """Return rows → the policy's listed catalogue rows, int [P, K], best first, and their scores f32 [P, K].
+    """Return rows → the policy's K = `listed` best catalogue rows (0: all), int [P, K], and their scores f32 [P, K].
 
-    The longest of `prompts` sets the width of all.
+    The longest of `prompts` sets the width of all. The next item of a list is ranked as items are.
     """
     folder = policy.folder
+    config = (
+        dataclasses.replace(config, task=dataclasses.replace(config.task, writes="item"))
+        if config.task.writes_lists
+        else config
+    )
     items = items_of(catalogue.names or catalogue.titles)
     trie = policy_choices(config, items.texts, folder)
     assert trie is not None
-    rank = make_ranker(policy, min(config.task.listed, text_count(trie)), pad_id=folder.pad_id, trie=trie)
+    rank = make_ranker(policy, min(listed, text_count(trie)), pad_id=folder.pad_id, trie=trie)
     size = folder.config.vocab_size
     encode = make_encode(folder.tokenizer, config.data, pad_id=folder.pad_id, vocab_size=size, rows=prompts)
 
@@ -166,11 +278,22 @@ def policy_ranking(
 
 def _by_policy(config: Config, policy: Policy, dataset: Dataset) -> BestItems:
     section, titles = config.task.prior, dataset.catalogue.titles
-    ranked = policy_ranking(config, policy, dataset.catalogue, dataset.prompts.test)
+    prompts = dataset.prompts.test
+    if config.task.writes_lists:  # which stand behind their prompts
+        room = config.sampling.max_new_tokens - 1
+        longest = " ".join(dataset.catalogue.names[:room])
+        prompts = [dataclasses.replace(row, prompt=f"{row.prompt} {longest}") for row in prompts]
+        data = dataclasses.replace(config.data, max_prompt_tokens=config.data.max_prompt_tokens + room)
+        config = dataclasses.replace(config, data=data)
     prior = make_prior(section, titles, dataset.known) if section.used else None
 
+    @functools.cache
+    def ranking(listed: int) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
+        return policy_ranking(config, policy, dataset.catalogue, prompts, listed=listed)
+
     def best(row: Row, count: int) -> list[tuple[int, float]]:
-        listed, scores = ranked([row])
+        everything = count >= len(titles)
+        listed, scores = ranking(0 if everything else config.task.listed)([row])
         if prior is not None:
             fused = fused_scores(listed, scores, prior([row.columns["history"]]))
             listed = np.argsort(-fused, axis=1, kind="stable")
@@ -212,6 +335,8 @@ def _explanations(
 
 
 HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
+FOLLOWING = (0.0, 2.0, 5.0, 10.0, 20.0, 40.0)
+"""Tried beside the best of the others."""
 _PRINTED = 10
 
 
@@ -264,12 +389,12 @@ def weigh(
         targets = np.array([column["target_row"] for column in columns])
         policy = score(users.start, users.stop)
         for decay in dict.fromkeys(point.decay for point in points):
-            resembling = parts.resembling(histories, decay)
-            together = parts.together(histories, decay)
-            for place, point in enumerate(points):
-                if point.decay == decay:
-                    prior = np.float32(point.history) * resembling + np.float32(point.together) * together
-                    ranks[place, users] = metrics.rank_of(metrics.count_better(policy + prior, targets, histories))
+            these = {place: point for place, point in enumerate(points) if point.decay == decay}
+            names = dict.fromkeys(itertools.chain.from_iterable(point.weights for point in these.values()))
+            terms = {name: parts.term(name, histories, decay) for name in names}
+            for place, point in these.items():
+                scores = policy + weighted(point, terms)
+                ranks[place, users] = metrics.rank_of(metrics.count_better(scores, targets, histories))
     ndcg, hit = metrics.ndcg(ranks, k=10).mean(1).tolist(), metrics.hit(ranks, k=10).mean(1).tolist()
     return sorted(map(Weighed, points, ndcg, hit), key=lambda one: -one.ndcg)
 
@@ -281,16 +406,17 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     first few are a fair sample.
     """
     task = config.task
-    if task.writes == "query":
+    if task.writes in ("query", "slate"):
         raise UserError(
-            "task.writes: expected title, item or ids, since what a query finds has no log-probability; got query"
+            "task.writes: expected title, item or ids, whose rankings have log-probabilities to add a prior to; "
+            f"got {task.writes}"
         )
     count = config.evaluation.validation_prompts if users is None else users
     dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
     rows, catalogue = dataset.prompts.validation[:count], dataset.catalogue
     if not rows:
         raise UserError(f"--users: expected a number >= 1, and data with validation users, got {count}")
-    listed, scores = policy_ranking(config, policy, catalogue, rows)(rows)
+    listed, scores = policy_ranking(config, policy, catalogue, rows, listed=task.listed)(rows)
 
     def policy_scores(start: int, stop: int) -> np.ndarray:
         nothing = np.zeros((stop - start, len(catalogue)), np.float32)
@@ -299,7 +425,12 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     points = grid()
     if task.prior.used and task.prior not in points:
         points.append(task.prior)
-    earned = weigh(policy_scores, make_parts(catalogue.titles, dataset.known), rows, points, items=len(catalogue))
+    parts = make_parts(catalogue.titles, dataset.known)
+    measured = functools.partial(weigh, policy_scores, parts, rows, items=len(catalogue))
+    earned = measured(points)
+    best, known = earned[0].prior, {one.prior for one in earned}
+    near = [dataclasses.replace(best, following=weight) for weight in FOLLOWING]
+    earned = sorted([*earned, *measured([one for one in near if one not in known])], key=lambda one: -one.ndcg)
     records = [{**vars(one.prior), "ndcg@10": one.ndcg, "hr@10": one.hit} for one in earned]
     return ChosenPrior(_prior_lines(earned, len(rows), task.prior), records)
 
@@ -308,16 +439,16 @@ def _prior_lines(earned: Sequence[Weighed], users: int, configured: PriorSection
     names = {configured: "the run's", PriorSection(): "the policy alone"}
     lines = [
         f"{users:,} validation users, {len(earned)} priors; no test user was looked at",
-        f"{'NDCG@10':>7}  {'HR@10':>6}  {'history':>7}  {'together':>8}  {'decay':>5}",
+        f"{'NDCG@10':>7}  {'HR@10':>6}  " + "  ".join(vars(PriorSection())),
     ]
     for place, (prior, ndcg, hit) in enumerate(earned):
         if place < _PRINTED or prior in names:
-            weights = f"{prior.history:7g}  {prior.together:8g}  {prior.decay:5g}"
+            weights = "  ".join(f"{weight:{len(name)}g}" for name, weight in vars(prior).items())
             lines.append(f"{ndcg:7.4f}  {hit:6.4f}  {weights}  {names.get(prior, '')}".rstrip())
     best = earned[0].prior
     lines.append("for the config, under task:")
-    lines.append(f"  prior: {{history: {best.history:g}, together: {best.together:g}, decay: {best.decay:g}}}")
-    for name, largest in {"history": max(HISTORY), "together": max(TOGETHER)}.items():
-        if getattr(best, name) >= largest:
-            lines.append(f"{name} {largest:g} is the most that was tried")
+    lines.append("  prior: {" + ", ".join(f"{name}: {weight:g}" for name, weight in vars(best).items()) + "}")
+    for name, tried in zip(vars(best), (HISTORY, TOGETHER, FOLLOWING), strict=False):
+        if getattr(best, name) >= max(tried):
+            lines.append(f"{name} {max(tried):g} is the most that was tried")
     return lines

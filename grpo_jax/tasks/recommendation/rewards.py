@@ -25,7 +25,7 @@ from grpo_jax.rollout.rewards import (
     Reward,
     accepted_arguments,
     as_list,
-    asking_for_messages,
+    asking_also,
     asks,
     finished,
 )
@@ -140,7 +140,7 @@ def where_ranked(reward: Reward) -> Reward:
     # The caller sees this function, which takes every column, whatever the reward names.
     del ranked.__wrapped__
     if asks(reward, MESSAGES[0]):
-        ranked.__signature__ = asking_for_messages(ranked)
+        ranked.__signature__ = asking_also(ranked, MESSAGES)
     return ranked
 
 

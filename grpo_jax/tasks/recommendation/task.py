@@ -32,6 +32,8 @@ FUSED, RANK = "fused", "rank"
 """Always watched, last, for the tables; the first where there is a prior."""
 RANK_PENALTY = "rank_penalty"
 """For policies that rank the catalogue themselves, in groups that have an order."""
+NAMED = ("item", "ids", "slate")
+"""What a policy writes by words that are the items' alone."""
 EVENT_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
 """Columns of a CSV of events; a rating only where `minimum_rating` asks for one."""
 
@@ -44,20 +46,27 @@ class PriorSection:
         history: A, the weight of how much a title resembles the history's. Where texts are ranked, of the history in
             the query: unit(text) + a · unit(history).
         together: B, the weight of how often an item was taken with those of the history.
+        following: C, the weight of the share in which an item came right after those of the history.
         decay: Weight of each older item of the history.
     """
 
     history: NonNegative = 0.0
     together: NonNegative = 0.0
+    following: NonNegative = 0.0
     decay: Share = 0.7
 
     def __post_init__(self) -> None:
         check_ranges(self, "prior")
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Weights above 0 by the names of their terms."""
+        return {name: weight for name, weight in vars(self).items() if weight and name != "decay"}
+
+    @property
     def used(self) -> bool:
         """True if it changes a ranking."""
-        return self.history > 0 or self.together > 0
+        return bool(self.weights)
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Recommendation(Task):
         prompts: JSON of {user: prompt} to use in place of the template; users are then split, one example each.
         writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
             "title", by a word that is the "item"'s alone or by semantic "ids": then the policy ranks the catalogue
-            itself.
+            itself. Or a "slate": a list of sampling.max_new_tokens different items, which is judged as a whole.
         semantic_ids: With writes ids, the file of each item's words, which `python -m
             grpo_jax.tasks.recommendation.semantic_ids` writes.
         listed: Of a policy that ranks itself, how many items a ranking lists; 0 for all, scored exactly.
@@ -114,7 +123,7 @@ class Recommendation(Task):
     source: str = "dummy"
     catalogue: str | None = None
     prompts: str | None = None
-    writes: Literal["query", "title", "item", "ids"] = "query"
+    writes: Literal["query", "title", "item", "ids", "slate"] = "query"
     semantic_ids: str | None = None
     listed: Count = 100
     item_start: Literal["titles", "random"] = "titles"
@@ -156,7 +165,7 @@ class Recommendation(Task):
         """Check what fits together; other ranges are checked where they are used, before anything is loaded."""
         check_ranges(self, "")
         dummy = self.source == "dummy"
-        items_named = self.writes in ("item", "ids")
+        items_named = self.writes in NAMED
         require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
         require(not dummy or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)
         expected = f"a file with the titles of the items of {self.source}"
@@ -169,16 +178,29 @@ class Recommendation(Task):
         require(self.split == "last" or not self.prompts, "split", expected, self.split)
         has_place = any(place in self.template for place in PLACES) or bool(self.prompts)
         require(has_place, "template", f"one of {', '.join(PLACES)} in it", self.template)
-        expected = "no {items} in it: items have words of their own with writes: item or ids"
+        expected = "no {items} in it: items have words of their own with writes: item, ids or slate"
         require(items_named or "{items}" not in self.template, "template", expected, self.template)
         expected = "with writes: ids a file of python -m grpo_jax.tasks.recommendation.semantic_ids, else null"
         require(bool(self.semantic_ids) == (self.writes == "ids"), "semantic_ids", expected, self.semantic_ids)
-        expected = "titles, its default: items have words of their own with writes: item"
-        require(self.writes == "item" or self.item_start == "titles", "item_start", expected, "random")
+        expected = "titles, its default: items have words of their own with writes: item or slate"
+        require(self.writes in ("item", "slate") or self.item_start == "titles", "item_start", expected, "random")
         expected = "0: a query is made of words, its text's and with prior.history those of the history"
-        require(self.writes != "query" or not self.prior.together, "prior.together", expected, self.prior.together)
+        for name in ("together", "following"):
+            weight = getattr(self.prior, name)
+            require(self.writes != "query" or not weight, f"prior.{name}", expected, weight)
         expected = "next: a policy that ranks itself is taught items"
         require(self.writes == "query" or self.pairs == "next", "pairs", expected, self.pairs)
+
+        if self.writes_lists:
+            expected = "{items} in it: a list repeats no item that its prompt names"
+            require("{items}" in self.template and not self.prompts, "template", expected, self.template)
+            require(self.exclude_history, "exclude_history", "true: a list repeats no item of its prompt", False)
+            require(not self.prior.used, "prior", "nothing: it is of policies that rank", self.prior)
+
+    @property
+    def writes_lists(self) -> bool:
+        """True if a completion is a list of items."""
+        return self.writes == "slate"
 
     def check(self, config: Config) -> None:
         """Refuse fields that this task does not read, and pairs of a world that is not there."""
@@ -194,14 +216,21 @@ class Recommendation(Task):
         of_dummy = config.warm_start.steps > 0 and self.pairs in ("lessons", "hearsay")
         expected = "next, together or forms: the others are of the dummy world alone"
         require(self.source == "dummy" or not of_dummy, "task.pairs", expected, self.pairs)
+        if self.writes_lists:
+            require(
+                config.data.form == "append", "data.form", "append: a list goes on with its prompt", config.data.form
+            )
+            expected = "samples: lists are drawn one by one"
+            require(config.sampling.group == "samples", "sampling.group", expected, config.sampling.group)
+            require(config.sampling.turns == 1, "sampling.turns", "1: a list is written once", config.sampling.turns)
         if RANK_PENALTY in (*config.watch, *(section.name for section in config.rewards)):
             group = config.sampling.group
             expected = "task.writes title or item, and sampling.group beams or distinct: it asks for places in a group"
-            require(self.writes != "query", f"rewards.{RANK_PENALTY}", expected, self.writes)
+            require(self.writes not in ("query", "slate"), f"rewards.{RANK_PENALTY}", expected, self.writes)
             require(group != "samples", f"rewards.{RANK_PENALTY}", expected, group)
 
     def listed_texts(self, config: Config) -> Sequence[str] | None:
-        """Return the items of a policy that ranks them itself."""
+        """Return the items of a policy that ranks or lists them itself."""
         from grpo_jax.tasks.recommendation.loading import listed_texts
 
         return None if self.writes == "query" else listed_texts(config)

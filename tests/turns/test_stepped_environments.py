@@ -1,0 +1,154 @@
+"""Environments that are classes: stepped once along every episode, brought back after a stop, of several kinds."""
+
+import json
+import math
+
+import pyarrow.parquet
+import pytest
+import yaml
+from support.text_task import assert_same_run, rewound, train_here
+
+from grpo_jax.config import make_config
+from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.stepping import Stepper
+
+WORLDS = '''
+class Count:
+    """Replies with how many words it was given; ends at "b"; a digit is worth one more."""
+
+    words = ("a", "b", "seen", *map(str, range(10)))
+
+    def reset(self, seed):
+        self.seen = seed % 3
+        return f"a {self.seen}"
+
+    def step(self, text):
+        self.seen += 1
+        done = text == "b"
+        return None if done else f"seen {self.seen}", self.seen / 10 + text.isdigit(), done
+
+
+class Later(Count):
+    """The same, asked over a network."""
+
+    async def step(self, text):
+        return Count.step(self, text)
+
+
+class Broken(Count):
+    def step(self, text):
+        return "seen"
+'''
+SMALL = {
+    "task": {"kind": "environment", "seeds": 8, "held_out": 4},
+    "report_to": [],
+    "policy": {"path": "new", "new": {"width": 16, "heads": 2, "layers": 1, "window": 32}, "remat": "none"},
+    "data": {"max_prompt_tokens": 4},
+    "sampling": {"turns": 3, "group_size": 3, "max_new_tokens": 1, "max_answer_tokens": 4},
+    "algorithm": {"advantage": "grpo"},
+    "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
+    "evaluation": {"every": 1, "sampled": False},
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("worlds")
+    (home / "worlds.py").write_text(WORLDS)
+    return home
+
+
+def config(home, *names, **task):
+    values = {**SMALL, "task": {**SMALL["task"], "environment": [f"{home}/worlds.py:{name}" for name in names], **task}}
+    file = home / f"{'_'.join(names)}.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(home):
+    assert train_here(config(home, "Count", "Later", shares=[3.0, 1.0]), home / "run") == 0
+    return home / "run"
+
+
+def test_rewards_are_those_of_each_step(run):
+    """Recomputed from the prompts and the texts."""
+    for step in (1, 2):
+        table = pyarrow.parquet.read_table(run / "completions" / f"step_{step:06d}.parquet").to_pylist()
+        assert len(table) > 12
+        for row in table:
+            worth = (int(row["prompt"].split()[1]) + row["turn"]) / 10 + row["text"].isdigit()
+            assert row["reward/reward"] == pytest.approx(worth)
+            kinds = row["watch/reward_Count"], row["watch/reward_Later"]
+            assert sorted(map(math.isnan, kinds)) == [False, True] and row["reward/reward"] in kinds
+    summary = json.loads((run / "summary.json").read_text())["evaluation"]
+    assert {"reward", "reward_Count", "reward_Later"} <= summary.keys()
+    assert all(math.isfinite(summary[name]["after"]) for name in ("reward", "reward_Count", "reward_Later"))
+
+
+def test_a_run_goes_on_as_if_it_had_never_stopped(run, home, tmp_path):
+    again = rewound(run, tmp_path / "again", 1)
+    assert train_here(home / "Count_Later.yaml", again, "--resume") == 0
+    assert_same_run(again, run)
+
+
+def test_one_step_for_each_text_and_a_new_environment_where_none_is_at_hand():
+    made, steps = [], []
+
+    class World:
+        def __init__(self):
+            made.append(self)
+
+        def reset(self, seed):
+            self.seed, self.read = seed, []
+            return "go"
+
+        def step(self, text):
+            steps.append(text)
+            self.read.append(text)
+            return " ".join(self.read), float(len(self.read)), len(self.read) == 3
+
+    def asked(stepper, *stories):
+        rows = [Row(0, "go", {"environment": "World", "seed": 5})] * len(stories)
+        return stepper.respond(rows, [Episode(tuple(map(Turn, story))) for story in stories])
+
+    stepper = Stepper({"World": World})
+    assert asked(stepper, "a", "a", "b") == ["a", "a", "b"] and len(made) == 2  # equal texts are one step
+    assert asked(stepper, "ac", "ad", "be") == ["a c", "a d", "b e"]
+    assert len(made) == 3 and steps == ["a", "b", "c", "a", "d", "e"]  # one of two that began alike is led there again
+    assert asked(stepper, "acf") == [None] and len(steps) == 7
+    worth = stepper.reward(["go"], ["f"], environment=["World"], seed=[5], episodes=[Episode(tuple(map(Turn, "acf")))])
+    assert worth == [3.0] and len(steps) == 7
+    assert asked(Stepper({"World": World}), "acf") == [None] and steps[7:] == ["a", "c", "f"]  # as after a resume
+
+
+def test_shares_are_kept_as_evenly_as_can_be(home):
+    task = make_config(
+        task={"kind": "environment", "environment": ["a.py:A", "b.py:B"], "shares": [3.0, 1.0]},
+        policy={"path": "new"},
+    ).task
+    kinds = task._kinds(40)
+    assert [kinds[:n].count(1) for n in (4, 8, 40)] == [1, 2, 10]
+
+
+@pytest.mark.parametrize(
+    ("names", "task", "message"),
+    [
+        ((), {}, "task.environment: expected a class, such as my_env.py:Env"),
+        (("Count",), {"shares": [1.0, 2.0]}, "task.shares: expected one for each of 1 environments"),
+        (("Missing",), {}, "has no Missing"),
+        (("Count", "Count"), {}, "task.environment: expected classes of different names"),
+        (("Broken",), {}, "step must return (reply, reward, done), got 'seen'"),
+    ],
+)
+def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, task, message):
+    assert train_here(config(home, *names, **task), tmp_path / "run") == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert message in error[-1], error
+
+
+def test_a_config_is_needed_for_nothing_else():
+    with pytest.raises(UserError, match=r"data\.prompts: expected nothing"):
+        make_config(task={"kind": "environment", "environment": ["a.py:A"]}, data={"prompts": "mine.jsonl"})

@@ -23,7 +23,7 @@ TRAINER = {
     "peft_config": "policy.lora",
     "tools": "data.tools; what calls them is task.environment (docs/turns.md)",
     "rollout_func": f"{NOT_HERE}the sampler is the policy's own; what answers it is task.environment (docs/turns.md)",
-    "environment_factory": "task: environment, a class; with other tasks task.environment, a function (docs/turns.md)",
+    "environment_factory": "task.environment; a class with task: environment, else a function (docs/turns.md)",
     "log_extra": f"{NOT_HERE}a reward adds numbers by log_metric (docs/rewards.md), and no columns to completions/",
 }
 """Arguments of `GRPOTrainer`, and what it gives to rewards that has no counterpart."""

@@ -26,7 +26,7 @@ CATALOGUE = WORLD.catalogue
 COUNTS = taken_counts(WORLD.sequences.users, len(CATALOGUE))
 SHORT = [
     *("--config=recommendation_slates", "--task.dummy_users=120", "--task.dummy_items=280", "--policy.new.width=16"),
-    *("--warm_start.steps=12", "--warm_start.batch=32", "--training.prompts_per_batch=8", "--training.max_steps=3"),
+    *("--warm_start.steps=120", "--warm_start.batch=32", "--training.prompts_per_batch=8", "--training.max_steps=3"),
     *("--sampling.group_size=4", "--evaluation.prompts=40", "--evaluation.validation_prompts=8", "--report_to=[]"),
     *("--training.save_every=2", "--evaluation.every=0"),
 ]

@@ -66,7 +66,8 @@ def times(folder):
         (["all", "--steps", "0", "--out", "x"], "--steps: expected at least 1, got 0"),
         (
             ["check", "--out", "nowhere"],
-            "nowhere has no policy and no policy_vl and no renderer and no scorer: build it there first",
+            "nowhere has no policy and no policy_vl and no renderer and no scorer and no policy_scenes and "
+            "no renderer_scenes and no scorer_scenes: build it there first",
         ),
     ],
 )

@@ -28,6 +28,13 @@ def test_each_kind_is_measured_and_its_oracle_is_right(tmp_path):
         assert sum(kind[when] for kind in kinds) / 6 == pytest.approx(pixels[when])
 
 
+def test_a_column_that_prompts_have_not_is_one_line(tmp_path, capsys):
+    few = ["--evaluation.prompts=2", "--evaluation.validation_prompts=1", "--evaluation.sampled=false"]
+    run_dir = f"--run_dir={tmp_path / 'run'}"
+    assert train.main(["--config=prompt_enhancement_scenes", *few, "--evaluation.by=kinds", run_dir]) == 2
+    assert "evaluation.by: 2 of 2 held-out prompts have no column 'kinds'" in capsys.readouterr().err
+
+
 def test_prompts_of_the_harder_world_by_name():
     sizes = {"prompts": 12, "validation_prompts": 6}
     prompts = _prompts(make_config(task="prompt_enhancement", data={"prompts": "miniature_scenes"}, evaluation=sizes))

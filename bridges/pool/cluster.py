@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 PROBE_SECONDS = 5.0
 """For which an answer is waited for until the cluster is asked whether it is there."""
 _LEAVE_SECONDS = 2.0  # for Ray to notice that there is nothing to leave any more
+_END_SECONDS = 60.0  # for ending a cluster; one that dies just then Ray would wait for for ever
 _SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2, its kind in the fourth byte
 
 
@@ -158,7 +159,7 @@ def leave() -> None:
             leaving = threading.Thread(target=_shut_down, name=f"{ABANDONED}ray", daemon=True)
             gone = is_gone()
             leaving.start()
-            leaving.join(_LEAVE_SECONDS if gone else None)  # a cluster that is gone is not waited for
+            leaving.join(_LEAVE_SECONDS if gone else _END_SECONDS)
 
 
 def _shut_down() -> None:

@@ -16,7 +16,10 @@ from grpo_jax.rollout.rewards import as_number, finished
 Prompt = str | list[dict[str, Any]]
 """A text, or a conversation as chat messages."""
 
-_REMEMBERED = 65_536  # steps, and environments that wait for their next one
+_STEPS, _WAITING = (
+    65_536,
+    4_096,
+)  # that are remembered: of steps what they returned, and environments for their next one
 
 
 class SteppedEnvironment(Protocol):
@@ -56,7 +59,7 @@ class Stepper:
 
     def prompt(self, kind: str, seed: int) -> Prompt:
         """Return what the episode of a seed begins with."""
-        return finished(self._reset(self._makers[kind](), seed))
+        return finished(_awaited(self._makers[kind]().reset(seed)))
 
     def respond(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | str | None]:
         """Reply to the last text of each episode; None where it is done."""
@@ -89,8 +92,8 @@ class Stepper:
         steps = dict(zip(new, await asyncio.gather(*(self._step(*key) for key in new)), strict=True))
         taken = [steps.get(key) or self._steps[key] for key in keys]
         self._steps |= steps
-        for remembered in (self._steps, self._waiting):
-            while len(remembered) > _REMEMBERED:
+        for remembered, most in ((self._steps, _STEPS), (self._waiting, _WAITING)):
+            while len(remembered) > most:
                 remembered.popitem(last=False)
         return taken
 
@@ -98,17 +101,13 @@ class Stepper:
         environment = self._waiting.pop((kind, seed, texts[:-1]), None)  # of a group's equal texts one gets it
         if environment is None:
             environment = self._makers[kind]()
-            await self._reset(environment, seed)
+            await _awaited(environment.reset(seed))
             for text in texts[:-1]:
                 await _awaited(environment.step(text))
         step = _checked(await _awaited(environment.step(texts[-1])))
         if not step.done:
             self._waiting[kind, seed, texts] = environment
         return step
-
-    @staticmethod
-    async def _reset(environment: SteppedEnvironment, seed: int) -> Prompt:
-        return await _awaited(environment.reset(seed))
 
 
 async def _awaited(returned: Any) -> Any:

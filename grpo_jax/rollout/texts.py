@@ -93,6 +93,11 @@ def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFo
     if texts is None or config.task.writes_lists:
         require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
         return None
+    return listed_trie(config, texts, folder)
+
+
+def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> Trie:
+    """Return the trie of listed texts, of which a completion is one, or a list that goes on with one."""
     _check_listed(config)
     gap = follows_text(config, folder.tokenizer)
     return choices_trie(texts, folder, gap=gap, most=config.sampling.max_new_tokens)

@@ -327,10 +327,13 @@ def objectives_of(
 
 
 def _check_measures(config: Config, prompts: PromptSet, environment: Environment) -> None:
-    """Refuse a best checkpoint, and early stopping, by a metric that no validation measures."""
+    """Refuse a best checkpoint, and early stopping, by what no validation measures, and kinds that prompts have not."""
     training, names = config.training, (SCORE, *environment.reward_names, *environment.watch_names)
     chosen_by = config.evaluation.best_by
     require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}", chosen_by)
+    column, rows = config.evaluation.by, prompts.test[: config.evaluation.prompts or None]
+    if column and (missing := sum(column not in row.columns for row in rows)):
+        raise UserError(f"evaluation.by: {missing} of {len(rows)} held-out prompts have no column {column!r}")
     if not training.early_stopping_patience:
         return
     if not prompts.validation[: config.evaluation.validation_prompts]:

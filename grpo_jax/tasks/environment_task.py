@@ -49,7 +49,9 @@ class Environment(Task):
         require(all(share > 0 for share in self.shares), "task.shares", "numbers above 0", self.shares)
         for name in ("seeds", "held_out"):
             require(getattr(self, name) > 0, f"task.{name}", "at least 1", getattr(self, name))
-        require(not config.data.prompts, "data.prompts", "nothing: environments bring their own", config.data.prompts)
+        for name in ("prompts", "validation", "test"):
+            given = getattr(config.data, name)
+            require(not given, f"data.{name}", "nothing: environments bring their own", given)
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Ask the environments for their prompts."""

@@ -149,6 +149,7 @@ def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names
     assert message in error[-1], error
 
 
-def test_a_config_is_needed_for_nothing_else():
-    with pytest.raises(UserError, match=r"data\.prompts: expected nothing"):
-        make_config(task={"kind": "environment", "environment": ["a.py:A"]}, data={"prompts": "mine.jsonl"})
+@pytest.mark.parametrize("name", ["prompts", "validation", "test"])
+def test_a_config_is_needed_for_nothing_else(name):
+    with pytest.raises(UserError, match=rf"data\.{name}: expected nothing"):
+        make_config(task={"kind": "environment", "environment": ["a.py:A"]}, data={name: "mine.jsonl"})

@@ -23,7 +23,7 @@ from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.texts import policy_choices
+from grpo_jax.rollout.texts import listed_trie
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
@@ -256,14 +256,8 @@ def policy_ranking(
     The longest of `prompts` sets the width of all. The next item of a list is ranked as items are.
     """
     folder = policy.folder
-    config = (
-        dataclasses.replace(config, task=dataclasses.replace(config.task, writes="item"))
-        if config.task.writes_lists
-        else config
-    )
     items = items_of(catalogue.names or catalogue.titles)
-    trie = policy_choices(config, items.texts, folder)
-    assert trie is not None
+    trie = listed_trie(config, items.texts, folder)
     rank = make_ranker(policy, min(listed, text_count(trie)), pad_id=folder.pad_id, trie=trie)
     size = folder.config.vocab_size
     encode = make_encode(folder.tokenizer, config.data, pad_id=folder.pad_id, vocab_size=size, rows=prompts)

@@ -38,7 +38,7 @@ def test_levels_are_numbers_of_every_row():
     assert column_levels(table, "") is None
     np.testing.assert_array_equal(column_levels(table, "hard"), [2.5, 1])
     for wrong in ({}, {"hard": "x"}, {"hard": None}, {"hard": float("nan")}):
-        with pytest.raises(UserError, match="data.curriculum: expected a number in the column 'hard'.* in row 3"):
+        with pytest.raises(UserError, match=r"data\.curriculum: expected a number in the column 'hard'.* in row 3"):
             column_levels([*table, Row(3, "c", wrong)], "hard")
 
 
@@ -119,7 +119,10 @@ def test_a_run_with_a_curriculum_and_what_is_refused(place, tmp_path, capsys):
     for wrong, said in (
         (["--data.curriculum=wish"], "data.curriculum: expected a number in the column 'wish' of every row, got 'a'"),
         (["--data.informative_half_life=5"], "data.informative_half_life: expected 0 with data.curriculum"),
-        (["--data.curriculum=", "--data.informative_half_life=5", "--training.lag=1"], "expected 0 with training.lag 1"),
+        (
+            ["--data.curriculum=", "--data.informative_half_life=5", "--training.lag=1"],
+            "expected 0 with training.lag 1",
+        ),
     ):
         assert train_here(place.config, tmp_path / "not", *words, *wrong) == 2
         assert said in capsys.readouterr().err

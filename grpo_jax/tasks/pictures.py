@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from bridges.clip import Scorer
     from bridges.diffusion import Renderer
+    from bridges.scorers.object_detection import Detector
     from bridges.scorers.vqa import Answerer
 
 MINIATURE = "miniature"
@@ -148,6 +149,26 @@ def questions(
     return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(lists)]
 
 
+def geneval(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Tensor,
+    include: list[list[dict[str, Any]] | None],
+    scorer: Detector,
+    **columns: Any,
+) -> list[float | None]:
+    """What GenEval's rules give a picture for its row's `include`, `exclude` and `tag`; None where a row asks nothing.
+
+    It needs a judge that detects (`geneval@detector`); any other is a UserError.
+    """
+    if not hasattr(scorer, "geneval"):
+        raise UserError("it needs a judge of kind object_detection: name it geneval@JUDGE")
+    others = {name: columns.get(name) or [None] * len(include) for name in ("exclude", "tag")}
+    rows = zip(include, others["exclude"], others["tag"], strict=True)
+    return scorer.geneval(images, [{"include": a, "exclude": b, "tag": tag} for a, b, tag in rows])
+
+
 def pixel_accuracy(
     prompts: list[str],
     completions: list[str],
@@ -172,6 +193,7 @@ REWARDS = {
     "length": Length,
     "quality": quality,
     "questions": questions,
+    "geneval": geneval,
     "pixel_accuracy": pixel_accuracy,
 }
 """Rewards by their name in a config."""

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bridges.clip import Scorer
+    from bridges.detection import Detector
     from bridges.diffusion import Renderer
-    from bridges.scorers.object_detection import Detector
     from bridges.scorers.vqa import Answerer
 
 MINIATURE = "miniature"
@@ -155,18 +155,17 @@ def geneval(
     *,
     images: Tensor,
     include: list[list[dict[str, Any]] | None],
-    scorer: Detector,
+    detector: Detector,
+    scorer: Scorer,
     **columns: Any,
 ) -> list[float | None]:
     """What GenEval's rules give a picture for its row's `include`, `exclude` and `tag`; None where a row asks nothing.
 
-    It needs a judge that detects (`geneval@detector`); any other is a UserError.
+    `judges.detector` is of kind object_detection; colours are told by the scorer (`geneval@clip` by that judge).
     """
-    if not hasattr(scorer, "geneval"):
-        raise UserError("it needs a judge of kind object_detection: name it geneval@JUDGE")
     others = {name: columns.get(name) or [None] * len(include) for name in ("exclude", "tag")}
     rows = zip(include, others["exclude"], others["tag"], strict=True)
-    return scorer.geneval(images, [{"include": a, "exclude": b, "tag": tag} for a, b, tag in rows])
+    return detector.geneval(images, [{"include": a, "exclude": b, "tag": tag} for a, b, tag in rows], scorer)
 
 
 def pixel_accuracy(

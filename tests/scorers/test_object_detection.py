@@ -14,21 +14,13 @@ pytest.importorskip("open_clip")
 from PIL import Image  # noqa: E402
 from support import tiny_models  # noqa: E402
 
+from bridges.detection import COLOUR_TEXTS, COLOURS, RELATIONS, relations, requirements_met  # noqa: E402
 from bridges.scorers.clip_model import ClipModel  # noqa: E402
-from bridges.scorers.object_detection import (  # noqa: E402
-    COLOUR_TEXTS,
-    COLOURS,
-    RELATIONS,
-    ObjectDetection,
-    relations,
-    requirements_met,
-)
+from bridges.scorers.object_detection import ObjectDetection  # noqa: E402
 from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.tasks.pictures import geneval  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
-
-COLUMNS = ("include", "exclude", "tag")
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +59,12 @@ def test_objects_are_those_of_transformers_whatever_else_is_in_the_batch(folders
     assert len({tuple(count.values()) for count in counts}) > 1
     for name, least in itertools.product(("dog", "mouse", "red ball"), (1, 2, 3)):
         requests = [{"include": [{"class": name, "count": least}]}] * 7
-        assert judge.geneval(images, requests) == [float(count[name] >= least) for count in counts]
+        assert judge.geneval(images, requests, None) == [float(count[name] >= least) for count in counts]
         requests = [{"exclude": [{"class": name, "count": least}], "tag": "single_object"}] * 7
-        assert judge.geneval(images, requests) == [float(count[name] < least) for count in counts]
+        assert judge.geneval(images, requests, None) == [float(count[name] < least) for count in counts]
     sure = [len(of_transformers(folders[0], image, 0.9)["dog"]) for image in images]
     counting = [{"include": [{"class": "dog", "count": 1}], "tag": "counting"}] * 7
-    assert judge.geneval(images, counting) == [float(count >= 1) for count in sure]
+    assert judge.geneval(images, counting, None) == [float(count >= 1) for count in sure]
     assert judge.summary == f"{folders[0]}: YolosForObjectDetection, 3 kinds, on cpu"
 
 
@@ -87,10 +79,13 @@ def test_a_colour_is_the_likeliest_of_the_crop(folders):
     for colour in COLOURS:
         mean = clip.text_features([text.format(colour=colour, name=name) for text in COLOUR_TEXTS]).mean(0)
         cosines.append(float((clip.image_features(crop)[0] * mean / mean.norm()).sum()))
-    judge = ObjectDetection(str(folders[0]), colours=str(folders[1])).load("cpu")
+    judge = ObjectDetection(str(folders[0])).load("cpu")
     asked = [{"include": [{"class": name, "count": 1, "color": colour}]} for colour in COLOURS]
     expected = [float(place == int(np.argmax(cosines))) for place in range(len(COLOURS))]
-    assert judge.geneval(image.expand(len(COLOURS), -1, -1, -1), asked) == expected and sum(expected) == 1
+    images = image.expand(len(COLOURS), -1, -1, -1)
+    assert judge.geneval(images, asked, clip) == expected and sum(expected) == 1
+    with pytest.raises(UserError, match=r"a colour is asked for: judges.scorer must compare pictures and texts"):
+        judge.geneval(images, asked, object())
 
 
 def relations_plainly(a, b, apart):
@@ -184,9 +179,7 @@ def test_part_of_what_is_asked_can_earn_and_nothing_asked_is_missing(folders):
     include = [[{"class": there, "count": 1}, {"class": there, "count": 9}], None]
     for partial, earned in ((True, 0.5), (False, 0.0)):
         judge = ObjectDetection(str(folders[0]), partial=partial).load("cpu")
-        assert geneval([""] * 2, [""] * 2, images=images, include=include, scorer=judge) == [earned, None]
-    with pytest.raises(UserError, match="needs a judge of kind object_detection: name it geneval@JUDGE"):
-        geneval([""] * 2, [""] * 2, images=images, include=include, scorer=object())
+        assert geneval([], [], images=images, include=include, detector=judge, scorer=None) == [earned, None]
 
 
 def test_what_is_asked_wrongly_is_one_line(folders, tmp_path):
@@ -195,13 +188,13 @@ def test_what_is_asked_wrongly_is_one_line(folders, tmp_path):
     for wrong, said in (
         ([{"class": "computer mouze", "count": 1}], "include: the detector knows no 'computer mouze'; did you mean"),
         ([{"class": "dog", "count": "2"}], r'include: expected {"class": name, "count": number}, got'),
-        ([{"class": "dog", "color": "red"}], "judges.NAME.colours to name a CLIPModel"),
+        ([{"class": "dog", "color": "rde"}], "include: expected a colour, red, orange"),
         ([include | {"position": ["left of", 0]}], r"expected a position \[left of \| right of"),
         ([include, include | {"position": ["behind", 0]}], "expected a position"),
     ):
         with pytest.raises(UserError, match=said):
-            judge.geneval(pictures(1), [{"include": wrong}])
-    assert judge.geneval(pictures(1), [{"include": [{"class": "computer mouse", "count": 9}]}]) == [0.0]
+            judge.geneval(pictures(1), [{"include": wrong}], None)
+    assert judge.geneval(pictures(1), [{"include": [{"class": "computer mouse", "count": 9}]}], None) == [0.0]
     with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
         ObjectDetection("/nowhere/at/all").check()
     with pytest.raises(UserError, match="expected a model that detects objects"):
@@ -228,10 +221,10 @@ def test_a_run_is_judged_by_geneval_s_lines(folders, tmp_path):
     file, run = tmp_path / "evaluation_metadata.jsonl", tmp_path / "run"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     detector = {"detector": {"kind": "object_detection", "path": str(folders[0])}}
-    words = ["--data.prompts", str(file), "--judges", json.dumps(detector), "--rewards", "geneval@detector"]
+    words = ["--data.prompts", str(file), "--judges", json.dumps(detector), "--rewards", "geneval"]
     words += ["--watch", "[]", "--data.held_out", "0.2", "--training.prompts_per_batch", "4", "--report_to", "[]"]
     words += ["--training.max_steps", "1", "--evaluation.every", "0", "--training.save_every", "0"]
     assert main([*words, "--run_dir", str(run)]) == 0
     (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert 0 <= row["reward/geneval@detector/mean"] <= 1 and row["missing/geneval@detector"] == 0
+    assert 0 <= row["reward/geneval/mean"] <= 1 and row["missing/geneval"] == 0
     assert "YolosForObjectDetection, 3 kinds" in (run / "train.log").read_text()

@@ -149,7 +149,7 @@ def _llama_tensors(
 
 
 def _recent_mean(embeddings: np.ndarray, words: Sequence[int], heads: int) -> dict[str, np.ndarray]:
-    """Return a first layer that passes on the mean of these words, each weighing about .6 of the next newer one.
+    """Return a first layer that passes on the mean of these words, each weighing about half of the next newer one.
 
     The last coordinate is the same in all of them and alone in "<|next|>", which asks by it: so attention depends on
     the distance alone, by rotary angles that turn slowly. It is not passed on, and counts in no likelihood. The norm

@@ -72,17 +72,18 @@ _WHOLE = frozenset({b""})
 # What may follow the first byte of a character in UTF-8, beside the last bytes (Unicode 16, table 3-7): range of first
 # bytes, range of the second, bytes after that.
 _UTF8 = (
-    *((0xC2, 0xDF, 0x80, 0xBF, 0), (0xE0, 0xE0, 0xA0, 0xBF, 1), (0xE1, 0xEC, 0x80, 0xBF, 1), (0xED, 0xED, 0x80, 0x9F, 1)),
-    *((0xEE, 0xEF, 0x80, 0xBF, 1), (0xF0, 0xF0, 0x90, 0xBF, 2), (0xF1, 0xF3, 0x80, 0xBF, 2), (0xF4, 0xF4, 0x80, 0x8F, 2)),
+    *((0xC2, 0xDF, 0x80, 0xBF, 0), (0xE0, 0xE0, 0xA0, 0xBF, 1), (0xE1, 0xEC, 0x80, 0xBF, 1)),
+    *((0xED, 0xED, 0x80, 0x9F, 1), (0xEE, 0xEF, 0x80, 0xBF, 1), (0xF0, 0xF0, 0x90, 0xBF, 2)),
+    *((0xF1, 0xF3, 0x80, 0xBF, 2), (0xF4, 0xF4, 0x80, 0x8F, 2)),
 )
 
 
 def json_moves(fields: Sequence[tuple[str, Sequence[str] | None]]) -> np.ndarray:
     r"""The bytes of a JSON object with these fields, in their order: the next state int [S, 256], -1 for none.
 
-    A field is a name and the texts that its value may be, of which none is a beginning of another and more, or None
-    for any string. Strings are UTF-8 without control characters; `\"`, `\\` and `\/` are escaped. The object is
-    written as `json.dumps` does, `{"prompt": "a fox", "steps": 20}`. It begins in state 0 and is whole in the last.
+    A field is a name and the texts that its value may be, or None for any string. Strings are UTF-8 without control
+    characters; `\"`, `\\` and `\/` are escaped. The object is written as `json.dumps` does, `{"prompt": "a fox",
+    "steps": 20}`. It begins in state 0 and is whole in the last.
     """
     moves: list[dict[int, int]] = [{}]
 

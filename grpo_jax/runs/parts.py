@@ -16,6 +16,7 @@ from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
+from grpo_jax.core.form import Form
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
@@ -55,8 +56,8 @@ class RunContext(NamedTuple):
     """Everything a config names, loaded.
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
-    (`TaskData.choices`), or is None, also where completions are lists of them; `devices` has the device name of each
-    part; `trainer` is the run as rewards see it.
+    (`TaskData.choices`), or their form, or is None, also where completions are lists of them; `devices` has the device
+    name of each part; `trainer` is the run as rewards see it.
     """
 
     config: Config
@@ -66,7 +67,7 @@ class RunContext(NamedTuple):
     rewards: ResolvedRewards
     samplers: Samplers
     allowed_tokens: np.ndarray | None
-    trie: Trie | None
+    trie: Trie | Form | None
     key: jax.Array
     devices: dict[str, str]
     trainer: Trainer

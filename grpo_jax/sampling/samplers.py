@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
+from grpo_jax.core.form import Form, make_form
 from grpo_jax.core.trie import Trie, make_trie, text_count
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
@@ -66,7 +67,7 @@ def make_samplers(
     evaluation: EvaluationSection,
     policy: Policy,
     allowed: np.ndarray | None,
-    trie: Trie | None = None,
+    trie: Trie | Form | None = None,
     *,
     listed: int = 0,
     no_repeats: bool = False,
@@ -74,12 +75,12 @@ def make_samplers(
     """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
 
     `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
-    lists them, of which a ranking has the `listed` best (0: all, scored exactly). With `no_repeats` completions are
+    lists them, of which a ranking has the `listed` best (0: all, scored exactly), or their form. With `no_repeats` completions are
     lists of allowed tokens (`make_sampler`).
     """
     ends = named_ends(section, policy.folder, allowed, no_repeats=no_repeats)
     rank = None
-    if trie is not None:
+    if isinstance(trie, Trie):
         _check_texts(section, trie, listed)
         rank = _gathered(make_ranker(policy, listed, pad_id=ends["pad_id"], trie=trie), policy.mesh)
 
@@ -90,7 +91,7 @@ def make_samplers(
         if section.turns > 1:
             turns = make_episode_sampler(policy, params, **ends)
             return EpisodeSampler(*(_gathered(turn, policy.mesh, carries=True) for turn in turns))
-        if trie is None or group_size == 1 or section.group == "samples":
+        if not isinstance(trie, Trie) or group_size == 1 or section.group == "samples":
             return _gathered(make_sampler(policy, params, **ends, trie=trie), policy.mesh)
         drawn = section.group == "distinct"
         beams = make_beam_sampler(policy, params, pad_id=ends["pad_id"], trie=trie, without_replacement=drawn)
@@ -197,6 +198,31 @@ def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most:
     first = np.array(list(numbers.values()))
     text = np.asarray(trie.text)
     return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
+
+
+def text_form(moves: np.ndarray, loaded: PolicyFolder, allowed: np.ndarray | None) -> Form:
+    """The form of texts whose bytes an automaton accepts (`core.form.json_moves`), in a policy's allowed tokens.
+
+    UserError where they cannot write one, or the tokenizer's texts are not those of its tokens one after another.
+    """
+    pieces = token_pieces(loaded.tokenizer, loaded.config.vocab_size)
+    if pieces is None:
+        raise UserError("task.answer: expected text, for this policy's tokenizer does not write texts token by token")
+    dead = len(moves)
+    closed = np.vstack([np.where(moves < 0, dead, moves), np.full(256, dead)])
+    first, later = (
+        _token_moves(closed, np.zeros(1, int), pieces.first),
+        _token_moves(closed, np.arange(dead), pieces.later),
+    )
+    table = np.vstack([first, later[1:]])  # nothing leads back to the start
+    silent = [not piece for piece in pieces.first], [not piece for piece in pieces.later]
+    table[:1, silent[0]] = table[1:, silent[1]] = dead
+    if allowed is not None:
+        table[:, ~allowed] = dead
+    try:
+        return make_form(np.where(table == dead, -1, table))
+    except ValueError as error:
+        raise UserError("task.answer: expected text, for the policy's allowed tokens cannot write JSON") from error
 
 
 def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:

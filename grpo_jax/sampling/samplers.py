@@ -75,8 +75,8 @@ def make_samplers(
     """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
 
     `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
-    lists them, of which a ranking has the `listed` best (0: all, scored exactly), or their form. With `no_repeats` completions are
-    lists of allowed tokens (`make_sampler`).
+    lists them, of which a ranking has the `listed` best (0: all, scored exactly), or their form. With `no_repeats`
+    completions are lists of allowed tokens (`make_sampler`).
     """
     ends = named_ends(section, policy.folder, allowed, no_repeats=no_repeats)
     rank = None
@@ -210,13 +210,10 @@ def text_form(moves: np.ndarray, loaded: PolicyFolder, allowed: np.ndarray | Non
         raise UserError("task.answer: expected text, for this policy's tokenizer does not write texts token by token")
     dead = len(moves)
     closed = np.vstack([np.where(moves < 0, dead, moves), np.full(256, dead)])
-    first, later = (
-        _token_moves(closed, np.zeros(1, int), pieces.first),
-        _token_moves(closed, np.arange(dead), pieces.later),
-    )
-    table = np.vstack([first, later[1:]])  # nothing leads back to the start
-    silent = [not piece for piece in pieces.first], [not piece for piece in pieces.later]
-    table[:1, silent[0]] = table[1:, silent[1]] = dead
+    begun = _token_moves(closed, np.zeros(1, int), pieces.first)
+    going = _token_moves(closed, np.arange(1, dead), pieces.later)
+    begun[:, [not piece for piece in pieces.first]] = going[:, [not piece for piece in pieces.later]] = dead
+    table = np.vstack([begun, going])  # nothing leads back to the start
     if allowed is not None:
         table[:, ~allowed] = dead
     try:

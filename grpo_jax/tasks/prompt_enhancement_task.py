@@ -80,10 +80,9 @@ class PromptEnhancement(PictureTask):
         require(config.data.form == "rewrite", "data.form", '"rewrite" with task.answer "json"', config.data.form)
         renderer = config.judges["renderer"]
         for name in asked:
-            expected = (
-                f"none: judges.renderer, a {type(getattr(renderer, 'judge', renderer)).__name__}, has no such field"
-            )
-            require(hasattr(renderer, name), f"task.{name}", expected, getattr(self, name))
+            kind = type(getattr(renderer, "judge", renderer)).__name__
+            without = f"none: judges.renderer, a {kind}, has no such field"
+            require(hasattr(renderer, name), f"task.{name}", without, getattr(self, name))
 
     def reader(self, config: Config) -> Callable[[str, str], Reading]:
         """Return the parser of completions."""
@@ -107,9 +106,10 @@ class PromptEnhancement(PictureTask):
         guidance = dict.fromkeys(("guidance", "eval_guidance"), max(self.guidance)) if self.guidance else {}
         negative = {"negative_prompt": "blurry"} if self.negative_prompt else {}
         judge = getattr(section, "judge", section)  # of a pool
-        judge = replace(judge, **{name: value for name, value in (guidance | negative).items() if hasattr(judge, name)})
-        section = judge if judge is section else replace(section, judge=judge)
-        getattr(section, "check", lambda: None)()
+        changed = {name: value for name, value in (guidance | negative).items() if hasattr(judge, name)}
+        if changed and hasattr(section, "check"):
+            asked = replace(judge, **changed)
+            (asked if judge is section else replace(section, judge=asked)).check()
 
 
 def _prompts(config: Config) -> PromptSet:

@@ -1,7 +1,8 @@
 """Texts of a form, as an automaton over tokens: what `core.trie` is for texts that are listed.
 
 From each state only those tokens exist that lead to another one; a text is whole in the last state, which none leaves.
-Axes: S states, V vocabulary, K kinds of tokens.
+A text has T tokens at most, and tokens behind which it could not be ended in time do not exist: each one is whole. A
+node is a state and the tokens written so far. Axes: S states, V vocabulary, K kinds of tokens.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from jax.typing import ArrayLike
 
 
 class Form(NamedTuple):
-    """An automaton over tokens; a pytree of arrays, with the start as state 0.
+    """An automaton over tokens; a pytree of arrays. The node of a state behind t tokens is state · (T + 1) + t.
 
     Attributes:
         moves: int32 [S, K], the state that a kind of token leads to from each state; -1 where it does not exist.
         kind: int32 [V], the kind of each token; those of a kind lead to the same states.
-        text: int32 [S], 0 where a text is whole and -1 elsewhere, as of a trie.
+        far: int32 [S], the fewest tokens from each state to the end.
+        text: int32 [S · (T + 1)], 0 at nodes where a text is whole and -1 elsewhere, as of a trie.
     """
 
     moves: jax.Array
     kind: jax.Array
+    far: jax.Array
     text: jax.Array
 
     @property
@@ -34,35 +37,48 @@ class Form(NamedTuple):
         return len(self.kind)
 
     def children(self, nodes: jax.Array) -> jax.Array:
-        """The tokens that may follow in some states: int [..] → bool [.., V]; none in a state below 0."""
-        exists = (self.moves[jnp.maximum(nodes, 0)] >= 0) & (nodes >= 0)[..., None]
-        return exists[..., self.kind]
+        """The tokens that may follow at some nodes: int [..] → bool [.., V]; none at a node below 0."""
+        state, written = self._parts(nodes)
+        to = self.moves[state]
+        ends_in_time = self.far[to] + written[..., None] < self._width - 1
+        return ((to >= 0) & ends_in_time & (nodes >= 0)[..., None])[..., self.kind]
 
     def follow(self, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
-        """The state that a token leads to: int32 [..], [..] → int32 [..]; -1 where it does not exist."""
+        """The node that a token leads to: int32 [..], [..] → int32 [..]; -1 where it does not exist."""
         nodes = jnp.asarray(nodes)
-        return jnp.where(nodes >= 0, self.moves[jnp.maximum(nodes, 0), self.kind[jnp.asarray(tokens)]], -1)
+        state, written = self._parts(nodes)
+        to = self.moves[state, self.kind[jnp.asarray(tokens)]]
+        exists = (to >= 0) & (self.far[to] + written < self._width - 1) & (nodes >= 0)
+        return jnp.where(exists, to * self._width + written + 1, -1)
+
+    @property
+    def _width(self) -> int:
+        return len(self.text) // len(self.far)
+
+    def _parts(self, nodes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.divmod(jnp.maximum(nodes, 0), self._width)
 
 
-def make_form(table: np.ndarray) -> Form:
-    """The form of a table int [S, V] of the state that each token leads to, -1 for none; the last row's is the end.
+def make_form(table: np.ndarray, length: int) -> Form:
+    """The form of a table int [S, V] of the state that each token leads to, -1 for none, and of at most T tokens.
 
-    Tokens from whose state the end cannot be reached are left out. ValueError where nothing leads to it.
+    A text begins in the first state and is whole in the last. ValueError where none can be written in T tokens.
     """
-    live = np.append(np.arange(len(table)) == len(table) - 1, False)  # -1 is the entry behind the states
+    states = len(table)
+    far = np.full(states + 1, length + 1)  # -1 is the entry behind the states
+    far[states - 1] = 0
     while True:
-        grown = live.copy()
-        grown[:-1] |= live[table].any(axis=1)
-        if (grown == live).all():
+        nearer = np.minimum(far[:-1], 1 + far[table].min(axis=1))
+        if (nearer == far[:-1]).all():
             break
-        live = grown
-    if not live[0]:
-        raise ValueError("no tokens lead from the first state to the last")
-    columns = np.ascontiguousarray(np.where(live[table], table, -1).astype(np.int32).T)
-    rows = columns.view([("", columns.dtype)] * columns.shape[1])[:, 0]  # one value for each token's column
-    _, first, kind = np.unique(rows.view(f"V{rows.dtype.itemsize}"), return_index=True, return_inverse=True)
-    text = np.where(np.arange(len(table)) == len(table) - 1, 0, -1)
-    return Form(*(jnp.asarray(x, jnp.int32) for x in (columns[first].T, kind, text)))
+        far[:-1] = nearer
+    if far[0] > length:
+        raise ValueError(f"no text can be written in {length} tokens")
+    # Tokens whose columns are alike are one kind.
+    columns = np.ascontiguousarray(table.T.astype(np.int32))
+    _, first, kind = np.unique(columns.view(f"V{4 * states}")[:, 0], return_index=True, return_inverse=True)
+    text = np.repeat(np.where(np.arange(states) == states - 1, 0, -1), length + 1)
+    return Form(*(jnp.asarray(x, jnp.int32) for x in (columns[first].T, kind, far[:-1], text)))
 
 
 # An answer as JSON, byte by byte

@@ -111,7 +111,7 @@ def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFo
     form = config.task.answer_moves
     if form is not None:
         _check_written(config, "the task says how an answer is written and ends")
-        return text_form(form, folder, _ruled_tokens(config, folder))
+        return text_form(form, folder, _ruled_tokens(config, folder), most=config.sampling.max_new_tokens)
     if texts is None or config.task.writes_lists:
         require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
         return None

@@ -200,10 +200,11 @@ def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most:
     return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
 
 
-def text_form(moves: np.ndarray, loaded: PolicyFolder, allowed: np.ndarray | None) -> Form:
+def text_form(moves: np.ndarray, loaded: PolicyFolder, allowed: np.ndarray | None, *, most: int) -> Form:
     """The form of texts whose bytes an automaton accepts (`core.form.json_moves`), in a policy's allowed tokens.
 
-    UserError where they cannot write one, or the tokenizer's texts are not those of its tokens one after another.
+    UserError where they cannot write one in `most` tokens (sampling.max_new_tokens), or the tokenizer's texts are not
+    those of its tokens one after another.
     """
     pieces = token_pieces(loaded.tokenizer, loaded.config.vocab_size)
     if pieces is None:
@@ -217,9 +218,9 @@ def text_form(moves: np.ndarray, loaded: PolicyFolder, allowed: np.ndarray | Non
     if allowed is not None:
         table[:, ~allowed] = dead
     try:
-        return make_form(np.where(table == dead, -1, table))
+        return make_form(np.where(table == dead, -1, table), most)
     except ValueError as error:
-        raise UserError("task.answer: expected text, for the policy's allowed tokens cannot write JSON") from error
+        raise UserError(f"task.answer: {error} (sampling.max_new_tokens, data.allowed_tokens)") from error
 
 
 def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:

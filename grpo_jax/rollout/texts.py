@@ -16,7 +16,7 @@ from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
-from grpo_jax.models.hf.tokens import special_ids
+from grpo_jax.models.hf.tokens import special_ids, token_pieces
 from grpo_jax.sampling.samplers import choices_trie, completion_tokens, text_form
 
 if TYPE_CHECKING:
@@ -111,11 +111,24 @@ def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFo
     form = config.task.answer_moves
     if form is not None:
         _check_written(config, "the task says how an answer is written and ends")
-        return text_form(form, folder, _ruled_tokens(config, folder), most=config.sampling.max_new_tokens)
+        return _answer_form(config, form, folder)
     if texts is None or config.task.writes_lists:
         require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
         return None
     return listed_trie(config, texts, folder)
+
+
+def _answer_form(config: Config, moves: np.ndarray, folder: PolicyFolder) -> Form:
+    pieces = token_pieces(folder.tokenizer, folder.config.vocab_size)
+    if pieces is None:
+        raise UserError("task.answer: expected text, for this policy's tokenizer does not write texts token by token")
+    rule = _ruled_tokens(config, folder)
+    allowed = np.ones(folder.config.vocab_size, bool) if rule is None else rule
+    allowed[list(folder.eos_ids)] = False  # one would end an answer in its midst
+    try:
+        return text_form(moves, pieces, allowed, most=config.sampling.max_new_tokens)
+    except ValueError as error:
+        raise UserError(f"task.answer: {error} that are allowed (sampling.max_new_tokens)") from error
 
 
 def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> Trie:

@@ -16,7 +16,7 @@ from grpo_jax.core.form import Form, make_form
 from grpo_jax.core.trie import Trie, make_trie, text_count
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
-from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids, token_pieces
+from grpo_jax.models.hf.tokens import Pieces, Tokenizer, plain_tokens, special_ids, token_pieces
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree
@@ -200,27 +200,19 @@ def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most:
     return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
 
 
-def text_form(moves: np.ndarray, loaded: PolicyFolder, allowed: np.ndarray | None, *, most: int) -> Form:
-    """The form of texts whose bytes an automaton accepts (`core.form.json_moves`), in a policy's allowed tokens.
+def text_form(moves: np.ndarray, pieces: Pieces, allowed: np.ndarray, *, most: int) -> Form:
+    """The form of texts whose bytes an automaton accepts (`core.form.json_moves`), in `most` tokens of `allowed` [V].
 
-    UserError where they cannot write one in `most` tokens (sampling.max_new_tokens), or the tokenizer's texts are not
-    those of its tokens one after another.
+    ValueError where none can be written.
     """
-    pieces = token_pieces(loaded.tokenizer, loaded.config.vocab_size)
-    if pieces is None:
-        raise UserError("task.answer: expected text, for this policy's tokenizer does not write texts token by token")
     dead = len(moves)
     closed = np.vstack([np.where(moves < 0, dead, moves), np.full(256, dead)])
     begun = _token_moves(closed, np.zeros(1, int), pieces.first)
     going = _token_moves(closed, np.arange(1, dead), pieces.later)
     begun[:, [not piece for piece in pieces.first]] = going[:, [not piece for piece in pieces.later]] = dead
     table = np.vstack([begun, going])  # nothing leads back to the start
-    if allowed is not None:
-        table[:, ~allowed] = dead
-    try:
-        return make_form(np.where(table == dead, -1, table), most)
-    except ValueError as error:
-        raise UserError(f"task.answer: {error} (sampling.max_new_tokens, data.allowed_tokens)") from error
+    table[:, ~allowed] = dead
+    return make_form(np.where(table == dead, -1, table), most)
 
 
 def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:

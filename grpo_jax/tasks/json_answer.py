@@ -14,7 +14,7 @@ from grpo_jax.rollout.texts import Reading
 
 @dataclass(frozen=True)
 class JsonAnswer:
-    """The fields of an answer, in their order: "prompt", then those of the renderer that are asked for.
+    """The fields of an answer: "prompt", then those of the renderer that are asked for, in this order.
 
     Attributes:
         negative_prompt: Whether there is one.
@@ -46,7 +46,7 @@ class JsonAnswer:
             return Reading(prompt, False)
         if list(fields) != ["prompt", *self.names] or not all(self._fits(*field) for field in fields.items()):
             return Reading(prompt, False)
-        return Reading(fields.pop("prompt"), True, fields)
+        return Reading(fields.pop("prompt").strip(), True, fields)
 
     def _fits(self, name: str, value: object) -> bool:
         if name == "prompt":

@@ -73,6 +73,8 @@ class PromptEnhancement(PictureTask):
             bounds = getattr(self, name)
             sound = not bounds or (len(bounds) == 2 and 1 <= bounds[0] <= bounds[1] <= most)
             require(sound, f"task.{name}", f"[least, most] from 1 to {most}", bounds)
+        between = not self.guidance or np.ceil(2 * self.guidance[0]) <= 2 * self.guidance[1]
+        require(bool(between), "task.guidance", "bounds with a half between them", self.guidance)
         asked = self._json.names
         if self.answer == "text":
             require(not asked, "task.answer", f'"json", to set {" and ".join(asked)}', "text")

@@ -56,7 +56,7 @@ def test_the_renderer_gets_the_fields_of_each_text():
             asked.append((texts, settings))
             return torch.zeros(len(texts), 3, 1, 1)
 
-    config = make_config(task="prompt_enhancement", **{"task.answer": "json", "task.steps": [1, 9]})
+    config = make_config(task={"kind": "prompt_enhancement", "answer": "json", "steps": [1, 9]})
     rows, settings = [Row(3, "a dog"), Row(8, "a cat")], [[{"steps": 3}, {}], [{}, {"steps": 9}]]
     make_render({"renderer": Renderer()}, config, baselines=True)(rows, [["a", "b"], ["c", "d"]], 0, False, settings)
     assert asked == [(["a", "b", "c", "d"], [{"steps": 3}, {}, {}, {"steps": 9}]), (["a dog", "a cat"], None)]
@@ -65,32 +65,33 @@ def test_the_renderer_gets_the_fields_of_each_text():
         def draw(self, texts, seeds, *, evaluation):
             raise AssertionError
 
-    with pytest.raises(UserError, match="task.answer: expected text with a renderer whose draw takes no settings"):
+    with pytest.raises(UserError, match=r"task.answer: expected text with a renderer whose draw takes no settings"):
         make_render({"renderer": Own()}, config, baselines=True)
 
 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"task.steps": [1, 9]}, r'task.answer: expected "json", to set steps, got "text"'),
-        ({"task.answer": "json", "task.steps": [9, 1]}, r"task.steps: expected \[least, most\] from 1 to 1000"),
-        ({"task.answer": "json", "task.guidance": [0.5, 1]}, r"task.guidance: expected \[least, most\] from 1 to 100"),
-        ({"task.answer": "json", "task.guidance": [1.1, 1.4]}, r"task.guidance: expected bounds with a half between"),
-        ({"task.answer": "json", "task.negative_prompt": True}, "a StableDiffusion3, has no such field, got true"),
-        ({"task.answer": "json", "data.form": "append"}, r'data.form: expected "rewrite" with task.answer "json"'),
+        ({"steps": [1, 9]}, r'task.answer: expected "json", to set steps, got "text"'),
+        ({"answer": "json", "steps": [9, 1]}, r"task.steps: expected \[least, most\] from 1 to 1000"),
+        ({"answer": "json", "guidance": [0.5, 1]}, r"task.guidance: expected \[least, most\] from 1 to 100"),
+        ({"answer": "json", "guidance": [1.1, 1.4]}, r"task.guidance: expected bounds with a half between"),
+        ({"answer": "json", "negative_prompt": True}, "a StableDiffusion3, has no such field, got true"),
+        ({"answer": "json", "form": "append"}, r'data.form: expected "rewrite" with task.answer "json"'),
     ],
 )
 def test_fields_that_cannot_be_set_are_refused_by_name(choices, message):
+    data = {"form": choices.pop("form", "rewrite")}
     with pytest.raises(UserError, match=message):
-        make_config(task="prompt_enhancement", **choices)
+        make_config(task={"kind": "prompt_enhancement", **choices}, data=data)
 
 
 SMALL = {
     "task.answer": "json", "task.negative_prompt": True, "task.guidance": [1, 3], "task.steps": [1, 3],
     "judges.renderer.kind": "text_to_image", "judges.renderer.guidance": 2.0, "judges.renderer.eval_guidance": 2.0,
     "sampling.group_size": 4, "sampling.max_new_tokens": 96, "data.allowed_tokens": "ascii",
-    "training.prompts_per_batch": 2, "training.max_steps": 1, "evaluation.prompts": 2, "evaluation.validation_prompts": 2,
-    "evaluation.every": 0, "evaluation.gallery": 2, "evaluation.sampled": "false", "report_to": "[]",
+    "training.prompts_per_batch": 2, "training.max_steps": 1, "evaluation.prompts": 2,
+    "evaluation.validation_prompts": 2, "evaluation.every": 0, "evaluation.gallery": 2, "evaluation.sampled": "false", "report_to": "[]",
     "rewards": "[alignment]",
 }  # fmt: skip
 

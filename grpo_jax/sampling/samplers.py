@@ -265,10 +265,10 @@ def _byte_moves(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 def _token_moves(moves: np.ndarray, states: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
     """The state that each token leads to from each state: int [states, V]."""
-    reached = np.repeat(states[:, None], len(pieces), axis=1)
+    flat, reached = moves.T.ravel(), np.repeat(states[None], len(pieces), axis=0)
     lengths = np.array([len(piece) for piece in pieces])
     for place in range(lengths.max(initial=0)):
-        longer = np.flatnonzero(lengths > place).tolist()
-        step = np.array([pieces[token][place] for token in longer])
-        reached[:, longer] = moves[reached[:, longer], step]
-    return reached
+        longer = np.flatnonzero(lengths > place)
+        step = np.array([pieces[token][place] for token in longer.tolist()])
+        reached[longer] = flat[len(moves) * step[:, None] + reached[longer]]
+    return reached.T

@@ -72,11 +72,11 @@ def test_the_renderer_gets_the_fields_of_each_text():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"steps": [1, 9]}, r'task.answer: expected "json", to set steps, got "text"'),
+        ({"steps": [1, 9]}, r"task.answer: expected \"json\", to set steps, got 'text'"),
         ({"answer": "json", "steps": [9, 1]}, r"task.steps: expected \[least, most\] from 1 to 1000"),
         ({"answer": "json", "guidance": [0.5, 1]}, r"task.guidance: expected \[least, most\] from 1 to 100"),
         ({"answer": "json", "guidance": [1.1, 1.4]}, r"task.guidance: expected bounds with a half between"),
-        ({"answer": "json", "negative_prompt": True}, "a StableDiffusion3, has no such field, got true"),
+        ({"answer": "json", "negative_prompt": True}, "a StableDiffusion3, has no such field, got True"),
         ({"answer": "json", "form": "append"}, r'data.form: expected "rewrite" with task.answer "json"'),
     ],
 )
@@ -91,7 +91,8 @@ SMALL = {
     "judges.renderer.kind": "text_to_image", "judges.renderer.guidance": 2.0, "judges.renderer.eval_guidance": 2.0,
     "sampling.group_size": 4, "sampling.max_new_tokens": 96, "data.allowed_tokens": "ascii",
     "training.prompts_per_batch": 2, "training.max_steps": 1, "evaluation.prompts": 2,
-    "evaluation.validation_prompts": 2, "evaluation.every": 0, "evaluation.gallery": 2, "evaluation.sampled": "false", "report_to": "[]",
+    "evaluation.validation_prompts": 2, "evaluation.every": 0, "evaluation.gallery": 2, "evaluation.sampled": "false",
+    "report_to": "[]",
     "rewards": "[alignment]",
 }  # fmt: skip
 

@@ -149,17 +149,16 @@ def test_every_answer_of_a_random_policy_is_whole_and_in_form():
     for most, changes in ((fewest, {"temperature": 0.0}), (40, {"top_k": 3})):
         sample = make_sampler(policy, SamplingParams(8, most, **changes), eos_ids=(), pad_id=0, trie=form_of(most))
         for key in range(3):
-            samples = sample(variables, PROMPTS, PROMPTS > 0, jax.random.split(jax.random.key(key), 3))
-            assert not np.asarray(samples.truncated).any()
+            keys, before = jax.random.split(jax.random.key(key), 3), compiled.count(COMPILED)
+            samples = jax.device_get(sample(variables, PROMPTS, PROMPTS > 0, keys))
+            assert (compiled.count(COMPILED) == before) == (key > 0)
+            assert not samples.truncated.any()
             rows = np.reshape(samples.tokens, (-1, most)), np.reshape(samples.mask, (-1, most))
             for tokens, mask in zip(*rows, strict=True):
                 fields = json.loads(b"".join(PIECES.later[token] for token in tokens[mask]))
                 assert list(fields) == ["prompt", "guidance", "steps"]
                 assert fields["guidance"] in (1.5, 2, 10) and fields["steps"] in range(8, 13)
                 lengths.add(int(mask.sum()))
-            if key == 1:
-                before = compiled.count(COMPILED)
-        assert compiled.count(COMPILED) == before > 0
     assert len(lengths) > 3
     with pytest.raises(ValueError, match=f"no text can be written in {fewest - 1} tokens"):
         form_of(fewest - 1)

@@ -10,23 +10,25 @@ from support.text_task import assert_same_run, rewound, train_here, train_values
 from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
-from grpo_jax.config import make_config
+from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import answer_encoder
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.episodes import Episode, Turn
-from grpo_jax.rollout.tools import Toolbox, calls_in
+from grpo_jax.rollout.tools import Toolbox, ToolEpisodes, calls_in
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
-TEMPLATE = """{% if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}{% if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user
-{% endif %}<tool_response>{{ m.content }}</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}{% else %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}: "
+    "{{ tool.function.parameters.required | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user\n{% endif %}"
+    "<tool_response>{{ m.content }}</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 TOOLS = '''
 import random
@@ -163,7 +165,7 @@ def values(home, tools, *words, rewards=(), **sampling):
         "report_to": [],
         "policy": {"path": str(home / "policy")},
         "data": {"tools": [f"{home}/tools.py:{name}" for name in tools], "forbidden_tokens": forbidden}
-        | {"max_prompt_tokens": 1100},
+        | {"max_prompt_tokens": 200},
         "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "min_new_tokens": 1, "max_answer_tokens": 120}
         | sampling,
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
@@ -219,9 +221,8 @@ def test_a_class_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_p
     given = values(home, ["Countdown", "add"], "take", "add", "end", rewards=["left"])
     given["data"]["prompts"] = str(home / "rows.jsonl")
     train_values(given, tmp_path / "run")
-    assert (checked := [*episodes_of(tmp_path / "run")])
     answers = set()
-    for turns in checked:
+    for turns in episodes_of(tmp_path / "run"):
         left = start = int(turns[0]["prompt"].split()[-1].rstrip("."))
         assert turns[0]["prompt"] == f"Count {start}. From {start}."
         for row in turns:
@@ -250,7 +251,7 @@ def test_functions_alone_answer_and_what_is_too_long_is_said_to_be(home, tmp_pat
     [
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [("add", {"a": 1})]),
         (
-            '<think>{"name"</think>So <tool_call>{"name": "a"}</tool_call> and <tool_call>{"name":"b","arguments":"{}"}',
+            '<think>{"name"</think>So <tool_call>{"name":"a"}</tool_call>, <tool_call>{"name":"b","arguments":"{}"}',
             [("a", {}), ("b", {})],
         ),
         ('{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
@@ -306,12 +307,17 @@ def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home)
     replies = [{"role": "tool", "content": text} for text in ("3", "five")]
     whole = tokenizer.apply_chat_template(turns + replies, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(encode(("3", "five"), ended=False)) == whole.partition("yes")[2]
-    assert tokenizer.eos_token_id not in encode(("3", "<|im_end|>"), ended=True)[:-20]
+    ends = [encode(("3", text), ended=True).count(tokenizer.eos_token_id) for text in ("five", "<|im_end|>")]
+    assert ends[0] == ends[1] == 1  # the message's own
+    section = DataSection(tools=f"{home}/tools.py:add")
+    encoded = make_encode(tokenizer, section, pad_id=0, rows=[Row(1, "go")])([Row(1, "go")])
+    shown = tokenizer.apply_chat_template(
+        turns[:1], tokenize=False, add_generation_prompt=True, tools=tools.schemas[:1]
+    )
+    assert tokenizer.decode(encoded.tokens[encoded.mask]) == shown
 
 
 def test_random_numbers_of_a_reset_are_the_seeds(home):
-    from grpo_jax.rollout.tools import ToolEpisodes
-
     tools = Toolbox([f"{home}/tools.py:IncrementEnv"])
     state = random.getstate()
     shown = [ToolEpisodes(tools, "env").shown(seed) for seed in (*range(20), *range(20))]

@@ -226,7 +226,8 @@ def answer_encoder(
 
     An answer is a message of `role`, or several, one after another. All of it is text, whatever it says. The tokens
     follow the end token that the policy wrote; where it was cut off before one (not `ended`) they begin with it. A
-    tokenizer without a chat template gets the answer as plain text. UserError where the template fails or does not show such a message, or as of `texts_encoder`.
+    tokenizer without a chat template gets the answer as plain text. UserError where the template fails or does not
+    show such a message, or as of `texts_encoder`.
 
     `picture` are the tokens before, of and behind a picture, () for a model that sees none; the second stands as
     often as `pictures` says of each, and they all come before the text. `switches` are variables of the template.

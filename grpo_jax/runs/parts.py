@@ -41,6 +41,7 @@ from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
+from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (
     image_processor_of,
@@ -304,7 +305,8 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
         vocab_size=loaded.config.vocab_size,
         limit=section.max_answer_tokens,
         vision=loaded.config.vision,
-        **config.data.template_options,
+        role=environment.role,
+        **template_options(config.data),
     )
     return Answering(
         section.turns,

@@ -81,6 +81,7 @@ class NewPolicySection:
         width: Of the hidden states.
         layers: Decoder layers.
         heads: Attention heads; they divide the width into even parts.
+        mlp: Width inside the MLPs; 0 for twice the width.
         vocabulary: The task's most frequent words that become tokens; 0 for all of them.
         window: Longest text in tokens.
     """
@@ -89,6 +90,7 @@ class NewPolicySection:
     width: Annotated[int, Ge(1), Le(2**16)] = 96
     layers: Annotated[int, Ge(1), Le(1024)] = 2
     heads: Annotated[int, Ge(1), Le(2**16)] = 4
+    mlp: Annotated[int, Ge(0), Le(2**17)] = 0
     vocabulary: Annotated[int, Ge(0), Le(LENGTH)] = 0
     window: Annotated[int, Ge(1), Le(WIDTH)] = 256
 
@@ -185,8 +187,9 @@ class DataSection:
         system_prompt: System message before each prompt; a conversation that begins with one keeps its own. Empty: the
             chat template's default.
         enable_thinking: Let a policy think first whose chat template can switch that off.
-        tools: Tools that the chat template offers the policy: a list of JSON schemas, or the name of the column that
-            has each row's, as a list or as JSON text.
+        tools: Tools that the chat template offers the policy: a list of functions by import path, file.py:function,
+            which are called (task: text), and of JSON schemas; or the name of the column that has each row's schemas,
+            as a list or as JSON text.
         chat_template_options: Further variables of the chat template, by name.
         max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
         picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
@@ -208,7 +211,7 @@ class DataSection:
     instruction: str = ""
     system_prompt: str = ""
     enable_thinking: bool = False
-    tools: list[dict[str, Any]] | str = field(default_factory=list)
+    tools: list[dict[str, Any] | str] | str = field(default_factory=list)
     chat_template_options: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: Length = 256
     picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
@@ -230,9 +233,21 @@ class DataSection:
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Options of the chat template, the same for all rows."""
-        tools = {"tools": self.tools} if self.tools and not isinstance(self.tools, str) else {}
+        """Options of the chat template, the same for all rows, without tools by name."""
+        schemas = [] if isinstance(self.tools, str) else [tool for tool in self.tools if not isinstance(tool, str)]
+        tools = {"tools": schemas} if schemas else {}
         return {"enable_thinking": self.enable_thinking, **self.chat_template_options, **tools}
+
+    @property
+    def tool_column(self) -> str:
+        """The column that has each row's tools; "" for none."""
+        return self.tools if isinstance(self.tools, str) and ":" not in self.tools else ""
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Import paths of tools that can be called."""
+        tools = [self.tools] if isinstance(self.tools, str) else self.tools
+        return tuple(tool for tool in tools if isinstance(tool, str) and tool != self.tool_column)
 
 
 @dataclass(frozen=True)

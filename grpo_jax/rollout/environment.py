@@ -33,6 +33,8 @@ from grpo_jax.rollout.rewards import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_jax.rollout.texts import Reading
+
 EncodeAnswer = Callable[[Answer, bool, Sequence[Sequence[int]]], list[int]]
 """(answer, whether the text before it ended, rows and columns of each picture) → the tokens up to the next text."""
 
@@ -73,7 +75,7 @@ class Environment(NamedTuple):
 
     Attributes:
         encode: Rows → `Encoded`, left-padded to a length that depends on no batch.
-        decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
+        decode: (token ids of one completion, the user's prompt) → (completion as written, its `Reading`).
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
         score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
             tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
@@ -87,7 +89,7 @@ class Environment(NamedTuple):
     """
 
     encode: Callable[[Sequence[Row]], Encoded]
-    decode: Callable[[np.ndarray, str], tuple[str, str, bool]]
+    decode: Callable[[np.ndarray, str], tuple[str, Reading]]
     render: Callable[[Sequence[Row], list[list[str]], int, bool], object] | None
     score: Callable[..., tuple[np.ndarray, np.ndarray]]
     reward_names: tuple[str, ...]
@@ -209,21 +211,22 @@ def make_encode_answer(
     vocab_size: int,
     limit: int,
     vision: VisionConfig | None = None,
+    role: str = "user",
     **template_options: object,
 ) -> EncodeAnswer:
     """Make the function from an answer to the tokens between the policy's text and its next one.
 
-    An answer may take `limit` tokens (`sampling.max_answer_tokens`); the function raises `AnswerError` for a longer
-    one, or one without tokens. `template_options` are passed to the chat template, as for prompts. UserError if the
-    template does not go on after an answer.
+    An answer, a message of `role`, may take `limit` tokens (`sampling.max_answer_tokens`); the function raises
+    `AnswerError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as for
+    prompts. UserError if the template does not go on after an answer.
     """
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
-    encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, **template_options)
+    encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, role=role, **template_options)
 
     def encode_answer(answer: Answer, ended: bool, grids: Sequence[Sequence[int]] = ()) -> list[int]:
         pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
         try:
-            ids = encode(answer.text, ended, pictures)
+            ids = encode(answer.messages or (answer.text,), ended, pictures)
         except UserError as error:
             raise AnswerError(f"its answer: {error}") from error
         if len(ids) > limit:
@@ -297,7 +300,13 @@ def ask_environment(
             continue
         grids = [] if pictures is None else pictures.grid[p, g][: len(answer.pictures)].tolist()
         try:
-            encoded[p][g] = answering.encode_answer(answer, ended[number], grids)
+            try:
+                encoded[p][g] = answering.encode_answer(answer, ended[number], grids)
+            except AnswerError:
+                if not answer.otherwise:
+                    raise
+                answers[number] = Answer(answer.otherwise)
+                encoded[p][g] = answering.encode_answer(Answer(answer.otherwise), ended[number], [])
         except AnswerError:
             if not answering.lenient:
                 raise

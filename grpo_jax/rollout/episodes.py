@@ -30,11 +30,16 @@ class Answer:
         text: The next user's turn; all of it is text, whatever marks it spells.
         pictures: Shown to the policy before the text: torch or NumPy arrays, or PIL images.
         done: The episode ends here: nothing of the answer reaches the policy.
+        messages: The text as several messages, one after another; () for one.
+        otherwise: What the policy reads in its place where it is longer than sampling.max_answer_tokens, or cannot be
+            encoded; "" where that is a failure of the environment.
     """
 
     text: str = ""
     pictures: tuple[Source, ...] = ()
     done: bool = False
+    messages: tuple[str, ...] = ()
+    otherwise: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Turn:
         written: The policy's text.
         usable: Whether `text` is made of it; false where another text stands in.
         truncated: Whether it was cut off at max_new_tokens.
+        settings: What it sets of the renderer, by field.
         rewards: Rewards and watched measures by name, NaN where missing; empty until they are there.
         image: Picture drawn of the text, in torch: float [3, H, W] in [0, 1]; None where nothing was.
         answer: The environment's; None of the last turn.
@@ -55,9 +61,16 @@ class Turn:
     written: str = ""
     usable: bool = True
     truncated: bool = False
+    settings: Mapping[str, str | float] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
     image: Source | None = None
     answer: Answer | None = None
+
+    @property
+    def shown(self) -> str:
+        """The judged text with its settings."""
+        settings = ", ".join(f"{name} {value!r}" for name, value in self.settings.items())
+        return f"{self.text} ({settings})" if settings else self.text
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ def checked(answer: object) -> Answer:
     if isinstance(answer.pictures, str | bytes) or not isinstance(answer.pictures, Sequence):
         raise ValueError(f"a {type(answer.pictures).__name__} as its pictures, not a tuple")
     require_text(answer.text)
-    return Answer(answer.text, tuple(answer.pictures), bool(answer.done))
+    return replace(answer, pictures=tuple(answer.pictures), done=bool(answer.done))
 
 
 def remembered(episode: Episode, *, pictures: bool) -> Episode:

@@ -90,11 +90,13 @@ class TurnEnvironment(NamedTuple):
             for a task in which the policy writes once.
         controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
         shows_pictures: Whether answers hold pictures that no prompt has: the policy then needs its vision tower.
+        role: Whose message of the chat template an answer is.
     """
 
     respond: Respond | None = None
     controls: Mapping[str, Respond] = MappingProxyType({})
     shows_pictures: bool = False
+    role: str = "user"
 
 
 class Vocabulary(NamedTuple):
@@ -195,6 +197,11 @@ class Task:
     def remark(self, completions: Sequence[str]) -> str:
         """Return a note on parts of completions that are not judged, which a run prints once; "" for none."""
         return ""
+
+    @property
+    def answer_moves(self) -> np.ndarray | None:
+        """The automaton over the bytes of an answer (`core.form.json_moves`); None for any text."""
+        return None
 
     @property
     def writes_lists(self) -> bool:

@@ -19,6 +19,7 @@ EXTRAS = {
     "ray": "ray",
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
     "qwix": "quantised",
+    "rapidocr_onnxruntime": "ocr",
 }
 """The extra that brings a module which is imported only where it is needed."""
 _SHOWN_CHARACTERS = 140  # of mistakes in data

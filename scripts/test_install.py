@@ -88,6 +88,12 @@ CHECKS = {
         text_task("events", leaves="tensorboard/events*"),
         text_task("wandb", "--report_to=[wandb]", leaves="wandb/offline-run*"),
     ],
+    "ocr": [
+        Check(
+            ["python", "-c", "from bridges.scorers.ocr import Ocr; print(Ocr().load('cpu').summary)"],
+            says="PP-OCRv4",
+        ),
+    ],
     "quantised": [
         text_task("run", "--policy.lora.rank=2", "--policy.quantised=int8", leaves="adapter/*.safetensors"),
     ],

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import base64
+import functools
 import json
+import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,11 +26,11 @@ from markupsafe import Markup
 
 from grpo_jax.errors import StageError, UserError, carry_out, leave, one_line, run_parser
 from grpo_jax.recommend import SEPARATOR, ask_for, load_recommender, titles_of
-from grpo_jax.reports import page as report_page
 
 if TYPE_CHECKING:
     from gradio import Blocks
 
+    from grpo_jax.rollout.episodes import Episode
     from grpo_jax.runs.asking import Asker
     from grpo_jax.tasks.task import Say
 
@@ -37,10 +39,15 @@ _EXAMPLES = 6
 _NONE = "none"
 _FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif")
 _STYLE = """
-.gallery, .episodes { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); align-items: start; }
-.episode > img, .turn > img { width: min(100%, 320px); height: auto; }
-.turn { border-left: 0; padding-left: 0; margin: 6px 0; }
+:scope { background: none; }
+.episodes { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); align-items: start; }
+.episode > h3 { margin: 0; color: var(--faint); }
+.episode > .prompt:empty { display: none; }
+.episode > img { width: 96px; height: auto; }
+.turn > img { width: min(100%, 420px); height: auto; }
+.turn { border-left: 0; padding-left: 0; margin: 4px 0; }
 section { margin-top: 20px; }
+.data th, .data td { border-width: 0 0 1px; }
 .data td:not(.number) { min-width: 7em; }
 """
 
@@ -126,7 +133,7 @@ def _require_free(host: str, port: int) -> None:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         raise UserError(f"--port: cannot listen on {host}:{port} ({reason}); choose another") from error
 
 
@@ -141,7 +148,8 @@ def make_question(run: str, say: Say, leaving: ExitStack) -> Question:
 
 
 def _of_writer(asker: Asker) -> Question:
-    from grpo_jax.runs.asking import episode_record, scores_by_name
+    from grpo_jax.reports.page import render, section
+    from grpo_jax.runs.asking import episode_record
     from grpo_jax.runs.results import shown_episode
 
     def show(prompt: str, seed: int, checkpoints: Sequence[str]) -> Answer:
@@ -149,17 +157,13 @@ def _of_writer(asker: Asker) -> Question:
         greedy = {name: asker.write(row, name)[0] for name in checkpoints}
         plain = asker.unchanged(row)
         judged = {"the prompt as typed": plain, **greedy} if plain is not None else greedy
-        entries = [shown_episode(row, one)._replace(title=name) for name, one in judged.items()]
-        values = scores_by_name([*judged.values()])
-        sections = [
-            report_page.render("episodes", entries, display),
-            report_page.section("Scores", report_page.render("table", ["", *judged], values), _note(judged, values)),
-        ]
+        entries = [shown_episode(row, one)._replace(title=name, prompt="") for name, one in judged.items()]
+        sections = [Markup("<p>{}</p>").format(_note(judged)), render("episodes", entries, display)]
         groups = {} if asker.draws else {name: asker.write(row, name, group=True) for name in checkpoints}
         for name, episodes in groups.items():
             rows = [[one.last.text, *one.last.rewards.values()] for one in episodes]
-            table = report_page.render("table", ["completion", *episodes[0].last.rewards], rows)
-            sections.append(report_page.section(f"A group of {name}, sampled as in training", table))
+            table = render("table", ["completion", *episodes[0].last.rewards], rows)
+            sections.append(section(f"A group of {name}, sampled as in training", table))
         record = {"prompt": prompt, "seed": seed} | {
             "answers": {name: episode_record(one) for name, one in judged.items()},
             "groups": {name: [*map(episode_record, episodes)] for name, episodes in groups.items()},
@@ -175,19 +179,19 @@ def _of_writer(asker: Asker) -> Question:
     return Question("Prompt", number, examples, show, ask)
 
 
-def _note(judged: dict[str, Any], values: Sequence[Sequence[Any]]) -> str:
+def _note(judged: Mapping[str, Episode]) -> str:
     notes = [
         f"{name}: the answer could not be read, and the prompt stands in its place."
         for name, episode in judged.items()
         if not episode.last.usable
     ]
-    if any(value != value for row in values for value in row[1:]):
-        notes.append(f"{report_page.MISSING} has no value: it asks for a column of the data, or its judge failed.")
+    if any(math.isnan(score) for episode in judged.values() for score in episode.last.rewards.values()):
+        notes.append("A score of – asks for a column of the data, which a typed prompt has not, or its judge failed.")
     return " ".join(notes)
 
 
 def _of_recommender(run: str) -> Question:
-    import functools
+    from grpo_jax.reports.page import render, section
 
     recommender = functools.lru_cache(2)(functools.partial(load_recommender, run))
 
@@ -200,9 +204,9 @@ def _of_recommender(run: str) -> Question:
     def show(history: str, count: int, checkpoints: Sequence[str]) -> Answer:
         answers = {name: ask(history, count, name) for name in checkpoints}
         sections = [
-            report_page.section(
+            section(
                 name,
-                report_page.render(
+                render(
                     "table",
                     ["item", "score", "shares", "taken with"],
                     [
@@ -223,9 +227,12 @@ def make_page(question: Question, options: argparse.Namespace, names: Sequence[s
     """Make the page, and the call over HTTP; of --api that alone. One question at a time is answered."""
     import gradio
 
+    policy = threading.Lock()  # a call over HTTP may pass by the queue
+
     def ask(prompt: str, seed: int = question.number[1], checkpoint: str = options.checkpoint) -> dict:
         try:
-            return question.ask(prompt, int(seed), checkpoint)
+            with policy:
+                return question.ask(prompt, int(seed), checkpoint)
         except (UserError, StageError) as error:
             raise gradio.Error(one_line(error, 300), print_exception=False) from error
 
@@ -234,9 +241,10 @@ def make_page(question: Question, options: argparse.Namespace, names: Sequence[s
         try:
             if seed is None:
                 raise UserError(f"{question.number[0]}: expected a number")
-            answer = question.show(prompt, int(seed), checkpoints)
+            with policy:
+                answer = question.show(prompt, int(seed), checkpoints)
         except (UserError, StageError) as error:
-            return Markup('<p role="alert">{}</p>').format(one_line(error, 300)), "", None
+            return Markup('<p role="alert" style="color: #c33232">{}</p>').format(one_line(error, 300)), "", None
         return "", f'<div class="answer">{_scoped_style()}{answer.html}</div>', answer.record
 
     def keep(record: dict | None) -> str:
@@ -244,9 +252,8 @@ def make_page(question: Question, options: argparse.Namespace, names: Sequence[s
             return Markup("<p>Ask first: there is nothing to save yet.</p>")
         return Markup("<p>Saved as {}</p>").format(save(options.save, record))
 
-    one_at_a_time: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "policy"}
     with gradio.Blocks(title=f"grpo demo: {Path(options.run).name}", analytics_enabled=False) as page:
-        gradio.api(ask, api_name="ask", **one_at_a_time)
+        gradio.api(ask, api_name="ask")
         if options.api:
             return page
         gradio.HTML(Markup("<h2>{}</h2>").format(Path(options.run).resolve().name))
@@ -256,26 +263,26 @@ def make_page(question: Question, options: argparse.Namespace, names: Sequence[s
             beside = gradio.Dropdown([_NONE, *names], value=options.beside, label="Beside it", min_width=140)
             label, default, least = question.number
             number = gradio.Number(default, label=label, precision=0, minimum=least, min_width=140)
-        if question.examples:
-            gradio.Examples([*question.examples], [prompt, number], label="Held-out prompts, and their noise")
         with gradio.Row():
             button = gradio.Button("Ask", variant="primary", elem_id="ask")
             kept = gradio.Button("Save", elem_id="save", visible=options.save is not None)
         line = gradio.HTML(elem_id="line")
-        shown = gradio.HTML(elem_id="shown")
+        shown = gradio.HTML(elem_id="shown", apply_default_css=False)
         record = gradio.State()
-        private: dict[str, Any] = {"api_visibility": "private", **one_at_a_time}
-        gradio.on(
-            [button.click, prompt.submit], show, [prompt, number, checkpoint, beside], [line, shown, record], **private
-        )
-        kept.click(keep, record, line, **private)
+        if question.examples:
+            gradio.Examples([*question.examples], [prompt, number], label="Held-out prompts, and their noise")
+        asked = [prompt, number, checkpoint, beside]
+        gradio.on([button.click, prompt.submit], show, asked, [line, shown, record], api_visibility="private")
+        kept.click(keep, record, line, api_visibility="private")
     return page
 
 
 def _scoped_style() -> str:
     """Return the style of report.html for an answer alone."""
-    style = report_page.style().replace(":root", ":scope").replace("body {", ":scope {")
-    return f"<style>@scope (.answer) {{ {style} {_STYLE} }}</style>"
+    from grpo_jax.reports.page import style
+
+    own = style().replace(":root", ":scope").replace("body {", ":scope {")
+    return f"<style>@scope (.answer) {{ {own} {_STYLE} }}</style>"
 
 
 def save(folder: Path, record: dict[str, Any]) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -108,8 +107,3 @@ def episode_record(episode: Episode) -> dict[str, Any]:
 def _turn_record(turn: Turn) -> dict[str, Any]:
     image = None if turn.image is None else base64.b64encode(encode_png(turn.image)).decode()
     return {"prompt": turn.text, "usable": turn.usable, "scores": finite(dict(turn.rewards)), "image": image}
-
-
-def scores_by_name(episodes: Sequence[Episode]) -> list[list[Any]]:
-    """Return a row for each reward and watched measure: its name, and the value at each episode's end."""
-    return [[name, *(episode.last.rewards[name] for episode in episodes)] for name in episodes[0].last.rewards]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup
 
+from grpo_jax.config.fields import require
 from grpo_jax.errors import StageError, UserError, carry_out, leave, one_line, run_parser
 from grpo_jax.recommend import SEPARATOR, ask_for, load_recommender, titles_of
 
@@ -47,6 +48,8 @@ _STYLE = """
 .turn > img { width: min(100%, 420px); height: auto; }
 .turn { border-left: 0; padding-left: 0; margin: 4px 0; }
 section { margin-top: 20px; }
+h2, h3 { font-weight: 600; }
+.scroll { max-height: none; }
 .data th, .data td { border-width: 0 0 1px; }
 .data td:not(.number) { min-width: 7em; }
 """
@@ -94,9 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    import gradio
-
     from grpo_jax.runs.asking import checkpoint_names
     from grpo_jax.runs.compile_cache import enable_compile_cache
 
@@ -104,6 +104,9 @@ def _serve(options: argparse.Namespace) -> None:
     if options.beside not in (*names, _NONE):
         raise UserError(f"--beside: expected one of {', '.join([*names, _NONE])}, got {options.beside}")
     _require_free(options.host, options.port)
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    import gradio
+
     enable_compile_cache()
     with ExitStack() as leaving:
         question = make_question(options.run, lambda name, detail="": print(f"{name:<10} {detail}"), leaving)
@@ -129,11 +132,12 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _require_free(host: str, port: int) -> None:
     """Raise UserError where nobody can listen, before anything is loaded."""
+    require(0 < port < 2**16, "--port", "a number from 1 to 65535", port)
     try:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
-    except (OSError, OverflowError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise UserError(f"--port: cannot listen on {host}:{port} ({reason}); choose another") from error
 
 

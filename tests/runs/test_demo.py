@@ -189,7 +189,7 @@ def test_the_call_over_http_answers_what_predict_and_evaluate_say(served, finish
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(served, tmp_path, capsys):
+def test_the_demo_in_a_browser(served, tmp_path, capsys):
     needs_gradio()
     sync_api = pytest.importorskip("playwright.sync_api", reason="the page is looked at with playwright")
     chromium = shutil.which("chromium")

@@ -21,9 +21,9 @@ TRAINER = {
     "optimizers": f"{NOT_HERE}AdamW, set by the section optimizer",
     "quantization_config": "policy.quantised; int8 or int4, with LoRA",
     "peft_config": "policy.lora",
-    "tools": "data.tools; what calls them is task.environment (docs/turns.md)",
+    "tools": "data.tools; functions by import path, with sampling.turns (docs/turns.md)",
     "rollout_func": f"{NOT_HERE}the sampler is the policy's own; what answers it is task.environment (docs/turns.md)",
-    "environment_factory": "task.environment; a class with task: environment, else a function (docs/turns.md)",
+    "environment_factory": "data.tools; the class as it is, by import path, with sampling.turns (docs/turns.md)",
     "log_extra": f"{NOT_HERE}a reward adds numbers by log_metric (docs/rewards.md), and no columns to completions/",
 }
 """Arguments of `GRPOTrainer`, and what it gives to rewards that has no counterpart."""

@@ -174,14 +174,20 @@ class DataSection:
         columns: Columns that have another name in the data, {name: name there}, such as {"prompt": "question"}.
         held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
             "split" column; 0 trains on all of them, and nothing is measured before and after.
+        curriculum: A column of numbers: each epoch visits the prompts from its lowest value to its highest, in random
+            order among equals. Empty: in random order.
+        informative_half_life: Above 0, a prompt is drawn in proportion to how far the rewards of its group spread when
+            it was last drawn, in place of once an epoch; after so many iterations what was seen counts half, beside
+            the mean of all, which also stands for prompts never drawn.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
         instruction: User message to a chat policy in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the prompt alone.
         system_prompt: System message before each prompt; a conversation that begins with one keeps its own. Empty: the
             chat template's default.
         enable_thinking: Let a policy think first whose chat template can switch that off.
-        tools: Tools that the chat template offers the policy: a list of JSON schemas, or the name of the column that
-            has each row's, as a list or as JSON text.
+        tools: Tools that the chat template offers the policy: a list of functions by import path, file.py:function,
+            which are called (task: text), and of JSON schemas; or the name of the column that has each row's schemas,
+            as a list or as JSON text.
         chat_template_options: Further variables of the chat template, by name.
         max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
         picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
@@ -197,11 +203,13 @@ class DataSection:
     test: str = ""
     columns: dict[str, str] = field(default_factory=dict)
     held_out: Annotated[NonNegative, Lt(0.5)] = 0.2
+    curriculum: str = ""
+    informative_half_life: NonNegative = 0.0
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
     system_prompt: str = ""
     enable_thinking: bool = False
-    tools: list[dict[str, Any]] | str = field(default_factory=list)
+    tools: list[dict[str, Any] | str] | str = field(default_factory=list)
     chat_template_options: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: Length = 256
     picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
@@ -214,15 +222,30 @@ class DataSection:
             value = getattr(self, name)
             chat = self.form != "append" or not value
             require(chat, f"data.{name}", "nothing with form 'append', which has no chat", value)
+        one = not (self.curriculum and self.informative_half_life)
+        alone = "0 with data.curriculum, which says the order itself"
+        require(one, "data.informative_half_life", alone, self.informative_half_life)
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
         expected = "what the template itself knows (data.tools and data.enable_thinking apart)"
         require(not reserved, "data.chat_template_options", expected, reserved)
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Options of the chat template, the same for all rows."""
-        tools = {"tools": self.tools} if self.tools and not isinstance(self.tools, str) else {}
+        """Options of the chat template, the same for all rows, without tools by name."""
+        schemas = [] if isinstance(self.tools, str) else [tool for tool in self.tools if not isinstance(tool, str)]
+        tools = {"tools": schemas} if schemas else {}
         return {"enable_thinking": self.enable_thinking, **self.chat_template_options, **tools}
+
+    @property
+    def tool_column(self) -> str:
+        """The column that has each row's tools; "" for none."""
+        return self.tools if isinstance(self.tools, str) and ":" not in self.tools else ""
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Import paths of tools that can be called."""
+        tools = [self.tools] if isinstance(self.tools, str) else self.tools
+        return tuple(tool for tool in tools if isinstance(tool, str) and tool != self.tool_column)
 
 
 @dataclass(frozen=True)

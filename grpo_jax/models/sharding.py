@@ -81,6 +81,8 @@ TABLE = (
     Partition(f"layers/{_ROWS}/b", P(None, None, FSDP)),
     Partition(f"layers/{_FUSED}/a", P(None, BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
+    # What is known of each prompt's rewards.
+    Partition("spreads/(std|seen)", P()),
     # A few kilobytes each: whole on every device.
     Partition("scale|excess|bias|value/kernel", P()),
 )

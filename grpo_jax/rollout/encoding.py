@@ -31,6 +31,7 @@ from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
 from grpo_jax.rollout.data import PICTURE_MARK, Row, row_sizes
 from grpo_jax.rollout.pictures import Source, map_pictures, read_rgb, size_of
+from grpo_jax.rollout.tools import template_options
 from grpo_jax.sampling.sampler import bucket_size
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _require_prompts_in_tokens(
 def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
     """Choose the rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
     count = len(sizes)
-    if count <= _LONGEST or isinstance(section.tools, str):  # a column's tools are no part of the text
+    if count <= _LONGEST or section.tool_column:  # a column's tools are no part of the text
         return range(count)
     try:
         template = len(tokens_of(Row(0, "x"), [])) + _TEMPLATE_MARGIN
@@ -253,12 +254,12 @@ def _make_tokens_of(
             chat=_uses_template(tokenizer, section),
             tokens=None if vision is None else picture_tokens(vision),
             vocab_size=vocab_size,
-            **section.template_options,
+            **template_options(section),
             **({"tools": json.loads(tools)} if tools else {}),
         )
 
     def tokens_of(row: Row, lengths: Sequence[int]) -> list[int]:
-        tools = _tools_of(row, section.tools) if isinstance(section.tools, str) else ""
+        tools = _tools_of(row, section.tool_column) if section.tool_column else ""
         messages = messages_of(row, instruction, section.system_prompt)
         count = sum(message.parts.count(PICTURE) for message in messages)
         if count != len(row.pictures):
@@ -288,8 +289,8 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
 
 def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
     """Refuse a name of data.tools that is no column of any row."""
-    column = section.tools
-    if isinstance(column, str) and column and not any(column in row.columns for row in rows):
+    column = section.tool_column
+    if column and not any(column in row.columns for row in rows):
         raise UserError(
             f"data.tools: expected a list of JSON schemas or a column of the data, got {short_repr(column)}"
         )

@@ -210,21 +210,22 @@ def make_encode_answer(
     vocab_size: int,
     limit: int,
     vision: VisionConfig | None = None,
+    role: str = "user",
     **template_options: object,
 ) -> EncodeAnswer:
     """Make the function from an answer to the tokens between the policy's text and its next one.
 
-    An answer may take `limit` tokens (`sampling.max_answer_tokens`); the function raises `AnswerError` for a longer
-    one, or one without tokens. `template_options` are passed to the chat template, as for prompts. UserError if the
-    template does not go on after an answer.
+    An answer, a message of `role`, may take `limit` tokens (`sampling.max_answer_tokens`); the function raises
+    `AnswerError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as for
+    prompts. UserError if the template does not go on after an answer.
     """
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
-    encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, **template_options)
+    encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, role=role, **template_options)
 
     def encode_answer(answer: Answer, ended: bool, grids: Sequence[Sequence[int]] = ()) -> list[int]:
         pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
         try:
-            ids = encode(answer.text, ended, pictures)
+            ids = encode(answer.messages or (answer.text,), ended, pictures)
         except UserError as error:
             raise AnswerError(f"its answer: {error}") from error
         if len(ids) > limit:
@@ -298,7 +299,13 @@ def ask_environment(
             continue
         grids = [] if pictures is None else pictures.grid[p, g][: len(answer.pictures)].tolist()
         try:
-            encoded[p][g] = answering.encode_answer(answer, ended[number], grids)
+            try:
+                encoded[p][g] = answering.encode_answer(answer, ended[number], grids)
+            except AnswerError:
+                if not answer.otherwise:
+                    raise
+                answers[number] = Answer(answer.otherwise)
+                encoded[p][g] = answering.encode_answer(Answer(answer.otherwise), ended[number], [])
         except AnswerError:
             if not answering.lenient:
                 raise

@@ -30,11 +30,16 @@ class Answer:
         text: The next user's turn; all of it is text, whatever marks it spells.
         pictures: Shown to the policy before the text: torch or NumPy arrays, or PIL images.
         done: The episode ends here: nothing of the answer reaches the policy.
+        messages: The text as several messages, one after another; () for one.
+        otherwise: What the policy reads in its place where it is longer than sampling.max_answer_tokens, or cannot be
+            encoded; "" where that is a failure of the environment.
     """
 
     text: str = ""
     pictures: tuple[Source, ...] = ()
     done: bool = False
+    messages: tuple[str, ...] = ()
+    otherwise: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def checked(answer: object) -> Answer:
     if isinstance(answer.pictures, str | bytes) or not isinstance(answer.pictures, Sequence):
         raise ValueError(f"a {type(answer.pictures).__name__} as its pictures, not a tuple")
     require_text(answer.text)
-    return Answer(answer.text, tuple(answer.pictures), bool(answer.done))
+    return replace(answer, pictures=tuple(answer.pictures), done=bool(answer.done))
 
 
 def remembered(episode: Episode, *, pictures: bool) -> Episode:

@@ -16,10 +16,7 @@ from grpo_jax.rollout.rewards import as_number, finished
 Prompt = str | list[dict[str, Any]]
 """A text, or a conversation as chat messages."""
 
-_STEPS, _WAITING = (
-    65_536,
-    4_096,
-)  # that are remembered: of steps what they returned, and environments for their next one
+_STEPS, _WAITING = 65_536, 4_096  # that are remembered: what steps returned, and environments after their last one
 
 
 class SteppedEnvironment(Protocol):
@@ -52,36 +49,41 @@ class Stepper:
     at hand, or is made again and led through the texts of the episode, as after a resume.
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[], SteppedEnvironment]]):
+    def __init__(self, makers: Mapping[str, Callable[[], SteppedEnvironment]], seed: str = "seed"):
+        """Environments by kind, which rows have as a column "environment", and the name of their seeds' column."""
         self._makers = makers
+        self._seed = seed
         self._steps: OrderedDict[tuple, Step] = OrderedDict()
         self._waiting: OrderedDict[tuple, SteppedEnvironment] = OrderedDict()
 
     def prompt(self, kind: str, seed: int) -> Prompt:
         """Return what the episode of a seed begins with."""
-        return finished(_awaited(self._makers[kind]().reset(seed)))
+        return finished(awaited(self._makers[kind]().reset(seed)))
 
     def respond(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | str | None]:
         """Reply to the last text of each episode; None where it is done."""
         texts = [tuple(turn.text for turn in episode.turns) for episode in episodes]
-        places = [(row.columns["environment"], row.columns["seed"]) for row in rows]
+        places = [(row.columns["environment"], row.columns[self._seed]) for row in rows]
         return [None if step.done else step.reply for step in self._taken(places, texts)]
 
-    def reward(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        *,
-        environment: Sequence[str],
-        seed: Sequence[int],
-        episodes: Sequence[Episode] | None = None,
-        **columns: object,
-    ) -> list[float | None]:
+    def reward(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
         """Of each text, what the environment gave for it; not for anything before."""
+        return [step.reward for step in self._taken(*self._judged(completions, **columns))]
+
+    def environments(self, completions: Sequence[str], **columns: Any) -> list[SteppedEnvironment]:
+        """Return the environment of each text as it is after it; equal texts of a row share one."""
+        places, texts = self._judged(completions, **columns)
+        self._taken(places, texts)
+        keys = [(*place, text) for place, text in zip(places, texts, strict=True)]
+        return [self._waiting.get(key) or finished(self._led(*key)) for key in keys]
+
+    def _judged(
+        self, completions: Sequence[str], episodes: Sequence[Episode] | None = None, **columns: Any
+    ) -> tuple[list[tuple[str, int]], list[tuple[str, ...]]]:
         texts = [(text,) for text in completions]
         if episodes is not None:
             texts = [tuple(turn.text for turn in episode.turns) for episode in episodes]
-        return [step.reward for step in self._taken([*zip(environment, seed, strict=True)], texts)]
+        return [*zip(columns["environment"], columns[self._seed], strict=True)], texts
 
     def _taken(self, places: Sequence[tuple[str, int]], texts: Sequence[tuple[str, ...]]) -> list[Step]:
         keys = [(*place, text) for place, text in zip(places, texts, strict=True)]
@@ -100,17 +102,21 @@ class Stepper:
     async def _step(self, kind: str, seed: int, texts: tuple[str, ...]) -> Step:
         environment = self._waiting.pop((kind, seed, texts[:-1]), None)  # of a group's equal texts one gets it
         if environment is None:
-            environment = self._makers[kind]()
-            await _awaited(environment.reset(seed))
-            for text in texts[:-1]:
-                await _awaited(environment.step(text))
-        step = _checked(await _awaited(environment.step(texts[-1])))
-        if not step.done:
-            self._waiting[kind, seed, texts] = environment
+            environment = await self._led(kind, seed, texts[:-1])
+        step = _checked(await awaited(environment.step(texts[-1])))
+        self._waiting[kind, seed, texts] = environment
         return step
 
+    async def _led(self, kind: str, seed: int, texts: tuple[str, ...]) -> SteppedEnvironment:
+        environment = self._makers[kind]()
+        await awaited(environment.reset(seed))
+        for text in texts:
+            await awaited(environment.step(text))
+        return environment
 
-async def _awaited(returned: Any) -> Any:
+
+async def awaited(returned: Any) -> Any:
+    """Return what a function returned, or what it promised."""
     return await returned if inspect.isawaitable(returned) else returned
 
 

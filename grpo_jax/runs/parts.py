@@ -24,13 +24,23 @@ from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
-from grpo_jax.rollout.data import SPLITS, PromptSet, Row, all_rows, batches_per_epoch, iterations_in_all, row_sizes
+from grpo_jax.rollout.data import (
+    SPLITS,
+    PromptSet,
+    Row,
+    all_rows,
+    batches_per_epoch,
+    column_levels,
+    iterations_in_all,
+    row_sizes,
+)
 from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
 from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
+from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (
     image_processor_of,
@@ -56,7 +66,7 @@ class RunContext(NamedTuple):
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
     (`TaskData.choices`), or is None, also where completions are lists of them; `devices` has the device name of each
-    part; `trainer` is the run as rewards see it.
+    part; `trainer` is the run as rewards see it; `levels` is f64 [n], the training rows in a curriculum, or None.
     """
 
     config: Config
@@ -71,6 +81,7 @@ class RunContext(NamedTuple):
     devices: dict[str, str]
     trainer: Trainer
     stopping: Callable[[], bool] = lambda: False
+    levels: np.ndarray | None = None
 
     def is_stopped(self) -> bool:
         """Return, in all processes, whether process 0 was asked to stop."""
@@ -123,6 +134,7 @@ def load_parts(
     say("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
     require_same_facts("data", lambda: data_facts(data.prompts))
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
+    levels = column_levels(data.prompts.train, config.data.curriculum)
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(
         config.rewards,
@@ -195,6 +207,7 @@ def load_parts(
         else {POLICY: listed(devices)},
         trainer=trainer,
         stopping=stopping if is_main_process() else lambda: False,
+        levels=levels,
     )
 
 
@@ -290,7 +303,8 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
         vocab_size=loaded.config.vocab_size,
         limit=section.max_answer_tokens,
         vision=loaded.config.vision,
-        **config.data.template_options,
+        role=environment.role,
+        **template_options(config.data),
     )
     return Answering(
         section.turns,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bridges.clip import Scorer
+    from bridges.detection import Detector
     from bridges.diffusion import Renderer
     from bridges.scorers.vqa import Answerer
 
@@ -148,6 +149,25 @@ def questions(
     return [float(answers[np.equal(rows, row)].mean()) if texts else None for row, texts in enumerate(lists)]
 
 
+def geneval(
+    prompts: list[str],
+    completions: list[str],
+    *,
+    images: Tensor,
+    include: list[list[dict[str, Any]] | None],
+    detector: Detector,
+    scorer: Scorer,
+    **columns: Any,
+) -> list[float | None]:
+    """What GenEval's rules give a picture for its row's `include`, `exclude` and `tag`; None where a row asks nothing.
+
+    `judges.detector` is of kind object_detection; colours are told by the scorer (`geneval@clip` by that judge).
+    """
+    others = {name: columns.get(name) or [None] * len(include) for name in ("exclude", "tag")}
+    rows = zip(include, others["exclude"], others["tag"], strict=True)
+    return detector.geneval(images, [{"include": a, "exclude": b, "tag": tag} for a, b, tag in rows], scorer)
+
+
 def pixel_accuracy(
     prompts: list[str],
     completions: list[str],
@@ -172,6 +192,7 @@ REWARDS = {
     "length": Length,
     "quality": quality,
     "questions": questions,
+    "geneval": geneval,
     "pixel_accuracy": pixel_accuracy,
 }
 """Rewards by their name in a config."""

@@ -90,11 +90,13 @@ class TurnEnvironment(NamedTuple):
             for a task in which the policy writes once.
         controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
         shows_pictures: Whether answers hold pictures that no prompt has: the policy then needs its vision tower.
+        role: Whose message of the chat template an answer is.
     """
 
     respond: Respond | None = None
     controls: Mapping[str, Respond] = MappingProxyType({})
     shows_pictures: bool = False
+    role: str = "user"
 
 
 class Vocabulary(NamedTuple):

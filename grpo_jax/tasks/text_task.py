@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,12 +11,16 @@ from typing import Any, ClassVar, cast
 from grpo_jax.config.fields import may_change, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import all_rows, row_sizes
+from grpo_jax.rollout.binding import TaskRewards
+from grpo_jax.rollout.data import PromptSet, all_rows, row_sizes
+from grpo_jax.rollout.encoding import as_chat_messages
 from grpo_jax.rollout.episodes import Respond
 from grpo_jax.rollout.isolated import ENVIRONMENT, isolate_environment
-from grpo_jax.rollout.prompts import prompts_of
+from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.texts import Reading, as_written, continued
+from grpo_jax.rollout.tools import Toolbox, ToolEpisodes, toolbox
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment
 
 
@@ -26,24 +31,35 @@ class Text(Task):
     Args:
         environment: What answers the policy between its turns (sampling.turns), package.module:function or
             file.py:function: respond(rows, episodes) → an answer for each, its text alone, or None where it is done.
+            Tools that data.tools names answer by themselves.
         pictures: Whether the environment shows pictures, which prompts need not: loads the policy's vision tower.
         isolated: Call the environment in a process of its own: one that crashes, hangs beyond judge_timeout or takes
             all memory ends that process alone, and the next call gets a new one.
+        seeds: Without data.prompts, how often a class of data.tools is asked for a prompt; a sixteenth as often for
+            held-out ones.
     """
 
     environment: str = ""
     pictures: bool = False
     isolated: bool = may_change(False)
+    seeds: int = 1024
 
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
 
     def check(self, config: Config) -> None:
         """Refuse an environment without turns, and turns without an environment."""
-        turns = config.sampling.turns
+        turns, tools = config.sampling.turns, config.data.tool_names
         require(not self.environment or turns > 1, "sampling.turns", "at least 2 with task.environment", turns)
+        require(not tools or turns > 1, "sampling.turns", "at least 2 with tools that are called", turns)
         require(
-            bool(self.environment) or turns == 1, "task.environment", "a function with sampling.turns above 1", None
+            bool(self.environment or tools) or turns == 1,
+            "task.environment",
+            "a function with sampling.turns above 1, or data.tools by name",
+            None,
         )
+        require(not (self.environment and tools), "task.environment", "nothing with data.tools by name", tools)
+        require(not (self.isolated and tools), "task.isolated", "false with data.tools by name", True)
+        require(self.seeds > 0, "task.seeds", "at least 1", self.seeds)
 
     def reader(self, config: Config) -> Callable[[str, str], Reading]:
         """Return completions as they are; a continuation with its prompt."""
@@ -59,14 +75,43 @@ class Text(Task):
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts."""
         section, prompts = setup.config.data, setup.prompts
+        tools = toolbox(section.tool_names) if section.tool_names else None
+        if tools is not None and tools.make is not None:
+            return self._load_class(setup, tools, ToolEpisodes(tools, getattr(tools.make, "__name__", "environment")))
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(section)
+        if tools is not None:
+            return TaskData(prompts, environment=TurnEnvironment(tools.respond, role="tool"))
         return TaskData(
             prompts,
             environment=TurnEnvironment(
                 self._respond(setup.config) if self.environment else None, shows_pictures=self.pictures
             ),
+        )
+
+    def _load_class(self, setup: TaskSetup, tools: Toolbox, episodes: ToolEpisodes) -> TaskData:
+        """Load the prompts, each with what an object of its own says at the beginning, or ask that for prompts."""
+        given, source = setup.prompts, ""
+        if given is None and setup.config.data.prompts:
+            given = prompts_of(setup.config.data)
+        if given is not None:
+            parts = [
+                [episodes.begun(row, as_chat_messages(row) if row.messages else row.prompt) for row in part]
+                for part in given
+            ]
+            prompts = PromptSet(*parts)
+        else:
+            ends = [0, self.seeds, self.seeds + self.seeds // 16, self.seeds + self.seeds // 16 * 2]
+            made = [[episodes.row(n) for n in range(*part)] for part in itertools.pairwise(ends)]
+            prompts, source = make_prompt_set(*made), f"{self.seeds} of {episodes.name}"
+        reward = {"reward": episodes.stepper.reward} if tools.judges else {}
+        rewards = TaskRewards(reward, defaults=[*map(RewardSection, reward)], columns=episodes.environments)
+        return TaskData(
+            prompts,
+            rewards,
+            source=source,
+            environment=TurnEnvironment(episodes.stepper.respond, role="tool"),
         )
 
     def _respond(self, config: Config) -> Respond:

@@ -6,7 +6,7 @@
 --out FOLDER builds and measures there instead; --steps and --prompts make a trial of it, which the package's own
 weights refuse. Seeds are fixed. Renderer and scorer may be trained at the same time, in two processes of one thread
 each: on two busy cores that took 45 and 31 minutes, the policy 7, the one that sees 12 (about half of it on idle ones).
-The parts of the harder world take 8 minutes of one core together; its renderer starts from the first world's.
+The parts of the harder world take 11 minutes of one core together; its renderer starts from the first world's.
 """
 
 from __future__ import annotations

@@ -43,6 +43,10 @@ def make_lesson(rng: np.random.Generator) -> Callable[[], tuple[str, str]]:
     return lesson
 
 
-def train(folder: Path, *, steps: int = 1000) -> None:
-    """Train the start and write its Hugging Face folder."""
+def train(folder: Path, *, steps: int = 2500) -> None:
+    """Train the start and write its Hugging Face folder.
+
+    The steps are what it takes until the rarer words too, those of colours and numbers, are told from each other: after
+    1000 it knows of a colour's word that it is some colour, and the right one may have a chance of .11.
+    """
     train_policy.train(folder, steps=steps, words=vocabulary.scene_words(), lessons_of=make_lesson)

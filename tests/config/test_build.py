@@ -125,7 +125,8 @@ def test_anyones_task_and_judge_are_named_by_their_files(tmp_path, monkeypatch):
 
 def test_objects_of_python_stand_in_their_places():
     config = Config(task=Text(), policy=PolicySection(path="x"), rewards=[RewardSection("m:f")])
-    assert to_dict(config)["task"] == {"kind": "text", "environment": "", "pictures": False, "isolated": False}
+    fields = {"environment": "", "pictures": False, "isolated": False, "seeds": 1024}
+    assert to_dict(config)["task"] == {"kind": "text", **fields}
     same = make_config(task="text", policy=PolicySection(path="x"), rewards=[RewardSection("m:f")])
     assert same.policy == config.policy and same.rewards == config.rewards
     assert same.sampling.max_new_tokens == 128 != config.sampling.max_new_tokens  # a task's defaults are make_config's

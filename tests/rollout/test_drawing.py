@@ -68,6 +68,7 @@ def make_parts(teaches, **algorithm):
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
         config=make_config(values), environment=environment, prompts=prompts, key=jax.random.key(0), trainer=Trainer(),
+        levels=None,
         scheduling=lambda chunk_prompts, slot: Scheduling(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
@@ -78,7 +79,7 @@ def make_parts(teaches, **algorithm):
 
 def drawn_of(parts, iteration=0):
     """What an iteration draws, as `run_iteration` asks for it."""
-    return sample_groups(parts, None, iteration)
+    return sample_groups(parts, None, iteration)[:3]
 
 
 def learned_from(parts, rewards):

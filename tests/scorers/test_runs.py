@@ -15,6 +15,7 @@ from support.text_task import rows, train_here
 from support.vision.folders import seeing_folder
 
 from bridges.scorers.clip_model import ClipModel
+from bridges.scorers.object_detection import ObjectDetection
 from bridges.scorers.sequence_classification import SequenceClassification
 from bridges.scorers.vqa import Vqa
 from grpo_jax.config import make_config
@@ -99,6 +100,7 @@ def test_the_plan_counts_them(folder, place, tmp_path, capsys):
         (tiny_models.reward_model, SequenceClassification, "reward model"),
         (tiny_models.clip_model, ClipModel, "CLIP"),
         (seeing_folder, Vqa, "model"),
+        (tiny_models.detector, ObjectDetection, "detector"),
     ],
 )
 def test_the_plan_counts_its_weights(make, kind, part, dtype, tmp_path):
@@ -126,8 +128,13 @@ def test_a_judge_that_is_no_reward_says_so_before_anything_runs():
 @pytest.mark.parametrize("known", [True, False], ids=["of a model that is known", "of one that is not"])
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(tiny_models.clip_model, ClipModel), (tiny_models.reward_model, SequenceClassification), (seeing_folder, Vqa)],
-    ids=["clip_model", "sequence_classification", "vqa"],
+    [
+        (tiny_models.clip_model, ClipModel),
+        (tiny_models.reward_model, SequenceClassification),
+        (seeing_folder, Vqa),
+        (tiny_models.detector, ObjectDetection),
+    ],
+    ids=["clip_model", "sequence_classification", "vqa", "object_detection"],
 )
 def test_code_of_a_folder_is_not_run(make, kind, known, tmp_path):
     folder, ran = make(tmp_path / "folder"), tmp_path / "ran"
@@ -140,6 +147,8 @@ def test_code_of_a_folder_is_not_run(make, kind, known, tmp_path):
                 "AutoModel",
                 "AutoModelForSequenceClassification",
                 "AutoModelForImageTextToText",
+                "AutoModelForObjectDetection",
+                "AutoImageProcessor",
                 "AutoProcessor",
             )
             own = {**dict.fromkeys(autos, "own.Own"), "AutoTokenizer": [None, "own.Own"]}

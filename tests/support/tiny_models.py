@@ -297,6 +297,22 @@ def clip_model(folder, *, seed: int = 0) -> Path:
     return Path(folder)
 
 
+def detector(folder, names=("dog", "mouse", "red ball"), *, seed: int = 0) -> Path:
+    """A random YOLOS folder that finds eight objects of some kinds in pictures of any size."""
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    config = YolosConfig(
+        **dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=8),
+        **dict(image_size=[24, 32], num_detection_tokens=8, initializer_range=0.5),
+        id2label=dict(enumerate(names)),
+        label2id={name: number for number, name in enumerate(names)},
+    )
+    torch.manual_seed(seed)
+    YolosForObjectDetection(config).save_pretrained(folder)
+    YolosImageProcessor(size={"shortest_edge": 24, "longest_edge": 48}).save_pretrained(folder)
+    return Path(folder)
+
+
 def reward_model(folder, *, seed: int = 0, **overrides) -> Path:
     """A random `Qwen2ForSequenceClassification` folder with a chat template and one output."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification

@@ -219,13 +219,15 @@ def answer_encoder(
     *,
     vocab_size: int | None = None,
     picture: Sequence[int] = (),
+    role: str = "user",
     **switches: Json,
-) -> Callable[[str, bool, Sequence[int]], list[int]]:
+) -> Callable[[str | Sequence[str], bool, Sequence[int]], list[int]]:
     """encode(answer, ended, pictures) → the tokens between a text of the policy's and its next one.
 
-    All of an answer is text, whatever it says. The tokens follow the end token that the policy wrote; where it was
-    cut off before one (not `ended`) they begin with it. A tokenizer without a chat template gets the answer as plain
-    text. UserError where the template fails or shows no second turn of a user, or as of `texts_encoder`.
+    An answer is a message of `role`, or several, one after another. All of it is text, whatever it says. The tokens
+    follow the end token that the policy wrote; where it was cut off before one (not `ended`) they begin with it. A
+    tokenizer without a chat template gets the answer as plain text. UserError where the template fails or does not
+    show such a message, or as of `texts_encoder`.
 
     `picture` are the tokens before, of and behind a picture, () for a model that sees none; the second stands as
     often as `pictures` says of each, and they all come before the text. `switches` are variables of the template.
@@ -233,13 +235,11 @@ def answer_encoder(
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id in eos_ids else list(eos_ids)[:1]
     names = tokenizer.convert_ids_to_tokens(list(picture))
 
-    def tail_of(content: Json) -> str:
-        """The template's text behind the policy's where the user then says this."""
-        turns = (("user", _PROBE), ("assistant", _WRITTEN), ("user", content))
+    def tail_of(*contents: Json) -> str:
+        """The template's text behind the policy's where this is said then."""
+        turns = (("user", _PROBE), ("assistant", _WRITTEN), *((role, content) for content in contents))
         try:
-            text = templates.render(
-                tokenizer, [{"role": role, "content": content} for role, content in turns], **switches
-            )
+            text = templates.render(tokenizer, [{"role": who, "content": what} for who, what in turns], **switches)
         except templates.TemplateFailed as error:
             raise UserError(
                 f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} failed on a conversation "
@@ -254,35 +254,39 @@ def answer_encoder(
             return False
 
     @functools.cache
-    def framed(count: int) -> tuple[Callable[[Sequence[str]], list[int]], bool]:
-        """The encoder of answers with so many pictures, and whether it closes the policy's text first."""
+    def framed(count: int, messages: int) -> tuple[Callable[[Sequence[str]], list[int]], bool]:
+        """The encoder of so many messages with so many pictures, and whether it closes the policy's text first."""
         marks = "".join(names) * count
-        encoder = functools.partial(texts_encoder, tokenizer, count=1, add_special_tokens=False, vocab_size=vocab_size)
+        encoder = functools.partial(
+            texts_encoder, tokenizer, count=messages, add_special_tokens=False, vocab_size=vocab_size
+        )
         if not getattr(tokenizer, "chat_template", None):
-            return encoder(render=lambda texts: marks + texts[0]), False
+            return encoder(render=lambda texts: marks + "\n".join(texts)), False
         in_parts = count > 0 and knows_pictures(count)
 
         def render(texts: Sequence[str]) -> str:
-            return tail_of(_content_parts([PICTURE] * count + [texts[0]]) if in_parts else marks + texts[0])
+            first = _content_parts([PICTURE] * count + [texts[0]]) if in_parts else marks + texts[0]
+            return tail_of(first, *texts[1:])
 
-        head, answer, _ = render([_ANSWERED]).partition(_ANSWERED)
+        head, answer, _ = render([_ANSWERED] * messages).partition(_ANSWERED)
         if not answer:
             raise UserError(
                 f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} shows no second turn of a "
-                "user: sampling.turns must be 1"
+                f"{role}: sampling.turns must be 1"
             )
         with failures_named(tokenizer):
             before = tokenizer(head, add_special_tokens=False)["input_ids"]
         return encoder(render=render), not set(eos_ids).isdisjoint(before)
 
-    def encode(answer: str, ended: bool, pictures: Sequence[int] = ()) -> list[int]:
-        encode_text, closes = framed(len(pictures))
-        ids = encode_text([answer])
+    def encode(answer: str | Sequence[str], ended: bool, pictures: Sequence[int] = ()) -> list[int]:
+        messages = (answer,) if isinstance(answer, str) else answer
+        encode_text, closes = framed(len(pictures), len(messages))
+        ids = encode_text(messages)
         opened = next(place for place, token in enumerate(ids) if token in eos_ids) + 1 if closes else 0
         closing = [] if ended else ids[:opened] or end
         return [*closing, *_repeated(ids[opened:], picture[1] if picture else None, pictures)]
 
-    framed(0)  # a template that cannot do it is refused before anything slow
+    framed(0, 1)  # a template that cannot do it is refused before anything slow
     return encode
 
 

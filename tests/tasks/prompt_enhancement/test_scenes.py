@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bridges.miniature import path, scenes
 from bridges.miniature.scenes import KINDS
 from grpo_jax import train
 from grpo_jax.config.run import make_config
@@ -46,3 +47,26 @@ def test_a_checker_reads_what_it_knows():
     values = {"data": {"prompts": "builtin"}, "watch": ["pixel_accuracy"]}
     with pytest.raises(UserError, match=r'data\.prompts "miniature" or "miniature_scenes"'):
         make_config(task="prompt_enhancement", **values)
+
+
+def test_the_start_gives_the_right_meaning_of_every_word_a_chance():
+    """What is to be learned must be drawn now and then, of every word; none is known before."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = path("policy_scenes")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    meanings = {word: value for value, words in scenes.SYNONYMS.items() for word in words}
+    chances: dict[str, list[float]] = {word: [] for word in meanings}
+    for row in scenes.prompts("train", 400):
+        chat = [{"role": "user", "content": row["prompt"]}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        written = row["oracle"].split()
+        ids = tokenizer(f"{asked} {row['oracle']}", return_tensors="pt").input_ids
+        with torch.no_grad():
+            likely = model(ids).logits[0, -len(written) - 1 : -1].softmax(-1)
+        of_value = dict(zip(written, likely.gather(1, ids[0, -len(written) :, None])[:, 0].tolist(), strict=True))
+        for word in row["prompt"].split():
+            if word in meanings and written.count(meanings[word]) == 1:
+                chances[word].append(of_value[meanings[word]])
+    means = {word: sum(values) / len(values) for word, values in chances.items()}
+    assert min(means.values()) >= 0.2 and max(means.values()) <= 0.45, means

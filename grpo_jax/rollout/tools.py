@@ -1,0 +1,256 @@
+"""Python functions as tools: offered to the policy as JSON schemas, called as it writes, answered as text.
+
+`data.tools` names them by import path. A class among them is what TRL calls an environment factory: each episode has
+one object, whose public methods are tools. `reset(**row)` begins it and may add to its prompt, `get_reward()` may judge
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from grpo_jax.config.named import load_object
+from grpo_jax.config.sections import DataSection
+from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.models.hf.chat import Message
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.episodes import Answer, Episode
+from grpo_jax.rollout.rewards import Columns, accepted_arguments, finished
+from grpo_jax.rollout.stepping import Stepper, awaited
+
+_RESERVED = ("reset", "get_reward")  # methods that are no tools
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_BARE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(\{\s*\"name\".*)", re.DOTALL)
+_FORM = '{"name": …, "arguments": {…}}'
+_TOO_LONG = "error: the result is too long to be read"
+_ID = "row_id"  # column by which a row's episodes are known
+
+
+class Call(NamedTuple):
+    """A call that the policy wrote: the tool's name and arguments, or what is wrong with it."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = {}
+    problem: str = ""
+
+
+def calls_in(text: str) -> list[Call]:
+    """Return the calls of a text, behind its thoughts; without any it is an answer.
+
+    They have Qwen's form, <tool_call>{"name": …, "arguments": {…}}</tool_call>, or Llama's: the text is nothing but
+    {"name": …, "parameters": {…}}, one object after another. What looks like a call and is none has a `problem`.
+    """
+    text = text.rpartition("</think>")[2]
+    written = _TAGGED.findall(text)
+    bare = None if written else _BARE.fullmatch(text)
+    return [_read(one) for one in (_objects(bare[1]) if bare else written)]
+
+
+def _objects(text: str) -> Iterator[str]:
+    """Cut objects of JSON that follow one another apart; the last may be none."""
+    decoder = json.JSONDecoder()
+    while text.startswith("{"):
+        try:
+            end = decoder.raw_decode(text)[1]
+        except (ValueError, RecursionError):
+            end = len(text)
+        yield text[:end]
+        text = text[end:].lstrip("; ,\n")
+
+
+def _read(written: str) -> Call:
+    try:
+        call = json.loads(written)
+        if not (isinstance(call, Mapping) and isinstance(call.get("name"), str)):
+            return Call(problem=f"expected {_FORM}")
+        arguments = call.get("arguments", call.get("parameters")) or {}
+        if isinstance(arguments, str):  # some models write an object as text
+            arguments = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        return Call(problem=f"a call must be JSON, {_FORM}: {one_line(error, 80)}")
+    if not isinstance(arguments, Mapping):
+        return Call(problem=f"arguments must be an object, {_FORM}")
+    return Call(call["name"], arguments)
+
+
+class Toolbox:
+    """Tools by name.
+
+    Attributes:
+        schemas: What the chat template offers.
+        make: Makes the object of an episode, whose methods are tools too; None where all are functions.
+        judges: Whether that object has a reward.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.schemas: list[Mapping[str, Any]] = []
+        self.make: Callable[[], Any] | None = None
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._methods: dict[str, Callable[..., Any]] = {}
+        self.judges = False
+        for path in names:
+            loaded = load_object(path, "tool")
+            if inspect.isfunction(loaded):
+                self._add(path, loaded, loaded, self._functions)
+                continue
+            if self.make is not None or not callable(loaded):
+                raise UserError(f"data.tools: expected functions, and one class at most, got {path}")
+            self.make, example = loaded, loaded()
+            if not callable(getattr(example, "reset", None)):
+                raise UserError(f"data.tools: {path} must have a method reset(**row)")
+            for name, method in inspect.getmembers(type(example), inspect.isfunction):
+                if name not in _RESERVED and not name.startswith("_"):
+                    self._add(f"{path}.{name}", getattr(example, name), method, self._methods)
+            self.judges = hasattr(example, "get_reward")
+
+    def _add(self, path: str, shown: Any, called: Callable[..., Any], among: dict[str, Callable[..., Any]]) -> None:
+        from pydantic import PydanticUserError, validate_call
+        from transformers.utils import get_json_schema
+
+        try:
+            schema = get_json_schema(shown)
+        except Exception as error:  # it has several
+            raise UserError(f"data.tools: {path}: {one_line(error, 150)}") from error
+        name = schema["function"]["name"]
+        if name in self._functions | self._methods:
+            raise UserError(f"data.tools: expected different names, got {name} twice")
+        self.schemas.append(schema)
+        try:
+            among[name] = validate_call(called)
+        except PydanticUserError:  # annotations of its own
+            among[name] = called
+
+    async def answer(self, text: str, environment: object = None) -> Answer | None:
+        """Call what a text calls, with the object of its episode; None where it calls nothing."""
+        results = [await self._result(call, environment) for call in calls_in(text)]
+        return Answer("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
+
+    async def _result(self, call: Call, environment: object) -> str:
+        try:
+            if call.problem:
+                raise ValueError(call.problem)
+            if call.name in self._methods:
+                result = self._methods[call.name](environment, **call.arguments)
+            elif call.name in self._functions:
+                result = self._functions[call.name](**call.arguments)
+            else:
+                raise ValueError(f"no tool {call.name[:40]!r}, there are {', '.join(self._functions | self._methods)}")
+            text = str(await awaited(result))
+        except BaseException as error:
+            if not is_own_doing(error):
+                raise
+            text = f"error: {_reason(error)}"
+        return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold what no text may
+
+    def respond(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | None]:
+        """Answer the last text of each episode, by functions alone."""
+
+        async def answers() -> list[Answer | None]:
+            return await asyncio.gather(*(self.answer(episode.last.text) for episode in episodes))
+
+        return finished(answers())
+
+
+def _reason(error: BaseException) -> str:
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:4])
+    return one_line(error, 200) or type(error).__name__
+
+
+@functools.lru_cache(maxsize=8)
+def toolbox(names: tuple[str, ...]) -> Toolbox:
+    """Return the tools of import paths; UserError for what cannot be one."""
+    return Toolbox(names)
+
+
+def template_options(section: DataSection) -> dict[str, Any]:
+    """Return the options of the chat template, the same for all rows."""
+    options = section.template_options
+    if section.tool_names:
+        options["tools"] = [*options.get("tools", ()), *toolbox(section.tool_names).schemas]
+    return options
+
+
+class ToolEpisode:
+    """An episode with an object of tools, as an environment that is stepped."""
+
+    def __init__(self, tools: Toolbox, given: Mapping[int, Columns]):
+        self._tools, self._given = tools, given
+        self.object: Any = None
+
+    def reset(self, seed: int) -> str:
+        """Begin the episode of a row, with what random numbers it draws; return what is added to the prompt."""
+        self.object = self._tools.make()
+        with _random_of(seed):
+            shown = self.object.reset(**accepted_arguments(self.object.reset, self._given.get(seed, {})))
+        if shown is not None and not isinstance(shown, str):
+            raise TypeError(f"reset must return None or a text, got {one_line(repr(shown), 60)}")
+        return shown or ""
+
+    async def step(self, text: str) -> tuple[Answer | None, float | None, bool]:
+        """Call what a text calls; without a call it is the end."""
+        answer = await self._tools.answer(text, self.object)
+        reward = await awaited(self.object.get_reward()) if self._tools.judges else None
+        return answer, reward, answer is None
+
+
+@contextmanager
+def _random_of(seed: int) -> Iterator[None]:
+    """Draw Python's own random numbers from a seed inside: the object of an episode may have to be made again."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+class ToolEpisodes:
+    """The episodes of a class of tools: prompts, answers, rewards."""
+
+    def __init__(self, tools: Toolbox, name: str):
+        self._given: dict[int, Columns] = {}
+        self.name = name
+        self.stepper = Stepper({name: lambda: ToolEpisode(tools, self._given)}, seed=_ID)
+
+    def begun(self, row: Row, prompt: object) -> Row:
+        """Return a row with what its object, which is told the prompt, says at the beginning behind it."""
+        if _ID in row.columns:
+            raise UserError(f"row {row.id}: column {_ID!r} is a name that tools use: rename it")
+        self._given[row.id] = {**row.columns, "prompt": prompt}
+        shown, messages = self.shown(row.id), row.messages
+        if messages and shown:
+            messages = (*messages[:-1], Message(messages[-1].role, (*messages[-1].parts, shown)))
+        return replace(row, prompt=row.prompt + shown, messages=messages, columns=row.columns | self._columns(row.id))
+
+    def row(self, number: int) -> dict[str, object]:
+        """Return a row whose prompt is what an object says at the beginning, with random numbers of this seed."""
+        return {"prompt": self.shown(number), **self._columns(number)}
+
+    def shown(self, number: int) -> str:
+        """Return what the object of a row says at the beginning; UserError where it fails."""
+        try:
+            return self.stepper.prompt(self.name, number)
+        except BaseException as error:
+            if not is_own_doing(error):
+                raise
+            reason = f"{type(error).__name__}: {one_line(error, 100)}"
+            raise UserError(f"data.tools: {self.name}.reset raised {reason}") from error
+
+    def _columns(self, number: int) -> dict[str, object]:
+        return {"environment": self.name, _ID: number}
+
+    def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
+        """Return the column `environments`: the object of each episode, for rewards."""
+        return {"environments": [episode.object for episode in self.stepper.environments(completions, **columns)]}

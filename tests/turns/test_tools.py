@@ -1,0 +1,364 @@
+"""Python functions and TRL's environments as tools: calls read, run and answered as text, through the command."""
+
+import asyncio
+import json
+import random
+
+import pyarrow.parquet
+import pytest
+from support.text_task import assert_same_run, rewound, train_here, train_values
+from support.tiny_models import VOCAB_SIZE, causal_lm
+from transformers import AutoTokenizer
+
+from grpo_jax.config import DataSection, make_config
+from grpo_jax.errors import UserError
+from grpo_jax.models.hf.chat import answer_encoder
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.encoding import make_encode
+from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.tools import Toolbox, ToolEpisodes, calls_in
+
+# As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}: "
+    "{{ tool.function.parameters.required | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user\n{% endif %}"
+    "<tool_response>{{ m.content }}</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+TOOLS = '''
+import random
+
+from pydantic import BaseModel
+
+
+def add(a: int, b: int = 1) -> int:
+    """
+    Adds two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        Their sum.
+    """
+    return a + b
+
+
+async def echo(text: str) -> str:
+    """
+    Says it again.
+
+    Args:
+        text: What is said.
+    """
+    if text == "leave":
+        raise SystemExit("gone")
+    return text
+
+
+def unexplained(a: int) -> int:
+    return a
+
+
+# The example of TRL's documentation (GRPOTrainer, Agent training, Environments).
+class IncrementEnv:
+    # Reserved methods
+    def reset(self, **kwargs) -> str | None:  # required; called at the start of each rollout
+        self.counter = 0
+        self.target = random.randint(1, 6)  # self-sample the task
+        return f"Increment the counter by {self.target}."  # returned string becomes the prompt
+
+    def get_reward(self) -> float:  # optional: the environment scores itself from its own state
+        return float(self.counter == self.target)
+
+    # Public methods (exposed as tools)
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+class Countdown:
+    """With rows of its own, a private method, and a reward from outside that looks at it."""
+
+    def reset(self, start, **row):
+        self.left = start
+        return f" From {start}."
+
+    def take(self, n: int) -> str:
+        """
+        Takes some away.
+
+        Args:
+            n: How many.
+        """
+        if n > self.left:
+            raise ValueError("so many are not left")
+        self.left -= n
+        return self._said()
+
+    def _said(self):
+        return f"{self.left} left"
+
+
+def left(completions, environments, start, **columns):
+    assert all(environment.left <= first for environment, first in zip(environments, start, strict=True))
+    return [-environment.left for environment in environments]
+
+
+def said(completions, episodes, **columns):
+    return [float(len(episode.turns)) for episode in episodes]
+'''
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+WORDS = {
+    "two": call("increment", step=1) + call("increment", step=2),
+    "one": call("increment", step=1),
+    "wrong": call("increment", by=1),
+    "take": call("take", n=2),
+    "add": json.dumps({"name": "add", "parameters": {"a": 2}}),
+    "long": call("echo", text="a" * 400),
+    "end": "It is done.",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Tools, and a policy to which whole calls are one token each."""
+    home = tmp_path_factory.mktemp("tools")
+    (home / "tools.py").write_text(TOOLS)
+    policy = causal_lm(home / "policy", vocab_size=VOCAB_SIZE + len(WORDS))
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens([*WORDS.values()])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(policy)
+    rows = [{"prompt": [{"role": "user", "content": f"Count {n}."}], "start": n} for n in range(1, 13)]
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+def values(home, tools, *words, rewards=(), **sampling):
+    tokenizer = AutoTokenizer.from_pretrained(home / "policy")
+    allowed = [tokenizer.convert_tokens_to_ids(WORDS[word]) for word in words]
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    forbidden = sorted({*range(VOCAB_SIZE + len(WORDS))} - {*allowed, *ends})
+    return {
+        "task": {"kind": "text", "seeds": 32},
+        "report_to": [],
+        "policy": {"path": str(home / "policy")},
+        "data": {"tools": [f"{home}/tools.py:{name}" for name in tools], "forbidden_tokens": forbidden}
+        | {"max_prompt_tokens": 200},
+        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "min_new_tokens": 1, "max_answer_tokens": 200}
+        | sampling,
+        "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
+        "evaluation": {"every": 1, "sampled": False},
+        "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
+    }
+
+
+def episodes_of(run):
+    """Rows of completions/ as episodes: {(step, episode): rows}."""
+    episodes = {}
+    for file in sorted((run / "completions").glob("*.parquet")):
+        for row in pyarrow.parquet.read_table(file).to_pylist():
+            episodes.setdefault((file.name, row["episode"], row["prompt"]), []).append(row)
+    return episodes.values()
+
+
+@pytest.fixture(scope="module")
+def increments(home):
+    """TRL's own example, without a data set."""
+    given = values(home, ["IncrementEnv"], "one", "two", "wrong", "end")
+    train_values(given, home / "increments")
+    return home / "increments"
+
+
+def test_the_class_of_trls_documentation_trains_as_it_is(increments):
+    """Its prompts, what its tools say, and its rewards, recomputed by hand; a wrong argument is answered."""
+    told, seen = {WORDS["two"]: 3, WORDS["one"]: 1}, set()
+    for turns in episodes_of(increments):
+        target = int(turns[0]["prompt"].removeprefix("Increment the counter by ").rstrip("."))
+        counter = 0
+        for row in turns:
+            seen.add(row["text"])
+            steps = [1, 2] if row["text"] == WORDS["two"] else [1] * (row["text"] == WORDS["one"])
+            replies = [str(counter := counter + step) for step in steps]
+            assert row["reward/reward"] == float(counter == target)
+            if row is not turns[-1]:
+                if row["text"] == WORDS["wrong"]:
+                    assert "by: Unexpected keyword argument" in row["answer"], row["answer"]
+                else:
+                    assert row["text"] in told and row["answer"] == "\n".join(replies)
+        assert len(turns) == 3 or turns[-1]["text"] not in (*told, WORDS["wrong"])  # an answer ends it
+    assert seen >= {*told, WORDS["wrong"]}
+
+
+def test_a_run_with_tools_goes_on_as_if_it_had_never_stopped(increments, home, tmp_path):
+    again = rewound(increments, tmp_path / "again", 1)
+    assert train_here(home / "increments.yaml", again, "--resume") == 0
+    assert_same_run(again, increments)
+
+
+def test_a_class_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_path):
+    given = values(home, ["Countdown", "add"], "take", "add", "end", rewards=["left"])
+    given["data"]["prompts"] = str(home / "rows.jsonl")
+    train_values(given, tmp_path / "run")
+    answers = set()
+    for turns in episodes_of(tmp_path / "run"):
+        left = start = int(turns[0]["prompt"].split()[-1].rstrip("."))
+        assert turns[0]["prompt"] == f"Count {start}. From {start}."
+        for row in turns:
+            if row["text"] == WORDS["take"]:
+                left, answer = (left - 2, f"{left - 2} left") if left >= 2 else (left, "error: so many are not left")
+            else:
+                answer = "3" if row["text"] == WORDS["add"] else None
+            assert row["reward/left"] == -left
+            if row is not turns[-1]:
+                assert row["answer"] == answer
+                answers.add(answer)
+    assert {"3", "error: so many are not left"} <= answers
+
+
+def test_functions_alone_answer_and_what_is_too_long_is_said_to_be(home, tmp_path):
+    given = values(home, ["echo"], "long", "add", "end", rewards=["said"], turns=2)
+    given["data"]["prompts"] = str(home / "rows.jsonl")
+    train_values(given, tmp_path / "run")
+    answers = {turns[0]["text"]: turns[0]["answer"] for turns in episodes_of(tmp_path / "run") if len(turns) > 1}
+    assert answers[WORDS["long"]] == "error: the result is too long to be read"
+    assert answers[WORDS["add"]] == "error: no tool 'add', there are echo"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [("add", {"a": 1})]),
+        (
+            '<think>{"name"</think>So <tool_call>{"name":"a"}</tool_call>, <tool_call>{"name":"b","arguments":"{}"}',
+            [("a", {}), ("b", {})],
+        ),
+        ('{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
+        ('<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": null}', [("a", {}), ("b", {})]),
+        ("It is 3.", []),
+        ('{"sum": 3}', []),
+        ('{"name": "add", "para', ["a call must be JSON"]),
+        ("<tool_call>add(1, 2)</tool_call>", ["a call must be JSON"]),
+        ('<tool_call>["add"]</tool_call>', ['expected {"name": …']),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', ["arguments must be an object"]),
+        ("<tool_call>" + "[" * 100_000, ["a call must be JSON"]),
+    ],
+)
+def test_calls_of_both_forms(text, found):
+    calls = calls_in(text)
+    assert len(calls) == len(found)
+    for call_, expected in zip(calls, found, strict=True):
+        if isinstance(expected, str):
+            assert call_.problem.startswith(expected)
+        else:
+            assert (call_.name, call_.arguments, call_.problem) == (*expected, "")
+
+
+def test_whatever_a_call_does_is_answered(home):
+    tools = Toolbox([f"{home}/tools.py:{name}" for name in ("add", "echo")])
+    answers = {
+        call("add", a=1, b=2): "3",
+        call("add", a="4"): "5",
+        call("add", a=1.5): "error: a: Input should be a valid integer",
+        call("add", b=2): "error: a: Missing required argument",
+        call("add", a=1, c=2): "error: c: Unexpected keyword argument",
+        call("subtract", a=1): "error: no tool 'subtract', there are add, echo",
+        call("echo", text="leave"): "error: gone",
+        call("echo", text="\0\ud800"): "\ufffd?",
+        call("add", a=1) + call("echo", text="b"): "2\nb",
+    }
+    for text, expected in answers.items():
+        said = asyncio.run(tools.answer(text)).text
+        assert said.startswith(expected) if expected.startswith("error") else said == expected, said
+    assert asyncio.run(tools.answer("It is 3.")) is None
+    episodes = [Episode((Turn(text),)) for text in (call("add", a=1), "2")]
+    replies = tools.respond([Row(1, "a")] * 2, episodes)
+    assert replies[0].messages == ("2",) and replies[1] is None
+
+
+def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home):
+    tools = Toolbox([f"{home}/tools.py:{name}" for name in ("add", "IncrementEnv")])
+    assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "increment"]
+    assert tools.schemas[1]["function"]["parameters"]["required"] == ["step"]
+    tokenizer = AutoTokenizer.from_pretrained(home / "policy")
+    encode = answer_encoder(tokenizer, [tokenizer.eos_token_id], role="tool")
+    turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
+    replies = [{"role": "tool", "content": text} for text in ("3", "five")]
+    whole = tokenizer.apply_chat_template(turns + replies, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(encode(("3", "five"), ended=False)) == whole.partition("yes")[2]
+    ends = [encode(("3", text), ended=True).count(tokenizer.eos_token_id) for text in ("five", "<|im_end|>")]
+    assert ends[0] == ends[1] == 1  # the message's own
+    section = DataSection(tools=f"{home}/tools.py:add")
+    encoded = make_encode(tokenizer, section, pad_id=0, rows=[Row(1, "go")])([Row(1, "go")])
+    shown = tokenizer.apply_chat_template(
+        turns[:1], tokenize=False, add_generation_prompt=True, tools=tools.schemas[:1]
+    )
+    assert tokenizer.decode(encoded.tokens[encoded.mask]) == shown
+
+
+def test_random_numbers_of_a_reset_are_the_seeds(home):
+    tools = Toolbox([f"{home}/tools.py:IncrementEnv"])
+    state = random.getstate()
+    shown = [ToolEpisodes(tools, "env").shown(seed) for seed in (*range(20), *range(20))]
+    assert shown[:20] == shown[20:] and len({*shown}) == 6
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (["unexplained"], "tools.py:unexplained: Cannot generate JSON schema for unexplained"),
+        (["nothing"], "has no nothing"),
+        (["IncrementEnv", "Countdown"], "data.tools: expected functions, and one class at most"),
+        (["add", "add"], "data.tools: expected different names, got add twice"),
+        (["TOOLS"], "has no TOOLS"),
+    ],
+)
+def test_what_a_tool_cannot_be_is_one_line(home, tmp_path, capsys, tools, message):
+    train_values(values(home, tools, "end"), tmp_path / "run", expected=2)
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampling": {"turns": 1}}, "sampling.turns: expected at least 2 with tools that are called"),
+        ({"task": {"kind": "text", "environment": "a.py:b"}}, "task.environment: expected nothing with data.tools"),
+        ({"task": {"kind": "text", "isolated": True}}, "task.isolated: expected false"),
+    ],
+)
+def test_what_does_not_go_with_tools_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        make_config(**{"task": "text", "data": {"tools": ["a.py:add"]}, "sampling": {"turns": 2}} | given)
+
+
+def test_a_template_without_the_role_is_refused(home, tmp_path, capsys):
+    given = values(home, ["add"], "add", rewards=["said"]) | {"policy": {"path": str(tmp_path / "policy")}}
+    given["data"]["prompts"] = str(home / "rows.jsonl")
+    folder = causal_lm(tmp_path / "policy", vocab_size=VOCAB_SIZE + len(WORDS))
+    tokenizer = AutoTokenizer.from_pretrained(home / "policy")
+    tokenizer.chat_template = TEMPLATE.replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' %}{% elif false %}")
+    tokenizer.save_pretrained(folder)
+    train_values(given, tmp_path / "run", expected=2)
+    assert "shows no second turn of a tool" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -316,9 +316,20 @@ class Renderer:
         steps = f"{self.training.steps} step{'s' if self.training.steps > 1 else ''}"
         return f"{self.name}: {self.kind}, {steps}, window {self.window} tokens, on {self.device}"
 
-    def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
-        """`render` with the settings of evaluation or of training, and `change` what was drawn."""
-        images = self.render(texts, seeds, self.evaluation if evaluation else self.training)
+    def draw(
+        self,
+        texts: list[str],
+        seeds: list[int],
+        *,
+        evaluation: bool,
+        settings: Sequence[Mapping[str, str | float]] | None = None,
+    ) -> torch.Tensor:
+        """`render` with the settings of evaluation or of training, and `change` what was drawn.
+
+        `settings` are fields of `RenderSettings` in which a picture differs.
+        """
+        usual = self.evaluation if evaluation else self.training
+        images = self.render(texts, seeds, usual if settings is None else [replace(usual, **own) for own in settings])
         return images if self.change is None else self.change(images, seeds)
 
     def count_tokens(self, texts: list[str]) -> list[int]:
@@ -328,11 +339,14 @@ class Renderer:
         counts = [[len(t(text, verbose=False).input_ids) for text in read] for t in self._counters]
         return [max(column) - self.about.prefix_tokens for column in zip(*counts, strict=True)]
 
-    def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:
+    def render(
+        self, prompts: list[str], seeds: list[int], settings: RenderSettings | Sequence[RenderSettings]
+    ) -> torch.Tensor:
         """Draw one picture per prompt and seed: float32 [B, 3, size, size] in [0, 1], on the renderer's device.
 
         Seeds are from 0 to 2^63 - 1; equal ones give equal noise. Equal (prompt, seed) pairs are drawn once, and
-        pictures already in the cache are not drawn again.
+        pictures already in the cache are not drawn again. `settings` are those of all pictures, or of each; pictures
+        of the same guidance and steps are drawn together.
 
         Raises:
             UserError: The model cannot draw pictures of this size.
@@ -340,18 +354,26 @@ class Renderer:
         """
         if len(prompts) != len(seeds):
             raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, got {len(seeds)}")
-        self.about.check_size(settings.size)
+        each = [settings] * len(prompts) if isinstance(settings, RenderSettings) else list(settings)
+        for size in {one.size for one in each} or {self.training.size}:
+            self.about.check_size(size)
         if not prompts:
-            return torch.zeros((0, 3, settings.size, settings.size), device=self.device)
-        keys = [(prompt, int(seed), settings) for prompt, seed in zip(prompts, seeds, strict=True)]
+            return torch.zeros((0, 3, size, size), device=self.device)
+        keys = [(prompt, int(seed), own) for prompt, seed, own in zip(prompts, seeds, each, strict=True)]
         with self._lock:
             images = {key: image for key in keys if (image := self._cache.get(key)) is not None}
-            missing = [key for key in dict.fromkeys(keys) if key not in images]
-            for start in range(0, len(missing), settings.batch_size):
-                batch = missing[start : start + settings.batch_size]
-                for key, image in zip(batch, self._draw(batch, settings), strict=True):
-                    images[key] = image.clone()  # its own storage: the cache counts what it keeps alive
-                    self._cache.put(key, images[key])
+            alike: dict[RenderSettings, list[tuple]] = {}
+            for key in dict.fromkeys(keys):
+                if key not in images:
+                    # A pipeline has one guidance and number of steps in a call, and a negative prompt for all or none.
+                    negative = None if key[2].negative_prompt is None else ""
+                    alike.setdefault(replace(key[2], negative_prompt=negative), []).append(key)
+            for common, missing in alike.items():
+                for start in range(0, len(missing), common.batch_size):
+                    batch = missing[start : start + common.batch_size]
+                    for key, image in zip(batch, self._draw(batch, common), strict=True):
+                        images[key] = image.clone()  # its own storage: the cache counts what it keeps alive
+                        self._cache.put(key, images[key])
         return torch.stack([images[key] for key in keys]).float()
 
     def _draw(self, batch: list[tuple], settings: RenderSettings) -> torch.Tensor:
@@ -368,7 +390,7 @@ class Renderer:
                     width=settings.size,
                     output_type="pt",
                     **{name: value for name, value in options.items() if name in self.about.takes},
-                    **self._negative(settings, len(padded)),
+                    **self._negative(settings.guidance, [own.negative_prompt for _, _, own in padded]),
                 ).images[: len(batch)]
         except Exception as error:
             raise RenderError(f"the renderer failed: {type(error).__name__}: {first_line(error)}") from error
@@ -381,16 +403,16 @@ class Renderer:
             )
         return images
 
-    def _negative(self, settings: RenderSettings, count: int) -> dict:
-        """Arguments of the pipeline's call for the negative prompt.
+    def _negative(self, guidance: float, texts: list[str | None]) -> dict:
+        """Arguments of the pipeline's call for the negative prompts of a batch, which all or none have.
 
-        Stable Diffusion 3 would encode it anew for each picture, by T5 too: it gets the states of one.
+        Stable Diffusion 3 would encode one anew for each picture, by T5 too: it gets the states of the usual one.
         """
-        text = settings.negative_prompt
-        if settings.guidance <= 1 or (text is None and self.about.kind != STABLE_DIFFUSION_3):
+        text, count = texts[0], len(texts)
+        if guidance <= 1 or (text is None and self.about.kind != STABLE_DIFFUSION_3):
             return {}
-        if self.about.kind != STABLE_DIFFUSION_3:
-            return {"negative_prompt": [text] * count}
+        if self.about.kind != STABLE_DIFFUSION_3 or {*texts} - {self.training.negative_prompt, None}:
+            return {"negative_prompt": texts}
         text = text or ""
         if text not in self._negatives:
             embeddings, _, pooled, _ = self.pipeline.encode_prompt(

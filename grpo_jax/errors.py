@@ -20,6 +20,7 @@ EXTRAS = {
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
     "qwix": "quantised",
     "gradio": "demo",
+    "rapidocr_onnxruntime": "ocr",
 }
 """The extra that brings a module which is imported only where it is needed."""
 _SHOWN_CHARACTERS = 140  # of mistakes in data

@@ -93,6 +93,12 @@ CHECKS = {
         Check(["grpo", "demo", "--run=run", "--checkpoint=99"], code=2, says="no checkpoint"),
         Check(["python", "-c", "import gradio"]),
     ],
+    "ocr": [
+        Check(
+            ["python", "-c", "from bridges.scorers.ocr import Ocr; print(Ocr().load('cpu').summary)"],
+            says="PP-OCRv4",
+        ),
+    ],
     "quantised": [
         text_task("run", "--policy.lora.rank=2", "--policy.quantised=int8", leaves="adapter/*.safetensors"),
     ],

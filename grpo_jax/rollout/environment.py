@@ -33,6 +33,8 @@ from grpo_jax.rollout.rewards import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_jax.rollout.texts import Reading
+
 EncodeAnswer = Callable[[Answer, bool, Sequence[Sequence[int]]], list[int]]
 """(answer, whether the text before it ended, rows and columns of each picture) → the tokens up to the next text."""
 
@@ -73,7 +75,7 @@ class Environment(NamedTuple):
 
     Attributes:
         encode: Rows → `Encoded`, left-padded to a length that depends on no batch.
-        decode: (token ids of one completion, the user's prompt) → (completion as written, text to judge, usable).
+        decode: (token ids of one completion, the user's prompt) → (completion as written, its `Reading`).
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
         score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
             tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
@@ -87,7 +89,7 @@ class Environment(NamedTuple):
     """
 
     encode: Callable[[Sequence[Row]], Encoded]
-    decode: Callable[[np.ndarray, str], tuple[str, str, bool]]
+    decode: Callable[[np.ndarray, str], tuple[str, Reading]]
     render: Callable[[Sequence[Row], list[list[str]], int, bool], object] | None
     score: Callable[..., tuple[np.ndarray, np.ndarray]]
     reward_names: tuple[str, ...]

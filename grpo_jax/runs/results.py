@@ -209,7 +209,7 @@ def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     return [
         GalleryEntry(
             row.prompt,
-            after.texts[index],
+            after.episodes[index].last.shown,
             before[index],
             later[index],
             {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(parts.measure_names)},
@@ -258,7 +258,7 @@ def texts_table(parts: RunContext, after: Evaluation) -> Table:
     rows = [
         (
             row.prompt,
-            after.texts[index],
+            after.episodes[index].last.shown,
             *(row.columns[column] for column in columns.values()),
             *(round(float(value), 4) for value in values[index]),
         )

@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_jax.config.run import Config
 from grpo_jax.core.aggregation import loss_normaliser
+from grpo_jax.core.form import Form
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models.broadcast import run_together
@@ -115,7 +116,7 @@ def make_sft(
 
 
 def make_sft_step(
-    config: Config, policy: Policy, *, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
+    config: Config, policy: Policy, *, allowed_tokens: jax.Array | None = None, trie: Trie | Form | None = None
 ) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
     """Make init(variables) → state, which takes them over, and the compiled supervised step of (state, batch)."""
     section = config.warm_start

@@ -8,6 +8,7 @@ scorer's device. Every picture is scored against the **user's** prompt: a rewrit
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -349,21 +350,33 @@ class RenderedImages(NamedTuple):
 
 
 def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -> Callable[..., RenderedImages]:
-    """Return render(rows, texts `[P][G]`, iteration, evaluation) → RenderedImages.
+    """Return render(rows, texts `[P][G]`, iteration, evaluation, settings=None) → RenderedImages.
 
     Pictures are on the device of the judge "scorer", if there is one; `baselines` draws the unchanged prompts too.
+    `settings` `[P][G]` are those of the renderer that the texts come with; without, and of baselines, its own.
     """
     renderer: Renderer = judges["renderer"]
+    takes = inspect.signature(renderer.draw).parameters.values()
+    sets = config.task.answer_moves is not None
+    knows = any(taken.name == "settings" or taken.kind is taken.VAR_KEYWORD for taken in takes)
+    require(knows or not sets, "task.answer", "text with a renderer whose draw takes no settings", "json")
     device = judges.get("scorer", renderer).device
 
-    def render(rows: Sequence[Row], texts: list[list[str]], iteration: int, evaluation: bool) -> RenderedImages:
+    def render(
+        rows: Sequence[Row],
+        texts: list[list[str]],
+        iteration: int,
+        evaluation: bool,
+        settings: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    ) -> RenderedImages:
         group, noises = len(texts[0]), range(1 if evaluation else config.task.pictures_per_text)
         seeds = [noise_seed(config.seed, iteration, row.id, n, evaluation=evaluation) for n in noises for row in rows]
         repeated = [seed for seed in seeds for _ in range(group)]
         prompts, flat = [row.prompt for row in rows] * len(noises), [*chain.from_iterable(texts)] * len(noises)
         at_work("judges.renderer")
         try:
-            images = renderer.draw(flat, repeated, evaluation=evaluation)
+            own = {} if settings is None else {"settings": [*chain.from_iterable(settings)] * len(noises)}
+            images = renderer.draw(flat, repeated, evaluation=evaluation, **own)
             plain = renderer.draw(prompts, seeds, evaluation=evaluation) if baselines else None
         except BaseException as error:
             if config.on_judge_error == "missing" and is_own_doing(error):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
+from grpo_jax.core.form import Form
 from grpo_jax.core.kl import kl_divergence
 from grpo_jax.core.logprobs import taken_before
 from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten, safe_divide, select
@@ -50,12 +51,13 @@ def make_forward(
     *,
     temperature: float,
     allowed_tokens: jax.Array | None = None,
-    trie: Trie | None = None,
+    trie: Trie | Form | None = None,
     no_repeats: bool = False,
 ) -> ForwardPass:
     """Make the function (variables, batch) → `Forward` of the distribution softmax(logits / temperature).
 
-    `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one, in its place.
+    `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one, or their
+    form, in its place.
     With `no_repeats` tokens of the prompt and earlier ones of the completion are not allowed either.
     """
 

@@ -179,6 +179,15 @@ def test_a_negative_prompt_is_that_of_diffusers(folders, load):
         assert (images - load(kind).draw(PROMPTS, SEEDS, evaluation=False)).abs().max() > 1e-4
 
 
+def test_each_picture_may_have_a_negative_prompt_of_its_own(folders, load):
+    for kind in ("StableDiffusionXLPipeline", "StableDiffusion3Pipeline"):
+        negative = ["cats", "", "a dog"]
+        images = load(kind).draw(PROMPTS, SEEDS, evaluation=False, settings=[{"negative_prompt": n} for n in negative])
+        expected = call(of_diffusers(kind, folders[kind]), PROMPTS, SEEDS, guidance_scale=3.0, negative_prompt=negative)
+        torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
+        assert (images - load(kind).draw(PROMPTS, SEEDS, evaluation=False))[[0, 2]].abs().max() > 1e-4
+
+
 def test_guidance_that_is_an_input_of_the_network(tmp_path):
     """FLUX.1 dev's, where schnell has none."""
     folder = tiny_pipelines.flux(tmp_path, guidance_embeds=True)

@@ -1,0 +1,95 @@
+"""Text in pictures, read by RapidOCR: PaddleOCR's PP-OCRv4 as ONNX files, which its package brings along."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from rapidocr_onnxruntime import RapidOCR
+    from torch import Tensor
+
+_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»|「([^」]+)」|(?<!\w)\'([^\']+)\'(?!\w)|(?<!\w)‘([^’]+)’(?!\w)')
+
+
+@dataclass(frozen=True)
+class Ocr:
+    """Judges whether a picture shows the text that its prompt puts in quotes; named among the rewards, it is one.
+
+    Args:
+        threads: Threads of a reading.
+    """
+
+    threads: int = 1
+
+    runs_on: ClassVar[str] = "cpu"
+    """Device unless `devices` says otherwise: no card is kept for it."""
+
+    def check(self) -> None:
+        """Refuse a package that is not there."""
+        import rapidocr_onnxruntime  # noqa: F401
+
+    def load(self, device: str) -> TextReader:
+        """Load the models, which are on the CPU."""
+        from rapidocr_onnxruntime import RapidOCR
+
+        return TextReader(RapidOCR(intra_op_num_threads=self.threads))
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Weights, and the runtime's working memory."""
+        return [("OCR", 2**24, "float32"), ("reading", 2**28, "allowance")]
+
+
+class TextReader:
+    """Reads pictures, and rewards the text that a prompt asks for."""
+
+    device = "cpu"
+    summary = "PP-OCRv4 of RapidOCR, on cpu"
+
+    def __init__(self, engine: RapidOCR):
+        """Take the models."""
+        self._engine = engine
+
+    def read(self, images: Tensor) -> list[str]:
+        """Lines of text in pictures [B, 3, H, W] in [0, 1], from top to bottom, one behind another."""
+        pixels = (images.detach().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        found = [self._engine(picture[:, :, ::-1])[0] for picture in pixels]  # it takes blue first
+        return [" ".join(text for _, text, _ in lines or ()) for lines in found]
+
+    def __call__(
+        self, prompts: list[str], completions: list[str], *, images: Tensor, **columns: Any
+    ) -> list[float | None]:
+        """Share of the quoted text that is there, in [0, 1], as Flow-GRPO counts it (arXiv:2505.05470).
+
+        That is 1 - (edits from what is read to the text) / (its length), at least 0, and 1 where it is part of what is
+        read; capitals and spaces do not count. None for a prompt that quotes nothing.
+        """
+        asked = [quoted(prompt) for prompt in prompts]
+        rows = [row for row, text in enumerate(asked) if text]
+        read = iter(self.read(images[rows])) if rows else iter(())
+        return [likeness(_bare(next(read)), _bare(text)) if text else None for text in asked]
+
+
+def quoted(prompt: str) -> str:
+    """The texts in quotes, one behind another."""
+    return " ".join("".join(groups) for groups in _QUOTED.findall(prompt))
+
+
+def likeness(read: str, text: str) -> float:
+    """1 - (edits / length of the text), at least 0; 1 where it is part of what is read."""
+    return 1.0 if text in read else max(0.0, 1 - edits(read, text) / len(text))
+
+
+def edits(first: str, second: str) -> int:
+    """Insertions, deletions and exchanges of a character between two texts (Levenshtein)."""
+    row = list(range(len(second) + 1))
+    for place, character in enumerate(first, 1):
+        before, row[0] = row[0], place
+        for column, other in enumerate(second, 1):
+            before, row[column] = row[column], min(row[column] + 1, row[column - 1] + 1, before + (character != other))
+    return row[-1]
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split()).casefold()

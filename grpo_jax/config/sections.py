@@ -81,6 +81,7 @@ class NewPolicySection:
         width: Of the hidden states.
         layers: Decoder layers.
         heads: Attention heads; they divide the width into even parts.
+        mlp: Width inside the MLPs; 0 for twice the width.
         vocabulary: The task's most frequent words that become tokens; 0 for all of them.
         window: Longest text in tokens.
     """
@@ -89,6 +90,7 @@ class NewPolicySection:
     width: Annotated[int, Ge(1), Le(2**16)] = 96
     layers: Annotated[int, Ge(1), Le(1024)] = 2
     heads: Annotated[int, Ge(1), Le(2**16)] = 4
+    mlp: Annotated[int, Ge(0), Le(2**17)] = 0
     vocabulary: Annotated[int, Ge(0), Le(LENGTH)] = 0
     window: Annotated[int, Ge(1), Le(WIDTH)] = 256
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ def write_policy(
         section: Architecture and sizes.
         plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
         vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones. A Llama's first
-            layer then begins by adding the mean of all it reads (`_averaging`), so that near vectors rank high.
+            layer then begins by adding a mean of what it reads, newer words weighing more (`_recent_mean`), so that
+            near vectors rank high; that takes the vectors' last coordinate.
 
     Raises:
         ValueError: There are no words, or a word holds white space.
@@ -56,27 +57,27 @@ def write_policy(
     width, layers, window = section.width, section.layers, section.window
     _write_tokenizer(folder, vocabulary, window, plain_words)
     describe, draw = _ARCHITECTURES[section.architecture]
-    shape = describe(width, layers, section.heads, window)
+    shape = describe(width, layers, section.heads, window, section.mlp or 2 * width)
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     config = {**shape, "vocab_size": len(vocabulary), "tie_word_embeddings": True, "torch_dtype": "float32", **ids}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-    tensors = draw(_drawer(seed), len(vocabulary), width, layers, window)
+    tensors = draw(_drawer(seed), len(vocabulary), width, layers, window, section.mlp or 2 * width)
     rows = {word: row for row, word in enumerate(vocabulary)}
     for word, vector in (vectors or {}).items():
         tensors[_EMBEDDINGS[section.architecture]][rows[word]] = vector
     if vectors and section.architecture == "llama":
-        tensors |= _averaging(width)
+        tensors |= _recent_mean(tensors["model.embed_tokens.weight"], [rows[word] for word in vectors], section.heads)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _llama_config(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+def _llama_config(width: int, layers: int, heads: int, window: int, inside: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": width,
-        "intermediate_size": 2 * width,
+        "intermediate_size": inside,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -87,12 +88,12 @@ def _llama_config(width: int, layers: int, heads: int, window: int) -> dict[str,
     }
 
 
-def _gpt2_config(width: int, layers: int, heads: int, window: int) -> dict[str, Any]:
+def _gpt2_config(width: int, layers: int, heads: int, window: int, inside: int) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "n_embd": width,
-        "n_inner": 2 * width,
+        "n_inner": inside,
         "n_layer": layers,
         "n_head": heads,
         "n_positions": window,
@@ -134,31 +135,50 @@ def _drawer(seed: int) -> Callable[..., np.ndarray]:
 
 
 def _llama_tensors(
-    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, window: int
+    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, window: int, inside: int
 ) -> dict[str, np.ndarray]:
     ones = np.ones(width, np.float32)
     tensors = {"model.embed_tokens.weight": normal(vocabulary, width), "model.norm.weight": ones}
     for layer in range(layers):
         name = f"model.layers.{layer}"
         tensors |= {f"{name}.self_attn.{part}_proj.weight": normal(width, width) for part in "qkvo"}
-        tensors |= {f"{name}.mlp.{part}_proj.weight": normal(2 * width, width) for part in ("gate", "up")}
-        tensors[f"{name}.mlp.down_proj.weight"] = normal(width, 2 * width)
+        tensors |= {f"{name}.mlp.{part}_proj.weight": normal(inside, width) for part in ("gate", "up")}
+        tensors[f"{name}.mlp.down_proj.weight"] = normal(width, inside)
         tensors |= {f"{name}.{part}_layernorm.weight": ones for part in ("input", "post_attention")}
     return tensors
 
 
-def _averaging(width: int) -> dict[str, np.ndarray]:
-    """Return the first layer's projections that pass on what is read: with small queries attention is nearly a mean.
+def _recent_mean(embeddings: np.ndarray, words: Sequence[int], heads: int) -> dict[str, np.ndarray]:
+    """Return a first layer that passes on the mean of these words, each weighing about half of the next newer one.
 
-    The norm before makes unit vectors √width long; they are made units again.
+    The last coordinate is the same in all of them and alone in "<|next|>", which asks by it: so attention depends on
+    the distance alone, by rotary angles that turn slowly. It is not passed on, and counts in no likelihood. The norm
+    before makes unit vectors √width long; they are made units again.
     """
-    one = np.eye(width, dtype=np.float32)
+    width = embeddings.shape[1]
+    table = embeddings.copy()
+    table[words, -1] = np.linalg.norm(table[words, :-1], axis=1)
+    table[words] /= np.maximum(np.linalg.norm(table[words], axis=1, keepdims=True), 1e-6)
+    table[3] = np.eye(width)[-1]  # "<|next|>"
+    angles = 1e4 ** (-np.arange(0, width // heads, 2) * heads / width)
+    slow = (angles > 0.09) & (angles < 1)
+    query = np.concatenate([slow, np.zeros(len(slow))]) * np.sqrt(4 * np.sqrt(width // heads) / max(slow.sum(), 1))
+    passed = np.diag((np.arange(width) < width - 1).astype(np.float32))
+    reads = np.zeros((2, width, width), np.float32)
+    reads[:, :, -1] = np.tile(query, heads) / np.sqrt([[width], [width / 2]])
     name = "model.layers.0.self_attn"
-    return {f"{name}.v_proj.weight": one, f"{name}.o_proj.weight": one / np.sqrt(np.float32(width))}
+    return {
+        "model.embed_tokens.weight": table,
+        f"{name}.q_proj.weight": reads[0],
+        f"{name}.k_proj.weight": reads[1],
+        f"{name}.v_proj.weight": passed,
+        f"{name}.o_proj.weight": np.eye(width, dtype=np.float32) / np.sqrt(np.float32(width)),
+        "model.norm.weight": passed.diagonal().copy(),
+    }
 
 
 def _gpt2_tensors(
-    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, window: int
+    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, window: int, inside: int
 ) -> dict[str, np.ndarray]:
     def norm(name: str) -> dict[str, np.ndarray]:
         return {f"{name}.weight": np.ones(width, np.float32), f"{name}.bias": np.zeros(width, np.float32)}
@@ -166,7 +186,7 @@ def _gpt2_tensors(
     tensors = {"transformer.wte.weight": normal(vocabulary, width), "transformer.wpe.weight": normal(window, width)}
     tensors |= norm("transformer.ln_f")
     products = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
-    products |= {"mlp.c_fc": (width, 2 * width), "mlp.c_proj": (2 * width, width)}
+    products |= {"mlp.c_fc": (width, inside), "mlp.c_proj": (inside, width)}
     for layer in range(layers):
         name = f"transformer.h.{layer}"
         tensors |= norm(f"{name}.ln_1") | norm(f"{name}.ln_2")

@@ -1,5 +1,7 @@
 """The small policy of a world of words: its tokenizer, and that both libraries load the folder alike."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,6 +64,25 @@ def test_both_libraries_load_it_and_agree(architecture, tmp_path):
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(tokens)).logits[0, 4:-1]
     np.testing.assert_allclose(logits, theirs.numpy(), atol=1e-5)
+
+
+def test_vectors_begin_by_a_mean_in_which_newer_words_weigh_more(tmp_path):
+    """Nine words along axes of their own: how much of each is in what the policy says next."""
+    from grpo_jax.models.policy import load_policy
+
+    words = [f"w{place}" for place in range(9)]
+    vectors = dict(zip(words, np.eye(9, 64, dtype=np.float32), strict=True))
+    section = NewPolicySection(width=64, layers=1, heads=2, mlp=4, window=10)
+    folder = write_policy(tmp_path, words, section, vectors=vectors)
+    assert json.loads((folder / "config.json").read_text())["intermediate_size"] == 4
+    policy = load_policy(folder)
+    history = jnp.asarray([[*range(4, 13), 3]])
+    hidden = policy.forward_group(
+        policy.variables, history, history > 0, jnp.zeros((1, 1, 1), int), jnp.ones((1, 1, 1), bool)
+    )[0, 0, 0]
+    shares = np.asarray(policy.head(policy.variables)[4:13] @ hidden)
+    ratios = shares[:-1] / shares[1:]
+    assert (ratios[-4:] > 0.3).all() and (ratios[-4:] < 0.75).all() and shares[:5].max() < shares[5]
 
 
 def test_a_seed_is_a_policy(tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, Row, split_rows
-from grpo_jax.tasks.recommendation.baselines import item_similarity
+from grpo_jax.tasks.recommendation.baselines import item_similarity, taken_counts
 from grpo_jax.tasks.recommendation.catalogue import (
     Catalogue,
     Sequences,
@@ -309,19 +309,25 @@ def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[U
     """Return the title of the item most often taken together with each history's last; "" where there is none.
 
     The next item is one of many and a guess at it is mostly wrong; what is taken together with an item is the same
-    for every user who took it. The history itself is left out. `users` is what training knows.
+    for every user who took it. The history itself is left out, and its own user is not counted: their row knows what
+    they took later, as that of a user who is asked about does not. `users` is what training knows.
     """
     similarity = item_similarity(users, len(catalogue))
-    ordered: dict[int, list[int]] = {}
+    taken = taken_counts(users, len(catalogue))
+    own = {user.user: user.items for user in users}
     titles = []
     for row in rows:
         history = row.columns["history"]
         last = history[-1]
-        if last not in ordered:
-            others = similarity[[last]]
-            best = np.lexsort((others.indices, -others.data))
-            ordered[last] = [int(others.indices[place]) for place in best if others.data[place] > 0]
-        titles.append(next((catalogue.titles[item] for item in ordered[last] if item not in history), ""))
+        stored = slice(*similarity.indptr[last : last + 2])
+        items = similarity.indices[stored]
+        both = similarity.data[stored] * np.sqrt(taken[last] * taken[items])
+        users_own = own.get(row.columns["user"], ())
+        mine = np.isin(items, users_own) if last in users_own else np.zeros(len(items), bool)
+        score = (both - mine) / np.sqrt(np.maximum(taken[items] - mine, 1.0))  # √ of how many took `last`: one for all
+        score[np.isin(items, history)] = 0.0
+        best = np.lexsort((items, -score.round(9)))[:1].tolist()  # rounded: ties go to the first item
+        titles += [catalogue.titles[items[place]] if score[place] > 1e-6 else "" for place in best] or [""]
     return titles
 
 

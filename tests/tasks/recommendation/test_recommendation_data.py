@@ -344,11 +344,21 @@ def test_pairs_of_what_is_taken_together_with_the_last_item():
     letters = make_catalogue(list("abcd"), ["an a", "a bee", "the sea of c", "dee"])
     users = [UserSequence(name, items) for name, items in (("u", (0, 2)), ("v", (0, 2, 1)), ("w", (3,)))]
 
-    def row(*history):
-        return Row(0, str(history), examples.example_columns(Target("x", history, 3, 0), letters))
+    def row(*history, user="x"):
+        return Row(0, str(history), examples.example_columns(Target(user, history, 3, 0), letters))
 
     rows = [row(0), row(2, 0), row(0, 2, 1), row(3), row(1, 2)]
     assert together_titles(rows, letters, users) == ["the sea of c", "a bee", "", "", "an a"]
+
+
+def test_a_user_is_not_counted_in_what_they_are_taught():
+    """Only y took c and d: y is taught a after c, and nothing after d; others are taught what both of them show."""
+    letters = make_catalogue(list("abcd"), ["an a", "a bee", "the sea of c", "dee"])
+    users = [UserSequence("u", (0, 1)), UserSequence("v", (0, 2)), UserSequence("w", (0, 1)), UserSequence("y", (2, 3))]
+    rows = [Row(0, "", examples.example_columns(Target(name, (0,), 3, 0), letters)) for name in ("u", "v", "w", "x")]
+    assert together_titles(rows, letters, users) == ["a bee", "a bee", "a bee", "a bee"]
+    alone = [Row(0, "", examples.example_columns(Target("y", (last,), 3, 0), letters)) for last in (2, 3)]
+    assert together_titles(alone, letters, users) == ["an a", ""]
 
 
 # the fields of the task

@@ -19,6 +19,7 @@ EXTRAS = {
     "ray": "ray",
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
     "qwix": "quantised",
+    "gradio": "demo",
     "rapidocr_onnxruntime": "ocr",
 }
 """The extra that brings a module which is imported only where it is needed."""
@@ -153,7 +154,7 @@ def run_parser(command: str, description: str, *, reads_run: bool = True) -> arg
     if reads_run:
         parser.add_argument("--run", required=True, metavar="DIR", help="Run directory of a training run.")
         parser.add_argument(
-            "--checkpoint", default="final", help="final, best, latest, or a step (default: %(default)s)."
+            "--checkpoint", default="final", help="start, final, best, latest, or a step (default: %(default)s)."
         )
     parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--debug", action="store_true", help="Show tracebacks.")

@@ -44,7 +44,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.parts import load_parts
-    from grpo_jax.runs.policy import restore_variables, run_config
+    from grpo_jax.runs.policy import START, restore_variables, run_config
     from grpo_jax.runs.progress import Progress, require_same_task
     from grpo_jax.runs.python_input import kept_prompts
     from grpo_jax.runs.results import find, samples_lines, samples_of, statistics_of
@@ -75,7 +75,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         folder = RunDirectory(options.run).checkpoints
         grown = {"catalogue"} if options.catalogue is not None else set()
         same = {name: value for name, value in parts.task_data.identity.items() if name not in grown}
-        require_same_task(Progress.read(meta, folder).identity["task"], same, folder)
+        if options.checkpoint != START:
+            require_same_task(Progress.read(meta, folder).identity["task"], same, folder)
         evaluations = measure_all(parts, variables)
     findings = find(parts, {}, options.checkpoint, evaluations)
     report: dict[str, Any] = {

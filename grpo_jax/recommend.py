@@ -124,10 +124,10 @@ def _recommend(options: argparse.Namespace) -> None:
     lines = None if options.file is None else read_lines(options.file)
     filters = _filters(options)
     recommender = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
-    ask = functools.partial(_ask, functools.partial(recommender, **filters), k)
+    ask = functools.partial(ask_for, functools.partial(recommender, **filters), k)
     if lines is not None:
         return _answer_lines(lines, options.file, ask)
-    items, record = ask(_titles(options.history))
+    items, record = ask(titles_of(options.history))
     if options.json:
         print(json.dumps(record, ensure_ascii=False))
         return
@@ -150,7 +150,7 @@ def _filters(options: argparse.Namespace) -> dict[str, Any]:
     return filters
 
 
-def _ask(recommender: Any, k: int, titles: Sequence[str]) -> tuple[Sequence[Any], dict[str, object]]:
+def ask_for(recommender: Any, k: int, titles: Sequence[str]) -> tuple[Sequence[Any], dict[str, object]]:
     """Return the items for a history, and all of the answer as JSON has it."""
     notes: list[str] = []
     items = recommender(titles, k, note=notes.append)
@@ -164,7 +164,7 @@ def _answer_lines(lines: Sequence[tuple[int, str]], path: str, ask: Any) -> None
     """Print the answer to each line, or why there is none; a UserError if no line could be answered."""
     errors = []
     for number, line in lines:
-        titles = _titles(line)
+        titles = titles_of(line)
         try:
             _, record = ask(titles)
         except UserError as error:
@@ -177,7 +177,8 @@ def _answer_lines(lines: Sequence[tuple[int, str]], path: str, ask: Any) -> None
         complain(f"note: {len(errors)} of {len(lines)} lines could not be answered: {one_line(errors[0], 300)}")
 
 
-def _titles(line: str) -> list[str]:
+def titles_of(line: str) -> list[str]:
+    """Return the titles of a history."""
     return [title.strip() for title in line.split(SEPARATOR) if title.strip()]
 
 

@@ -88,6 +88,11 @@ CHECKS = {
         text_task("events", leaves="tensorboard/events*"),
         text_task("wandb", "--report_to=[wandb]", leaves="wandb/offline-run*"),
     ],
+    "demo": [
+        text_task("run"),
+        Check(["grpo", "demo", "--run=run", "--checkpoint=99"], code=2, says="no checkpoint"),
+        Check(["python", "-c", "import gradio"]),
+    ],
     "ocr": [
         Check(
             ["python", "-c", "from bridges.scorers.ocr import Ocr; print(Ocr().load('cpu').summary)"],

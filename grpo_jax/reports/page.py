@@ -94,8 +94,12 @@ def _macros() -> Any:
 
 def document(title: str, sections: Iterable[str]) -> str:
     """Return an HTML file that stands alone and whose policy lets no script run and nothing be fetched."""
-    style = Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8"))
-    return str(render("document", title, style, map(Markup, sections)))
+    return str(render("document", title, style(), map(Markup, sections)))
+
+
+def style() -> Markup:
+    """Return the style of all pages."""
+    return Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8"))
 
 
 def section(title: str, content: str, note: str = "") -> str:

@@ -132,6 +132,7 @@ def make_score(
         pictures: Any,
         episodes: list[list[Episode]] | None = None,
         tokens: list[list[list[int]]] | Callable[[], list[list[list[int]]]] | None = None,
+        missing: bool = missing,
     ) -> tuple[np.ndarray, np.ndarray]:
         group = len(texts[0])
         prompts, columns = repeat_rows(rows, group)

@@ -35,6 +35,8 @@ from grpo_jax.training.state import trained_collections
 
 NEW = "new"
 """As policy.path: a small policy with random weights, made of the task's words."""
+START = "start"
+"""As a checkpoint: the policy that policy.path names, untrained."""
 
 
 def policy_folder(config: Config) -> str:
@@ -150,7 +152,12 @@ def restore_policy(
 
 
 def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str) -> tuple[Variables, Record]:
-    """Restore a checkpoint's trained variables beside the frozen ones of `variables`, and its meta."""
+    """Restore a checkpoint's trained variables beside the frozen ones of `variables`, and its meta.
+
+    `START` is the policy as it was loaded, before any training.
+    """
+    if checkpoint == START:
+        return variables, {"step": 0}
     trained = {name: variables[name] for name in trained_collections(variables)}
     restored, meta = restore_params(run_dir, checkpoint, trained)
     return {**variables, **restored}, meta

@@ -9,7 +9,8 @@ import numpy as np
 
 from grpo_jax.models.broadcast import is_main_process, process_count, together
 from grpo_jax.models.sharding import on_host
-from grpo_jax.rollout.episodes import Turn
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.episodes import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import most_added_words
@@ -227,6 +228,13 @@ def shown_episodes(parts: RunContext, after: Evaluation) -> list[EpisodeEntry]:
     if parts.environment.answering is None:
         return []
 
+    rows = parts.test_rows[: parts.config.evaluation.gallery]
+    return [shown_episode(*pair) for pair in zip(rows, after.episodes[: len(rows)], strict=True)]
+
+
+def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
+    """Return a row's episode as pages show it."""
+
     def shown_turn(turn: Turn) -> ShownTurn:
         going = turn.answer is not None and not turn.answer.done
         answer_text, seen = (
@@ -234,15 +242,8 @@ def shown_episodes(parts: RunContext, after: Evaluation) -> list[EpisodeEntry]:
         )
         return ShownTurn(turn.text, turn.rewards, turn.image, answer_text, seen)
 
-    rows = parts.test_rows[: parts.config.evaluation.gallery]
-    return [
-        EpisodeEntry(
-            row.prompt,
-            [shown_turn(turn) for turn in episode.turns],
-            [thumbnail(source, _SHOWN_SIZE) for source in row.pictures],
-        )
-        for row, episode in zip(rows, after.episodes[: len(rows)], strict=True)
-    ]
+    pictures = [thumbnail(source, _SHOWN_SIZE) for source in row.pictures]
+    return EpisodeEntry(row.prompt, [shown_turn(turn) for turn in episode.turns], pictures)
 
 
 def scores_of(judgement: Judgement) -> np.ndarray:

@@ -91,11 +91,12 @@ class ShownTurn(NamedTuple):
 
 
 class EpisodeEntry(NamedTuple):
-    """An episode as it went, behind its prompt and the pictures of that, uint8 [H, W, 3]."""
+    """An episode as it went, behind its prompt and the pictures of that, uint8 [H, W, 3]; with a title or without."""
 
     prompt: str
     turns: Sequence[ShownTurn]
     pictures: Sequence[np.ndarray] = ()
+    title: str = ""
 
 
 class Findings(NamedTuple):

@@ -232,3 +232,30 @@ def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
     assert main(command(task, tmp_path / "run", **given)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_the_grid_pays_for_steps_that_lead_nearer(tmp_path):
+    """As its distances say, recomputed from what the policy reads; at the goal an episode ends."""
+    grid = ROOT / "examples" / "grid"
+    small = {name: SMALL[name] for name in ("sampling.group_size", "training.prompts_per_batch", "evaluation.sampled")}
+    small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
+    small |= {"task.environment": f"{grid}/grid.py:Grid", "task.held_out": 2, "report_to": "[]", "run_dir": tmp_path}
+    assert main(["--config", f"{grid}/grid.yaml", *(f"--{name}={value}" for name, value in small.items())]) == 0
+    episodes = {}
+    for row in completions(tmp_path, 1):
+        episodes.setdefault((row["prompt"], row["episode"]), []).append(row)
+    assert len(episodes) >= 4
+
+    def distance(text):
+        _, row, column, _, goal_row, goal_column = text.split()
+        return abs(int(row) - int(goal_row)) + abs(int(column) - int(goal_column))
+
+    for (prompt, _), turns in episodes.items():
+        seen = prompt
+        for turn in turns:
+            if turn["answer"] is None:  # the last: it reached the goal, or had no more turns
+                reached = distance(seen) == 1 and turn["reward/reward"] == 1
+                assert reached or (turn is turns[-1] and len(turns) == 4)
+                break
+            assert turn["reward/reward"] == 0.5 * (distance(turn["answer"]) < distance(seen))
+            seen = turn["answer"]

@@ -13,7 +13,7 @@ import yaml
 from support import import_checks
 
 from bridges.pool.section import PoolSection
-from grpo_jax import evaluate, export, predict, recommend, report
+from grpo_jax import demo, evaluate, export, predict, recommend, report
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.named import built_in_names, find_class
 from grpo_jax.config.run import JUDGES, TASKS, make_config
@@ -25,7 +25,7 @@ from grpo_jax.tasks.recommendation import semantic_ids
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-OTHERS = {command.__name__: command for command in (evaluate, export, predict, recommend, report, semantic_ids)}
+OTHERS = {command.__name__: command for command in (demo, evaluate, export, predict, recommend, report, semantic_ids)}
 TASK_NAMES = built_in_names(TASKS)
 TASK_CLASSES = [find_class(name, TASKS, "task") for name in TASK_NAMES]
 JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
@@ -65,7 +65,9 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     lines = [re.sub(r"\s#.*|\[.*…]|…", "", line) for line in (*indented, *shell, *spans(text))]
     calls = [re.search(r"-m (grpo_jax(?:\.\w+)+)(.*)", line) for line in lines]
     short = [
-        re.match(r"(?:python -m grpo_jax|grpo) (train|evaluate|export|predict|recommend|report) (-.*|\w+/.*)", line)
+        re.match(
+            r"(?:python -m grpo_jax|grpo) (train|evaluate|export|predict|recommend|report|demo) (-.*|\w+/.*)", line
+        )
         for line in lines
     ]
     found = [(call[1], call[2]) for call in calls if call] + [

@@ -14,7 +14,7 @@ ROOMS = (
     *("planning", "commands"),
 )
 """From the ground up: each imports only from those before it."""
-COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "__main__")
+COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "demo", "__main__")
 BRIDGE_COMMANDS = ("bridges.retrieval.__main__",)
 """Modules of the bridges that count as commands."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")

@@ -18,6 +18,7 @@ from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import Answering, Environment, make_score
 from grpo_jax.rollout.episodes import Answer, AnswerError
 from grpo_jax.rollout.rollout import Scheduling, collect
+from grpo_jax.rollout.texts import Reading
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.samplers import stop_table
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -74,7 +75,7 @@ def make_environment(respond=told, *, lenient=False, rewards=None, turns=TURNS, 
     score = make_score(rewards or {"length": length, "high": high}, {}, missing=lenient)
     return Environment(
         encode=encode,
-        decode=lambda tokens, prompt: (" ".join(map(str, tokens)),) * 2 + (True,),
+        decode=lambda tokens, prompt: (text := " ".join(map(str, tokens)), Reading(text, True)),
         render=None,
         score=score,
         reward_names=tuple(rewards or ("length", "high")),

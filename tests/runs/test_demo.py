@@ -1,0 +1,238 @@
+"""`grpo demo`: what it says of a prompt is what `evaluate` measures; the page in a browser, the call over HTTP."""
+
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from support.text_task import ROOT, finished_run, wait_for
+
+from grpo_jax import demo, evaluate
+from grpo_jax.errors import UserError
+from grpo_jax.runs.asking import Asker, checkpoint_names, episode_record
+from grpo_jax.runs.directory import encode_png
+
+MINIATURE = (
+    *(
+        "--training.max_steps=1",
+        "--training.inner_epochs=1",
+        "--training.prompts_per_batch=4",
+        "--evaluation.prompts=2",
+    ),
+    *("--evaluation.validation_prompts=1", "--evaluation.gallery=1", "--report_to=[]"),
+)
+BROWSER = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+
+
+@pytest.fixture
+def finished(place, monkeypatch):
+    folder = finished_run(place)
+    monkeypatch.setenv("JUDGE_RUN", str(folder))
+    return folder
+
+
+@pytest.fixture
+def asker(finished):
+    with ExitStack() as leaving:
+        yield Asker(finished, lambda *_: None, leaving)
+
+
+@pytest.fixture
+def free():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def measured(capsys, folder, *arguments):
+    assert evaluate.main(["--run", str(folder), "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)["greedy"]
+
+
+def test_the_start_is_measured_as_the_run_measured_it(finished, capsys):
+    summary = json.loads((finished / "summary.json").read_text())["evaluation"]
+    assert measured(capsys, finished, "--checkpoint", "start") == {
+        name: each["before"] for name, each in summary.items()
+    }
+    assert checkpoint_names(finished, "best") == ["best", "final", "6", "3", "start"]
+
+
+@pytest.mark.parametrize("checkpoint", ["start", "final"])
+def test_held_out_prompts_get_the_scores_of_evaluate(finished, asker, capsys, checkpoint):
+    rows = asker.parts.test_rows
+    each = [asker.write(asker.row(row.prompt, row.id), checkpoint)[0].last.rewards for row in rows]
+    expected = measured(capsys, finished, "--checkpoint", checkpoint)
+    for name in ("letters", "brief"):
+        assert np.mean([rewards[name] for rewards in each]) == pytest.approx(expected[name], rel=1e-6)
+
+
+def test_a_typed_prompt_lacks_only_what_asks_for_columns(asker):
+    assert asker.unchanged(asker.row("never seen", 7)) is None  # a text task's prompts are no completions
+    (episode,) = asker.write(asker.row("never seen", 7), "final")
+    record = episode_record(episode)
+    assert record["scores"] == {"letters": None, "brief": pytest.approx(-len(record["prompt"]) / 10)}
+    group = asker.write(asker.row("never seen", 7), "final", group=True)
+    again = asker.write(asker.row("never seen", 7), "final", group=True)
+    other = asker.write(asker.row("never seen", 8), "final", group=True)
+    texts = [[one.last.text for one in episodes] for episodes in (group, again, other)]
+    assert len(group) == 4 and texts[0] == texts[1] != texts[2]
+
+
+def test_a_failing_judge_is_an_error_of_a_prompt_that_has_its_columns(asker, monkeypatch):
+    monkeypatch.setenv("JUDGE", "raise:0")
+    row = asker.parts.test_rows[0]
+    with pytest.raises(Exception, match="the judge is away"):
+        asker.write(asker.row(row.prompt, row.id), "final")
+
+
+@pytest.mark.parametrize(("prompt", "seed"), [(" \n", 1), ("a tree", -1), ("a tree", 2**32), ("tree " * 99, 1)])
+def test_questions_that_are_none(asker, prompt, seed):
+    with pytest.raises(UserError, match=r"^(prompt|seed)"):
+        asker.row(prompt, seed)
+
+
+def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", free)):
+        refused = {
+            ("--run", str(tmp_path)): "no config.yaml there",
+            ("--run", str(finished), "--checkpoint=77"): "no checkpoint '77'",
+            ("--run", str(finished), "--beside=77"): "--beside: expected one of final, best, 6, 3, start, none, got 77",
+            ("--run", str(finished), f"--port={free}"): f"--port: cannot listen on 127.0.0.1:{free}",
+            (
+                "--run",
+                str(finished),
+                "--host=no.such.host.invalid",
+            ): "--port: cannot listen on no.such.host.invalid:7860",
+            ("--run", str(finished), "--port=99999"): "--port: expected a number from 1 to 65535, got 99999",
+        }
+        for arguments, says in refused.items():
+            assert demo.main(arguments) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith("error: ") and says in line
+
+
+def test_saved_answers_are_numbered_and_name_their_pictures(tmp_path):
+    picture = encode_png(np.full((4, 4, 3), 9, np.uint8))
+    turn = {"prompt": "a ring", "image": base64.b64encode(picture).decode()}
+    record = {"answers": {"final": {**turn, "turns": [{"prompt": "a", "image": None}]}}, "groups": {"final": [turn]}}
+    assert [demo.save(tmp_path / "kept", record).name for _ in range(2)] == ["1.json", "2.json"]
+    kept = json.loads((tmp_path / "kept" / "2.json").read_text())
+    assert kept["answers"]["final"] == {
+        "prompt": "a ring",
+        "image": "2_1.png",
+        "turns": [{"prompt": "a", "image": None}],
+    }
+    assert kept["groups"]["final"][0]["image"] == "2_2.png"
+    assert (tmp_path / "kept" / "2_2.png").read_bytes() == picture
+
+
+# ------------------------------------------------------------------------------------------------ served by the command
+
+
+def needs_gradio():
+    pytest.importorskip("gradio", reason="the page needs grpo_jax[demo]")
+
+
+@pytest.fixture
+def served(finished, free, tmp_path):
+    """Serves a run by the command: (run or None for the text task's, arguments) → its address."""
+    needs_gradio()
+    with ExitStack() as leaving:
+
+        def serve(run, *arguments):
+            command = [
+                sys.executable,
+                "-m",
+                "grpo_jax.demo",
+                "--run",
+                str(run or finished),
+                f"--port={free}",
+                *arguments,
+            ]
+            log = leaving.enter_context((tmp_path / "log").open("w+"))
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=os.environ.copy())
+            leaving.callback(process.wait)
+            leaving.callback(process.kill)
+            wait_for(lambda: "serving" in (tmp_path / "log").read_text(), process)
+            return f"http://127.0.0.1:{free}"
+
+        yield serve
+
+
+def ask(address, *values):
+    """The call of docs/demo.md: the answer, or the error."""
+    body = json.dumps({"data": values}).encode()
+    request = urllib.request.Request(f"{address}/gradio_api/run/ask", body, {"Content-Type": "application/json"})
+    try:
+        return json.load(urllib.request.urlopen(request, timeout=600))["data"][0]
+    except urllib.error.HTTPError as error:
+        return json.load(error)["error"]
+
+
+@pytest.mark.slow
+def test_the_call_over_http_answers_what_predict_and_evaluate_say(served, finished, capsys):
+    address = served(None, "--api")
+    with ExitStack() as leaving:
+        asker = Asker(finished, lambda *_: None, leaving)
+        for row in asker.parts.test_rows:
+            expected = episode_record(asker.write(asker.row(row.prompt, row.id), "final")[0])
+            assert ask(address, row.prompt, row.id, "final") == expected
+    assert ask(address, "", 1, "final") == "prompt: expected a text, got an empty one"
+    assert ask(address, "a tree", 1, "77").startswith("no checkpoint '77' in ")
+
+
+@pytest.mark.slow
+def test_the_demo_in_a_browser(served, tmp_path, capsys):
+    needs_gradio()
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the page is looked at with playwright")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("the page is looked at in chromium, which is not installed")
+    from grpo_jax.train import main
+
+    run = tmp_path / "run"
+    assert main([*MINIATURE, f"--run_dir={run}"]) == 0
+    capsys.readouterr()
+    address = served(run, "--save", str(tmp_path / "kept"))
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=BROWSER)
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        requests = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(address)
+        page.click("#ask")
+        page.wait_for_selector("#line [role=alert]")
+        assert page.inner_text("#line").strip() == "prompt: expected a text, got an empty one"
+        page.locator("tr.tr-body, .gallery-item").first.click()
+        page.wait_for_function("document.querySelector('#prompt textarea').value != ''")
+        page.click("#ask")
+        page.wait_for_selector("#shown .answer", timeout=600_000)
+        shown = page.locator("#shown article").all_inner_texts()
+        pictures = page.locator("#shown article img").count()
+        page.click("#save")
+        page.wait_for_function("document.querySelector('#line').innerText.includes('1.json')")
+        widths = []
+        for width in (1400, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            widths.append(page.evaluate("document.documentElement.scrollWidth"))
+        browser.close()
+    assert [text.split("\n")[0] for text in shown] == ["the prompt as typed", "final", "start"] and pictures == 3
+    assert widths == [1400, 390]
+    assert all(url.startswith((address, "data:", "blob:")) for url in requests)
+    kept = json.loads((tmp_path / "kept" / "1.json").read_text())
+    assert len([*(tmp_path / "kept").glob("1_*.png")]) == 3
+    scores = kept["answers"]["final"]["scores"]
+    with ExitStack() as leaving:
+        asker = Asker(run, lambda *_: None, leaving)
+        first, second = (asker.write(row, "final")[0].last.rewards for row in asker.parts.test_rows)
+    expected = measured(capsys, run)
+    assert scores == pytest.approx(dict(first), abs=1e-6)
+    for name, score in scores.items():
+        assert (score + second[name]) / 2 == pytest.approx(expected[name], abs=1e-5)

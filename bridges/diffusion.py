@@ -7,6 +7,7 @@ every device; the batch shape is fixed, so that a picture does not depend on the
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import logging
 import math
@@ -26,6 +27,7 @@ from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+    from PIL.Image import Image
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     TextReader = tuple[PreTrainedTokenizerBase, PreTrainedModel]
@@ -150,18 +152,18 @@ def _clip_window(pipeline: DiffusionPipeline, readers: list[TextReader]) -> int 
     return window
 
 
-def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
+def find_pipeline(path: str | Path, *kinds: str, called: str = "text-to-image") -> tuple[Path | str, dict]:
     """Find a pipeline and its table of contents; no weight is read.
 
     `path` is a folder in diffusers' layout, a hub id, or "miniature"; `kinds` are the accepted class names, none for
-    all. UserError if there is no such pipeline, or it needs code that comes with it.
+    all, and `called` says in an error what they are. UserError if there is no such pipeline, or it needs code that comes with it.
     """
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
     index = component_config(source, "model_index.json")
     name = index.get("_class_name")
     if kinds and name not in kinds:
-        needed = kinds[0] if len(kinds) == 1 else "text-to-image pipeline of diffusers"
+        needed = kinds[0] if len(kinds) == 1 else f"{called} pipeline of diffusers"
         raise UserError(f"{source} holds a {name}; the renderer needs a {needed}")
     import diffusers
 
@@ -222,8 +224,8 @@ def _cannot_load(source: str | Path, error: Exception) -> UserError:
 
 
 STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"
-UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
-"""For pipelines that would otherwise draw other words or another size than requested."""
+UNCHANGED = {"clean_caption": False, "use_resolution_binning": False, "_auto_resize": False}
+"""For pipelines that would otherwise draw other words, or another size or picture than requested."""
 
 
 class RenderError(RuntimeError):
@@ -239,6 +241,7 @@ class RenderSettings:
         size: Height and width in pixels; 0 for those that the model was made for.
         batch_size: The last batch of a call is padded to it.
         negative_prompt: None takes the pipeline's own.
+        source: Digest of the picture that is drawn from; the renderer fills it in.
     """
 
     steps: int
@@ -246,6 +249,7 @@ class RenderSettings:
     size: int = 0
     batch_size: int = 1
     negative_prompt: str | None = None
+    source: str = ""
 
 
 class _ImageCache:
@@ -277,6 +281,8 @@ class Renderer:
         name: Path of the pipeline.
         kind: For the line of a run's opening.
         change: Maps pictures and their seeds to the pictures that are shown; None keeps them.
+        takes_pictures: Whether each picture is drawn from one that is given.
+        options: Further arguments of the pipeline's call, where it takes them.
     """
 
     def __init__(
@@ -299,10 +305,13 @@ class Renderer:
         self.name = name
         self.kind = self.about.kind
         self.change: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None
+        self.takes_pictures = False
+        self.options: dict[str, float] = {}
         # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
         self._counters = [copy.deepcopy(tokenizer) for tokenizer in self.about.tokenizers]
         self._cache = _ImageCache(cache_megabytes * 2**20)
         self._negatives: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sources: dict[str, Image] = {}  # of the call in progress, by digest
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
 
     @property
@@ -323,13 +332,15 @@ class Renderer:
         *,
         evaluation: bool,
         settings: Sequence[Mapping[str, str | float]] | None = None,
+        sources: Sequence[Image] | None = None,
     ) -> torch.Tensor:
         """`render` with the settings of evaluation or of training, and `change` what was drawn.
 
         `settings` are fields of `RenderSettings` in which a picture differs.
         """
         usual = self.evaluation if evaluation else self.training
-        images = self.render(texts, seeds, usual if settings is None else [replace(usual, **own) for own in settings])
+        each = usual if settings is None else [replace(usual, **own) for own in settings]
+        images = self.render(texts, seeds, each, sources)
         return images if self.change is None else self.change(images, seeds)
 
     def count_tokens(self, texts: list[str]) -> list[int]:
@@ -340,13 +351,18 @@ class Renderer:
         return [max(column) - self.about.prefix_tokens for column in zip(*counts, strict=True)]
 
     def render(
-        self, prompts: list[str], seeds: list[int], settings: RenderSettings | Sequence[RenderSettings]
+        self,
+        prompts: list[str],
+        seeds: list[int],
+        settings: RenderSettings | Sequence[RenderSettings],
+        sources: Sequence[Image] | None = None,
     ) -> torch.Tensor:
         """Draw one picture per prompt and seed: float32 [B, 3, size, size] in [0, 1], on the renderer's device.
 
         Seeds are from 0 to 2^63 - 1; equal ones give equal noise. Equal (prompt, seed) pairs are drawn once, and
         pictures already in the cache are not drawn again. `settings` are those of all pictures, or of each; pictures
-        of the same guidance and steps are drawn together.
+        of the same guidance and steps are drawn together. `sources` are the pictures to draw from, RGB, where the
+        pipeline takes some: the largest square in their middle is resized to the size of what is drawn.
 
         Raises:
             UserError: The model cannot draw pictures of this size.
@@ -359,15 +375,20 @@ class Renderer:
             self.about.check_size(size)
         if not prompts:
             return torch.zeros((0, 3, size, size), device=self.device)
+        fitted = {} if sources is None else _fitted(sources, each)
+        if fitted:
+            pairs = zip(sources, each, strict=True)
+            each = [replace(own, source=fitted[id(source), own.size][0]) for source, own in pairs]
         keys = [(prompt, int(seed), own) for prompt, seed, own in zip(prompts, seeds, each, strict=True)]
         with self._lock:
+            self._sources = dict(fitted.values())
             images = {key: image for key in keys if (image := self._cache.get(key)) is not None}
             alike: dict[RenderSettings, list[tuple]] = {}
             for key in dict.fromkeys(keys):
                 if key not in images:
                     # A pipeline has one guidance and number of steps in a call, and a negative prompt for all or none.
                     negative = None if key[2].negative_prompt is None else ""
-                    alike.setdefault(replace(key[2], negative_prompt=negative), []).append(key)
+                    alike.setdefault(replace(key[2], negative_prompt=negative, source=""), []).append(key)
             for common, missing in alike.items():
                 for start in range(0, len(missing), common.batch_size):
                     batch = missing[start : start + common.batch_size]
@@ -378,7 +399,10 @@ class Renderer:
 
     def _draw(self, batch: list[tuple], settings: RenderSettings) -> torch.Tensor:
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
-        options = {"guidance_scale": settings.guidance, "max_sequence_length": self.about.length, **UNCHANGED}
+        size = {"height": settings.size, "width": settings.size, "max_area": settings.size**2}  # the last is Kontext's
+        options = {"guidance_scale": settings.guidance, "max_sequence_length": self.about.length, **UNCHANGED, **size}
+        if self.takes_pictures:
+            options |= {**self.options, "image": [self._sources[own.source] for _, _, own in padded]}
         try:
             with torch.no_grad():
                 images = self.pipeline(
@@ -386,8 +410,6 @@ class Renderer:
                     # One for each picture: noise has the pipeline's own shape, and a scheduler's later noise follows.
                     generator=[torch.Generator().manual_seed(seed) for _, seed, _ in padded],
                     num_inference_steps=settings.steps,
-                    height=settings.size,
-                    width=settings.size,
                     output_type="pt",
                     **{name: value for name, value in options.items() if name in self.about.takes},
                     **self._negative(settings.guidance, [own.negative_prompt for _, _, own in padded]),
@@ -424,6 +446,18 @@ class Renderer:
             "negative_prompt_embeds": embeddings.expand(count, -1, -1),
             "negative_pooled_prompt_embeds": pooled.expand(count, -1),
         }
+
+
+def _fitted(sources: Sequence[Image], each: Sequence[RenderSettings]) -> dict[tuple[int, int], tuple[str, Image]]:
+    """Return digest and picture of each source in each size, by (id, size); a source that is repeated is read once."""
+    from PIL import Image, ImageOps
+
+    fitted: dict[tuple[int, int], tuple[str, Image.Image]] = {}
+    for source, own in zip(sources, each, strict=True):
+        if (id(source), own.size) not in fitted:
+            picture = ImageOps.fit(source, (own.size, own.size), Image.Resampling.LANCZOS)
+            fitted[id(source), own.size] = hashlib.sha256(picture.tobytes()).hexdigest(), picture
+    return fitted
 
 
 def load_stable_diffusion_3(

@@ -68,12 +68,18 @@ class TextToImage:
 
     def check(self) -> None:
         """Refuse what is not there, and what the pipeline cannot do; read from its configs, no weight is read."""
-        source, index, kind = find_text_to_image(self.path)
+        source, index, kind = self._find()
         self._check_abilities(source, index, kind)
         if self.scheduler or self.scheduler_options:
             find_scheduler(self.scheduler or index["scheduler"][1], self.scheduler_options)
         if self.lora:
             find_lora(self.lora)
+
+    def _find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
+        return find_text_to_image(self.path)
+
+    def _prepare(self, renderer: Renderer) -> None:
+        """Set what a subclass draws with besides."""
 
     def _check_abilities(self, source: Path | str, index: dict, kind: type[DiffusionPipeline]) -> None:
         """Refuse guidance, a negative prompt or a length that the pipeline does not take."""
@@ -112,7 +118,7 @@ class TextToImage:
 
         self.check()
         target = torch_device(device)
-        source, index, kind = find_text_to_image(self.path)
+        source, index, kind = self._find()
         pipeline = load_pipeline(kind, source, target, torch_dtype(self.dtype), **_left_out(kind, index))
         if self.scheduler or self.scheduler_options:
             self._set_scheduler(pipeline)
@@ -134,6 +140,7 @@ class TextToImage:
             cache_megabytes=self.cache_megabytes,
             length=self.max_sequence_length or None,
         )
+        self._prepare(renderer)
         try_out(renderer)
         lora = f" and LoRA {self.lora} × {self.lora_scale:g}" if self.lora else ""
         renderer.kind = f"{renderer.about.kind} with {type(pipeline.scheduler).__name__}{lora}"
@@ -212,14 +219,19 @@ def try_out(renderer: Renderer) -> None:
 
     Noise that no seed controls is refused too: pictures of one seed would then differ by more than their words.
     """
+    import math
+
     import torch
+    from PIL import Image
 
     from bridges.diffusion import RenderError
 
     settings = max(renderer.training, renderer.evaluation, key=lambda settings: settings.guidance)
     before = _random_states(renderer.device)
     try:
-        renderer.render([""], [0], replace(settings, steps=2))
+        # of img2img's steps the share `strength` is taken
+        settings = replace(settings, steps=math.ceil(2 / renderer.options.get("strength", 1)))
+        renderer.render([""], [0], settings, [Image.new("RGB", (8, 8))] if renderer.takes_pictures else None)
     except RenderError as error:
         raise UserError(f"{renderer.about.kind}: {error}") from error
     if not all(map(torch.equal, before, _random_states(renderer.device))):

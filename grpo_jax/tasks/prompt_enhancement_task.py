@@ -27,6 +27,8 @@ from grpo_jax.tasks.pictures import (
     picture_data,
     picture_prompts,
     scene_prompts,
+    takes_pictures,
+    with_sources,
 )
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
 
@@ -47,6 +49,7 @@ class PromptEnhancement(PictureTask):
         negative_prompt: Whether a JSON answer has a negative prompt.
         guidance: Least and most guidance that a JSON answer sets, in halves; empty for the renderer's own.
         steps: Least and most denoising steps that a JSON answer sets; empty for the renderer's own.
+        see_source: Whether the policy sees the picture that judges.renderer draws from.
     """
 
     default_config: ClassVar[str | None] = "prompt_enhancement_miniature"
@@ -56,6 +59,9 @@ class PromptEnhancement(PictureTask):
     negative_prompt: bool = False
     guidance: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    see_source: bool = False
+
+    draws_from_pictures: ClassVar[bool] = True
 
     @property
     def _json(self) -> JsonAnswer:
@@ -75,6 +81,8 @@ class PromptEnhancement(PictureTask):
             require(sound, f"task.{name}", f"[least, most] from 1 to {most}", bounds)
         between = not self.guidance or np.ceil(2 * self.guidance[0]) <= 2 * self.guidance[1]
         require(bool(between), "task.guidance", "bounds with a half between them", self.guidance)
+        drawn_from = not self.see_source or takes_pictures(config)
+        require(drawn_from, "task.see_source", "false with a renderer that draws from texts alone", self.see_source)
         asked = self._json.names
         if self.answer == "text":
             require(not asked, "task.answer", f'"json", to set {" and ".join(asked)}', "text")
@@ -94,12 +102,19 @@ class PromptEnhancement(PictureTask):
         """Return a note on negative prompts that are left out, which those of JSON answers are not."""
         return "" if self.answer == "json" else super().remark(completions)
 
+    def count_pictures(self, config: Config) -> tuple[int, int]:
+        """Count the picture that is drawn from, if the policy sees it."""
+        return int(self.see_source), 0
+
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts and the renderer."""
         config = setup.config
         self._check_renderer(config.judges["renderer"])
+        prompts = setup.prompts or _prompts(config)
+        if takes_pictures(config):
+            prompts = PromptSet(*(with_sources(part, seen=self.see_source) for part in prompts))
         return replace(
-            picture_data(config, setup.prompts or _prompts(config), REWARDS, DEFAULT_REWARDS),
+            picture_data(config, prompts, REWARDS, DEFAULT_REWARDS),
             report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)}),
         )
 

@@ -156,7 +156,8 @@ def find_pipeline(path: str | Path, *kinds: str, called: str = "text-to-image") 
     """Find a pipeline and its table of contents; no weight is read.
 
     `path` is a folder in diffusers' layout, a hub id, or "miniature"; `kinds` are the accepted class names, none for
-    all, and `called` says in an error what they are. UserError if there is no such pipeline, or it needs code that comes with it.
+    all, and `called` says in an error what they are. UserError if there is no such pipeline, or it needs code that
+    comes with it.
     """
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)

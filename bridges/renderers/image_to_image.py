@@ -67,7 +67,10 @@ def find_image_to_image(path: str) -> tuple[Path | str, dict, type[DiffusionPipe
         import diffusers
         from diffusers.pipelines import auto_pipeline
 
-        instructed = diffusers.StableDiffusionInstructPix2PixPipeline, diffusers.StableDiffusionXLInstructPix2PixPipeline
+        instructed = (
+            diffusers.StableDiffusionInstructPix2PixPipeline,
+            diffusers.StableDiffusionXLInstructPix2PixPipeline,
+        )
     ours = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
     texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
     kinds = {texts[family].__name__: kind for family, kind in ours.items() if family in texts}

@@ -63,7 +63,7 @@ def test_pictures_are_those_of_diffusers_from_the_same_picture_and_noise(kind, f
     for image, text, seed, source in zip(images, TEXTS, SEEDS, SOURCES, strict=True):
         expected = pipeline(prompt=text, image=source, generator=torch.Generator().manual_seed(seed), **options).images
         torch.testing.assert_close(image, expected[0], atol=1e-5, rtol=0)
-    assert (images[0] - images[2]).abs().max() > 1e-3  # of the same words and noise, from another picture
+    assert (images[0] - images[2]).abs().max() > 1e-4  # of the same words and noise, from another picture
 
 
 def test_kept_pictures_are_told_apart_by_what_they_were_drawn_from(folders):
@@ -124,9 +124,11 @@ def test_rows_without_their_picture_are_refused(row, message):
 
 
 def test_a_task_that_draws_from_texts_alone_says_so():
-    with pytest.raises(UserError, match="judges.renderer.kind: expected one that draws from texts alone"):
+    with pytest.raises(UserError, match=r"judges\.renderer\.kind: expected one that draws from texts alone"):
         make_config(task="prompt_recreation", judges={"renderer": {"kind": "image_to_image"}})
-    with pytest.raises(UserError, match="task.see_source: expected false with a renderer that draws from texts alone"):
+    with pytest.raises(
+        UserError, match=r"task\.see_source: expected false with a renderer that draws from texts alone"
+    ):
         make_config(task={"kind": "prompt_enhancement", "see_source": True})
 
 
@@ -148,7 +150,7 @@ def test_every_text_and_the_unchanged_prompt_get_the_rows_picture():
     assert p != q
     assert calls[0] == [("a", p), ("b", p), ("c", q), ("d", q)] * 2
     assert calls[1] == [("p", p), ("q", q)] * 2
-    with pytest.raises(UserError, match="row 3: judges.renderer draws from a picture, and there is none"):
+    with pytest.raises(UserError, match=r"row 3: judges\.renderer draws from a picture, and there is none"):
         make_render({"renderer": Renderer()}, config, baselines=False)([Row(3, "p")], [["a"]], 0, False)
 
 
@@ -165,7 +167,7 @@ def test_the_command_trains_on_rows_with_a_picture(folders, tmp_path, capsys):
         "task": "prompt_enhancement", "data.prompts": tmp_path / "rows.jsonl", "data.held_out": 0.2,
         "judges.renderer.kind": "image_to_image", "judges.renderer.path": folders["StableDiffusionImg2ImgPipeline"],
         "judges.renderer.size": 32, "judges.renderer.steps": 2, "judges.renderer.eval_steps": 2,
-        "rewards": "[alignment_gain]", "sampling.group_size": 4, "sampling.max_new_tokens": 12,
+        "rewards": "[alignment_gain]", "watch": "[]", "sampling.group_size": 4, "sampling.max_new_tokens": 12,
         "training.prompts_per_batch": 2, "training.max_steps": 2, "evaluation.every": 0, "evaluation.gallery": 2,
         "evaluation.sampled": "false", "report_to": "[]", "run_dir": tmp_path / "run",
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """Pictures drawn from pictures: those of diffusers itself, from the picture of each row."""
 
+import dataclasses
 import json
 
 import pytest
@@ -92,14 +93,7 @@ def test_a_picture_of_another_shape_gives_the_square_in_its_middle(folders):
 )
 def test_what_cannot_be_drawn_is_refused_before_anything_is_read(folders, fields, message):
     with pytest.raises(UserError, match=message):
-        judge_of(
-            **(
-                {"folder": folders["StableDiffusionImg2ImgPipeline"]}
-                if "path" not in fields
-                else {"folder": fields.pop("path")}
-            ),
-            **fields,
-        ).check()
+        dataclasses.replace(judge_of(folders["StableDiffusionImg2ImgPipeline"]), **fields).check()
 
 
 def test_a_pipeline_that_draws_from_no_picture_is_refused(folders, tmp_path):

@@ -99,6 +99,12 @@ CHECKS = {
             says="PP-OCRv4",
         ),
     ],
+    "safety": [
+        Check(
+            ["python", "-c", "from bridges.scorers.open_nsfw import OpenNsfw; print(OpenNsfw().load('cpu').summary)"],
+            says="Open-NSFW",
+        ),
+    ],
     "quantised": [
         text_task("run", "--policy.lora.rank=2", "--policy.quantised=int8", leaves="adapter/*.safetensors"),
     ],

@@ -6,5 +6,6 @@ Its fields are the judge's config (`judges.NAME.FIELD`), each with a help line; 
 that JSON answers set, a mapping for each text; without it such answers are refused. A class with `takes_pictures` gets
 RGB pictures of Pillow as `sources`, the rows' own, one for each text, and what it loads says `takes_pictures` too.
 `memory()` is what `--plan` counts, as (name, bytes, note); `savings()` are changes of fields that take less, the
-mildest first. `check()` refuses what is not there before any weight is read. A module here imports nothing heavy before `load`.
+mildest first. `check()` refuses what is not there before any weight is read. A module here imports nothing heavy
+before `load`.
 """

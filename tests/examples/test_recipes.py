@@ -46,6 +46,7 @@ SMALLER = {
     "picture_input.md": {"training.prompts_per_batch": 4},
     "own_catalogue.md": {"warm_start.steps": 5, "policy.new.layers": 1},
     "arithmetic.md": {"policy.lora.rank": 2, "training.prompts_per_batch": 4},
+    "tool_use.md": {"policy.lora.rank": 2, "sampling.group_size": 2, "training.prompts_per_batch": 2},
 }
 FROM = dict.fromkeys(("short_answers.md", "after_a_crash.md", "reading_the_report.md"), "own_reward.md")
 """Pages that use the files of another."""

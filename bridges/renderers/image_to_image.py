@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from bridges.renderers.text_to_image import TextToImage
+from bridges.pipeline_judge import PipelineJudge
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ImageToImage(TextToImage):
+class ImageToImage(PipelineJudge):
     """Draws each picture from the row's, as the text says: any image-to-image pipeline of diffusers.
 
     Args:
@@ -41,39 +41,36 @@ class ImageToImage(TextToImage):
         import inspect
 
         super().check()
-        if "strength" in inspect.signature(self._find()[2].__call__).parameters:
+        if "strength" in inspect.signature(self.find()[2].__call__).parameters:
             fewest = min(self.steps, self.eval_steps)
             if int(fewest * self.strength) < 1:
                 raise UserError(f"strength {self.strength:g} of {fewest} steps takes none: raise one of them")
 
-    def _find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
-        return find_image_to_image(self.path)
+    def find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
+        """Find the pipeline, its table of contents and its class; no weight is read.
 
-    def _prepare(self, renderer: Renderer) -> None:
+        A folder of a text-to-image pipeline is taken as that of its family's img2img, whose parts are the same.
+        """
+        from bridges.diffusion import find_pipeline
+        from bridges.loading import quiet_loading
+
+        with quiet_loading():  # it imports all pipelines, with what they warn of
+            import diffusers
+            from diffusers.pipelines import auto_pipeline
+
+            instructed = (
+                diffusers.StableDiffusionInstructPix2PixPipeline,
+                diffusers.StableDiffusionXLInstructPix2PixPipeline,
+            )
+        ours = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
+        texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
+        kinds = {texts[family].__name__: kind for family, kind in ours.items() if family in texts}
+        kinds |= {kind.__name__: kind for kind in (*ours.values(), *instructed)}
+        source, index = find_pipeline(self.path, *kinds, called="image-to-image")
+        return source, index, kinds[index["_class_name"]]
+
+    def prepare(self, renderer: Renderer) -> None:
+        """Have it take pictures, with what the pipeline takes of the fields besides."""
         renderer.takes_pictures = True
         own = {"strength": self.strength, "image_guidance_scale": self.image_guidance}
         renderer.options = {name: value for name, value in own.items() if name in renderer.about.takes}
-
-
-def find_image_to_image(path: str) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
-    """Find a pipeline that draws from pictures, its table of contents and its class; no weight is read.
-
-    A folder of a text-to-image pipeline is taken as that of its family's img2img, whose parts are the same.
-    """
-    from bridges.diffusion import find_pipeline
-    from bridges.loading import quiet_loading
-
-    with quiet_loading():  # it imports all pipelines, with what they warn of
-        import diffusers
-        from diffusers.pipelines import auto_pipeline
-
-        instructed = (
-            diffusers.StableDiffusionInstructPix2PixPipeline,
-            diffusers.StableDiffusionXLInstructPix2PixPipeline,
-        )
-    ours = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
-    texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
-    kinds = {texts[family].__name__: kind for family, kind in ours.items() if family in texts}
-    kinds |= {kind.__name__: kind for kind in (*ours.values(), *instructed)}
-    source, index = find_pipeline(path, *kinds, called="image-to-image")
-    return source, index, kinds[index["_class_name"]]

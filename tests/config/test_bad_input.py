@@ -155,8 +155,8 @@ def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run
 
 def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, run):
     config = parse([f"--config={place.config}", f"--policy.path={garbage}", f"--run_dir={run}"])
-    named = dataclasses.replace(config, rewards=[RewardSection("my_rewards:f")])
-    with pytest.raises(UserError, match="reward 'my_rewards:f': no module my_rewards"):
+    named = dataclasses.replace(config, rewards=[RewardSection("missing_rewards:f")])
+    with pytest.raises(UserError, match="reward 'missing_rewards:f': no module missing_rewards"):
         train(named)
     with pytest.raises(UserError, match="a batch takes 4 different prompts and there are 1"):
         train(dataclasses.replace(config, rewards=[]), prompts=["a", "b", "c"], rewards=[lambda completions: []])

@@ -58,6 +58,16 @@ def printed(row, column):
     return float(lines[place].split("|")[head.replace(" ", "").split("|").index(column)])
 
 
+def of_a_tool(column):
+    """The mean of three seeds in the table of a tool on real weights."""
+    section = (ROOT / "benchmarks" / "RESULTS.md").read_text().partition("## A tool, on real weights")[2]
+    lines = section.splitlines()
+    head = next(line for line in lines if line.startswith("| seed"))
+    place = [cell.strip() for cell in head.split("|")].index(column)
+    seeds = [next(line for line in lines if line.startswith(f"| {seed} |")).split("|") for seed in range(3)]
+    return sum(float(cells[place]) for cells in seeds) / 3
+
+
 def rate(**lora):
     return make_config(task="text", policy={"lora": lora}).learning_rate
 
@@ -90,6 +100,8 @@ FIGURES = [
         lambda: max(map(against_trl, ("small", "large_vocab", "long_prompt", "pictures")))]),
     (r"a reward of (\S+) in (\S+) of TRL's", [lambda: 0.7, lambda: to_a_reward("cpu to 0.7")]),
     (r"with (\S+) of its memory", [lambda: to_a_reward("peak MiB, training")]),
+    (r"from (\S+) of held-out ones right to \*\*(\S+)\*\*", [
+        lambda: of_a_tool("right before"), lambda: of_a_tool("right after")]),
     (r"(\S+) on all weights, (\S+) with", [lambda: rate(), lambda: rate(rank=16)]),
     (r"GRPO in under (\d+) lines", [lambda: in_tens("examples/own_loop.py")]),
     (r"has an NDCG@10 of (\S+), and (\S+) beside co-occurrence", [

@@ -136,7 +136,7 @@ def requirements_met(
     groups: list[Sequence[Box] | None] = []
     for wanted in request.get("include") or []:
         count = _count(wanted)
-        boxes = found.get(NAMES.get(wanted["class"], wanted["class"]), ())[:count]
+        boxes = found.get(_name(wanted), ())[:count]
         fits = len(boxes) == count
         if fits and wanted.get("color"):
             fits = colours(boxes, wanted["class"]).count(wanted["color"]) == count
@@ -147,8 +147,7 @@ def requirements_met(
         met.append(fits)
         groups.append(boxes if fits else None)
     for unwanted in request.get("exclude") or []:
-        there = found.get(NAMES.get(unwanted["class"], unwanted["class"]), ())
-        met.append(len(there) < _count(unwanted))
+        met.append(len(found.get(_name(unwanted), ())) < _count(unwanted))
     return met
 
 
@@ -164,6 +163,11 @@ def relations(a: Box, b: Box, apart: float) -> set[str]:
     return {name for name, holds in zip(RELATIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5), strict=True) if holds}
 
 
+def _name(wanted: Mapping[str, Any]) -> str:
+    """The detector's name of what is asked for."""
+    return NAMES.get(wanted["class"], wanted["class"])
+
+
 def _count(wanted: Mapping[str, Any]) -> int:
     count = wanted.get("count", 1)
     return count if isinstance(count, int) else 0
@@ -175,7 +179,7 @@ def _check(request: Mapping[str, Any], names: Sequence[str]) -> None:
         for place, one in enumerate(request.get(part) or []):
             if not (isinstance(one, Mapping) and isinstance(one.get("class"), str) and _count(one) > 0):
                 raise UserError(f'{part}: expected {{"class": name, "count": number}}, got {short_repr(one)}')
-            name = NAMES.get(one["class"], one["class"])
+            name = _name(one)
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1, cutoff=0)
                 raise UserError(f"{part}: the detector knows no {short_repr(name)}; did you mean {close[0]!r}?")

@@ -312,7 +312,6 @@ class Renderer:
         self._counters = [copy.deepcopy(tokenizer) for tokenizer in self.about.tokenizers]
         self._cache = _ImageCache(cache_megabytes * 2**20)
         self._negatives: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._sources: dict[str, Image] = {}  # of the call in progress, by digest
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
 
     @property
@@ -376,13 +375,14 @@ class Renderer:
             self.about.check_size(size)
         if not prompts:
             return torch.zeros((0, 3, size, size), device=self.device)
-        fitted = {} if sources is None else _fitted(sources, each)
-        if fitted:
+        pictures: dict[str, Image] = {}
+        if sources is not None:
+            fitted = _fitted(sources, each)
             pairs = zip(sources, each, strict=True)
             each = [replace(own, source=fitted[id(source), own.size][0]) for source, own in pairs]
+            pictures = dict(fitted.values())
         keys = [(prompt, int(seed), own) for prompt, seed, own in zip(prompts, seeds, each, strict=True)]
         with self._lock:
-            self._sources = dict(fitted.values())
             images = {key: image for key in keys if (image := self._cache.get(key)) is not None}
             alike: dict[RenderSettings, list[tuple]] = {}
             for key in dict.fromkeys(keys):
@@ -393,17 +393,18 @@ class Renderer:
             for common, missing in alike.items():
                 for start in range(0, len(missing), common.batch_size):
                     batch = missing[start : start + common.batch_size]
-                    for key, image in zip(batch, self._draw(batch, common), strict=True):
+                    for key, image in zip(batch, self._draw(batch, common, pictures), strict=True):
                         images[key] = image.clone()  # its own storage: the cache counts what it keeps alive
                         self._cache.put(key, images[key])
         return torch.stack([images[key] for key in keys]).float()
 
-    def _draw(self, batch: list[tuple], settings: RenderSettings) -> torch.Tensor:
+    def _draw(self, batch: list[tuple], settings: RenderSettings, pictures: Mapping[str, Image]) -> torch.Tensor:
+        """Draw pictures of one guidance and number of steps; `pictures` are those to draw from, by digest."""
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
         size = {"height": settings.size, "width": settings.size, "max_area": settings.size**2}  # the last is Kontext's
         options = {"guidance_scale": settings.guidance, "max_sequence_length": self.about.length, **UNCHANGED, **size}
         if self.takes_pictures:
-            options |= {**self.options, "image": [self._sources[own.source] for _, _, own in padded]}
+            options |= {**self.options, "image": [pictures[own.source] for _, _, own in padded]}
         try:
             with torch.no_grad():
                 images = self.pipeline(

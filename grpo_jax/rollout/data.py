@@ -200,18 +200,34 @@ def batches_per_epoch(n: int, batch_size: int) -> int:
     return n // batch_size
 
 
-def batch_at(seed: int, iteration: int, *, batch_size: int, n: int, levels: np.ndarray | None = None) -> np.ndarray:
+EpochOrder = Callable[[int, int, int], np.ndarray]
+"""(seed, epoch, n) → the order in which an epoch visits n rows, a permutation i64 [n]."""
+
+
+def curriculum_order(levels: np.ndarray | None) -> EpochOrder:
+    """Return the order of epochs that go from the lowest of levels f64 [n] to the highest, at random among equals.
+
+    Without levels (data.curriculum) that is `epoch_order`.
+    """
+    if levels is None:
+        return epoch_order
+
+    @functools.lru_cache(maxsize=2)  # as of `epoch_order`
+    def order(seed: int, epoch: int, n: int) -> np.ndarray:
+        shuffled = epoch_order(seed, epoch, n)
+        return shuffled[np.argsort(levels[shuffled], kind="stable")]
+
+    return order
+
+
+def batch_at(seed: int, iteration: int, *, batch_size: int, n: int, order: EpochOrder = epoch_order) -> np.ndarray:
     """Return the rows of a batch, i64 [P]; iterations count from 0 over the whole run.
 
-    With levels f64 [n] (data.curriculum) an epoch goes from the lowest to the highest, at random among equals.
     A batch never crosses an epoch, so its rows are all different: random numbers belong to a prompt's id, and a
     prompt that stood twice in a batch would get the same completions twice. Raises as `batches_per_epoch`.
     """
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
-    order = epoch_order(seed, epoch, n)
-    if levels is not None:
-        order = order[np.argsort(levels[order], kind="stable")]
-    return order[batch * batch_size : (batch + 1) * batch_size]
+    return order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
 
 
 def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.ndarray, window: int = 32) -> np.ndarray:
@@ -234,19 +250,19 @@ def iterations_in_all(section: TrainingSection, n: int) -> int:
 
 
 def further_batch_at(
-    seed: int, iteration: int, draw: int, *, batch_size: int, n: int, levels: np.ndarray | None = None
+    seed: int, iteration: int, draw: int, *, batch_size: int, n: int, order: EpochOrder = epoch_order
 ) -> np.ndarray:
     """Return the rows of a further draw of an iteration, i64 [P], where its own batch (draw 0) had too little signal.
 
     The order is the iteration's batch, then all other rows shuffled; a draw takes the next stretch, from the start
     again at the end. Within a draw all rows are different.
     """
-    batch = batch_at(seed, iteration, batch_size=batch_size, n=n, levels=levels)
+    batch = batch_at(seed, iteration, batch_size=batch_size, n=n, order=order)
     if draw == 0:
         return batch
     shuffled = _permutation(n, _FURTHER, seed, iteration)
-    order = np.concatenate([batch, shuffled[~np.isin(shuffled, batch)]])
-    return order[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
+    drawn = np.concatenate([batch, shuffled[~np.isin(shuffled, batch)]])
+    return drawn[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
 
 
 def informative_batch_at(

@@ -301,18 +301,25 @@ def ask_environment(
             continue
         grids = [] if pictures is None else pictures.grid[p, g][: len(answer.pictures)].tolist()
         try:
-            try:
-                encoded[p][g] = answering.encode_answer(answer, ended[number], grids)
-            except AnswerError:
-                if not answer.otherwise:
-                    raise
-                answers[number] = Answer(answer.otherwise)
-                encoded[p][g] = answering.encode_answer(Answer(answer.otherwise), ended[number], [])
+            answers[number], encoded[p][g] = _encoded(answering.encode_answer, answer, ended[number], grids)
         except AnswerError:
             if not answering.lenient:
                 raise
             answers[number] = None
     return answers, _padded(encoded, answering.pad_id, pictures)
+
+
+def _encoded(
+    encode: EncodeAnswer, answer: Answer, ended: bool, grids: Sequence[Sequence[int]]
+) -> tuple[Answer, list[int]]:
+    """Encode an answer, or what it says is read in its place where that fails; return the one that is read."""
+    try:
+        return answer, encode(answer, ended, grids)
+    except AnswerError:
+        if not answer.otherwise:
+            raise
+    in_place = Answer(answer.otherwise)
+    return in_place, encode(in_place, ended, [])
 
 
 def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ReplyTokens:

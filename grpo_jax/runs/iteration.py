@@ -175,23 +175,24 @@ def sample_groups(
     """
     algorithm = parts.config.algorithm
     further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
+    places = [draw_places(parts, iteration, 0, spreads)]
     with parts.trainer.at(iteration) as moment:
-        batches = [sample_batch(parts, variables, iteration, slot=slot, spreads=spreads)]
+        batches = [sample_batch(parts, variables, iteration, slot=slot, places=places[0])]
         size = len(batches[0][0].rows)
         while sum(judgement.informative.sum() for _, judgement in batches) < size and len(batches) <= further:
-            batches.append(sample_batch(parts, variables, iteration, len(batches), spreads=spreads))
+            places.append(draw_places(parts, iteration, len(batches), spreads))
+            batches.append(sample_batch(parts, variables, iteration, len(batches), places=places[-1]))
     row = {**rollout_metrics(parts, *batches[0]), **moment.logged}
     episodes, judgement = batches[0] if len(batches) == 1 else informative_first(batches)
     if algorithm.dead_groups != "keep":
         row |= {"draws": len(batches), "groups_kept": int(judgement.informative.sum())}
     if spreads is not None:
-        places = [draw_places(parts, iteration, number, spreads) for number in range(len(batches))]
         spreads = spreads_after(spreads, places, [judged.objectives for _, judged in batches], iteration)
         row["prompts_seen"] = float((np.asarray(spreads.seen) >= 0).mean())
     return Sampled(episodes, judgement, row, spreads)
 
 
-def draw_places(parts: RunContext, iteration: int, number: int, spreads: Spreads | None) -> np.ndarray:
+def draw_places(parts: RunContext, iteration: int, number: int, spreads: Spreads | None = None) -> np.ndarray:
     """Return the places [P] of the training rows of a draw: functions of (seed, iteration, number) and `spreads`."""
     config, size = parts.config, parts.config.training.prompts_per_batch
     if spreads is not None:
@@ -200,7 +201,7 @@ def draw_places(parts: RunContext, iteration: int, number: int, spreads: Spreads
             config.seed, iteration, number, batch_size=size, spreads=spreads, half_life=half_life
         )
     n = len(parts.prompts.train)
-    return further_batch_at(config.seed, iteration, number, batch_size=size, n=n, levels=parts.levels)
+    return further_batch_at(config.seed, iteration, number, batch_size=size, n=n, order=parts.order)
 
 
 def spreads_after(
@@ -263,11 +264,11 @@ def sample_batch(
     iteration: int,
     number: int = 0,
     slot: Slot | None = None,
-    spreads: Spreads | None = None,
+    places: np.ndarray | None = None,
 ) -> tuple[Episodes, Judgement]:
     """Sample and judge one draw: its rows are `draw_places`, its random numbers follow (seed, iteration, number)."""
     config, rows = parts.config, parts.prompts.train
-    places = draw_places(parts, iteration, number, spreads)
+    places = draw_places(parts, iteration, number) if places is None else places
     # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _DRAW_STREAM), number) if number else parts.key
     episodes, judgement = collect(

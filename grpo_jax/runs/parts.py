@@ -27,11 +27,14 @@ from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.data import (
     SPLITS,
+    EpochOrder,
     PromptSet,
     Row,
     all_rows,
     batches_per_epoch,
     column_levels,
+    curriculum_order,
+    epoch_order,
     iterations_in_all,
     row_sizes,
 )
@@ -67,8 +70,8 @@ class RunContext(NamedTuple):
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
     (`TaskData.choices`), or their form, or is None, also where completions are lists of them; `devices` has the device
-    name of each part; `trainer` is the run as rewards see it; `levels` is f64 [n], the training rows in a curriculum,
-    or None.
+    name of each part; `trainer` is the run as rewards see it; `order` is that in which an epoch visits the
+    training rows.
     """
 
     config: Config
@@ -83,7 +86,7 @@ class RunContext(NamedTuple):
     devices: dict[str, str]
     trainer: Trainer
     stopping: Callable[[], bool] = lambda: False
-    levels: np.ndarray | None = None
+    order: EpochOrder = epoch_order
 
     def is_stopped(self) -> bool:
         """Return, in all processes, whether process 0 was asked to stop."""
@@ -136,7 +139,7 @@ def load_parts(
     say("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
     require_same_facts("data", lambda: data_facts(data.prompts))
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
-    levels = column_levels(data.prompts.train, config.data.curriculum)
+    order = curriculum_order(column_levels(data.prompts.train, config.data.curriculum))
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(
         config.rewards,
@@ -209,7 +212,7 @@ def load_parts(
         else {POLICY: listed(devices)},
         trainer=trainer,
         stopping=stopping if is_main_process() else lambda: False,
-        levels=levels,
+        order=order,
     )
 
 

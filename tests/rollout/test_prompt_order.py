@@ -8,7 +8,14 @@ import pytest
 from support.text_task import assert_same_run, rewound, rows, train_here
 
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import Row, batch_at, column_levels, further_batch_at, informative_batch_at
+from grpo_jax.rollout.data import (
+    Row,
+    batch_at,
+    column_levels,
+    curriculum_order,
+    further_batch_at,
+    informative_batch_at,
+)
 from grpo_jax.training.state import Spreads
 
 SIZE, ROWS = 4, 14
@@ -24,13 +31,14 @@ def drawn(spreads, iteration=0, number=0, half_life=1e9, seed=0):
 
 def test_a_curriculum_goes_from_low_to_high_in_every_epoch_and_equals_change_places():
     levels = np.array([3, 1, 2, 2, 2, 2, 9, 8, 7, 6, 5, 4.5, 4, 3.5])
-    epochs = [[batch_at(0, 3 * epoch + batch, batch_size=SIZE, n=ROWS, levels=levels) for batch in range(3)]
+    order_of = curriculum_order(levels)
+    epochs = [[batch_at(0, 3 * epoch + batch, batch_size=SIZE, n=ROWS, order=order_of) for batch in range(3)]
               for epoch in range(4)]  # fmt: skip
     orders = {tuple(np.concatenate(batches).tolist()) for batches in epochs}
     assert len(orders) > 1
     for order in orders:
         assert levels[list(order)].tolist() == sorted(levels)[: 3 * SIZE] and len(set(order)) == 3 * SIZE
-    np.testing.assert_array_equal(further_batch_at(0, 1, 0, batch_size=SIZE, n=ROWS, levels=levels), epochs[0][1])
+    np.testing.assert_array_equal(further_batch_at(0, 1, 0, batch_size=SIZE, n=ROWS, order=order_of), epochs[0][1])
 
 
 def test_levels_are_numbers_of_every_row():

@@ -106,11 +106,11 @@ def test_the_command_draws_what_answers_say(tmp_path, monkeypatch, capsys):
 
     drawn, draw = [], Renderer._draw
 
-    def record(self, batch, settings):
+    def record(self, batch, settings, *pictures):
         drawn.extend(batch)
         for _, _, own in batch:
             assert (own.steps, own.guidance) == (settings.steps, settings.guidance)
-        return draw(self, batch, settings)
+        return draw(self, batch, settings, *pictures)
 
     monkeypatch.setattr(Renderer, "_draw", record)
     folder = tmp_path / "run"

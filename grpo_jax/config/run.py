@@ -175,6 +175,8 @@ class Config:
             require(not self.ppo.kl_coef, "ppo.kl_coef", f"{listed} (algorithm.kl_coef weighs them)", self.ppo.kl_coef)
         buffer, longest = algorithm.overlong_buffer, section.max_new_tokens
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
+        tools = type(self.task).calls_tools or not self.data.tool_names
+        require(tools, "data.tools", "JSON schemas with this task, which calls no functions", self.data.tool_names)
         chat = section.turns == 1 or self.data.form != "append"
         require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", section.turns)
         for reward in self.rewards if section.turns > 1 else ():

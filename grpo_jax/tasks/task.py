@@ -173,6 +173,7 @@ class Task:
         default_config: A shipped config that runs where no --config is given; None for the defaults.
         display: How its measures are shown.
         not_planned: What `--plan` does not count, in words.
+        calls_tools: Whether functions that data.tools names are called.
         judges_prompts: Whether an unchanged prompt can be judged in a completion's place (sampling.keep_prompt).
     """
 
@@ -181,6 +182,7 @@ class Task:
     default_config: ClassVar[str | None] = None
     display: ClassVar[Display] = Display()
     not_planned: ClassVar[str] = ""
+    calls_tools: ClassVar[bool] = False
     judges_prompts: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:

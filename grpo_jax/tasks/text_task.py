@@ -44,6 +44,7 @@ class Text(Task):
     isolated: bool = may_change(False)
     seeds: int = 1024
 
+    calls_tools: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
 
     def check(self, config: Config) -> None:

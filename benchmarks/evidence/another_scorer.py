@@ -26,8 +26,8 @@ from bridges.scorers.open_clip import OpenClip
 from scripts.miniature import train_scorer_scenes
 from scripts.miniature.build import greedy_rewrites
 
-REQUESTS, SEED, STEPS = 192, 1, 1600
-EYE = {"layers": 4, "width": 64, "head_width": 32, "patch_size": 4}
+REQUESTS, SEED, STEPS = 192, 1, 1000
+EYE = {"layers": 4, "width": 64, "head_width": 32, "patch_size": 8}
 
 
 def compared(runs: list[Path], scorer: Path) -> str:

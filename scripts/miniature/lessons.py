@@ -66,6 +66,7 @@ class Subject(NamedTuple):
         row: All words of a caption → what ``draw`` takes, i64[n].
         draw: (rows, rng) → pictures f32 [n, 3, 32, 32] in [0, 1].
         sizes: How many values each place of a row has.
+        weak: The rates of its weak lessons.
     """
 
     vocabulary: Collection[str]
@@ -77,6 +78,7 @@ class Subject(NamedTuple):
     row: Callable[[Words], np.ndarray]
     draw: Callable[[np.ndarray, np.random.Generator], np.ndarray]
     sizes: tuple[int, ...]
+    weak: Rates = WEAK
 
 
 class Turn(NamedTuple):
@@ -247,5 +249,6 @@ TWO = Subject(
     _scene_row,
     scenes.draw,
     (len(scenes.LAYOUTS), *2 * (len(scenes.SHAPES), len(scenes.COLOURS))),
+    WEAK._replace(translated=0.9, mended=(0.3, 0.6), kept=1.0),
 )
-"""The harder world."""
+"""The harder world, where one wrong word fails a request: only mending is left to learn from rewards."""

@@ -273,7 +273,7 @@ def train(
 
     _minimise("tower", read, [*tower.parameters(), *heads.parameters()], looking, 1.5 * learning_rate)
     _minimise("sound", follow(lessons.SOUND), [*language.parameters()], sound, learning_rate)
-    _minimise("weak", follow(lessons.WEAK), [*language.parameters()], weak, 0.5 * learning_rate)
+    _minimise("weak", follow(subject.weak), [*language.parameters()], weak, 0.5 * learning_rate)
     model.half().save_pretrained(folder, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     image_processor().save_pretrained(folder)

@@ -6,10 +6,10 @@
 Each run is a shipped config with another seed, through the real command; one that was stopped goes on, one that is
 there is not run again. Then its exported policy is measured anew, prompt by prompt. *recreation* draws a picture again:
 pictures shown, and as controls hidden or shuffled among prompts. *refinement* writes a prompt, sees what a hidden lens
-made of it, and writes another: seeing, and as a control blind, trained and measured without the picture; *scenes* is the
-same in the harder world, whose start is built first (`configs/prompt_refinement_scenes.yaml`). The seeing
-policy is measured blind and with wrong pictures too, and with two samples of its first turn, of which the reward
-chooses one (or the checker, which no user has). Prints JSON and Markdown: shares of requested attributes that the pixel
+made of it, and writes another: seeing, and as a control blind, trained and measured without the picture; *scenes* is
+the same in the harder world, whose start is built first (`configs/prompt_refinement_scenes.yaml`). The seeing policy is
+measured blind and with wrong pictures too, and with two samples of its first turn, of which the reward chooses one (or
+the checker, which no user has). Prints JSON and Markdown: shares of requested attributes that the pixel
 checker finds, with 95 % intervals from resampling seeds and prompts.
 """
 

@@ -110,7 +110,7 @@ def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[n
 
 
 def _oracle(rows: Sequence[Row], config: Config) -> dict[str, list[str]]:
-    """Return the best text for each row; a renderer that does not draw what it is asked turns that text into its own."""
+    """Return the best text for each row; a renderer that draws something else turns that text into its own."""
     oracle = getattr(config.judges["renderer"], "oracle", None)
     best = oracle_column(rows)
     if oracle is None or not best:

@@ -2,10 +2,10 @@
 
     python benchmarks/evidence/another_scorer.py RUN_DIR … [--scorer FOLDER]
 
-The scorer is trained into FOLDER where there is none: of another seed and another kind than the rewarding one, whose eye
-is a ResNet; this one's is a vision transformer. Of each run (`prompt_enhancement_scenes`) it scores pictures of the same
-192 held-out requests: of the starting policy's greedy rewrites, of the trained policy's, of the oracle's, and as a control
-the trained policy's picture of another request of that kind. Prints the mean cosine of request and picture, by kind.
+The scorer is trained into FOLDER where there is none: of another seed and another kind than the rewarding one, whose
+eye is a ResNet; this one's is a vision transformer. Of each run (`prompt_enhancement_scenes`) it scores pictures of the
+same 192 held-out requests: of the starting policy's greedy rewrites, of the trained policy's, of the oracle's, and as a
+control the trained policy's picture of another request of that kind. Prints the mean cosine of request and picture.
 """
 
 from __future__ import annotations

@@ -249,6 +249,6 @@ TWO = Subject(
     _scene_row,
     scenes.draw,
     (len(scenes.LAYOUTS), *2 * (len(scenes.SHAPES), len(scenes.COLOURS))),
-    WEAK._replace(translated=0.9, mended=(0.3, 0.6), kept=1.0),
+    WEAK._replace(translated=0.9, mended=(0.45, 0.45), kept=1.0),
 )
 """The harder world, where one wrong word fails a request: only mending is left to learn from rewards."""

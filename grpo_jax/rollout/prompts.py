@@ -94,10 +94,12 @@ def load_prompts(
 
 def _streamed(section: DataSection) -> PromptSet:
     """Return a stream to train on, and what is held out: files of their own, or some of its first rows."""
+    names: dict[str, None] = {}
 
     def parse(record: Record, number: int) -> Row:
         if not isinstance(record, dict):
             raise ValueError(record)
+        names.update(dict.fromkeys(map(str, record)))
         row, split = _parse(rename_columns(dict(record), section.columns), number, source.base)
         if split is not None:
             raise ValueError(
@@ -107,6 +109,8 @@ def _streamed(section: DataSection) -> PromptSet:
 
     source = open_source(section.prompts)
     stream = StreamedRows(source, parse, section.prompts, buffer=section.shuffle_buffer)
+    if names:
+        _check_columns(list(names), section.columns, section.prompts)
     if not len(stream):
         raise UserError(f"{section.prompts}: expected at least one prompt")
     others = {part: getattr(section, part) for part in SPLITS[1:] if getattr(section, part)}

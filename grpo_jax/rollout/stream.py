@@ -73,14 +73,17 @@ def _opened(place: str, path: Path, kind: str) -> Source:
         if kind == ".parquet":
             return Source(load("parquet").decode(False), "row", 0, path.parent, dict)
         if kind in DELIMITERS:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                names = next(csv.reader(file, delimiter=DELIMITERS[kind]), [])
-            texts = datasets.Features({name: datasets.Value("string") for name in names})
-            data = load("csv", sep=DELIMITERS[kind], features=texts, keep_default_na=False, encoding="utf-8-sig")
+            sheet = {"path": str(path), "delimiter": DELIMITERS[kind]}
+            data = datasets.IterableDataset.from_generator(_sheet, gen_kwargs=sheet)
             return Source(data, "row", 1, path.parent, filled)
         parse = parse_object if kind == ".jsonl" else (lambda text: {"prompt": text})
         data = load("text", encoding="utf-8-sig")
     return Source(data, "line", 1, path.parent, lambda line: parse(line["text"]) if line["text"].strip() else None)
+
+
+def _sheet(path: str, delimiter: str) -> Iterator[dict[Any, Any]]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        yield from csv.DictReader(file, delimiter=delimiter, strict=True)
 
 
 class Position(NamedTuple):

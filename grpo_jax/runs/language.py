@@ -55,7 +55,8 @@ class LanguageProgram:
     and of the policy before a warm start ("untrained"); "samples", `evaluation.sample_measures` of the start;
     "watched", what was watched of each test and validation prompt then; "remembered", for the task's findings;
     "absent", the number of consecutive iterations without a reward, by its name; "stream", where data.streaming goes on
-    (`Position`); and "remark", the task's one remark on completions. `config` also names the Python input; `parts.config` is this machine's.
+    (`Position`); and "remark", the task's one remark on completions. `config` also names the Python input;
+    `parts.config` is this machine's.
     """
 
     config: Config

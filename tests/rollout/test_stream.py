@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import shutil
 
 import datasets
 import pandas
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from support.text_task import assert_same_run, make_place, rewound, train_here
+from support.text_task import ROOT, assert_same_run, make_place, rewound, train_here
 
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import StopRun, UserError
@@ -221,7 +222,7 @@ def test_a_run_that_samples_ahead_goes_on_too(place, tmp_path):
 
 
 def test_a_malformed_line_ends_a_run_that_goes_on_when_it_is_mended(run, place, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(streamed, "HEAD", 10)
+    monkeypatch.setattr(stream, "HEAD", 10)
     data = tmp_path / "prompts.jsonl"
     shutil.copy(place.folder / "prompts.jsonl", data)
     file = config(place, "mended", data={"prompts": str(data)}, training={"max_steps": 9})
@@ -231,7 +232,7 @@ def test_a_malformed_line_ends_a_run_that_goes_on_when_it_is_mended(run, place, 
     data.write_text(good.replace('"30 trees"', '"30 trees'))
     assert train_here(file, tmp_path / "run") == 2
     errors = capsys.readouterr().err.strip().splitlines()
-    assert len(errors) == 1 and "prompts.jsonl: line 31: not JSON" in errors[0]
+    assert len(errors) == 1 and "prompts.jsonl: line 61: not JSON" in errors[0]
     assert "Saved after iteration 6; go on with --resume" in errors[0]
     data.write_text(good)
     assert train_here(file, tmp_path / "run", "--resume") == 0
@@ -260,7 +261,7 @@ def test_what_training_does_not_come_to_is_not_read(place, tmp_path):
         ({"data.shuffle_buffer": 0}, "data.shuffle_buffer: expected"),
         ({"data.columns.wish": "hope"}, "data.columns.wish: no such column, 'hope'"),
         ({"training.prompts_per_batch": 64}, "a batch takes 64 different prompts and there are 3"),
-        ({"task": "prompt_recreation"}, "data.streaming: expected false with this task"),
+        ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "data.streaming: expected false with this task"),
     ],
 )
 def test_what_a_stream_cannot_do_is_one_line(place, tmp_path, capsys, changes, message):

@@ -169,8 +169,8 @@ def test_arrays_of_other_types_are_named():
     whole = {name: part.astype(np.int32) if part.dtype == np.float32 else part for name, part in parts.items()}
     weighed = parts | {"mask": parts["mask"].astype(np.float32)}
     maskless = {"group_advantages", "batch_whitened_advantages", "leave_one_out_advantages", "sum_rewards"}
-    maskless |= {"raft_advantages", "condition_rewards", "groups_without_signal", "groups_with_signal", "distinct_advantages"}
-    maskless |= {"kl_divergence", "overlong_penalty"}
+    maskless |= {"condition_rewards", "groups_without_signal", "groups_with_signal", "distinct_advantages"}
+    maskless |= {"raft_advantages", "kl_divergence", "overlong_penalty"}
     for name, function in TABLE.items():
         if name not in ("overlong_penalty", "without_truncated"):
             with pytest.raises(TypeError, match="must be of a floating type, got int32"):

@@ -21,6 +21,7 @@ from grpo_jax.core.advantages import (
     group_advantages,
     groups_without_signal,
     leave_one_out_advantages,
+    raft_advantages,
     sum_rewards,
 )
 from grpo_jax.core.selection import groups_with_signal
@@ -154,11 +155,13 @@ def estimate_advantages(
     summed = sum_rewards(rewards, weights=weights)
     if section.advantage == "rloo":
         return leave_one_out_advantages(summed)
+    if section.advantage == "raft":
+        return raft_advantages(summed)
     if section.advantage == "batch":
         return batch_whitened_advantages(summed)
     if section.advantage == "grpo":
         return group_advantages(summed, scale=section.scale or losses.PRESET_SCALES[section.preset])
-    raise ValueError(f"section.advantage: expected gdpo, grpo, rloo or batch, got {section.advantage!r}")
+    raise ValueError(f"section.advantage: expected gdpo, grpo, rloo, raft or batch, got {section.advantage!r}")
 
 
 def estimate_turn_advantages(

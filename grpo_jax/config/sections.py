@@ -337,7 +337,8 @@ class AlgorithmSection:
     Args:
         preset: Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo.
         advantage: "gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out;
-            "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a value head for the sum (ppo).
+            "raft" teaches each group's best alone (rejection sampling); "batch" whitens the sum over the whole batch
+            (REINFORCE++); "gae" is PPO: a value head for the sum (ppo).
         scale: What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the
             preset's.
         whiten: What GDPO whitens over the batch: "sequence", "token" or "none".
@@ -365,7 +366,7 @@ class AlgorithmSection:
     """
 
     preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
-    advantage: Literal["gdpo", "grpo", "rloo", "batch", "gae"] = "gdpo"
+    advantage: Literal["gdpo", "grpo", "rloo", "raft", "batch", "gae"] = "gdpo"
     scale: Literal["group", "batch", "none"] | None = None
     whiten: Literal["sequence", "token", "none"] = "sequence"
     clip_low: Annotated[Positive, Le(1)] | None = None

@@ -178,13 +178,13 @@ def sample_groups(
     with parts.trainer.at(iteration) as moment:
         batches = [sample_batch(parts, variables, iteration, slot=slot, places=places[0])]
         size = len(batches[0][0].rows)
-        while sum(judgement.informative.sum() for _, judgement in batches) < size and len(batches) <= further:
+        while sum(judgement.informative_count for _, judgement in batches) < size and len(batches) <= further:
             places.append(draw_places(parts, iteration, len(batches), spreads))
             batches.append(sample_batch(parts, variables, iteration, len(batches), places=places[-1]))
     row = {**rollout_metrics(parts, *batches[0]), **moment.logged}
     episodes, judgement = batches[0] if len(batches) == 1 else informative_first(batches)
     if algorithm.dead_groups != "keep":
-        row |= {"draws": len(batches), "groups_kept": int(judgement.informative.sum())}
+        row |= {"draws": len(batches), "groups_kept": judgement.informative_count}
     if spreads is not None:
         spreads = spreads_after(spreads, places, [judged.objectives for _, judged in batches], iteration)
         row["prompts_seen"] = float((np.asarray(spreads.seen) >= 0).mean())
@@ -387,7 +387,7 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
     for p, g in np.ndindex(advantages.shape[:2]):
         for number, turn in enumerate(episodes.episodes[p][g].turns):
             advantage = advantages[p, g]
-            if advantages.ndim == 3:
+            if advantages.ndim == 3 and samples.turn is not None:
                 in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0

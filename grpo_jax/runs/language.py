@@ -76,7 +76,7 @@ class LanguageProgram:
         return self.learner.iterations
 
     @property
-    def identity(self) -> Mapping[str, object]:
+    def identity(self) -> Mapping[str, str]:
         """Identity of the task's data and models, compared on resume."""
         return self.parts.task_data.identity
 

@@ -437,5 +437,6 @@ def _shown(parts: RunContext, pictures: Pictures | None) -> Shown | None:
     count, patches = (0, 0) if pictures is None else pictures.patches.shape[1:3]
     if answers:
         loaded, size = parts.policy.folder, parts.config.data.picture_size
+        assert loaded.config.vision is not None
         patches = max(patches, most_patches(loaded.path, loaded.config.vision, size))
     return Shown(count, answers, patches)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import Positive, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
@@ -26,14 +26,13 @@ class Environment(Task):
     """Episodes of environments of your own: reset(seed) → prompt, step(text) → (reply, reward, done).
 
     Args:
-        environment: Classes, package.module:Class or file.py:Class, made without arguments, one for each episode.
-        shares: How much of the prompts each has; empty for equal shares.
+        environment: Classes, package.module:Class or file.py:Class, made without arguments, one for each episode; of
+            several a list, or {class: share} of how much of the prompts each has.
         seeds: How many episodes there are to train on, over and over; further ones are held out.
         held_out: How many episodes each measure the run and choose the best checkpoint.
     """
 
-    environment: list[str] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
+    environment: list[str] | dict[str, Positive] = field(default_factory=list)
     seeds: int = 1024
     held_out: int = 64
 
@@ -43,10 +42,7 @@ class Environment(Task):
     }
 
     def check(self, config: Config) -> None:
-        """Refuse shares that are not of the environments, and prompts beside theirs."""
-        fits = not self.shares or len(self.shares) == len(self.environment)
-        require(fits, "task.shares", f"one for each of {len(self.environment)} environments", self.shares)
-        require(all(share > 0 for share in self.shares), "task.shares", "numbers above 0", self.shares)
+        """Refuse prompts beside those of the environments."""
         for name in ("seeds", "held_out"):
             require(getattr(self, name) > 0, f"task.{name}", "at least 1", getattr(self, name))
         for name in ("prompts", "validation", "test"):
@@ -79,7 +75,8 @@ class Environment(Task):
 
     def _kinds(self, count: int) -> Sequence[int]:
         """Return which environment each of some episodes is of, as evenly spread as the shares allow."""
-        shares = np.array(self.shares or [1.0] * len(self.environment))
+        named = self.environment
+        shares = np.array([*named.values()] if isinstance(named, dict) else [1.0] * len(named))
         due = np.outer(np.arange(1, count + 1), shares / shares.sum())
         given, kinds = np.zeros(len(shares)), []
         for row in due:

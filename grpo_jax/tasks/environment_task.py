@@ -32,7 +32,7 @@ class Environment(Task):
         held_out: How many episodes each measure the run and choose the best checkpoint.
     """
 
-    environment: list[str] | dict[str, Positive] = field(default_factory=list)
+    environment: dict[str, Positive] | list[str] | str = field(default_factory=list)
     seeds: int = 1024
     held_out: int = 64
 
@@ -54,9 +54,10 @@ class Environment(Task):
         if setup.prompts is not None:
             raise UserError("prompts: expected none, environments bring their own")
         require(bool(self.environment), "task.environment", "a class, such as my_env.py:Env", None)
-        classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in self.environment}
-        if len(classes) < len(self.environment):
-            raise UserError(f"task.environment: expected classes of different names, got {', '.join(self.environment)}")
+        names = [self.environment] if isinstance(self.environment, str) else [*self.environment]
+        classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in names}
+        if len(classes) < len(names):
+            raise UserError(f"task.environment: expected classes of different names, got {', '.join(names)}")
         for name, made in classes.items():
             if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
                 raise UserError(f"task.environment: {name} must have the methods reset(seed) and step(text)")
@@ -76,7 +77,8 @@ class Environment(Task):
     def _kinds(self, count: int) -> Sequence[int]:
         """Return which environment each of some episodes is of, as evenly spread as the shares allow."""
         named = self.environment
-        shares = np.array([*named.values()] if isinstance(named, dict) else [1.0] * len(named))
+        given = [*named.values()] if isinstance(named, dict) else [1.0] * (1 if isinstance(named, str) else len(named))
+        shares = np.array(given)
         due = np.outer(np.arange(1, count + 1), shares / shares.sum())
         given, kinds = np.zeros(len(shares)), []
         for row in due:

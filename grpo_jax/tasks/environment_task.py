@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_jax.config.fields import Positive, require
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.errors import UserError, is_own_doing, one_line, short_name
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.rewards import Reward
@@ -32,7 +33,7 @@ class Environment(Task):
         held_out: How many episodes each measure the run and choose the best checkpoint.
     """
 
-    environment: dict[str, Positive] | list[str] | str = field(default_factory=list)
+    environment: dict[str, Any] | list[str] | str = field(default_factory=list)
     seeds: int = 1024
     held_out: int = 64
 
@@ -42,7 +43,10 @@ class Environment(Task):
     }
 
     def check(self, config: Config) -> None:
-        """Refuse prompts beside those of the environments."""
+        """Refuse shares that are none, and prompts beside those of the environments."""
+        for name, share in self.environment.items() if isinstance(self.environment, dict) else ():
+            fits = isinstance(share, int | float) and 0 < share < math.inf
+            require(fits, "task.environment", f"a share above 0 of {short_name(name)}", share)
         for name in ("seeds", "held_out"):
             require(getattr(self, name) > 0, f"task.{name}", "at least 1", getattr(self, name))
         for name in ("prompts", "validation", "test"):

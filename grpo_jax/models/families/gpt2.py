@@ -65,7 +65,6 @@ class GPT2Config:
     vision: ClassVar[None] = None
 
     def __post_init__(self):
-        """Refuse impossible shapes."""
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

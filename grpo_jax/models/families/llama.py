@@ -54,7 +54,6 @@ class Mixture:
     normalised: bool = False  # whether the weights of the chosen ones add up to 1
 
     def __post_init__(self):
-        """Refuse impossible choices."""
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"num_experts_per_tok must be from 1 to num_experts={self.experts}, got {self.chosen}")
 

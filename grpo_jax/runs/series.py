@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from grpo_jax.config.build import nested
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 from grpo_jax.models.broadcast import is_main_process, meet, process_count, together
@@ -295,17 +296,6 @@ def leaves(tree: PyTree) -> dict[str, PyTree]:
     return named
 
 
-def _nested(leaves: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    tree: dict[str, PyTree] = {}
-    for name, leaf in leaves.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
-
-
 def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -325,7 +315,7 @@ def storable(part: PyTree) -> dict[str, PyTree]:
             )
         return array
 
-    return _nested({name: convert(name, leaf) for name, leaf in leaves(part).items()})
+    return nested((name.split("."), convert(name, leaf)) for name, leaf in leaves(part).items())
 
 
 def target(part: PyTree) -> dict[str, PyTree]:
@@ -339,7 +329,7 @@ def target(part: PyTree) -> dict[str, PyTree]:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return np.asarray(leaf)
 
-    return _nested({name: describe(leaf) for name, leaf in leaves(part).items()})
+    return nested((name.split("."), describe(leaf)) for name, leaf in leaves(part).items())
 
 
 def as_template(leaf: PyTree, restored: PyTree) -> PyTree:

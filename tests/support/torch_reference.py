@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from flax.traverse_util import flatten_dict
 
-from grpo_jax.models.hf.weights import flatten, name_table, tower_table
+from grpo_jax.models.hf.weights import name_table, tower_table
 
 VOCAB = 96
 SHAPE = dict(
@@ -194,7 +195,7 @@ def grpo(predicted, batch, advantages, noise):
 
 def assert_gradients_agree(model, config, grads) -> None:
     """Gradients of the parameters, a vision tower's among them, are those of torch to 1e-3 of the largest."""
-    leaves = flatten(grads)
+    leaves = flatten_dict(grads)
     state = {name.replace("model.language_model.", "model."): w for name, w in model.named_parameters()}
     table = name_table(config, state)
     if "visual" in grads:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from bridges.retrieval.encoders import Encoder, Vectors, digest, encode_titles
+from bridges.retrieval.encoders import Encoder, Vectors, encode_titles, titles_digest
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
@@ -42,11 +42,11 @@ def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None
     """Load the vectors of titles, in the order of their rows, from the cache, or make and store them there."""
     if not len(titles):
         raise UserError("the catalogue has no items")
-    titles_digest = digest(titles)
-    fingerprint = Fingerprint(f"{len(titles)} titles, {titles_digest}", encoder.identity)
+    digest = titles_digest(titles)
+    fingerprint = Fingerprint(f"{len(titles)} titles, {digest}", encoder.identity)
     if cache is None:
         return Index(encode_titles(encoder, titles), fingerprint, None)
-    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{titles_digest}-{_FORMAT}"
+    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{digest}-{_FORMAT}"
     try:
         if not (folder / "meta.json").is_file():
             _save(folder, titles, encode_titles(encoder, titles), fingerprint)

@@ -56,7 +56,7 @@ class TfidfEncoder:
         except ValueError as error:
             raise UserError(f"encoder tfidf: the titles have no words ({error})") from error
         self.emphasis = np.asarray(self._vectorizer.idf_, np.float32)
-        self.identity = f"tfidf-{digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
+        self.identity = f"tfidf-{_digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
 
     def encode(self, texts: Sequence[str]) -> sparse.csr_matrix:
         """`Encoder.encode`, sparse, a column for each word."""
@@ -102,7 +102,7 @@ class SentenceEncoder:
         except Exception as error:
             raise UserError(f"cannot load the encoder {model}: {first_line(error)}") from error
         self._width = int(self._model.encode(["a"], show_progress_bar=False).shape[-1])
-        self.identity = f"sentence-{digest(_parts_of(self._model))}"
+        self.identity = f"sentence-{_digest(_parts_of(self._model))}"
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """`Encoder.encode`, dense."""
@@ -181,14 +181,19 @@ def _parts_of(model) -> Iterable[bytes | str]:
         yield tensor.detach().cpu().contiguous().float().numpy().tobytes()
 
 
-def digest(parts: Iterable[bytes | str]) -> str:
-    """Sixteen hexadecimal digits of the SHA-256 of all parts in their order."""
+def _digest(parts: Iterable[bytes | str]) -> str:
+    """Sixteen hexadecimal digits of the SHA-256 of all parts."""
     total = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
         total.update(len(data).to_bytes(8, "little"))
         total.update(data)
     return total.hexdigest()[:16]
+
+
+def titles_digest(titles: Sequence[str]) -> str:
+    """Sixteen digits that identify the titles and their order."""
+    return _digest(titles)
 
 
 def resolved_name(name: str) -> str:

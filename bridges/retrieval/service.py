@@ -23,7 +23,7 @@ from bridges.pool import cluster
 from bridges.pool.pool import require_room, start_actors
 from bridges.pool.section import PoolSection
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
-from bridges.retrieval.encoders import Vectors, check_finite, digest, load_encoder, resolved_name, stacked
+from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
 from bridges.retrieval.errors import RetrievalError, ServiceNotFound
 from bridges.retrieval.local import Shard, Space
 from bridges.retrieval.queries import Queries
@@ -151,7 +151,7 @@ def connect(titles: Sequence[str], section: RetrievalSection = RetrievalSection(
         raise UserError(
             f"the retrieval service {service!r} was started with the encoder {backend.encoder}, not {section.encoder}"
         )
-    ours = f"{len(titles)} titles, {digest(titles)}"
+    ours = f"{len(titles)} titles, {titles_digest(titles)}"
     if backend.fingerprint.catalogue != ours:
         raise UserError(
             f"the retrieval service {service!r} serves another catalogue ({backend.fingerprint.catalogue}) than "

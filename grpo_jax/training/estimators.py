@@ -55,7 +55,7 @@ def make_objectives(
     conditions: Sequence[Condition] = (),
     overlong_buffer: int = 0,
     max_new_tokens: int,
-    usable: np.ndarray | None = None,
+    usable: np.ndarray | jax.Array | None = None,
     fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
@@ -107,8 +107,8 @@ def make_turn_objectives(
     def by_turn(array: Any) -> jax.Array:  # [P, G, U, ..] → [P · U, G, ..]: a group's completions in one turn
         return jnp.moveaxis(jnp.asarray(array), 2, 1).reshape(prompts * turns, group, *array.shape[3:])
 
-    usable = None if usable is None else by_turn(usable)
-    flat = make_objectives(by_turn(judged), by_turn(lengths), usable=usable, **options)
+    readable = None if usable is None else by_turn(usable)
+    flat = make_objectives(by_turn(judged), by_turn(lengths), usable=readable, **options)
     if turns == 1:
         return flat
     rewards = jnp.moveaxis(flat.rewards.reshape(prompts, turns, group, -1), 1, 2)

@@ -42,7 +42,6 @@ class UserError(Exception):
     """Something the user can mend: each line says what is wrong and what to do. Commands exit with 2."""
 
     def __str__(self) -> str:
-        """Join the lines."""
         return "; ".join(map(str, self.args))
 
 
@@ -78,7 +77,7 @@ class FieldError(UserError, ValueError):
 
 
 class StopRun(UserError):
-    """A judge is gone for good: the run saves and ends. Never turned into a missing reward."""
+    """A judge, or the data, is gone for good: the run saves and ends. Never turned into a missing reward."""
 
 
 class Stopped(BaseException):

@@ -77,11 +77,9 @@ class Stored(torch.Tensor):
         return values_of(self)[index]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor."""
         return values_of(self).__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:
-        """Representation without the values."""
         return f"Stored({list(self.shape)}, {self.dtype}, fetched={self.contents.tensor is not None})"
 
     @classmethod
@@ -110,10 +108,11 @@ def stored(reference: Any, shape: Sequence[int], kind: str) -> Stored:
 
 def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensors; stored ones of one shape and type are not fetched."""
-    kinds = {(part.contents.inner, part.contents.kind) if isinstance(part, Stored) else None for part in parts}
-    if len(kinds) > 1 or None in kinds:
+    contents = [part.contents for part in parts if isinstance(part, Stored)]
+    kinds = {(one.inner, one.kind) for one in contents}
+    if len(contents) < len(parts) or len(kinds) > 1:
         return torch.cat(list(parts))
-    return Stored(Contents([row for part in parts for row in part.contents.rows], *kinds.pop()))
+    return Stored(Contents([row for one in contents for row in one.rows], *kinds.pop()))
 
 
 def as_stored(array: Any) -> Stored | None:

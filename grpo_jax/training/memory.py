@@ -87,6 +87,7 @@ def state_shapes(
         key = jax.random.key(0)
         variables = init_variables(model, key, param_dtype=weight_dtype(section), lora=lora)
         if pictures or needs_tower(section, lora):
+            assert model.vision is not None
             visual = init_tower(model.vision, key, tower_dtype(section))
             variables = with_tower(variables, visual, trained=section.vision == "train")
             if lora is not None:
@@ -151,14 +152,14 @@ def require_memory(config: Config, model: ModelConfig, *, available: int | None,
         return
     without_tower = dataclasses.replace(config.policy, vision="frozen")
     config, sampling = dataclasses.replace(config, policy=without_tower), config.sampling
-    state = _tree_bytes(state_shapes(config, model, None))
+    state = tree_bytes(state_shapes(config, model, None))
     first = whole = 0
     if not listed:
         policy, sizes = configured_functions(config.policy, model, None), cache_sizes(sampling.max_new_tokens)
         rows = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
         shape = rows, sampling.written_completions
         first, whole = (
-            _tree_bytes(jax.eval_shape(partial(policy.init_cache, *shape, size))) for size in (sizes[0], sizes[-1])
+            tree_bytes(jax.eval_shape(partial(policy.init_cache, *shape, size))) for size in (sizes[0], sizes[-1])
         )
     if max(state + first, whole) > available:
         raise UserError(
@@ -194,8 +195,14 @@ def _text(path: str) -> str:
         return ""
 
 
-def _tree_bytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of a tree of arrays or shapes on one device: of a leaf that is spread over several, one part."""
+
+    def leaf_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
 
 class Program(NamedTuple):
@@ -247,18 +254,20 @@ def shown_shapes(
     """Return the function (P, G) → shapes of a batch's pictures as the update takes them; None where there are none."""
     if shown is None:
         return None
+    assert model.vision is not None and policy.encode_images is not None
+    vision, encode = model.vision, policy.encode_images
     again = config.policy.vision == "train" or VISUAL in state.variables.get("lora", {})
 
     def of_rows(rows: tuple[int, ...]) -> dict[str, PyTree]:
         counts = {"pictures": (rows[:1], shown.prompt), "answers": (rows, shown.answers)}
         pictures = {
-            name: picture_shapes(model.vision, (*lead, count), shown.patches)
+            name: picture_shapes(vision, (*lead, count), shown.patches)
             for name, (lead, count) in counts.items()
             if count
         }
         if again:
             return pictures
-        encoded = partial(jax.eval_shape, policy.encode_images, state.variables)
+        encoded = partial(jax.eval_shape, encode, state.variables)
         return {name: encoded(part) for name, part in pictures.items()}
 
     return of_rows

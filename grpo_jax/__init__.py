@@ -19,6 +19,7 @@ _PUBLIC = {
         "gdpo_advantages",
         "group_advantages",
         "leave_one_out_advantages",
+        "raft_advantages",
         "sum_rewards",
     ),
     "core.aggregation": ("FixedLength", "loss_normaliser"),

@@ -162,7 +162,7 @@ def _of_writer(asker: Asker) -> Question:
         plain = asker.unchanged(row)
         judged = {"the prompt as typed": plain, **greedy} if plain is not None else greedy
         entries = [shown_episode(row, one)._replace(title=name, prompt="") for name, one in judged.items()]
-        sections = [Markup("<p>{}</p>").format(_note(judged)), render("episodes", entries, display)]
+        sections: list[str] = [Markup("<p>{}</p>").format(_note(judged)), render("episodes", entries, display)]
         groups = {} if asker.draws else {name: asker.write(row, name, group=True) for name in checkpoints}
         for name, episodes in groups.items():
             rows = [[one.last.text, *one.last.rewards.values()] for one in episodes]

@@ -78,7 +78,7 @@ class FieldError(UserError, ValueError):
 
 
 class StopRun(UserError):
-    """A judge is gone for good: the run saves and ends. Never turned into a missing reward."""
+    """A judge, or the data, is gone for good: the run saves and ends. Never turned into a missing reward."""
 
 
 class Stopped(BaseException):

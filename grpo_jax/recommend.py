@@ -126,7 +126,7 @@ def _recommend(options: argparse.Namespace) -> None:
     recommender = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
     ask = functools.partial(ask_for, functools.partial(recommender, **filters), k)
     if lines is not None:
-        return _answer_lines(lines, options.file, ask)
+        return _answer_lines(lines, str(options.file), ask)
     items, record = ask(titles_of(options.history))
     if options.json:
         print(json.dumps(record, ensure_ascii=False))
@@ -156,8 +156,10 @@ def ask_for(recommender: Any, k: int, titles: Sequence[str]) -> tuple[Sequence[A
     items = recommender(titles, k, note=notes.append)
     if len(items) < k:
         notes.append(f"{len(items)} of {k} items: {_FEWER}")
-    record = {"history": titles, "items": [item._asdict() for item in items]}
-    return items, record | ({"note": "; ".join(notes)} if notes else {})
+    record: dict[str, object] = {"history": titles, "items": [item._asdict() for item in items]}
+    if notes:
+        record["note"] = "; ".join(notes)
+    return items, record
 
 
 def _answer_lines(lines: Sequence[tuple[int, str]], path: str, ask: Any) -> None:

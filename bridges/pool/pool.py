@@ -167,13 +167,14 @@ class _Call:
                 raise
             return self._lose(sent.actor, error)
         except Exception as error:
-            self._failed, kind, value = error, "value", None
+            self._failed, value = error, None
+        else:
+            if kind == "stored":
+                from bridges.pool.stored import stored
+
+                value = stored(sent.array, *value)
         del self._sent[reference]
         self._pool.since[sent.actor] = time.monotonic()
-        if kind == "stored":
-            from bridges.pool.stored import stored
-
-            value = stored(sent.array, *value)
         self._answers[sent.batch] = value
 
     def _end(self, handle: Any, limit: float) -> None:

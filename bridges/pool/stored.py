@@ -110,10 +110,11 @@ def stored(reference: Any, shape: Sequence[int], kind: str) -> Stored:
 
 def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensors; stored ones of one shape and type are not fetched."""
-    kinds = {(part.contents.inner, part.contents.kind) if isinstance(part, Stored) else None for part in parts}
-    if len(kinds) > 1 or None in kinds:
+    contents = [part.contents for part in parts if isinstance(part, Stored)]
+    kinds = {(one.inner, one.kind) for one in contents}
+    if len(contents) < len(parts) or len(kinds) > 1:
         return torch.cat(list(parts))
-    return Stored(Contents([row for part in parts for row in part.contents.rows], *kinds.pop()))
+    return Stored(Contents([row for one in contents for row in one.rows], *kinds.pop()))
 
 
 def as_stored(array: Any) -> Stored | None:

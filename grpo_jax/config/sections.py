@@ -181,6 +181,9 @@ class DataSection:
         informative_half_life: Above 0, a prompt is drawn in proportion to how far the rewards of its group spread when
             it was last drawn, in place of once an epoch; after so many iterations what was seen counts half, beside
             the mean of all, which also stands for prompts never drawn.
+        streaming: Read `prompts` as training comes to them, in place of looking at all of them before
+            (datasets.load_dataset(…, streaming=True)); training.max_steps ends the run (docs/data.md).
+        shuffle_buffer: Rows of a stream that are shuffled together; 1 leaves it in its order.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
         instruction: User message to a chat policy in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the prompt alone.
@@ -207,6 +210,8 @@ class DataSection:
     held_out: Annotated[NonNegative, Lt(0.5)] = 0.2
     curriculum: str = ""
     informative_half_life: NonNegative = 0.0
+    streaming: bool = False
+    shuffle_buffer: Annotated[int, Ge(1), Le(LENGTH)] = 1000
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
     system_prompt: str = ""
@@ -227,6 +232,11 @@ class DataSection:
         one = not (self.curriculum and self.informative_half_life)
         alone = "0 with data.curriculum, which says the order itself"
         require(one, "data.informative_half_life", alone, self.informative_half_life)
+        for name in ("curriculum", "informative_half_life"):
+            value = getattr(self, name)
+            require(
+                not (value and self.streaming), f"data.{name}", "nothing with data.streaming: it needs all rows", value
+            )
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
         expected = "what the template itself knows (data.tools and data.enable_thinking apart)"
         require(not reserved, "data.chat_template_options", expected, reserved)
@@ -327,7 +337,8 @@ class AlgorithmSection:
     Args:
         preset: Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo.
         advantage: "gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out;
-            "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a value head for the sum (ppo).
+            "raft" teaches each group's best alone (rejection sampling); "batch" whitens the sum over the whole batch
+            (REINFORCE++); "gae" is PPO: a value head for the sum (ppo).
         scale: What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the
             preset's.
         whiten: What GDPO whitens over the batch: "sequence", "token" or "none".
@@ -355,7 +366,7 @@ class AlgorithmSection:
     """
 
     preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
-    advantage: Literal["gdpo", "grpo", "rloo", "batch", "gae"] = "gdpo"
+    advantage: Literal["gdpo", "grpo", "rloo", "raft", "batch", "gae"] = "gdpo"
     scale: Literal["group", "batch", "none"] | None = None
     whiten: Literal["sequence", "token", "none"] = "sequence"
     clip_low: Annotated[Positive, Le(1)] | None = None

@@ -1,4 +1,4 @@
-"""From rewards to advantages: group-relative, leave-one-out, GDPO, REINFORCE++, and conditioned rewards.
+"""From rewards to advantages: group-relative, leave-one-out, RAFT, GDPO, REINFORCE++, and conditioned rewards.
 
 Rewards are `[P, G]`, or `[P, G, N]` before the objectives are joined. NaN is a missing reward: it takes part
 in no statistic. A group without signal (all its present rewards equal, or fewer than two present) gives
@@ -126,6 +126,30 @@ def leave_one_out_advantages(rewards: ArrayLike) -> jax.Array:
     number = count(~jnp.isnan(rewards), axis=1, keepdims=True, dtype=rewards.dtype)
     # r_g - mean of the others = n / (n - 1) · (r_g - mean of all)
     return _centred(rewards) * safe_divide(number, jnp.maximum(number - 1, 0))
+
+
+def raft_advantages(rewards: ArrayLike) -> jax.Array:
+    """RAFT's weights: each group's best completion is taught, the others are not (rejection sampling, best-of-n).
+
+        A[p, g] = 1 / number of the best, for the best of group p; 0 for the others
+
+    From RAFT (https://arxiv.org/abs/2304.06767). On-policy the gradient of `grpo_loss` is then that of `sft_loss` on
+    the best ones; with its clipped ratio it is RAFT++ (https://arxiv.org/abs/2504.11343). RAFT itself teaches groups
+    without signal too.
+
+    Args:
+        rewards: `[P, G]`, floating; NaN is missing.
+
+    Returns:
+        `[P, G]`, at least float32; each group with signal adds up to 1.
+
+    Raises:
+        ValueError: another rank, or a group of one.
+    """
+    rewards = _as_rewards(rewards, 2)
+    present = ~jnp.isnan(rewards)
+    best = (rewards == jnp.max(rewards, axis=1, keepdims=True, where=present, initial=-jnp.inf)) & _signal(rewards)
+    return safe_divide(best.astype(rewards.dtype), count(best, axis=1, keepdims=True, dtype=rewards.dtype))
 
 
 def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps: float = 1e-4) -> jax.Array:

@@ -87,7 +87,8 @@ def token_logprobs(
         every = jnp.ones(head.shape[:1], bool) if allowed_tokens is None else allowed_tokens
         allowed = (every, split(jnp.asarray(taken)))
     # The gradient is traced later: it takes its products as precisely as the context of this call asks.
-    scaling = float(temperature) or 1.0, softcap, jax.config.jax_default_matmul_precision
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue] made at run time
+    scaling = float(temperature) or 1.0, softcap, precision
     outputs: Any = _chunked(split(hidden), head, split(tokens), allowed, scaling)
     logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
     return logprobs, entropy

@@ -135,9 +135,9 @@ def _as_row_weights(weights, mask, dtype) -> jax.Array:
     return jax.lax.stop_gradient(select(mask.any(axis=-1), weights.astype(dtype)))[..., None]
 
 
-def _weighted(values: jax.Array | None, weights: jax.Array | None) -> jax.Array | None:
-    """The product; the values themselves without weights, and None for none."""
-    return values if values is None or weights is None else values * weights
+def _weighted(values: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """The product; the values themselves without weights."""
+    return values if weights is None else values * weights
 
 
 def _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef) -> bool:
@@ -251,15 +251,15 @@ def grpo_loss(
     loss = safe_divide(policy_total, whole.loss)
     divergence = None
     if ref is not None:
-        divergence = kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
+        divergence = _weighted(kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3"), by_row)
     if kl is not None and ref is not None:
         penalty = _weighted(kl.per_token(logprobs, old, ref), by_row)
         loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), whole.loss)
     if bonus and entropies is not None:
         loss -= entropy_coef * safe_divide(jnp.sum(entropies), whole.tokens)
 
-    divergences = (_weighted(one, by_row) for one in (divergence, kl_divergence(old, logprobs)))
-    metrics = _metrics(log_ratio, advantages, mask, surrogate, *divergences, entropies)
+    old_divergence = _weighted(kl_divergence(old, logprobs), by_row)
+    metrics = _metrics(log_ratio, advantages, mask, surrogate, divergence, old_divergence, entropies)
     metrics = metrics._replace(policy_loss=Mean(policy_total, local.loss))
     return loss, jax.lax.stop_gradient(metrics)
 

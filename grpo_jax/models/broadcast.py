@@ -102,7 +102,7 @@ def meet() -> None:
         client().wait_at_barrier(f"grpo_jax/{next(_barriers)}", _BARRIER_MS)
 
 
-def broadcast(tree: Tree) -> Tree:
+def broadcast(tree: Tree | None) -> Tree:
     """Return process 0's tree of dicts, lists, arrays, numbers, texts and None; the others' arguments do not count."""
     if process_count() == 1:
         return tree

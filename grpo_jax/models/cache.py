@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Prefix(NamedTuple):
@@ -68,7 +69,7 @@ def write(
     return placed(cache[0], keys, -1), placed(cache[1], values, -2)
 
 
-def of_paths(cache: Cache, parents: jax.Array) -> Cache:
+def of_paths(cache: Cache, parents: jax.Array | np.ndarray) -> Cache:
     """The keys and values of other completions: of `parents` [P, G], or [G] where they are alike for all prompts."""
     axes = (0, 0 if parents.ndim == 2 else None)
     take = jax.vmap(lambda rows, chosen: jnp.take(rows, chosen, axis=-3), axes)

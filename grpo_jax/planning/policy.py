@@ -295,6 +295,7 @@ def sampling_programs(
     turns = config.sampling.max_new_tokens
     if shown is None or not shown.prompt:
         return {"sample": Program(jax.jit(draw), (variables, None), turns)}
+    assert model.vision is not None and policy.encode_images is not None
     pictures = picture_shapes(model.vision, (len(tokens), shown.prompt), shown.patches)
     states = jax.eval_shape(policy.encode_images, variables, pictures)
     return {

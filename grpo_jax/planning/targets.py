@@ -21,7 +21,9 @@ from grpo_jax.planning import TARGET
 
 EXTRA = "targets"
 _GIB = 2**30
-_TRITON: dict[str, str | bool | int | float] = {"xla_gpu_enable_triton_gemm": False}
+_UNTIMED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+_WITHOUT_TRITON = _UNTIMED | {"xla_gpu_enable_triton_gemm": False}
+"""Untimed, Triton finds no tiles for some products."""
 
 
 class Gpu(NamedTuple):
@@ -191,10 +193,9 @@ def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compi
     """Compile what was lowered for the target's devices; there is nothing to time kernels on."""
     if target.platform == "tpu":
         return lowered.compile()
-    options: dict[str, str | bool | int | float] = {"xla_gpu_autotune_level": 0}
     try:
-        return lowered.compile(compiler_options=options)
+        return lowered.compile(compiler_options=_UNTIMED)
     except jax.errors.JaxRuntimeError as error:
         if "output tile sizes" not in str(error):
             raise
-        return lowered.compile(compiler_options=options | _TRITON)  # untimed, Triton finds no tiles for some products
+        return lowered.compile(compiler_options=_WITHOUT_TRITON)

@@ -144,8 +144,8 @@ class WeightsAndBiases(MetricWriter):
         """Log the first of them as a table, with the iteration's numbers."""
         first = {name: [_plain(value) for value in column[:_COMPLETIONS]] for name, column in columns.items()}
         cells = {name: column for name, column in first.items() if all(isinstance(cell, _CELLS) for cell in column)}
-        rows = [list(row) for row in zip(*cells.values(), strict=True)]
-        self._run.log({"completions": self._wandb.Table(columns=list(cells), data=rows)}, step=step)
+        table = self._wandb.Table(columns=list(cells), data=[list(row) for row in zip(*cells.values(), strict=True)])
+        self._run.log({"completions": table}, step=step)
 
     def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
         """Update the run's summary, log each table under its title, and the gallery as one with pictures."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from grpo_jax.config.build import require_known
 from grpo_jax.config.named import load_object
@@ -259,7 +259,7 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
             listed = [*judge_names] or "none"
             raise UserError(f"{name}: expected a reward of one judge before @{resolved.judge}, it has {listed}")
         judge_names = dict.fromkeys(judge_names, resolved.judge)
-    constants = {argument: judges[judge] for argument, judge in judge_names.items()} | resolved.options
+    constants = {**{argument: judges[judge] for argument, judge in judge_names.items()}, **resolved.options}
     reward = with_arguments(function, constants, resolved.providers, messages=resolved.messages)
     if resolved.group:
         reward = by_group(reward)
@@ -363,6 +363,7 @@ def _made(reward: Reward | Maker, options: Mapping[str, object], label: str) -> 
         check_options(label, reward, options, RESERVED_COLUMNS)
         return reward, options
     try:
-        return (reward.make if isinstance(reward, Maker) else reward)(**options), {}
+        make: Callable[..., Any] = reward.make if isinstance(reward, Maker) else reward
+        return make(**options), {}
     except (TypeError, ValueError, UserError) as error:
         raise UserError(f"rewards.{label}.options: {error}") from error

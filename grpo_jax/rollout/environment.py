@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from grpo_jax.rollout.texts import Reading
 
-EncodeAnswer = Callable[[Answer, bool, Sequence[Sequence[int]]], list[int]]
+EncodeAnswer = Callable[[Answer, bool, Sequence[np.ndarray]], list[int]]
 """(answer, whether the text before it ended, rows and columns of each picture) → the tokens up to the next text."""
 
 
@@ -162,7 +162,7 @@ def make_score(
             on_error = "missing" if missing else "raise"
             return collect_rewards(functions, prompts, completions, {**columns, **drawn}, group, on_error=on_error)
 
-        return tuple(_over_pictures(functions, collect, further) for functions in (rewards, watched))
+        return _over_pictures(rewards, collect, further), _over_pictures(watched, collect, further)
 
     return score
 
@@ -224,7 +224,7 @@ def make_encode_answer(
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
     encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, role=role, **template_options)
 
-    def encode_answer(answer: Answer, ended: bool, grids: Sequence[Sequence[int]] = ()) -> list[int]:
+    def encode_answer(answer: Answer, ended: bool, grids: Sequence[np.ndarray] = ()) -> list[int]:
         pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
         try:
             ids = encode(answer.messages or (answer.text,), ended, pictures)
@@ -299,7 +299,7 @@ def ask_environment(
     for number, ((p, g), answer) in enumerate(zip(places, answers, strict=True)):
         if answer is None or answer.done:
             continue
-        grids = [] if pictures is None else pictures.grid[p, g][: len(answer.pictures)].tolist()
+        grids = [] if pictures is None else [*pictures.grid[p, g][: len(answer.pictures)]]
         try:
             answers[number], encoded[p][g] = _encoded(answering.encode_answer, answer, ended[number], grids)
         except AnswerError:
@@ -310,7 +310,7 @@ def ask_environment(
 
 
 def _encoded(
-    encode: EncodeAnswer, answer: Answer, ended: bool, grids: Sequence[Sequence[int]]
+    encode: EncodeAnswer, answer: Answer, ended: bool, grids: Sequence[np.ndarray]
 ) -> tuple[Answer, list[int]]:
     """Encode an answer, or what it says is read in its place where that fails; return the one that is read."""
     try:

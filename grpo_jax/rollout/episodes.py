@@ -96,7 +96,7 @@ class AnswerError(UserError):
         super().__init__(f"the environment: {reason}")
 
 
-Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | None]]
+Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | ValueError | None]]
 """respond(rows, episodes) → an answer for each of them, its text alone, or None where the episode is done."""
 
 

@@ -70,8 +70,8 @@ def isolate(name: str, timeout: float | None) -> Reward:
     def reward(**arguments: object) -> list[object]:
         # What a renderer drew stays where it is; lists of a row's own pictures go.
         sent = {key: value for key, value in arguments.items() if key not in PICTURES or isinstance(value, list)}
-        if "episodes" in sent:
-            sent["episodes"] = [remembered(episode, pictures=False) for episode in sent["episodes"]]
+        if isinstance(episodes := sent.get("episodes"), list):
+            sent["episodes"] = [remembered(episode, pictures=False) for episode in episodes]
         return worker.call(sent)
 
     reward.__signature__ = inspect.Signature(worker.parameters)  # type: ignore[attr-defined]
@@ -268,7 +268,7 @@ def serve() -> None:
         _send(channel, _answer(function, kind, request))
 
 
-def _answer(function: Reward | Respond, kind: str, request: bytes) -> dict[str, object]:
+def _answer(function: Reward, kind: str, request: bytes) -> dict[str, object]:
     try:
         arguments = pickle.loads(request)
         if kind == ENVIRONMENT:

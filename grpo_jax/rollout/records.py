@@ -15,6 +15,7 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ from grpo_jax.config.files import checked, read_bytes, read_json
 from grpo_jax.errors import UserError, one_line, short_name
 
 HUB = "hub:"
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_TEXT_KINDS = (".jsonl", ".txt", *_DELIMITERS)
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_TEXT_KINDS = (".jsonl", ".txt", *DELIMITERS)
 _MAPPED = 2**26  # bytes of a file that is not copied into memory
 _LONGEST = 2**26  # bytes of a line, which becomes text and then a record
 _BATCH_ROWS = 4096  # records that are read at once where all are looked at
@@ -67,15 +68,15 @@ def read_records(place: str) -> Records:
     Also "hub:OWNER/NAME", "hub:OWNER/NAME:CONFIG" and "hub:OWNER/NAME:CONFIG:SPLIT".
     """
     if place.startswith(HUB):
-        return _hub(place)
+        return _loaded(lambda: load_hub(place), place, None)
     path = Path(place)
     kind = path.suffix.lower()
     if kind == ".parquet" or os.path.isdir(path):
         return _table(path)
-    if kind in _DELIMITERS:
-        return _sheet(path, _DELIMITERS[kind])
+    if kind in DELIMITERS:
+        return _sheet(path, DELIMITERS[kind])
     if kind in _TEXT_KINDS:
-        return read_lines(path, (lambda text: {"prompt": text}) if kind == ".txt" else _object)
+        return read_lines(path, (lambda text: {"prompt": text}) if kind == ".txt" else parse_object)
     raise UserError(
         f"{short_name(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
         f"folder, from {HUB}OWNER/NAME, or from builtin[:TIER]"
@@ -118,7 +119,7 @@ def _sheet(path: Path, delimiter: str) -> Records:
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
     try:
         columns = reader.fieldnames or []
-        records = [(reader.line_num, _cells(row)) for row in reader]
+        records = [(reader.line_num, filled(row)) for row in reader]
     except csv.Error as error:
         raise UserError(f"{short_name(path)}: line {reader.reader.line_num}: {one_line(error)}") from error
     if len(set(columns)) != len(columns):
@@ -126,7 +127,7 @@ def _sheet(path: Path, delimiter: str) -> Records:
     return listed("line", path.parent, records)
 
 
-def _cells(row: Fields) -> Record:
+def filled(row: Fields) -> Record:
     """Return a row of a sheet without its empty cells; cells behind the last column stand under None."""
     further = row.pop(None, [])
     if further:
@@ -164,7 +165,8 @@ def _line_starts(path: Path, content: bytes | mmap.mmap) -> array[int]:
     return starts
 
 
-def _object(text: str) -> Record:
+def parse_object(text: str) -> Record:
+    """Return the object of a line of JSON, or what is wrong with it."""
     try:
         record = read_json(text)
     except ValueError as error:
@@ -188,26 +190,37 @@ def _table(path: Path) -> Records:
     return _loaded(lambda: datasets.load_from_disk(str(path)), path, path.parent)
 
 
-def _hub(place: str) -> Records:
-    name, config, split, *more = [*place.removeprefix(HUB).split(":"), "", ""]
+def load_hub(place: str, split: str | None = None, **options: Any) -> Any:
+    """Load "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT behind it; else `split`."""
+    name, config, named, *more = [*place.removeprefix(HUB).split(":"), "", ""]
     if not name or any(more):
         raise UserError(f"{short_name(place)}: expected {HUB}OWNER/NAME, with :CONFIG or :CONFIG:SPLIT behind it")
     import datasets
 
-    return _loaded(lambda: datasets.load_dataset(name, config or None, split=split or None), place, None)
+    return datasets.load_dataset(name, config or None, split=named or split, **options)
 
 
-def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) -> Records:
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Keep the package datasets from logging what it also raises."""
     import datasets
 
     level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would also log what it raises
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        records = dataset_records(load(), str(subject), base)
-    except Exception as error:  # of the network, of the hub, of pyarrow, of its own
-        raise UserError(f"{short_name(subject)} cannot be loaded: {one_line(error.__cause__ or error, 150)}") from error
+        yield
     finally:
         datasets.logging.set_verbosity(level)
+
+
+def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) -> Records:
+    try:
+        with quiet_datasets():
+            records = dataset_records(load(), str(subject), base)
+    except UserError:
+        raise
+    except Exception as error:  # of the network, of the hub, of pyarrow, of its own
+        raise UserError(f"{short_name(subject)} cannot be loaded: {one_line(error.__cause__ or error, 150)}") from error
     if records is None:
         raise UserError(f"{short_name(subject)} cannot be loaded: it has no rows")
     return records

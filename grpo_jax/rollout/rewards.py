@@ -17,13 +17,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from grpo_jax.errors import UserError, is_own_doing, one_line
 from grpo_jax.rollout.pipeline import at_work
 
+T = TypeVar("T")
 Reward = Callable[..., Any]
 Columns = Mapping[str, Any]
 """Arguments of rewards by name, P·G values each: lists, or what was drawn as one tensor."""
@@ -153,13 +154,13 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _begin(returned: Coroutine[object, object, object]) -> Future:
+def _begin(returned: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(returned, event_loop())
 
 
-def finished(returned: object) -> object:
+def finished(returned: T | Coroutine[Any, Any, T]) -> T:
     """Return what a reward returned, awaited if the reward is `async def`."""
-    return _begin(returned).result() if inspect.iscoroutine(returned) else returned
+    return _begin(returned).result() if isinstance(returned, Coroutine) else returned
 
 
 @contextmanager
@@ -205,7 +206,7 @@ def _copied(value: object) -> object:
     return value
 
 
-def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, object]:
+def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:
     """Select the arguments a reward takes: all but `MESSAGES` with ``**columns``, otherwise those it names."""
     return {name: value for name, value in arguments.items() if asks(function, name)}
 

@@ -107,9 +107,14 @@ class Judgement(NamedTuple):
     rewards: np.ndarray
     watched: np.ndarray
     last: np.ndarray
-    columns: Mapping[str, Sequence[object]] = {}
+    columns: Mapping[str, Sequence[Any]] = {}
     objectives: Objectives | None = None
     informative: np.ndarray | None = None
+
+    @property
+    def informative_count(self) -> int:
+        """The number of informative groups."""
+        return 0 if self.informative is None else int(self.informative.sum())
 
     @property
     def final_rewards(self) -> np.ndarray:
@@ -185,7 +190,7 @@ class EpisodeChunk:
     def written(self, place: tuple[int, int]) -> np.ndarray:
         """Return the tokens of a completion's last turn."""
         samples = self.samples[-1]
-        return samples.tokens[place][samples.mask[place]]
+        return np.asarray(samples.tokens[place])[np.asarray(samples.mask[place])]
 
     def change_last(self, place: tuple[int, int], **values: object) -> None:
         """Change the last turn of a completion."""
@@ -395,15 +400,16 @@ class _Stages:
     def begin(self, read: tuple[tuple[int, int], Encoded]) -> EpisodeChunk:
         (start, stop), prompt = read
         assert self.keys is not None and self.sample is not None
-        several = isinstance(self.sample, EpisodeSampler)
-        sample = self.sample.begin if several else self.sample
         shown: dict[str, PictureStates] = {}
         with self._sampling():
             if prompt.pictures is not None and self.environment.encode_images is not None:
                 shown["pictures"], trained_on = self._encode_images(prompt.pictures)
                 prompt = prompt._replace(pictures=trained_on)
-            sampled = sample(self.variables, prompt.tokens, prompt.mask, self.keys[start:stop], **shown)
-            samples, carried = sampled if several else (sampled, None)
+            given = self.variables, prompt.tokens, prompt.mask, self.keys[start:stop]
+            if isinstance(self.sample, EpisodeSampler):
+                samples, carried = self.sample.begin(*given, **shown)
+            else:
+                samples, carried = self.sample(*given, **shown), None
             samples = on_host(samples)
         if self.keep_prompt:
             samples = jax.tree.map(self._with_prompts, samples)
@@ -563,6 +569,7 @@ def _judgement(chunks: Sequence[EpisodeChunk]) -> Judgement:
 
 
 def _episodes_of(chunk: EpisodeChunk, answering: Answering | None, turns: int) -> Episodes:
+    assert chunk.prompt is not None
     samples = chunk.samples[0]
     if answering is not None:
         samples = join_turns(chunk.samples, chunk.replies, answering.stream_tokens, answering.pad_id)
@@ -588,6 +595,7 @@ def _joined(parts: Sequence[Episodes]) -> Episodes:
 
     counts = [len(one.rows) for one in parts]
     names = sorted({name for one in parts for name in one.pictures})
+    pictures = {name: joined_some([one.pictures.get(name) for one in parts], counts) for name in names}
     return Episodes(
         [row for one in parts for row in one.rows],
         np.concatenate([aligned(one.prompt_tokens) for one in parts]),
@@ -596,7 +604,7 @@ def _joined(parts: Sequence[Episodes]) -> Episodes:
         [group for one in parts for group in one.episodes],
         np.concatenate([one.lengths for one in parts]),
         {name: sum(one.seconds[name] for one in parts) for name in parts[0].seconds},
-        {name: joined_some([one.pictures.get(name) for one in parts], counts) for name in names},
+        {name: some for name, some in pictures.items() if some is not None},
     )
 
 
@@ -607,7 +615,7 @@ def _concatenated(parts: Sequence[Tree]) -> Tree:
 
 def _lengths(samples: Samples, turns: int) -> np.ndarray:
     if samples.turn is None:
-        return samples.mask.sum(-1, dtype=np.int32)[..., None]
+        return np.asarray(samples.mask).sum(-1, dtype=np.int32)[..., None]
     by_turn = [samples.mask & (samples.turn == turn) for turn in range(turns)]
     return np.stack([mask.sum(-1, dtype=np.int32) for mask in by_turn], axis=-1)
 
@@ -646,9 +654,10 @@ def join_turns(samples: Sequence[Samples], replies: Sequence[ReplyTokens], lengt
 def informative_first(batches: Sequence[tuple[Episodes, Judgement]]) -> tuple[Episodes, Judgement]:
     """Choose, from several batches, as many groups as the first has, informative ones first."""
     judgements = [judgement for _, judgement in batches]
-    informative = np.concatenate([judgement.informative for judgement in judgements])
+    informative = np.concatenate([one.informative for one in judgements if one.informative is not None])
     places = np.argsort(~informative, kind="stable")[: len(batches[0][0].rows)]
-    values = [(one.objectives.rewards, one.objectives.returns) for one in judgements]
+    objectives = [one.objectives for one in judgements if one.objectives is not None]
+    values = [(one.rewards, one.returns) for one in objectives]
     rewards, returns = jax.tree.map(lambda *arrays: jnp.concatenate(arrays)[places], *values)  # on their device
 
     def pick(tree: Tree) -> Tree:
@@ -665,6 +674,6 @@ def informative_first(batches: Sequence[tuple[Episodes, Judgement]]) -> tuple[Ep
         pictures=pick(episodes.pictures),
     ), Judgement(
         *pick(_concatenated([(one.rewards, one.watched, one.last) for one in judgements])),
-        objectives=judgements[0].objectives._replace(rewards=rewards, returns=returns),
+        objectives=objectives[0]._replace(rewards=rewards, returns=returns),
         informative=informative[places],
     )

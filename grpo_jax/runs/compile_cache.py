@@ -28,7 +28,8 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
     folder of its own, since machines share homes but not programs. A folder that others may write is not used, since
     what lies there is run. Return the folder; None where nothing was changed.
     """
-    if _FOLDER in environment or jax.config.jax_compilation_cache_dir or _ENABLED in environment:
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue] made at run time
+    if folder or _FOLDER in environment or _ENABLED in environment:
         return None
     try:
         cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -33,7 +33,6 @@ from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import gather, shard, shard_batch, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import (
-    batches_per_epoch,
     further_batch_at,
     informative_batch_at,
     iterations_in_all,
@@ -179,13 +178,13 @@ def sample_groups(
     with parts.trainer.at(iteration) as moment:
         batches = [sample_batch(parts, variables, iteration, slot=slot, places=places[0])]
         size = len(batches[0][0].rows)
-        while sum(judgement.informative.sum() for _, judgement in batches) < size and len(batches) <= further:
+        while sum(judgement.informative_count for _, judgement in batches) < size and len(batches) <= further:
             places.append(draw_places(parts, iteration, len(batches), spreads))
             batches.append(sample_batch(parts, variables, iteration, len(batches), places=places[-1]))
     row = {**rollout_metrics(parts, *batches[0]), **moment.logged}
     episodes, judgement = batches[0] if len(batches) == 1 else informative_first(batches)
     if algorithm.dead_groups != "keep":
-        row |= {"draws": len(batches), "groups_kept": int(judgement.informative.sum())}
+        row |= {"draws": len(batches), "groups_kept": judgement.informative_count}
     if spreads is not None:
         spreads = spreads_after(spreads, places, [judged.objectives for _, judged in batches], iteration)
         row["prompts_seen"] = float((np.asarray(spreads.seen) >= 0).mean())
@@ -200,8 +199,8 @@ def draw_places(parts: RunContext, iteration: int, number: int, spreads: Spreads
         return informative_batch_at(
             config.seed, iteration, number, batch_size=size, spreads=spreads, half_life=half_life
         )
-    n = len(parts.prompts.train)
-    return further_batch_at(config.seed, iteration, number, batch_size=size, n=n, order=parts.order)
+    rows, first, order, _ = parts.block(iteration)
+    return further_batch_at(config.seed, iteration - first, number, batch_size=size, n=len(rows), order=order)
 
 
 def spreads_after(
@@ -241,7 +240,7 @@ def run_iteration(
         free_buffers(before)
     row = {
         "step": iteration + 1,
-        "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
+        "epoch": parts.block(iteration).epochs,
         **update_metrics(report),
         "learning_rate": float(np.asarray(learner.schedule(first_update))),
         **measured,
@@ -267,7 +266,7 @@ def sample_batch(
     places: np.ndarray | None = None,
 ) -> tuple[Episodes, Judgement]:
     """Sample and judge one draw: its rows are `draw_places`, its random numbers follow (seed, iteration, number)."""
-    config, rows = parts.config, parts.prompts.train
+    config, rows = parts.config, parts.block(iteration).rows
     places = draw_places(parts, iteration, number) if places is None else places
     # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _DRAW_STREAM), number) if number else parts.key
@@ -388,7 +387,7 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
     for p, g in np.ndindex(advantages.shape[:2]):
         for number, turn in enumerate(episodes.episodes[p][g].turns):
             advantage = advantages[p, g]
-            if advantages.ndim == 3:
+            if advantages.ndim == 3 and samples.turn is not None:
                 in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0

@@ -79,8 +79,8 @@ def turn_metrics(
 
     Entries "…@turnU" are means over the completions that have turn U, from 1; "turns", "answer_tokens" per episode.
     """
-    lengths, samples = episodes.lengths, episodes.samples
-    if lengths.shape[2] == 1:
+    lengths, samples, present = episodes.lengths, episodes.samples, episodes.samples.present
+    if lengths.shape[2] == 1 or present is None:
         return {}
     row: dict[str, float] = {}
     judged = (("reward", rewards, judgement.rewards), ("watch", watched, judgement.watched))
@@ -91,7 +91,7 @@ def turn_metrics(
             }
         written = lengths[:, :, turn]
         row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(written > 0, written, np.nan))
-    answered = (samples.present & ~samples.mask).sum(-1)
+    answered = (present & ~samples.mask).sum(-1)
     return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(answered.mean())}
 
 

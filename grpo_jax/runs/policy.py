@@ -179,6 +179,7 @@ def make_see(policy: Policy) -> See:
 
     The latter are the states of a frozen tower, or the pictures for one that is trained or has adapters.
     """
+    assert policy.encode_images is not None
     compiled = jax.jit(policy.encode_images)
 
     def see(variables: Variables, pictures: Pictures) -> tuple[PictureStates, PictureStates | Pictures]:

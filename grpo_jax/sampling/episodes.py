@@ -99,8 +99,8 @@ def make_episode_sampler(
         size = carried.cache.keys[0].shape[-1] + tokens.shape[-1] + length
         cache = _grown(carried.cache, policy.init_cache(count, group, size))
         hidden, cache = policy.extend(writer.unstacked, prefix, tokens, mask, cache, pictures)
-        rows = cache.rows
-        seen = carried.seen
+        assert cache.rows is not None
+        rows, seen = cache.rows, carried.seen
         if seen is not None:
             seen |= tokens_in(tokens, mask, seen.shape[-1])
         loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache, seen)
@@ -141,6 +141,7 @@ def _carried(loop: Loop, rows: Rows) -> Carried:
 
 
 def _grown(cache: Cache, larger: Cache) -> Cache:
+    assert cache.rows is not None
     rows = cache.rows
     keys, values = move((cache.keys, cache.values), (larger.keys, larger.values))
     room = jnp.zeros((*rows.mask.shape[:2], keys[0].shape[-1]), bool)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ def generate(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
-    **params: float,
+    **params: Any,
 ) -> list[list[str]]:
     """Write completions of prompts as texts, by the policy's chat template if there is one.
 
@@ -228,10 +228,13 @@ def shares_of(policy: Policy) -> int:
     return 1 if mesh is None else mesh.shape[FSDP]
 
 
-def over_buckets(write: Callable[..., Samples], policy: Policy, pad_id: int, length: int) -> Callable[..., Samples]:
+Written = TypeVar("Written")
+
+
+def over_buckets(write: Callable[..., Written], policy: Policy, pad_id: int, length: int) -> Callable[..., Written]:
     """Make `sample` of `make_sampler` from the compiled write(variables, tokens, mask, keys, real, pictures)."""
 
-    def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples:
+    def sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Written:
         tokens, mask = checked_prompts(policy, prompt_tokens, prompt_mask, keys, length)
         padded = pad_to_bucket(tokens, mask, keys, pad_id, shares=shares_of(policy))
         samples = write(numbered(variables), *padded, pad_rows(pictures, len(padded[0])))
@@ -456,7 +459,7 @@ def make_writer(
             too_early = loop.step < params.min_new_tokens
             barred = jnp.zeros(logits.shape[0], bool).at[jnp.array(ends.eos_ids)].set(too_early)
         allowed = ends.allowed_tokens
-        if ends.trie is not None:
+        if ends.trie is not None and loop.node is not None:
             allowed = children(ends.trie, loop.node.reshape(-1)).T
         if ends.no_repeats and seen is not None:
             allowed = ~seen.T if allowed is None else jnp.asarray(allowed)[:, None] & ~seen.T
@@ -466,12 +469,12 @@ def make_writer(
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, ends.pad_id)
         ended = functools.reduce(jnp.logical_or, [tokens == eos for eos in ends.eos_ids], jnp.zeros_like(active))
-        if stops is not None:
+        if stops is not None and loop.place is not None:
             place = jnp.where(active, stops[loop.place, tokens], loop.place)
             stopped = place == len(stops)
             ended = ended | stopped
             loop = loop._replace(place=jnp.where(stopped, START, place))
-        if ends.trie is not None:
+        if ends.trie is not None and loop.node is not None:
             node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
             ended = ended | (ends.trie.text[node] >= 0)
             loop = loop._replace(node=node)

@@ -191,7 +191,7 @@ def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most:
                 f"sampling.max_new_tokens: expected at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, "
                 f"which may be written; got {most}"
             )
-        if not {*ids[:-1]} - {unknown}:
+        if all(token == unknown for token in ids[:-1]):
             raise UserError(f"{one_line(repr(text), 60)} may be written, and the policy's tokenizer has no word of it")
         numbers.setdefault(tuple(ids), number)
     trie = make_trie(list(numbers), vocab_size=loaded.config.vocab_size)

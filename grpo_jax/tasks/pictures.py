@@ -52,8 +52,8 @@ SOURCE = "source_image"
 
 def _values(array: object) -> np.ndarray:
     """Return an array of any library as f64 on the host, NaN where NumPy masks it."""
-    if hasattr(array, "detach"):
-        array = array.detach().cpu().double().numpy()
+    if (detach := getattr(array, "detach", None)) is not None:
+        array = detach().cpu().double().numpy()
     return np.ma.filled(np.asanyarray(array, np.float64), np.nan)
 
 
@@ -416,7 +416,9 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
         prompts, flat = [row.prompt for row in rows] * len(noises), [*chain.from_iterable(texts)] * len(noises)
         at_work("judges.renderer")
         try:
-            own = {} if settings is None else {"settings": [*chain.from_iterable(settings)] * len(noises)}
+            own: dict[str, Any] = {}
+            if settings is not None:
+                own["settings"] = [*chain.from_iterable(settings)] * len(noises)
             common = {}
             if getattr(renderer, "takes_pictures", False):
                 sources = [_opened_source(row) for row in rows]

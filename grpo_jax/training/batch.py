@@ -209,11 +209,11 @@ def make_batch(
         varies = jnp.asarray(informative)[:, None, None]
         mask &= varies
         rewards = jnp.where(varies, rewards, jnp.nan)
-    pictures = dict(pictures or {})
+    shown = dict(pictures or {})
     if mesh is None:
-        pictures = jax.device_put(pictures, device)
+        shown = jax.device_put(shown, device)
     uncut: tuple[jax.Array, jax.Array] = prompts  # pyright: ignore[reportAssignmentType] until the rest is known
-    batch = Batch(uncut[0], uncut[1], tokens, mask, rollout_logprobs=logprobs, pictures=pictures)
+    batch = Batch(uncut[0], uncut[1], tokens, mask, rollout_logprobs=logprobs, pictures=shown)
     if samples.turn is not None:
         present, turn = (jax.device_put(trimmed(array, read), device) for array in (read, samples.turn))
         batch = batch._replace(present=present, turn=turn)
@@ -238,7 +238,7 @@ def make_batch(
         batch = batch._replace(kl_weights=rows * jax.device_put(samples.weights, device))
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
-    if "answers" not in pictures:  # among pictures a row holds one completion
+    if "answers" not in shown:  # among pictures a row holds one completion
         batch = batch._replace(packing=jax.device_put(pack(np.asarray(batch.exists)), device))
     read = (batch.tokens if batch.packing is None else batch.packing.source)[0].size
     cut = (trimmed(array, prompts[1], left=True, worth=read * _WORTH) for array in prompts)

@@ -21,6 +21,7 @@ from grpo_jax.core.advantages import (
     group_advantages,
     groups_without_signal,
     leave_one_out_advantages,
+    raft_advantages,
     sum_rewards,
 )
 from grpo_jax.core.selection import groups_with_signal
@@ -54,7 +55,7 @@ def make_objectives(
     conditions: Sequence[Condition] = (),
     overlong_buffer: int = 0,
     max_new_tokens: int,
-    usable: np.ndarray | None = None,
+    usable: np.ndarray | jax.Array | None = None,
     fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
@@ -106,8 +107,8 @@ def make_turn_objectives(
     def by_turn(array: Any) -> jax.Array:  # [P, G, U, ..] → [P · U, G, ..]: a group's completions in one turn
         return jnp.moveaxis(jnp.asarray(array), 2, 1).reshape(prompts * turns, group, *array.shape[3:])
 
-    usable = None if usable is None else by_turn(usable)
-    flat = make_objectives(by_turn(judged), by_turn(lengths), usable=usable, **options)
+    readable = None if usable is None else by_turn(usable)
+    flat = make_objectives(by_turn(judged), by_turn(lengths), usable=readable, **options)
     if turns == 1:
         return flat
     rewards = jnp.moveaxis(flat.rewards.reshape(prompts, turns, group, -1), 1, 2)
@@ -154,11 +155,13 @@ def estimate_advantages(
     summed = sum_rewards(rewards, weights=weights)
     if section.advantage == "rloo":
         return leave_one_out_advantages(summed)
+    if section.advantage == "raft":
+        return raft_advantages(summed)
     if section.advantage == "batch":
         return batch_whitened_advantages(summed)
     if section.advantage == "grpo":
         return group_advantages(summed, scale=section.scale or losses.PRESET_SCALES[section.preset])
-    raise ValueError(f"section.advantage: expected gdpo, grpo, rloo or batch, got {section.advantage!r}")
+    raise ValueError(f"section.advantage: expected gdpo, grpo, rloo, raft or batch, got {section.advantage!r}")
 
 
 def estimate_turn_advantages(

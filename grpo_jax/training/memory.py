@@ -87,6 +87,7 @@ def state_shapes(
         key = jax.random.key(0)
         variables = init_variables(model, key, param_dtype=weight_dtype(section), lora=lora)
         if pictures or needs_tower(section, lora):
+            assert model.vision is not None
             visual = init_tower(model.vision, key, tower_dtype(section))
             variables = with_tower(variables, visual, trained=section.vision == "train")
             if lora is not None:
@@ -247,18 +248,20 @@ def shown_shapes(
     """Return the function (P, G) → shapes of a batch's pictures as the update takes them; None where there are none."""
     if shown is None:
         return None
+    assert model.vision is not None and policy.encode_images is not None
+    vision, encode = model.vision, policy.encode_images
     again = config.policy.vision == "train" or VISUAL in state.variables.get("lora", {})
 
     def of_rows(rows: tuple[int, ...]) -> dict[str, PyTree]:
         counts = {"pictures": (rows[:1], shown.prompt), "answers": (rows, shown.answers)}
         pictures = {
-            name: picture_shapes(model.vision, (*lead, count), shown.patches)
+            name: picture_shapes(vision, (*lead, count), shown.patches)
             for name, (lead, count) in counts.items()
             if count
         }
         if again:
             return pictures
-        encoded = partial(jax.eval_shape, policy.encode_images, state.variables)
+        encoded = partial(jax.eval_shape, encode, state.variables)
         return {name: encoded(part) for name, part in pictures.items()}
 
     return of_rows

@@ -16,8 +16,10 @@ from grpo_jax.core.advantages import (
     group_advantages,
     groups_without_signal,
     leave_one_out_advantages,
+    raft_advantages,
     sum_rewards,
 )
+from grpo_jax.core.losses import PRESETS, grpo_loss, sft_loss
 
 distinct_advantages, gdpo_advantages, group_advantages = map(
     compiled, (distinct_advantages, gdpo_advantages, group_advantages)
@@ -101,6 +103,37 @@ def test_gdpo_is_the_loop(whiten, weights, rewards, mask):
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
+def loop_raft(rewards):
+    """[P, G] → [P, G]: the best of each group, by sorting; ties share."""
+    out = np.zeros(rewards.shape)
+    for p, group in enumerate(rewards):
+        order = sorted((float(r), g) for g, r in enumerate(group) if not np.isnan(r))
+        best = [g for r, g in order if r == order[-1][0]]
+        if len(best) < len(order):
+            out[p, best] = 1 / len(best)
+    return out
+
+
+@given(rewards=pairs)
+def test_raft_is_the_loop(rewards):
+    np.testing.assert_allclose(raft_advantages(rewards), loop_raft(rewards), rtol=1e-6)
+
+
+def test_the_gradient_of_raft_is_that_of_supervised_learning_on_the_best():
+    """On-policy and over tokens; the denominator is the tokens of all rows, not of the best alone."""
+    logprobs = -jax.random.exponential(jax.random.key(0), (2, 3, 4))
+    mask = jnp.arange(4) < jnp.array([[1, 4, 2], [3, 2, 4]])[..., None]
+    taught = mask & jnp.array([[False, True, False], [True, False, False]])[..., None]
+    advantages = raft_advantages(jnp.array([[0.0, 2.0, 1.0], [5.0, jnp.nan, 3.0]]))
+
+    def ours(logprobs, old):
+        return grpo_loss(logprobs, old, advantages, mask, **PRESETS["dapo"])[0]
+
+    got = jax.grad(ours)(logprobs, logprobs)
+    expected = jax.grad(lambda logprobs: sft_loss(logprobs, taught, normaliser=mask.sum())[0])(logprobs)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 def test_batch_whitened_compares_single_completions():
     """What REINFORCE++ has over groups: one answer for each prompt will do."""
     got = batch_whitened_advantages(np.float32([[1.0], [2.0], [3.0]]), eps=0.0)
@@ -129,6 +162,7 @@ def test_equal_rewards_give_exactly_zero(value):
         for centre in ("batch", "group"):
             np.testing.assert_array_equal(batch_whitened_advantages(rewards, centre=centre, eps=eps), 0)
     np.testing.assert_array_equal(leave_one_out_advantages(rewards), 0)
+    np.testing.assert_array_equal(raft_advantages(rewards), 0)
 
 
 def test_objectives_that_cancel_give_zero_not_noise():
@@ -144,6 +178,7 @@ def test_missing_reward_takes_no_part():
     lone = jnp.array([[1.0, jnp.nan, jnp.nan]])
     np.testing.assert_array_equal(group_advantages(lone), 0)
     np.testing.assert_array_equal(leave_one_out_advantages(lone), 0)
+    np.testing.assert_array_equal(raft_advantages(lone), 0)
 
 
 def test_dead_group_stays_zero_after_token_whitening():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pyarrow.parquet
 import pytest
 from support.text_task import rows, train_here
 
@@ -195,7 +196,7 @@ def test_a_completion_without_a_reward_takes_no_part_in_ppo():
     assert float(batch.scores[2, 0]) == a[0] + b[1:].mean()
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "batch", "gae"])
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "batch", "gae"])
 def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(advantage):
     """Of (1, 1), (1, missing), (0, 1) the second is as good as the first: that a judge failed is no punishment."""
     parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage=advantage)
@@ -243,3 +244,16 @@ def test_a_run_with_every_choice_tells_of_each(place, tmp_path):
     assert all(0 < row["importance_weight"] < 2 and row["dead_groups/total"] > 0 for row in table)
     assert all(row["distinct_advantages/grpo"] >= 1 for row in table)
     assert "Different advantages in a group" in (whole / "report.html").read_text()
+
+
+def test_the_command_teaches_the_best_of_each_group_alone(place, tmp_path):
+    run = tmp_path / "run"
+    words = ["--algorithm.advantage=raft", "--algorithm.kl_coef=0", "--training.max_steps=1", "--evaluation.every=0"]
+    assert train_here(place.config, run, *words) == 0
+    table = pyarrow.parquet.read_table(run / "completions" / "step_000001.parquet").to_pydict()
+    letters, brief, advantages = (np.reshape(table[n], (4, 4)) for n in ("reward/letters", "reward/brief", "advantage"))
+    total = (letters + 0.5 * brief).astype(np.float32)
+    best = np.isclose(total, total.max(axis=1, keepdims=True), atol=1e-6)
+    assert not best.all(axis=1).any()
+    np.testing.assert_allclose(advantages, best / best.sum(axis=1, keepdims=True), rtol=1e-6)
+    assert rows(run)[0]["mean_advantage"] > 0

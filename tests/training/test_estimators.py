@@ -41,6 +41,7 @@ def test_each_estimator_is_its_formula(rewards):
     centred = summed - summed.mean(1, keepdims=True)
     group, batch = summed.std(1, ddof=1, keepdims=True) + 1e-4, summed.std(ddof=1) + 1e-4
     expected = {"grpo": centred / group, "rloo": centred * 4 / 3, "batch": (summed - summed.mean()) / batch}
+    expected["raft"] = np.eye(4)[summed.argmax(1)]
     for name, values in expected.items():
         np.testing.assert_allclose(advantages(rewards, advantage=name), values, rtol=1e-4, atol=1e-6, err_msg=name)
     for scale, values in {"group": centred / group, "batch": centred / batch, "none": centred}.items():

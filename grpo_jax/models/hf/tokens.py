@@ -200,7 +200,7 @@ def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
         return special_ids(tokenizer)
     with failures_named(tokenizer):
         unknown_ids = tokenizer(_UNKNOWN, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return special_ids(tokenizer) - {unknown}.intersection(unknown_ids)
+    return frozenset(mark for mark in special_ids(tokenizer) if mark != unknown or mark not in unknown_ids)
 
 
 def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:

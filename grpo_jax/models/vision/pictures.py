@@ -155,7 +155,7 @@ def _check(shape: tuple[int, ...], grid: tuple[int, int], config: VisionConfig) 
         )
 
 
-Shown = TypeVar("Shown", Pictures, PictureStates)
+Shown = TypeVar("Shown", bound=Pictures | PictureStates)
 
 
 def joined(parts: Sequence[Shown | None]) -> Shown | None:

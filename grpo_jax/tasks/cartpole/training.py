@@ -200,6 +200,7 @@ def group_updates(
 ) -> Learned:
     """Update once per epoch from all steps; the gradient is summed over chunks of time up to the last step."""
     algorithm = config.algorithm
+    assert batch.mask is not None
     whole = loss_normaliser(batch.mask, "token")
     chunks = jax.tree.map(lambda x: x.reshape(MAX_STEPS // _CHUNK, _CHUNK, *x.shape[1:]), batch)
     used = largest(jnp.sum(chunks.mask.any(axis=(1, 2)), dtype=jnp.int32))

@@ -284,10 +284,11 @@ def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
     # Words of one character too, as the retriever's encoder.
     vectorizer = TfidfVectorizer(sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
     try:
-        counted = vectorizer.fit_transform(titles)
+        counted: sparse.csr_array = vectorizer.fit_transform(titles)  # pyright: ignore[reportAssignmentType]
     except ValueError:  # not one of them has a word
         return sparse.csr_array((len(titles), 1), dtype=np.float32)
-    return sparse.csr_array(normalize(counted @ sparse.diags_array(vectorizer.idf_)), dtype=np.float32)
+    weighted = normalize(counted @ sparse.diags_array(vectorizer.idf_))
+    return sparse.csr_array(weighted, dtype=np.float32)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def fused_scores(listed: np.ndarray, scores: np.ndarray, prior: np.ndarray) -> np.ndarray:

@@ -51,7 +51,8 @@ def make_catalogue_of_words(items: int) -> Catalogue:
     """Make all combinations of words, with as many brands as it takes to have at least so many items."""
     brands = [BRANDS[i] if i < len(BRANDS) else f"brand{i}" for i in range(-(-items // _PER_BRAND))]
     words = list(itertools.product(brands, COLOURS, MATERIALS, KINDS))
-    columns = dict(zip(("brand", "colour", "material", "kind"), zip(*words, strict=True), strict=True))
+    names = ("brand", "colour", "material", "kind")
+    columns: dict[str, Sequence[str]] = dict(zip(names, zip(*words, strict=True), strict=True))
     return make_catalogue([f"i{row}" for row in range(len(words))], [" ".join(title) for title in words], columns)
 
 

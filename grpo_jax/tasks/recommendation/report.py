@@ -131,7 +131,7 @@ def table_records(rows: Sequence[TableRow]) -> list[dict[str, object]]:
     """Return the table as plain values, for JSON."""
     measures = [{name: interval._asdict() for name, interval in row.measures.items()} for row in rows]
     counts = [dict(zip(TableRow._fields[:4], row, strict=False)) for row in rows]
-    return [count | means for count, means in zip(counts, measures, strict=True)]
+    return [{**count, **means} for count, means in zip(counts, measures, strict=True)]
 
 
 def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
@@ -294,7 +294,7 @@ def _measure_methods(
         ranks[f"policy, {name}"] = np.asarray(measured["rank"], np.float64)
         if "recommended" in measured:
             times = np.zeros(items, np.int64)
-            times[measured["recommended"]] = measured["times"]
+            times[np.asarray(measured["recommended"], int)] = measured["times"]
             recommended[f"policy, {name}"] = times
     return ranks, recommended
 

@@ -123,9 +123,9 @@ def where_ranked(reward: Reward) -> Reward:
     """
 
     @functools.wraps(reward, updated=())
-    def ranked(completions: Sequence[str], rank: Sequence[float], **columns: Sequence[object]) -> list[float | None]:
+    def ranked(completions: Sequence[str], rank: Sequence[float], **columns: Sequence[object]) -> list[object]:
         ranked_rows = [i for i, value in enumerate(rank) if not np.isnan(value)]
-        values: list[float | None] = [None] * len(rank)
+        values: list[object] = [None] * len(rank)
         if not ranked_rows:
             return values
         every = {"completions": completions, "rank": rank, **columns}
@@ -140,7 +140,7 @@ def where_ranked(reward: Reward) -> Reward:
     # The caller sees this function, which takes every column, whatever the reward names.
     del ranked.__wrapped__
     if asks(reward, MESSAGES[0]):
-        ranked.__signature__ = asking_also(ranked, MESSAGES)
+        ranked.__signature__ = asking_also(ranked, MESSAGES)  # type: ignore[attr-defined]
     return ranked
 
 

@@ -12,7 +12,7 @@ import string
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from scipy import sparse
@@ -93,8 +93,7 @@ def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], o
     title it is the mean of all rows. Words that the tokenizer has already keep their rows. `folder` is a Hugging Face
     folder or hub id of a model of text, `names` are the I items' words with spaces between them; `out` is replaced.
     """
-    from tokenizers import AddedToken
-    from transformers import AutoModelForCausalLM
+    from transformers import AddedToken, AutoModelForCausalLM
 
     source, out = resolve_folder(folder), Path(out)
     if out.exists() and out.resolve() == source.resolve():
@@ -118,10 +117,11 @@ def add_words(folder: str | Path, names: Sequence[str], titles: Sequence[str], o
         raise UserError(f"--policy: the tokenizer of {folder} has these words already: give it as policy.path")
     tokenizer.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in items])
     model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size), mean_resizing=False)
-    places = tokenizer.convert_tokens_to_ids(list(items))
-    tables = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    for table in tables[:1] if tables[0] is tables[1] else tables:  # one where they are tied
-        _warm_start(table, places, list(items.values()), title_tokens)
+    vocabulary = tokenizer.get_vocab()
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables: list[Any] = [layer.weight for layer in layers if layer is not None]  # to torch, tensors or modules
+    for table in {id(table): table for table in tables}.values():  # one where they are tied
+        _warm_start(table, [vocabulary[word] for word in items], list(items.values()), title_tokens)
     try:
         with new_folder(out) as work:
             model.save_pretrained(work)

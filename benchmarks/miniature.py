@@ -1,6 +1,6 @@
 """What the default run learns: GDPO, GRPO on summed rewards and shuffled rewards, from the same start.
 
-    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo ppo shuffled scenes] [--jobs 1] [--out DIR]
+    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo shuffled scenes json …] [--jobs 1] [--out DIR]
 
 Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: the share of requested
 attributes that the pixel checker finds in pictures of the same held-out prompts, before, after, with the oracle's
@@ -21,6 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+_TASK = f"{Path(__file__).with_name('evidence') / 'json_answers.py'}:JsonLessons"
+_JSON = ["--task", _TASK, "--task.answer", "json", "--task.steps", "[1, 4]", "--sampling.max_new_tokens", "40",
+         "--data.allowed_tokens", "ascii", "--warm_start.steps", "300"]  # fmt: skip
 VARIANTS = {
     "gdpo": ["--algorithm.advantage", "gdpo"],
     "grpo": ["--algorithm.advantage", "grpo"],
@@ -28,6 +31,8 @@ VARIANTS = {
     "shuffled": ["--algorithm.advantage", "gdpo"],
     "scenes": ["--config", "prompt_enhancement_scenes"],
     "scenes_shuffled": ["--config", "prompt_enhancement_scenes"],
+    "json": _JSON,
+    "json_shuffled": _JSON,
 }
 
 

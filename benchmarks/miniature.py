@@ -1,6 +1,6 @@
-"""What the default run learns: GDPO, GRPO on summed rewards and shuffled rewards, from the same start.
+"""What the default run learns: GDPO, GRPO on summed rewards, RAFT and shuffled rewards, from the same start.
 
-    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo shuffled scenes json …] [--jobs 1] [--out DIR]
+    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo raft shuffled json …] [--jobs 1] [--out DIR]
 
 Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: the share of requested
 attributes that the pixel checker finds in pictures of the same held-out prompts, before, after, with the oracle's
@@ -27,6 +27,8 @@ _JSON = ["--task", _TASK, "--task.answer", "json", "--task.steps", "[1, 4]", "--
 VARIANTS = {
     "gdpo": ["--algorithm.advantage", "gdpo"],
     "grpo": ["--algorithm.advantage", "grpo"],
+    # The best of each group alone; its loss is an eighth of one on the best alone, and so are the other terms.
+    "raft": ["--algorithm.advantage", "raft", "--algorithm.kl_coef", "0.00125", "--algorithm.entropy_coef", "0.00375"],
     "ppo": ["--config", "prompt_enhancement_ppo"],
     "shuffled": ["--algorithm.advantage", "gdpo"],
     "scenes": ["--config", "prompt_enhancement_scenes"],

@@ -118,7 +118,6 @@ class ImageEncoder:
         batch_size: int,
         width: int = 0,
     ):
-        """Take the parts as a loader makes them."""
         self.name = name
         self.kind = kind
         self.device = device
@@ -192,7 +191,6 @@ class Scorer(ImageEncoder):
         dtype: torch.dtype,
         batch_size: int,
     ):
-        """Take the parts as a loader makes them."""
         super().__init__(
             model.encode_image, preprocess, name=name, kind="CLIP", device=device, dtype=dtype, batch_size=batch_size
         )

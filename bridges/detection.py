@@ -40,7 +40,6 @@ class Detector:
     def __init__(
         self, config: ObjectDetection, model: PreTrainedModel, processor: BaseImageProcessor, device: torch.device
     ):
-        """Take the parts as `ObjectDetection.load` makes them."""
         self.device = device
         self.names = tuple(model.config.id2label[number] for number in sorted(model.config.id2label))
         self._config = config

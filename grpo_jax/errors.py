@@ -42,7 +42,6 @@ class UserError(Exception):
     """Something the user can mend: each line says what is wrong and what to do. Commands exit with 2."""
 
     def __str__(self) -> str:
-        """Join the lines."""
         return "; ".join(map(str, self.args))
 
 

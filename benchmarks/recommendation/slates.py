@@ -1,33 +1,39 @@
 """Lists that are judged as a whole: what trained runs list beside re-rankings of the supervised policy.
 
-    python benchmarks/recommendation/slates.py --start RUN [--policy NAME=RUN …] [--rerank NAME=RUN …] [--users 4000]
-                                               [--head 0.2] [--json FILE]
+    python benchmarks/recommendation/slates.py measure --start RUN [--policy NAME=RUN …] [--users 4000] [--head 0.2]
+                                                       [--rule brand] --json FILE
+    python benchmarks/recommendation/slates.py table FILE …          # a file for each seed
 
 RUN is a run directory of `task.writes: slate`. Every run's greedy lists of test users are measured by NDCG@10, by the
-exposure of the long tail (all but the share `head` of the items) and by the diversity of titles. Beside them stand
-re-rankings of the next item's 50 best candidates under the policy of `--start`, and of each `--rerank`:
+exposure of the long tail (all but the share `head` of the items), by the diversity of titles and by the share of items
+within at most two of a value of the column `rule`. Beside them stand re-rankings of the next item's 150 best
+candidates under the policy of `--start`; rel is p or log p, scaled to [0, 1] in a user's candidates:
 
-    MMR     λ rel(i) - (1 - λ) max_{j chosen} cos(i, j)                                    (Carbonell & Goldstein 1998)
-    xQuAD   (1 - λ) p(i) + λ Σ_c p(c | user) [i in c] Π_{j chosen} (1 - [j in c])          (Abdollahpouri et al. 2019)
-    bonus   (1 - λ) rel(i) + λ [i in the tail]
+    MMR       (1 - λ) rel(i) - λ max_{j chosen} cos(i, j)                                  (Carbonell & Goldstein 1998)
+    xQuAD     (1 - λ) p(i) + λ Σ_c p(c | user) [i in c] Π_{j chosen} (1 - [j in c])        (Abdollahpouri et al. 2019)
+    bonus     (1 - λ) rel(i) + λ [i in the tail]
+    greedy    rel(i) + λ [i in the tail] - μ mean_{j chosen} cos(i, j): both of what is measured
+    ruled     the same, of the candidates that keep the rule
 
-c is head or tail and p(c | user) its share of the history; rel is p or log p, scaled to [0, 1] in a user's candidates.
-Each method's point is chosen on validation users: the one that shows most of the tail (and the most different items)
-while its NDCG@10 is at least 99.5 % of the supervised list's. Intervals are bootstraps over users, of ratios in pairs.
-Prints Markdown; all points are in the JSON.
+c is head or tail and p(c | user) its share of the history. Weights are chosen on validation users: of each method
+the one that shows most of the tail, or the most different titles, while its NDCG@10 is at least 99.5 % of the ten
+best's. A trained list's rival is the re-ranking that has on validation users at least its NDCG@10 (99.5 % of it), its
+tail and its share within the rule, and of those the most different titles. The table has means over seeds, and ranges.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from scipy import sparse
 
 from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.data import Row
@@ -41,21 +47,13 @@ from grpo_jax.tasks.recommendation.catalogue import items_of
 from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.metrics import bootstrap, ndcg
 from grpo_jax.tasks.recommendation.recommending import policy_ranking
-from grpo_jax.tasks.recommendation.slates import diversity, exposure, ranks_of, slate_of, tail_items
+from grpo_jax.tasks.recommendation.slates import diversity, exposure, groups_of, ranks_of, slate_of, tail_items, within
 
-LENGTH, CANDIDATES, KEPT = 10, 50, 0.995
-MEASURES = ("ndcg@10", "tail", "diversity")
+LENGTH, CANDIDATES, KEPT, MOST = 10, 150, 0.995, 2
+MEASURES = ("ndcg@10", "tail", "diversity", "rule")
 GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
-
-
-class Candidates(NamedTuple):
-    """Of U users: rows of the catalogue, best first, their log-probabilities, which are tail; cosines [U, C, C]."""
-
-    items: np.ndarray
-    logs: np.ndarray
-    tail: np.ndarray
-    alike: np.ndarray
-    history_tail: np.ndarray  # [U], the share of the history that is tail
+BOTH = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
+TEN_BEST, TEN_RULED = "ten best", "ruled greedy on p, 0 0"
 
 
 class World(NamedTuple):
@@ -63,13 +61,27 @@ class World(NamedTuple):
 
     dataset: Dataset
     tail: np.ndarray
-    vectors: Any
+    vectors: sparse.csr_array
+    groups: sparse.csr_array  # [I, values of the rule's column]
 
     def measures(self, slates: Sequence[tuple[int, ...]], rows: Sequence[Row]) -> np.ndarray:
-        """NDCG@10, exposure of the tail and diversity of each list, [U, 3]."""
+        """The measures of each list, [U, 4]."""
         targets = [row.columns["target_row"] for row in rows]
         gain = ndcg(ranks_of(slates, targets, items=len(self.tail)), k=LENGTH)
-        return np.stack([gain, exposure(slates, self.tail), diversity(slates, self.vectors)], axis=1)
+        kept = within(slates, self.groups, MOST)
+        return np.stack([gain, exposure(slates, self.tail), diversity(slates, self.vectors), kept], axis=1)
+
+
+class Candidates(NamedTuple):
+    """Of U users: rows of the catalogue, best first, their log-probabilities, which are tail; of pairs [U, C, C] the
+    cosine, and whether they share the rule's value."""
+
+    items: np.ndarray
+    logs: np.ndarray
+    tail: np.ndarray
+    alike: np.ndarray
+    together: np.ndarray
+    history_tail: np.ndarray  # [U], the share of the history that is tail
 
 
 def written_lists(config: Any, policy: Policy, world: World, rows: Sequence[Row]) -> list[tuple[int, ...]]:
@@ -100,9 +112,12 @@ def candidates_of(config: Any, policy: Policy, world: World, rows: Sequence[Row]
         for line, row in zip(found.tolist(), rows, strict=True)
     ]
     items, logs = (np.take_along_axis(array, np.array(left), axis=1) for array in (found, scores))
-    alike = np.stack([(world.vectors[line] @ world.vectors[line].T).toarray() for line in items])
+
+    def pairs(vectors: sparse.csr_array) -> np.ndarray:
+        return np.stack([(vectors[line] @ vectors[line].T).toarray() for line in items]).astype(np.float32)
+
     shares = [world.tail[list(row.columns["history"])].mean() for row in rows]
-    return Candidates(items, logs, world.tail[items], alike.astype(np.float32), np.array(shares))
+    return Candidates(items, logs, world.tail[items], pairs(world.vectors), pairs(world.groups), np.array(shares))
 
 
 def scaled(values: np.ndarray) -> np.ndarray:
@@ -111,45 +126,54 @@ def scaled(values: np.ndarray) -> np.ndarray:
     return (values - low) / np.maximum(high - low, 1e-12)
 
 
-Step = Callable[[np.ndarray], np.ndarray]
-"""Chosen candidates bool [U, C] → scores of all [U, C]."""
+class Chosen(NamedTuple):
+    """What a list begins with: candidates bool [U, C], and of each candidate the largest cosine and the mean one."""
+
+    members: np.ndarray
+    nearest: np.ndarray
+    mean: np.ndarray
 
 
-def rerank(found: Candidates, step: Step) -> list[tuple[int, ...]]:
-    """Choose the candidate of the best score, again and again."""
-    chosen, order = np.zeros(found.items.shape, bool), []
-    users = np.arange(len(chosen))
-    for _ in range(LENGTH):
-        best = np.where(chosen, -np.inf, step(chosen)).argmax(1)
-        chosen[users, best] = True
+Step = Callable[[Chosen], np.ndarray]
+"""Scores of all candidates [U, C]."""
+
+
+def rerank(found: Candidates, step: Step, *, ruled: bool) -> list[tuple[int, ...]]:
+    """Choose the candidate of the best score, again and again; `ruled` only while the rule holds, if any is left."""
+    members, order, users = np.zeros(found.items.shape, bool), [], np.arange(len(found.items))
+    nearest, total, taken = (np.zeros(members.shape, np.float32) for _ in range(3))
+    for place in range(LENGTH):
+        scores = step(Chosen(members, nearest, total / max(place, 1)))
+        scores = scores - 1e3 * (taken >= MOST) if ruled else scores
+        best = np.where(members, -np.inf, scores).argmax(1)
+        members[users, best] = True
+        nearest, total = np.maximum(nearest, found.alike[users, best]), total + found.alike[users, best]
+        taken += found.together[users, best]
         order.append(found.items[users, best])
     return [tuple(line) for line in np.stack(order, axis=1).tolist()]
 
 
 def steps_of(found: Candidates) -> dict[str, Step]:
     """Every re-ranking and weight by name."""
-    relevance = {"p": scaled(np.exp(found.logs)), "log p": scaled(found.logs)}
     probability = np.exp(found.logs)
     wanted = np.stack([1 - found.history_tail, found.history_tail], axis=1)
     member = np.stack([~found.tail, found.tail], axis=-1)
 
-    def mmr(chosen: np.ndarray, share: float, rel: np.ndarray) -> np.ndarray:
-        nearest = np.where(chosen[:, None], found.alike, 0.0).max(2)
-        return (1 - share) * rel - share * nearest
-
-    def xquad(chosen: np.ndarray, share: float) -> np.ndarray:
-        open_ = 1.0 - (chosen[..., None] & member).any(1)
+    def xquad(chosen: Chosen, share: float) -> np.ndarray:
+        open_ = 1.0 - (chosen.members[..., None] & member).any(1)
         return (1 - share) * probability + share * (member * (wanted * open_)[:, None]).sum(-1)
 
-    def bonus(chosen: np.ndarray, share: float, rel: np.ndarray) -> np.ndarray:
-        return (1 - share) * rel + share * found.tail
+    def weighed(chosen: Chosen, rel: np.ndarray, keep: float, tail: float, nearest: float, mean: float) -> np.ndarray:
+        return keep * rel + tail * found.tail - nearest * chosen.nearest - mean * chosen.mean
 
-    steps: dict[str, Step] = {}
-    for share in GRID:
-        steps[f"xQuAD, {share:g}"] = functools.partial(xquad, share=share)
-        for name, rel in relevance.items():
-            steps[f"MMR on {name}, {share:g}"] = functools.partial(mmr, share=share, rel=rel)
-            steps[f"bonus on {name}, {share:g}"] = functools.partial(bonus, share=share, rel=rel)
+    steps: dict[str, Step] = {f"xQuAD, {share:g}": functools.partial(xquad, share=share) for share in GRID}
+    for name, rel in {"p": scaled(probability), "log p": scaled(found.logs)}.items():
+        make = functools.partial(functools.partial, weighed, rel=rel)
+        for share in GRID:
+            steps[f"MMR on {name}, {share:g}"] = make(keep=1 - share, tail=0, nearest=share, mean=0)
+            steps[f"bonus on {name}, {share:g}"] = make(keep=1 - share, tail=share, nearest=0, mean=0)
+        for tail, mean in itertools.product(BOTH, BOTH):
+            steps[f"greedy on {name}, {tail:g} {mean:g}"] = make(keep=1, tail=tail, nearest=0, mean=mean)
     return steps
 
 
@@ -158,23 +182,56 @@ def kind_of(method: str) -> str:
     return method.rpartition(", ")[0].partition(" on ")[0] if ", " in method else method
 
 
-def chosen_points(validation: dict[str, np.ndarray], reference: np.ndarray, measure: int) -> dict[str, str]:
-    """By family of methods the one that has most of a measure on validation users at the reference's NDCG."""
-    least, best = KEPT * reference[:, 0].mean(), {}
-    for method, values in validation.items():
-        if values[:, 0].mean() >= least:
-            family = kind_of(method)
-            if family not in best or values[:, measure].mean() > validation[best[family]][:, measure].mean():
-                best[family] = method
-    return best
+Means = Mapping[str, np.ndarray]
+"""By method the means of the measures [4]."""
 
 
-def ratio(one: np.ndarray, other: np.ndarray, draws: int = 1000) -> list[float]:
-    """The ratio of two means over the same users, and its 95 % bootstrap interval."""
-    random = np.random.default_rng(0)
-    users = random.integers(len(one), size=(draws, len(one)))
-    drawn = one[users].mean(1) / other[users].mean(1)
-    return [float(one.mean() / other.mean()), *np.quantile(drawn, (0.025, 0.975)).tolist()]
+def tuned(validation: Means, measure: int) -> dict[str, str]:
+    """By kind the re-ranking that has most of a measure on validation users at the ten best's NDCG."""
+    least = KEPT * validation[TEN_BEST][0]
+    kept = [method for method, values in validation.items() if values[0] >= least and method != TEN_BEST]
+    return {kind_of(method): method for method in sorted(kept, key=lambda method: validation[method][measure])}
+
+
+def rival(validation: Means, trained: np.ndarray) -> str | None:
+    """The re-ranking with most diversity of those that are not behind a trained list in anything else."""
+    able = [
+        method
+        for method, values in validation.items()
+        if values[0] >= KEPT * trained[0] and (values[[1, 3]] >= trained[[1, 3]]).all()
+    ]
+    return max(able, key=lambda method: validation[method][2], default=None)
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Every method's measures of test users, the named ones' intervals, and who a trained list's rival is."""
+    config, policy, _ = restore_policy(options.start, "final")
+    dataset = load_dataset(config.task)
+    catalogue = dataset.catalogue
+    tail = tail_items(taken_counts(dataset.known, len(catalogue)), options.head)
+    world = World(dataset, tail, title_vectors(catalogue.titles), groups_of(catalogue, options.rule))
+    parts = [part[: options.users] for part in (dataset.prompts.validation, dataset.prompts.test)]
+    found: list[dict[str, np.ndarray]] = [{}, {}]
+    for rows, values in zip(parts, found, strict=True):
+        candidates = candidates_of(config, policy, world, rows)
+        values[TEN_BEST] = world.measures([tuple(line) for line in candidates.items[:, :LENGTH].tolist()], rows)
+        for method, step in steps_of(candidates).items():
+            values[method] = world.measures(rerank(candidates, step, ruled=False), rows)
+            if method.startswith("greedy"):
+                values[f"ruled {method}"] = world.measures(rerank(candidates, step, ruled=True), rows)
+    means = {method: values.mean(0) for method, values in found[0].items()}
+    report: dict[str, Any] = {"users": len(parts[1]), "head": options.head, "rule": options.rule, "rivals": {}}
+    for name, run in [("supervised list", Path(options.start)), *map(named, options.policy)]:
+        config, policy, _ = restore_policy(run, "final")
+        for rows, values in zip(parts, found, strict=True):
+            values[name] = world.measures(written_lists(config, policy, world, rows), rows)
+        report["rivals"][name] = rival(means, found[0][name].mean(0))
+    report["tuned"] = {MEASURES[place]: tuned(means, place) for place in (1, 2)}
+    report["points"] = {method: np.round(values.mean(0), 4).tolist() for method, values in found[1].items()}
+    shown = {TEN_BEST, TEN_RULED, *report["rivals"], *filter(None, report["rivals"].values())}
+    shown |= {method for methods in report["tuned"].values() for method in methods.values()}
+    report["intervals"] = {method: [list(one)[1:] for one in bootstrap(found[1][method])] for method in shown}
+    return report
 
 
 def named(entry: str) -> tuple[str, Path]:
@@ -185,65 +242,50 @@ def named(entry: str) -> tuple[str, Path]:
     return name, Path(run)
 
 
-def measured(options: argparse.Namespace) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Every method's measures of validation and of test users, [U, 3]."""
-    config, policy, _ = restore_policy(options.start, "final")
-    dataset = load_dataset(config.task)
-    counts = taken_counts(dataset.known, len(dataset.catalogue))
-    world = World(dataset, tail_items(counts, options.head), title_vectors(dataset.catalogue.titles))
-    parts = [part[: options.users] for part in (dataset.prompts.validation, dataset.prompts.test)]
-    found: list[dict[str, np.ndarray]] = [{}, {}]
-    runs = [("", Path(options.start)), *map(named, options.rerank)]
-    for name, run in runs:
-        config, policy, _ = restore_policy(run, "final")
-        for rows, values in zip(parts, found, strict=True):
-            candidates = candidates_of(config, policy, world, rows)
-            before = f"{name}: " if name else ""
-            top = [tuple(line) for line in candidates.items[:, :LENGTH].tolist()]
-            values[f"{before}ten best"] = world.measures(top, rows)
-            for method, step in steps_of(candidates).items():
-                values[before + method] = world.measures(rerank(candidates, step), rows)
-    for name, run in [("supervised list", Path(options.start)), *map(named, options.policy)]:
-        config, policy, _ = restore_policy(run, "final")
-        for rows, values in zip(parts, found, strict=True):
-            values[name] = world.measures(written_lists(config, policy, world, rows), rows)
-    return found[0], found[1]
+def table(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Means over seeds, and their range, of what was tuned and of trained lists, each before its rival."""
+    lines = [f"| {reports[0]['users']} test users | {' | '.join(MEASURES)} |", "|---" * (len(MEASURES) + 1) + "|"]
+
+    def line(name: str, methods: Sequence[str | None]) -> None:
+        points = [report["points"][method] for report, method in zip(reports, methods, strict=True) if method]
+        if points:
+            low, mean, high = np.min(points, 0), np.mean(points, 0), np.max(points, 0)
+            span = "{:.3f}" if len(points) == 1 else "{:.3f} ({:.3f}–{:.3f})"
+            cells = [span.format(*one) for one in zip(mean, low, high, strict=True)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+
+    for method in (TEN_BEST, TEN_RULED):
+        line(method, [method] * len(reports))
+    for measure in MEASURES[1:3]:
+        for kind in sorted({kind for report in reports for kind in report["tuned"][measure]}):
+            methods = [report["tuned"][measure].get(kind) for report in reports]
+            line(f"{kind}, most {measure}: {', '.join(str(m).rpartition(', ')[2] for m in methods)}", methods)
+    for name in reports[0]["rivals"]:
+        line(name, [name] * len(reports))
+        line(
+            f"its rival: {'; '.join(str(report['rivals'][name]) for report in reports)}",
+            [r["rivals"][name] for r in reports],
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, or print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--start", required=True, metavar="RUN")
-    parser.add_argument("--policy", nargs="*", default=[], metavar="NAME=RUN")
-    parser.add_argument("--rerank", nargs="*", default=[], metavar="NAME=RUN")
-    parser.add_argument("--users", type=int, default=4000)
-    parser.add_argument("--head", type=float, default=0.2)
-    parser.add_argument("--json", type=Path)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("measure")
+    measure.add_argument("--start", required=True, metavar="RUN")
+    measure.add_argument("--policy", nargs="*", default=[], metavar="NAME=RUN")
+    measure.add_argument("--users", type=int, default=4000)
+    measure.add_argument("--head", type=float, default=0.2)
+    measure.add_argument("--rule", default="brand", metavar="COLUMN")
+    measure.add_argument("--json", type=Path, required=True)
+    commands.add_parser("table").add_argument("files", nargs="+", type=Path)
     options = parser.parse_args()
-    validation, test = measured(options)
-    reference = "ten best"
-    report: dict[str, Any] = {"users": len(test[reference]), "head": options.head, "points": [], "chosen": {}}
-    for method, values in test.items():
-        intervals = {name: [*one] for name, one in zip(MEASURES, bootstrap(values), strict=True)}
-        means = dict(zip(MEASURES, validation[method].mean(0).tolist(), strict=True))
-        report["points"].append({"method": method, **intervals, "validation": means})
-    print(f"| {report['users']} test users | " + " | ".join(MEASURES) + " |\n|---|---|---|---|")
-    shown = [reference, *(name for name in test if ", " not in name and name != reference)]
-    for place, measure in enumerate(MEASURES[1:], 1):
-        points = chosen_points(validation, validation[reference], place)
-        report["chosen"][measure] = {
-            family: {"method": method, "against ten best": ratio(test[method][:, place], test[reference][:, place])}
-            for family, method in points.items()
-        }
-        shown += points.values()
-    cells = {point["method"]: [point[name] for name in MEASURES] for point in report["points"]}
-    for method in dict.fromkeys(shown):
-        print(
-            f"| {method} | " + " | ".join(f"{m:.3f} [{low:.3f}, {high:.3f}]" for m, low, high in cells[method]) + " |"
-        )
-    print(json.dumps(report["chosen"], indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.command == "measure":
+        options.json.write_text(json.dumps(measured(options)) + "\n")
+        options.files = [options.json]
+    print(table([json.loads(file.read_text()) for file in options.files]))
 
 
 if __name__ == "__main__":

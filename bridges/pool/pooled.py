@@ -55,7 +55,6 @@ class PooledJudge:
             self.__signature__ = signature
 
     def __getattr__(self, name: str) -> Any:
-        """Return a proxy of a method of the judge."""
         methods = vars(self).get("_methods", ())
         if name not in methods:
             names = ", ".join(sorted(methods))

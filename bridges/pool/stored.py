@@ -77,11 +77,9 @@ class Stored(torch.Tensor):
         return values_of(self)[index]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor."""
         return values_of(self).__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:
-        """Representation without the values."""
         return f"Stored({list(self.shape)}, {self.dtype}, fetched={self.contents.tensor is not None})"
 
     @classmethod

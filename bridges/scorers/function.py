@@ -28,7 +28,6 @@ class Function:
     """Device unless `devices` says otherwise: no card is kept for it."""
 
     def __post_init__(self) -> None:
-        """Refuse a malformed name."""
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
     def check(self) -> None:

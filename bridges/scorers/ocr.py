@@ -48,7 +48,6 @@ class TextReader:
     summary = "PP-OCRv4 of RapidOCR, on cpu"
 
     def __init__(self, engine: RapidOCR):
-        """Take the models."""
         self._engine = engine
 
     def read(self, images: Tensor) -> list[str]:

@@ -53,7 +53,6 @@ class SafetyGate:
     summary = "Open-NSFW, on cpu"
 
     def __init__(self, classifier: Classifier, batch_size: int):
-        """Take the model."""
         self._classifier = classifier
         self._batch_size = batch_size
 

@@ -83,7 +83,6 @@ class Answerer:
     """A loaded image-text-to-text model."""
 
     def __init__(self, config: Vqa, model: PreTrainedModel, processor: ProcessorMixin, device: torch.device):
-        """Take the parts as `Vqa.load` makes them."""
         self.device = device
         self.name = config.path
         self._config = config

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationInfo
@@ -78,7 +78,7 @@ class Named:
     def complete(self, value: Any, name: str) -> Fields:
         """Return the values of all fields of one object in one shape (`complete`)."""
         if dataclasses.is_dataclass(value):
-            return _nested(_object_leaves(self, value, ()))
+            return nested(_object_leaves(self, value, ()))
         value = {KEY: str(value)} if isinstance(value, str) else value
         if not isinstance(value, Mapping) or KEY not in value:
             raise UserError(f"{name}.{KEY}: expected the name of a class, package.module:Class or file.py:Class")
@@ -300,7 +300,7 @@ def listed(names: Iterable[str]) -> str:
 
 def to_dict(config: Any) -> Fields:
     """Return nested plain values of a dataclass, the inverse of `build`."""
-    return _nested(_leaves(config))
+    return nested(_leaves(config))
 
 
 def to_yaml(config: Any) -> str:
@@ -358,13 +358,14 @@ def _object_leaves(named: Named, value: Any, path: tuple[str, ...], *, lasting: 
 
 def _dumped(value: Any, *, lasting: bool) -> Any:
     if dataclasses.is_dataclass(value):
-        return _nested(_leaves(value, lasting=lasting))
+        return nested(_leaves(value, lasting=lasting))
     if isinstance(value, Mapping):
         return {str(key): _dumped(entry, lasting=lasting) for key, entry in value.items()}
     return [_dumped(entry, lasting=lasting) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _nested(leaves: _Leaves) -> Fields:
+def nested(leaves: Iterable[tuple[Sequence[str], Any]]) -> Fields:
+    """Return nested values from (path, value) pairs."""
     result: Fields = {}
     for path, value in leaves:
         inner = result

@@ -36,7 +36,6 @@ class LoraConfig:
     vision: tuple[str, ...] = ()  # the same of the vision tower beside it (``TowerFamily.projections``)
 
     def __post_init__(self):
-        """Refuse an empty choice."""
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"rank must be a positive integer, got {self.rank!r}")
         if not self.targets:

@@ -40,6 +40,7 @@ from grpo_jax.training.memory import (
     picture_shapes,
     state_shapes,
     temporary_bytes,
+    tree_bytes,
     update_bytes,
 )
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
@@ -160,7 +161,7 @@ def held_memory(config: Config, state: TrainState) -> PolicyMemory:
     trained = trained_weights(state.variables)
     return PolicyMemory(
         parameters=count_weights(state.variables["params"]),
-        trained=tree_size(trained),
+        trained=count_weights(trained),
         weights=tree_bytes(state.variables),
         optimizer=tree_bytes(state.opt_state),
         reference=tree_bytes(state.reference),
@@ -217,21 +218,6 @@ def _beside_the_cache(
 
 def _layers_bytes(state: TrainState) -> int:
     return tree_bytes([tree.get("layers", {}) for name, tree in state.variables.items() if name not in (VALUE, VISUAL)])
-
-
-def tree_size(tree: object) -> int:
-    """Number of elements of a tree of arrays or shapes."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
-
-
-def tree_bytes(tree: object) -> int:
-    """Bytes of a tree of arrays or shapes on one device: of a leaf that is spread over several, one part."""
-
-    def leaf_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        return int(np.prod(shape)) * leaf.dtype.itemsize
-
-    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
 
 def _chunk(config: Config) -> int:
@@ -362,4 +348,4 @@ def _download_config(name: str) -> Path:
 
 def tower_size(vision: VisionConfig) -> int:
     """Return the number of weights of a vision tower."""
-    return tree_size(tower_shapes(vision))
+    return count_weights(tower_shapes(vision))

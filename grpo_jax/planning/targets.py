@@ -100,7 +100,6 @@ class Target(NamedTuple):
         return "cuda" if isinstance(self.kind, Gpu) else "tpu"
 
     def __str__(self) -> str:
-        """Spell the target as the command line does."""
         if self.count == 1:
             return self.name
         return f"{self.name}:{self.devices}" if self.hosts == 1 else f"{self.name}:{self.hosts}x{self.devices}"

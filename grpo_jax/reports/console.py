@@ -157,8 +157,8 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
     parts: list[str] = []
     if total is not None:
         parts.append(f"reward {total:.3f} ±{metrics.get('reward/total/std', float('nan')):.3f}")
-    names = (name.removeprefix("reward/").removesuffix("/mean") for name in metrics if _is_reward(name))
-    singles = [name for name in names if name != "total"]
+    rewards = [name for name in metrics if name.startswith("reward/") and name.endswith("/mean")]
+    singles = [name.split("/", 1)[1].removesuffix("/mean") for name in rewards if name != "reward/total/mean"]
     if len(singles) > 1 or total is None:
         parts += [f"{name} {metrics[f'reward/{name}/mean']:.3f}" for name in singles]
     task_metrics = [(name, label) for name, label in display.live if metrics.get(name) is not None]
@@ -174,10 +174,6 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
         if metrics.get(name) is not None:
             parts.append(f"{metrics[name]:.0f} {unit}")
     return "  ".join(parts)
-
-
-def _is_reward(name: str) -> bool:
-    return name.startswith("reward/") and name.endswith("/mean")
 
 
 def result_lines(summary: Values, display: Display = Display()) -> list[str]:

@@ -40,7 +40,8 @@ def model_card(
     """
     import yaml
 
-    base, task = config.policy.path, _public(to_dict(config)["task"]["kind"])
+    plain = to_dict(config)
+    base, task = config.policy.path, _public(plain["task"]["kind"])
     algorithm = config.algorithm
     tags = ["grpo_jax", "reinforcement-learning", algorithm.advantage, algorithm.preset]
     front: dict[str, object] = {
@@ -56,7 +57,7 @@ def model_card(
         "Base policy": f"{base if _is_hub_id(base) else _public(base)}{adapted}",
         "Prompts": _public(config.data.prompts or "the task's own"),
         "Rewards": _rewards(config),
-        "Judges": ", ".join(f"{name}: {_public(kind)}" for name, kind in _judges(config)) or "none",
+        "Judges": ", ".join(f"{name}: {_public(judge['kind'])}" for name, judge in plain["judges"].items()) or "none",
         "Advantages and loss": f"{algorithm.advantage}, {algorithm.preset}",
         "Iterations": f"{summary['iterations']} of {config.training.prompts_per_batch} prompts with "
         f"{config.sampling.group_size} completions each",
@@ -74,17 +75,12 @@ def model_card(
 
 
 def _rewards(config: Config) -> str:
-
     def reward_text(reward: RewardSection) -> str:
         text = f"{reward.called} (weight {reward.weight:g})"
         waits = reward.condition_on not in (None, "none")
         return f"{text}, where {reward.condition_on} ≥ {reward.threshold:g}" if waits else text
 
     return ", ".join(map(reward_text, config.rewards)) or "the task's own"
-
-
-def _judges(config: Config) -> list[tuple[str, str]]:
-    return [(name, judge["kind"]) for name, judge in to_dict(config)["judges"].items()]
 
 
 def _measures(summary: Values, display: Display) -> str:

@@ -52,7 +52,6 @@ class JsonLines(MetricWriter):
     """metrics.jsonl: one object per row, on disk when `write` returns."""
 
     def __init__(self, path: str | Path):
-        """Open the file to append."""
         self._file = AppendedFile(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -384,12 +384,10 @@ class Checkpoints:
 
     def _find_in_all(self, which: int | str) -> _Entry:
         """Find a checkpoint as process 0 finds it."""
+        every = [self._steps, *self._named.values()]
         entry = self._find(which) if is_main_process() else None
-        found = broadcast(None if entry is None else {"name": self._name_of(entry.series), "number": entry.number})
-        return _Entry(self._named.get(str(found["name"]), self._steps), int(found["number"]))
-
-    def _name_of(self, series: Series) -> str:
-        return next((name for name, named in self._named.items() if named is series), "step")
+        place, number = broadcast(None if entry is None else [every.index(entry.series), entry.number])
+        return _Entry(every[place], number)
 
     @contextmanager
     def _reading(self, entry: _Entry) -> Iterator[None]:

@@ -163,7 +163,6 @@ class AppendedFile:
     """Text appended straight to a file: no buffer that a kill would lose or a close would repeat."""
 
     def __init__(self, path: str | Path):
-        """Open or make the file."""
         self._path = path
         with disk_errors(path):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by close()

@@ -105,7 +105,6 @@ class Run:
     progress: Progress | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Read the config."""
         self.config = self.program.config
         self.again = f"--resume --run_dir {self.config.run_dir}"
 

@@ -421,7 +421,6 @@ class Prefetcher:
     """
 
     def __init__(self, parts: RunContext):
-        """Begin with no batch on its way."""
         config = parts.config
         self._parts = parts._replace(stopping=lambda: self._closed or parts.stopping())
         self._pipeline = (

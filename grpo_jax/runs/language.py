@@ -36,7 +36,7 @@ from grpo_jax.runs.parts import RunContext, load_parts, within_budget
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
-from grpo_jax.runs.results import finish_language
+from grpo_jax.runs.results import finish_language, statistics_of
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished, Validated
@@ -166,7 +166,7 @@ class LanguageProgram:
             "before": notes["before"] | measures,
             "remembered": notes["remembered"] | self.parts.task_data.report.remember(name, judgements),
         }
-        samples = evaluations["sampled"].samples if "sampled" in evaluations else None
+        samples = statistics_of(evaluations)
         return noted if samples is None else noted | {"samples": samples}
 
     def _watched(self, before: Mapping[str, Evaluation], state: TrainState) -> Record:

@@ -30,7 +30,6 @@ class StopRequests:
     """A flag for a requested stop, checked by long waits, which then save and leave."""
 
     def __init__(self) -> None:
-        """Begin without a request."""
         self._asked = self._at_once = False
 
     def is_set(self) -> bool:

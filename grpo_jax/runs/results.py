@@ -110,6 +110,9 @@ def summarise(
     }
     baseline, reward = before.get("greedy", {}).get(TOTAL), measures.get(TOTAL)
     improvement = None if baseline is None or reward is None else reward - baseline
+    suspect: list[str] = []  # watched measures that fell since the start
+    if improvement is not None and improvement > 0:
+        suspect = fallen(progress.notes.get("watched", {}).get("test", {}), watched_values(parts, after["greedy"]))
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,
@@ -117,18 +120,13 @@ def summarise(
         "improvement": improvement,
         "relative_improvement": improvement / abs(baseline) if baseline and improvement is not None else None,
         "iterations": progress.iteration,
-        "suspect": suspects(parts, progress, after) if improvement is not None and improvement > 0 else [],
+        "suspect": suspect,
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
         "prompts": len(parts.test_rows),
         "seconds": dict(seconds),
         "devices": parts.devices,
         **samples_of(parts, {"before": progress.notes.get("samples"), "after": statistics_of(after)}),
     }
-
-
-def suspects(parts: RunContext, progress: Progress, after: Mapping[str, Evaluation]) -> list[str]:
-    """Return the watched measures that fell on the test prompts since the start."""
-    return fallen(progress.notes.get("watched", {}).get("test", {}), watched_values(parts, after["greedy"]))
 
 
 def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:
@@ -227,7 +225,6 @@ def shown_episodes(parts: RunContext, after: Evaluation) -> list[EpisodeEntry]:
     """The episodes of the first held-out prompts, chosen by place and not by result."""
     if parts.environment.answering is None:
         return []
-
     rows = parts.test_rows[: parts.config.evaluation.gallery]
     return [shown_episode(*pair) for pair in zip(rows, after.episodes[: len(rows)], strict=True)]
 
@@ -236,11 +233,9 @@ def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
     """Return a row's episode as pages show it."""
 
     def shown_turn(turn: Turn) -> ShownTurn:
-        going = turn.answer is not None and not turn.answer.done
-        answer_text, seen = (
-            (turn.answer.text, turn.answer.pictures) if turn.answer is not None and going else (None, ())
-        )
-        return ShownTurn(turn.text, turn.rewards, turn.image, answer_text, seen)
+        if turn.answer is None or turn.answer.done:
+            return ShownTurn(turn.text, turn.rewards, turn.image, None, ())
+        return ShownTurn(turn.text, turn.rewards, turn.image, turn.answer.text, turn.answer.pictures)
 
     pictures = [thumbnail(source, _SHOWN_SIZE) for source in row.pictures]
     return EpisodeEntry(row.prompt, [shown_turn(turn) for turn in episode.turns], pictures)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from grpo_jax.config.build import nested
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 from grpo_jax.models.broadcast import is_main_process, meet, process_count, together
@@ -86,7 +87,8 @@ class Series:
         written = self._start_writing(number)
         with together("checkpoint"):
             meet()  # what an interrupted write left is gone
-            write_trees(self._opened(), str(written), trees)
+            args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
+            self._opened().save(written, args=ocp.args.Composite(**args))
         self.writing = number
         arguments = (written, number, json.dumps(meta))
         self._thread = threading.Thread(target=self._commit, args=arguments, name="commit", daemon=True)
@@ -124,9 +126,10 @@ class Series:
         self.path(number).rename(aside)
 
     def read(self, number: int, item: str, template: PyTree) -> PyTree:
-        """Read a tree of a checkpoint, in shapes and places of `template`."""
-        with together("checkpoint"):
-            return read_tree(str(self.path(number)), item, template)
+        """Read a tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
+        with together("checkpoint"), closing(ocp.Checkpointer(handler())) as reader:
+            return reader.restore(self.path(number), args=args)[item]
 
     def read_meta(self, number: int) -> Record:
         """Read the meta of a checkpoint."""
@@ -134,7 +137,10 @@ class Series:
 
     def described(self, number: int, item: str) -> PyTree:
         """Return shapes and dtypes of a tree of a checkpoint; {} where it holds none."""
-        return describe_tree(self.path(number), item)
+        with closing(ocp.Checkpointer(handler())) as reader:
+            metadata = (reader.metadata(self.path(number)).item_metadata or {}).get(item)
+        tree = getattr(metadata, "tree", metadata)
+        return {} if tree is None else tree
 
     def close(self) -> None:
         """Wait for the write in the background and end Orbax's threads."""
@@ -147,13 +153,10 @@ class Series:
     def _start_writing(self, number: int) -> Path:
         self.wait()
         if is_main_process():
-            self._make_ready()
+            if not self.folder.is_dir():
+                raise FileNotFoundError(f"{self.folder} is gone")
+            self.clear()
         return self.folder / _WRITING / self.path(number).name
-
-    def _make_ready(self) -> None:
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"{self.folder} is gone")
-        self.clear()
 
     def _commit(self, written: Path, number: int, meta: str) -> None:
         try:
@@ -293,17 +296,6 @@ def leaves(tree: PyTree) -> dict[str, PyTree]:
     return named
 
 
-def _nested(leaves: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    tree: dict[str, PyTree] = {}
-    for name, leaf in leaves.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
-
-
 def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -323,7 +315,7 @@ def storable(part: PyTree) -> dict[str, PyTree]:
             )
         return array
 
-    return _nested({name: convert(name, leaf) for name, leaf in leaves(part).items()})
+    return nested((name.split("."), convert(name, leaf)) for name, leaf in leaves(part).items())
 
 
 def target(part: PyTree) -> dict[str, PyTree]:
@@ -337,7 +329,7 @@ def target(part: PyTree) -> dict[str, PyTree]:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return np.asarray(leaf)
 
-    return _nested({name: describe(leaf) for name, leaf in leaves(part).items()})
+    return nested((name.split("."), describe(leaf)) for name, leaf in leaves(part).items())
 
 
 def as_template(leaf: PyTree, restored: PyTree) -> PyTree:
@@ -375,24 +367,3 @@ def handler() -> ocp.CompositeCheckpointHandler:
     """Make the Orbax handler of a checkpoint's trees."""
     trees: dict[str, PyTree] = {name: ocp.StandardCheckpointHandler() for name in ITEMS}
     return ocp.CompositeCheckpointHandler(**trees)
-
-
-def write_trees(checkpointer: ocp.AsyncCheckpointer, path: str, trees: Mapping[str, PyTree]) -> None:
-    """Copy this process's arrays of a checkpoint, and begin to write them."""
-    args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree}
-    checkpointer.save(Path(path), args=ocp.args.Composite(**args))
-
-
-def read_tree(path: str, item: str, template: PyTree) -> PyTree:
-    """Read a tree of a checkpoint in shapes and places of `template`, the parts of it that this process holds."""
-    with closing(ocp.Checkpointer(handler())) as reader:
-        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target(template))})
-        return reader.restore(Path(path), args=args)[item]
-
-
-def describe_tree(path: Path, item: str) -> PyTree:
-    """Return shapes and dtypes of a tree of a checkpoint, without its arrays; {} where it holds none."""
-    with closing(ocp.Checkpointer(handler())) as reader:
-        metadata = (reader.metadata(path).item_metadata or {}).get(item)
-    tree = getattr(metadata, "tree", metadata)
-    return {} if tree is None else tree

@@ -152,14 +152,14 @@ def require_memory(config: Config, model: ModelConfig, *, available: int | None,
         return
     without_tower = dataclasses.replace(config.policy, vision="frozen")
     config, sampling = dataclasses.replace(config, policy=without_tower), config.sampling
-    state = _tree_bytes(state_shapes(config, model, None))
+    state = tree_bytes(state_shapes(config, model, None))
     first = whole = 0
     if not listed:
         policy, sizes = configured_functions(config.policy, model, None), cache_sizes(sampling.max_new_tokens)
         rows = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
         shape = rows, sampling.written_completions
         first, whole = (
-            _tree_bytes(jax.eval_shape(partial(policy.init_cache, *shape, size))) for size in (sizes[0], sizes[-1])
+            tree_bytes(jax.eval_shape(partial(policy.init_cache, *shape, size))) for size in (sizes[0], sizes[-1])
         )
     if max(state + first, whole) > available:
         raise UserError(
@@ -195,8 +195,14 @@ def _text(path: str) -> str:
         return ""
 
 
-def _tree_bytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of a tree of arrays or shapes on one device: of a leaf that is spread over several, one part."""
+
+    def leaf_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
 
 class Program(NamedTuple):

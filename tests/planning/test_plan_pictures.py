@@ -11,8 +11,9 @@ from support.vision.folders import SETTINGS, picture, write_rows
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.families import read_config
+from grpo_jax.models.lora import count_weights
 from grpo_jax.models.vision.tower import init_tower
-from grpo_jax.planning.policy import policy_memory, read_shape, read_shown, tree_bytes, tree_size
+from grpo_jax.planning.policy import policy_memory, read_shape, read_shown, tree_bytes
 from grpo_jax.train import main
 from grpo_jax.training.memory import Shown, update_program
 
@@ -60,7 +61,7 @@ def test_a_tower_is_counted_where_there_are_pictures(not_compiled):
 
 def test_a_trained_tower_has_moments_and_gradients(not_compiled):
     text, trained = policy_memory(configured(), MODEL), policy_memory(configured("--policy.vision=train"), MODEL)
-    assert trained.trained - text.trained == trained.parameters - text.parameters == tree_size(TOWER)
+    assert trained.trained - text.trained == trained.parameters - text.parameters == count_weights(TOWER)
     assert trained.gradients - text.gradients == tree_bytes(TOWER)
     assert trained.optimizer - text.optimizer == 2 * tree_bytes(TOWER)
 
@@ -105,7 +106,7 @@ def test_the_plan_says_what_is_seen(folder, not_compiled, capsys, tmp_path):
     rows = write_rows(tmp_path / "data", [{"prompt": f"say {i}", "image": picture(i)} for i in range(8)])
     arguments = [*SMALL, f"--policy.path={folder}", "--task=text", f"--data.prompts={rows}"]
     assert main([*arguments, "--rewards=[{name: 'judge.py:letters'}]", "--plan", "--device_memory_gib=16"]) == 0
-    size = tree_size(TOWER)
+    size = count_weights(TOWER)
     assert f"vision tower: {size:,} parameters, frozen; pictures of 16 tokens: 1 in a prompt" in capsys.readouterr().out
     config = parse(arguments)
     assert read_shown(config, read_shape(str(folder)))[0] == ONE

@@ -144,11 +144,6 @@ def test_a_task_that_is_gone_has_a_plain_page(tmp_path, capsys):
     assert "Rewards" in (run / "report.html").read_text()
 
 
-def test_the_command_is_found_by_its_name(capsys):
-    assert __main__.main(["--help"]) == 0 and "\n  report " in capsys.readouterr().out
-    assert __main__.main(["reprot"]) == 2 and "did you mean report?" in capsys.readouterr().err
-
-
 def test_what_is_no_run_is_one_line(tmp_path, refused):
     run = write_run(tmp_path / "run", 2)
     (tmp_path / "empty").mkdir()

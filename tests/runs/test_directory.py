@@ -147,11 +147,12 @@ def test_a_stray_file_among_the_completions_stays(tmp_path):
 def test_nothing_to_resume_a_file_and_an_unwritable_place(tmp_path):
     with pytest.raises(UserError, match="holds no run to resume"):
         RunDirectory.open(tmp_path / "none", resume=True)
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("kept")
     with pytest.raises(UserError, match="file is a file; choose another --run_dir"):
         RunDirectory.open(tmp_path / "file")
     with pytest.raises(UserError, match=r"cannot write .*file/run \(Not a directory\)"):
         RunDirectory.open(tmp_path / "file" / "run")
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):

@@ -3,12 +3,13 @@
 import jax
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from support.tiny_models import causal_lm  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from support.tiny_models import causal_lm
+from support.torch_reference import greedy_answers
+from transformers import AutoModelForCausalLM
 
-from grpo_jax import generate, load_policy  # noqa: E402
+from grpo_jax import generate, load_policy
 
 PROMPTS = ["What is rain?", "a red ring"]
 
@@ -24,18 +25,9 @@ def policy(folder):
 
 
 def test_greedy_texts_are_those_of_transformers(policy, folder):
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    expected = []
-    for prompt in PROMPTS:
-        message = [{"role": "user", "content": prompt}]
-        asked = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        with torch.no_grad():
-            written = model.generate(
-                **asked, max_new_tokens=12, do_sample=False, eos_token_id=list(policy.eos_ids), pad_token_id=0
-            )
-        expected.append([tokenizer.decode(written[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    options = {"max_new_tokens": 12, "eos_token_id": list(policy.eos_ids), "pad_token_id": 0}
+    expected = [[text] for text in greedy_answers(model, folder, PROMPTS, **options)]
     assert generate(policy, PROMPTS, max_new_tokens=12) == expected
 
 

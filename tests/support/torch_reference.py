@@ -1,13 +1,15 @@
 """Tiny random transformers models to compare with, their weights made large enough to matter."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from flax.traverse_util import flatten_dict
 
-from grpo_jax.models.hf.weights import flatten, name_table, tower_table
+from grpo_jax.models.hf.weights import name_table, tower_table
 
 VOCAB = 96
 SHAPE = dict(
@@ -193,7 +195,7 @@ def grpo(predicted, batch, advantages, noise):
 
 def assert_gradients_agree(model, config, grads) -> None:
     """Gradients of the parameters, a vision tower's among them, are those of torch to 1e-3 of the largest."""
-    leaves = flatten(grads)
+    leaves = flatten_dict(grads)
     state = {name.replace("model.language_model.", "model."): w for name, w in model.named_parameters()}
     table = name_table(config, state)
     if "visual" in grads:
@@ -206,3 +208,15 @@ def assert_gradients_agree(model, config, grads) -> None:
         # k_proj.bias shifts all scores of a query alike until the rotation: small but not zero.
         assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max() + 1e-7, name
         assert np.abs(expected).max() > 0, name
+
+
+def greedy_answers(model, folder: Path, prompts: Sequence[str], *, system=(), **options) -> list[str]:
+    """What transformers answers greedily to each prompt, through the chat template of a folder."""
+    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(folder), []
+    for prompt in prompts:
+        said = [*system, {"role": "user", "content": prompt}]
+        asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            out = model.generate(**asked, do_sample=False, **options)
+        texts.append(tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+    return texts

@@ -65,7 +65,6 @@ class GPT2Config:
     vision: ClassVar[None] = None
 
     def __post_init__(self):
-        """Refuse impossible shapes."""
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -101,8 +100,6 @@ class GPT2Config:
         distribution. ``reorder_and_upcast_attn`` asks for scores in float32, which they always are here. The
         ``summary_*`` fields belong to a head that a causal language model lacks.
         """
-        if config.get("model_type") != MODEL_TYPE:
-            raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {config.get('model_type')!r}")
         fields = {name: config[alias] for alias, name in _ALIASES.items() if alias in config} | dict(config)
         missing = [name for name in _REQUIRED if fields.get(name) is None]
         if missing:

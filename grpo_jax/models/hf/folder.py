@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
@@ -23,7 +24,6 @@ from grpo_jax.models.hf.weights import (
     INDEX,
     Leaves,
     TensorFiles,
-    flatten,
     name_table,
     new_folder,
     read_json,
@@ -265,7 +265,7 @@ def _checked_leaves(config: ModelConfig, params: Variables) -> Leaves:
     expected = shapes(config)
     if VISUAL in params:
         expected = {**expected, VISUAL: tower_shapes(config.vision)}
-    leaves, expected = flatten(params), flatten(expected)
+    leaves, expected = flatten_dict(params), flatten_dict(expected)
     wrong = sorted(
         ".".join(path)
         for path in leaves.keys() | expected.keys()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -22,7 +23,7 @@ from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.families.family import Naming
 from grpo_jax.models.lora import entry
-from grpo_jax.models.variables import VISUAL, PyTree, Variables
+from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
 Leaves = Mapping[tuple[str, ...], PyTree]
@@ -66,28 +67,6 @@ def shapes(config: ModelConfig) -> dict[str, PyTree]:
     return jax.eval_shape(lambda key: init_variables(config, key), jax.random.key(0))["params"]
 
 
-def flatten(tree: Variables, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], PyTree]:
-    """Leaves of nested dictionaries by path."""
-    leaves: dict[tuple[str, ...], PyTree] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves.update(flatten(value, (*path, key)))
-        else:
-            leaves[(*path, key)] = value
-    return leaves
-
-
-def unflatten(leaves: Leaves) -> dict[str, PyTree]:
-    """Nested dictionaries from leaves by path."""
-    tree: dict[str, PyTree] = {}
-    for path, value in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return tree
-
-
 def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     """Table of tensor name → place, in the naming that a folder with these names uses.
 
@@ -100,7 +79,7 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     head = next((h for h in naming.heads if h in names), naming.heads[0])
     layers = f"{prefix}{naming.layers}"
     table = {}
-    leaves = flatten(shapes(config))
+    leaves = flatten_dict(shapes(config))
     together = _together(naming, layers, names)
     for (name, parts), layer in product(naming.together.items(), range(config.num_layers if together else 0)):
         paths = tuple(("layers", part, "kernel") for part in parts)
@@ -147,7 +126,7 @@ def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     table = {}
     prefixes = family_of(config).naming.beside
     prefix = next((p for p in prefixes if f"{p}{family.names['patch_embed']}.weight" in names), prefixes[0])
-    for path, leaf in flatten(tower_shapes(vision)).items():
+    for path, leaf in flatten_dict(tower_shapes(vision)).items():
         module = path if len(path) == 1 else path[:-1]
         name = f"{prefix}{family.names['/'.join(module)]}.{'bias' if path[-1] == 'bias' else 'weight'}"
         transpose = path[-1] == "kernel"
@@ -280,7 +259,7 @@ def read_params(
                 leaves[path] = value
             elif not np.array_equal(leaves[path], value):
                 raise UserError(f"{short_name(name)} differs from the embedding although tie_word_embeddings is true")
-    return unflatten(leaves)
+    return unflatten_dict(leaves)
 
 
 def unfitting(expected: Mapping[str, tuple[int, ...]], files: TensorFiles) -> list[str]:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from flax.traverse_util import flatten_dict  # noqa: E402
 from support.vision import tiny_pictures as tiny  # noqa: E402
 
-from grpo_jax.models.hf.weights import flatten, tower_table  # noqa: E402
+from grpo_jax.models.hf.weights import tower_table  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision import tower as tower_module  # noqa: E402
 from grpo_jax.models.vision.pictures import (  # noqa: E402
@@ -61,7 +62,7 @@ def test_gradients_are_those_of_torch(world):
         states = (flat for layer in (seen.states, *seen.deepstack) for flat in tiny.flat_states(jnp.tanh(layer), rows))
         return sum(jnp.sum(flat * weights[i % len(weights)]) for i, flat in enumerate(states))
 
-    grads = {("visual", *path): leaf for path, leaf in flatten(jax.jit(jax.grad(ours))(world.loaded.visual)).items()}
+    grads = flatten_dict({"visual": jax.jit(jax.grad(ours))(world.loaded.visual)})
     world.torch.zero_grad()
     expected, deepstack = tiny.torch_states(world.torch, rows)
     for layer in (expected, *deepstack):

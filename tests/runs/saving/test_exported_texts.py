@@ -2,14 +2,14 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
-from support.text_task import train_here  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+pytest.importorskip("torch")
+from support.text_task import train_here
+from support.torch_reference import greedy_answers
+from transformers import AutoModelForCausalLM
 
-from grpo_jax import export, load_rewriter  # noqa: E402
+from grpo_jax import export, load_rewriter
 
 SYSTEM, PROMPTS = "Be brief.", ["a tree", "ümläut\non two lines"]
-TOKENS = 8
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +29,9 @@ def ours(run):
     return [rewrite(prompt) for prompt in PROMPTS]
 
 
-def written(model, folder, system=({"role": "system", "content": SYSTEM},)):
-    """By transformers, through the chat template of a folder."""
-    tokenizer, texts = AutoTokenizer.from_pretrained(folder), []
-    for prompt in PROMPTS:
-        said = [*system, {"role": "user", "content": prompt}]
-        asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        with torch.no_grad():
-            out = model.generate(**asked, max_new_tokens=TOKENS, do_sample=False)
-        texts.append(tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
-    return texts
+def written(model, folder):
+    system = [{"role": "system", "content": SYSTEM}]
+    return greedy_answers(model, folder, PROMPTS, system=system, max_new_tokens=8)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """What the default run learns: GDPO, GRPO on summed rewards, RAFT and shuffled rewards, from the same start.
 
-    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo raft ppo shuffled scenes] [--jobs 1] [--out DIR]
+    python benchmarks/miniature.py [--seeds 0 1 2] [--variants gdpo grpo raft ppo shuffled scenes]
+                                   [--jobs 1] [--out DIR]
 
 Each run is the default config with another seed. Prints JSON, and a table for RESULTS.md: the share of requested
 attributes that the pixel checker finds in pictures of the same held-out prompts, before, after, with the oracle's

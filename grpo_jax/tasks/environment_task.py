@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.errors import UserError, is_own_doing, one_line, short_name
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.rewards import Reward
@@ -26,14 +27,13 @@ class Environment(Task):
     """Episodes of environments of your own: reset(seed) → prompt, step(text) → (reply, reward, done).
 
     Args:
-        environment: Classes, package.module:Class or file.py:Class, made without arguments, one for each episode.
-        shares: How much of the prompts each has; empty for equal shares.
+        environment: Classes, package.module:Class or file.py:Class, made without arguments, one for each episode; of
+            several a list, or {class: share} of how much of the prompts each has.
         seeds: How many episodes there are to train on, over and over; further ones are held out.
         held_out: How many episodes each measure the run and choose the best checkpoint.
     """
 
-    environment: list[str] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)
+    environment: dict[str, Any] | list[str] | str = field(default_factory=list)
     seeds: int = 1024
     held_out: int = 64
 
@@ -43,10 +43,10 @@ class Environment(Task):
     }
 
     def check(self, config: Config) -> None:
-        """Refuse shares that are not of the environments, and prompts beside theirs."""
-        fits = not self.shares or len(self.shares) == len(self.environment)
-        require(fits, "task.shares", f"one for each of {len(self.environment)} environments", self.shares)
-        require(all(share > 0 for share in self.shares), "task.shares", "numbers above 0", self.shares)
+        """Refuse shares that are none, and prompts beside those of the environments."""
+        for name, share in self.environment.items() if isinstance(self.environment, dict) else ():
+            fits = isinstance(share, int | float) and 0 < share < math.inf
+            require(fits, "task.environment", f"a share above 0 of {short_name(name)}", share)
         for name in ("seeds", "held_out"):
             require(getattr(self, name) > 0, f"task.{name}", "at least 1", getattr(self, name))
         for name in ("prompts", "validation", "test"):
@@ -58,9 +58,10 @@ class Environment(Task):
         if setup.prompts is not None:
             raise UserError("prompts: expected none, environments bring their own")
         require(bool(self.environment), "task.environment", "a class, such as my_env.py:Env", None)
-        classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in self.environment}
-        if len(classes) < len(self.environment):
-            raise UserError(f"task.environment: expected classes of different names, got {', '.join(self.environment)}")
+        names = [self.environment] if isinstance(self.environment, str) else [*self.environment]
+        classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in names}
+        if len(classes) < len(names):
+            raise UserError(f"task.environment: expected classes of different names, got {', '.join(names)}")
         for name, made in classes.items():
             if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
                 raise UserError(f"task.environment: {name} must have the methods reset(seed) and step(text)")
@@ -79,7 +80,9 @@ class Environment(Task):
 
     def _kinds(self, count: int) -> Sequence[int]:
         """Return which environment each of some episodes is of, as evenly spread as the shares allow."""
-        shares = np.array(self.shares or [1.0] * len(self.environment))
+        named = self.environment
+        given = [*named.values()] if isinstance(named, dict) else [1.0] * (1 if isinstance(named, str) else len(named))
+        shares = np.array(given)
         due = np.outer(np.arange(1, count + 1), shares / shares.sum())
         given, kinds = np.zeros(len(shares)), []
         for row in due:

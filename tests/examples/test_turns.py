@@ -1,6 +1,7 @@
 """Tools and games in turns through the command: a calculator that is called, a number that is guessed."""
 
 import json
+import math
 
 import numpy as np
 import pyarrow.parquet
@@ -259,3 +260,34 @@ def test_the_grid_pays_for_steps_that_lead_nearer(tmp_path):
                 break
             assert turn["reward/reward"] == 0.5 * (distance(turn["answer"]) < distance(seen))
             seen = turn["answer"]
+
+
+def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch):
+    """Two prompts in three are walks; what a guess earns follows from what was left, which the policy reads."""
+    monkeypatch.chdir(ROOT)
+    small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.sampled")}
+    small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 2}
+    small |= {"task.held_out": 3, "task.seeds": 12, "training.prompts_per_batch": 12, "report_to": "[]"}
+    command = ["--config", "examples/grid/with_guess.yaml", "--run_dir", str(tmp_path)]
+    assert main([*command, *(f"--{name}={value}" for name, value in small.items())]) == 0
+    for step in (1, 2):
+        episodes = {}
+        for row in completions(tmp_path, step):
+            episodes.setdefault((row["prompt"], row["episode"]), []).append(row)
+        kinds = [prompt.split()[0] for prompt, _ in episodes]
+        assert kinds.count("at") == 2 * kinds.count("guess") == 8 * small["sampling.group_size"]
+        for (prompt, _), turns in episodes.items():
+            seen = prompt
+            for turn in turns:
+                walk, game = turn["watch/reward_Grid"], turn["watch/reward_Guess"]
+                assert math.isnan(game if prompt.startswith("at") else walk)
+                assert turn["reward/reward"] == (walk if prompt.startswith("at") else game)
+                if prompt.startswith("guess") and turn["answer"] is not None:
+                    low, high = (int(seen.split()[place]) for place in (1, 3))
+                    left = [int(turn["answer"].split()[place]) for place in (1, 3)]
+                    guess = int(turn["text"]) if turn["text"].isdigit() else 0
+                    ruled_out = min(guess - low, high - guess) + 1 if low <= guess <= high else 0
+                    assert turn["reward/reward"] == pytest.approx(0.5 * ruled_out / (high - low + 1))
+                    expected = [[guess + 1, high], [low, guess - 1]] if ruled_out else [[low, high]]
+                    assert left in expected
+                seen = turn["answer"]

@@ -60,8 +60,11 @@ def home(tmp_path_factory):
     return home
 
 
-def config(home, *names, **task):
-    values = {**SMALL, "task": {**SMALL["task"], "environment": [f"{home}/worlds.py:{name}" for name in names], **task}}
+def config(home, *names, shares=(), **sections):
+    """A config of environments, with shares or without."""
+    paths = [f"{home}/worlds.py:{name}" for name in names]
+    named = dict(zip(paths, shares, strict=True)) if shares else paths
+    values = {**SMALL, "task": {**SMALL["task"], "environment": named}, **sections}
     file = home / f"{'_'.join(names)}.yaml"
     file.write_text(yaml.safe_dump(values))
     return file
@@ -69,7 +72,7 @@ def config(home, *names, **task):
 
 @pytest.fixture(scope="module")
 def run(home):
-    assert train_here(config(home, "Count", "Later", shares=[3.0, 1.0]), home / "run") == 0
+    assert train_here(config(home, "Count", "Later", shares=[3, 1]), home / "run") == 0
     return home / "run"
 
 
@@ -126,7 +129,7 @@ def test_one_step_for_each_text_and_a_new_environment_where_none_is_at_hand():
 
 def test_shares_are_kept_as_evenly_as_can_be(home):
     task = make_config(
-        task={"kind": "environment", "environment": ["a.py:A", "b.py:B"], "shares": [3.0, 1.0]},
+        task={"kind": "environment", "environment": {"a.py:A": 3, "b.py:B": 1}},
         policy={"path": "new"},
     ).task
     kinds = task._kinds(40)
@@ -134,19 +137,47 @@ def test_shares_are_kept_as_evenly_as_can_be(home):
 
 
 @pytest.mark.parametrize(
-    ("names", "task", "message"),
+    ("names", "shares", "message"),
     [
-        ((), {}, "task.environment: expected a class, such as my_env.py:Env"),
-        (("Count",), {"shares": [1.0, 2.0]}, "task.shares: expected one for each of 1 environments"),
-        (("Missing",), {}, "has no Missing"),
-        (("Count", "Count"), {}, "task.environment: expected classes of different names"),
-        (("Broken",), {}, "step must return (reply, reward, done), got 'seen'"),
+        ((), (), "task.environment: expected a class, such as my_env.py:Env"),
+        (("Count", "Later"), (1, 0), "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 0"),
+        (("Count", "Later"), (-1, 1), "task.environment: expected a share above 0 of {home}/worlds.py:Count, got -1"),
+        (
+            ("Count", "Later"),
+            (1, "half"),
+            "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 'half'",
+        ),
+        (("Missing",), (), "has no Missing"),
+        (("Count", "Missing"), (1, 2), "has no Missing"),
+        (("Count", "Count"), (), "task.environment: expected classes of different names"),
+        (("Broken",), (), "step must return (reply, reward, done), got 'seen'"),
     ],
 )
-def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, task, message):
-    assert train_here(config(home, *names, **task), tmp_path / "run") == 2
+def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, shares, message):
+    assert train_here(config(home, *names, shares=shares), tmp_path / "run") == 2
     error = capsys.readouterr().err.strip().splitlines()
-    assert message in error[-1], error
+    assert len(error) == 1 and message.format(home=home) in error[0], error
+
+
+def test_one_named_twice_is_one_line(home, tmp_path, capsys):
+    file = config(home, "Later", "Count", shares=[3, 2])
+    file.write_text(file.read_text().replace("Later: 3", "Count: 3"))
+    assert train_here(file, tmp_path / "run") == 2
+    assert "worlds.py:Count' stands twice in one section" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_kinds_may_be_objectives_of_their_own(home, tmp_path):
+    """Each is missing where the other is judged, and takes no part there."""
+    rewards = [{"name": "reward_Count"}, {"name": "reward_Later", "weight": 2.0}]
+    file = config(home, "Later", "Count", shares=[1, 3], rewards=rewards)
+    assert train_here(file, tmp_path / "run") == 0
+    for step in (1, 2):
+        table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / f"step_{step:06d}.parquet").to_pylist()
+        pairs = [(row["reward/reward_Count"], row["reward/reward_Later"]) for row in table]
+        assert all(sorted(map(math.isnan, pair)) == [False, True] for pair in pairs)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["missing/reward_Count"] + row["missing/reward_Later"] == pytest.approx(1) for row in rows)
+    assert all(math.isfinite(row["grad_norm"]) for row in rows)
 
 
 @pytest.mark.parametrize("name", ["prompts", "validation", "test"])

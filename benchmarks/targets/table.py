@@ -28,10 +28,10 @@ from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.cards import FREE, RUNTIME, Planner
 from grpo_jax.planning.hlo import Step, moved_bytes, parse_program, steps
-from grpo_jax.planning.policy import GIB, held_memory
+from grpo_jax.planning.policy import held_memory
 from grpo_jax.planning.target_plan import compiled_program, program_sizes, read_report, run_programs
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
-from grpo_jax.training.memory import state_shapes
+from grpo_jax.training.memory import GIB, state_shapes
 
 Cell = dict[str, Any]
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 256

@@ -17,10 +17,10 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.families import ModelConfig
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning import MEMORY
-from grpo_jax.planning.policy import GIB, PolicyMemory, held_memory, policy_memory
+from grpo_jax.planning.policy import PolicyMemory, held_memory, policy_memory
 from grpo_jax.planning.target_plan import Report, plan_programs
 from grpo_jax.planning.targets import Target, open_devices
-from grpo_jax.training.memory import Shown, state_shapes
+from grpo_jax.training.memory import GIB, Shown, state_shapes
 
 RUNTIME = GIB // 2
 """A CUDA context and its libraries, for JAX and for torch each."""

@@ -14,11 +14,12 @@ from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.policy import precision_of
 from grpo_jax.planning import JSON, PLAN, TARGET, PlanRequest
 from grpo_jax.planning.cards import FREE, Card, Planner, first_that_fits, list_savings, option
-from grpo_jax.planning.policy import GIB, PolicyMemory, read_shape, read_shown
+from grpo_jax.planning.policy import PolicyMemory, read_shape, read_shown
 from grpo_jax.planning.target_plan import Report
 from grpo_jax.planning.targets import Target, parse_target, prepare
 from grpo_jax.runs.policy import NEW
 from grpo_jax.runs.several import require_for_processes
+from grpo_jax.training.memory import GIB
 
 _PREALLOCATED = 0.75  # JAX's default share of a card
 

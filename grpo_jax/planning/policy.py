@@ -45,7 +45,6 @@ from grpo_jax.training.memory import (
 )
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
-GIB = 2**30
 _QWEN_7B: dict[str, object] = {
     "vocab_size": 152064,
     "hidden_size": 3584,

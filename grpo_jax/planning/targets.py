@@ -18,9 +18,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from grpo_jax.errors import UserError, short_repr
 from grpo_jax.planning import TARGET
+from grpo_jax.training.memory import GIB
 
 EXTRA = "targets"
-_GIB = 2**30
 _UNTIMED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 _WITHOUT_TRITON = _UNTIMED | {"xla_gpu_enable_triton_gemm": False}
 """Untimed, Triton finds no tiles for some products."""
@@ -65,9 +65,9 @@ KINDS: dict[str, Gpu | Tpu] = {
     "rtx6000pro": Gpu(
         "RTX PRO 6000", 103079215104, 503.8e12, 1792e9, (12, 0), 188, 128, 1536, 131072, 101376, 2.6, 134217728
     ),
-    "v5e": Tpu("TPU v5e", 16 * _GIB, 197e12, 819e9, _FLAT),
-    "v6e": Tpu("TPU v6e", 32 * _GIB, 918e12, 1640e9, _FLAT),
-    "v5p": Tpu("TPU v5p", 95 * _GIB, 459e12, 2765e9, _CUBE),
+    "v5e": Tpu("TPU v5e", 16 * GIB, 197e12, 819e9, _FLAT),
+    "v6e": Tpu("TPU v6e", 32 * GIB, 918e12, 1640e9, _FLAT),
+    "v5p": Tpu("TPU v5p", 95 * GIB, 459e12, 2765e9, _CUBE),
 }
 _KNOWN = {(8, 0): "A100", (8, 6): "A10", (9, 0): "H100", (10, 0): "B200", (12, 0): "RTX PRO 6000"}
 """By capability, a card that Pallas knows; it asks nothing else of it."""

@@ -60,9 +60,8 @@ from grpo_jax.runs.sameness import data_facts, require_same_facts
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.estimators import Objectives, make_turn_objectives
-from grpo_jax.training.memory import Shown, fewest_parts, machine_memory, require_memory, update_bytes
+from grpo_jax.training.memory import GIB, Shown, fewest_parts, machine_memory, require_memory, update_bytes
 
-_GIB = 2**30
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 
 
@@ -413,17 +412,17 @@ def within_budget(parts: RunContext, say: Say) -> RunContext:
         return update_bytes(longest, parts.policy.config, parts.policy.mesh, shown)
 
     count, used = fewest_parts(
-        measured, prompts // config.policy.mesh.fsdp, budget=int(budget * _GIB), least=training.accumulation
+        measured, prompts // config.policy.mesh.fsdp, budget=int(budget * GIB), least=training.accumulation
     )
-    if used > budget * _GIB:
+    if used > budget * GIB:
         raise UserError(
-            f"training.memory_budget_gib = {budget:g}: an update takes {used / _GIB:.2f} GiB with {prompts // count} "
+            f"training.memory_budget_gib = {budget:g}: an update takes {used / GIB:.2f} GiB with {prompts // count} "
             "of its prompts at a time, and no fewer are possible; choose policy.remat layer, or a smaller "
             "sampling.group_size or max_new_tokens"
         )
     say(
         "update",
-        f"{count} micro-batches of {prompts // count} prompts: {used / _GIB:.2f} GiB beside the weights, of "
+        f"{count} micro-batches of {prompts // count} prompts: {used / GIB:.2f} GiB beside the weights, of "
         f"{budget:g} allowed",
     )
     return parts._replace(config=with_accumulation(count))

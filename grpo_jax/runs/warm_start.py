@@ -183,13 +183,15 @@ def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], Non
 def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
     """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens (then without its end).
 
-    A list has no end.
+    A list has no end, and an answer in a form ends with its last token.
     """
     loaded, config = parts.policy.folder, parts.config
+    formed = config.task.answer_moves is not None
     listed = parts.task_data.choices is not None  # its texts are the same behind every prompt
-    gap = follows_text(config, loaded.tokenizer) and (listed or (bool(prompt) and not prompt[-1].isspace()))
+    apart = listed or (bool(prompt) and not prompt[-1].isspace())
+    gap = not formed and follows_text(config, loaded.tokenizer) and apart
     ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
-    return (ids[:-1] if config.task.writes_lists else ids)[: config.sampling.max_new_tokens]
+    return (ids[:-1] if config.task.writes_lists or formed else ids)[: config.sampling.max_new_tokens]
 
 
 def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:

@@ -54,7 +54,7 @@ class Shown(NamedTuple):
     patches: int
 
 
-_GIB = 2**30
+GIB = 2**30
 # The same programs without LLVM's slow passes: buffers are assigned before them.
 _FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -163,9 +163,9 @@ def require_memory(config: Config, model: ModelConfig, *, available: int | None,
         )
     if max(state + first, whole) > available:
         raise UserError(
-            f"the run needs at least {max(state + first, whole) / _GIB:,.1f} GiB ({state / _GIB:,.1f} for weights and "
-            f"optimizer, {whole / _GIB:,.1f} for keys and values of completions) and this machine has "
-            f"{available / _GIB:,.1f}: lower sampling.max_new_tokens ({sampling.max_new_tokens:,}), "
+            f"the run needs at least {max(state + first, whole) / GIB:,.1f} GiB ({state / GIB:,.1f} for weights and "
+            f"optimizer, {whole / GIB:,.1f} for keys and values of completions) and this machine has "
+            f"{available / GIB:,.1f}: lower sampling.max_new_tokens ({sampling.max_new_tokens:,}), "
             f"sampling.group_size ({sampling.group_size:,}) or training.chunk_prompts, or choose a smaller policy.path "
             "or policy.lora"
         )

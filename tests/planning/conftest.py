@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from grpo_jax.planning import policy as plan
-from grpo_jax.planning.policy import GIB
 from grpo_jax.training import memory as training_memory
+from grpo_jax.training.memory import GIB
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from grpo_jax.models.policy import make_policy
 from grpo_jax.planning import cards
 from grpo_jax.planning import policy as plan
 from grpo_jax.planning.policy import (
-    GIB,
     PUBLISHED_POLICIES,
     PolicyMemory,
     cache_bytes,
@@ -31,7 +30,7 @@ from grpo_jax.planning.policy import (
 )
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
-from grpo_jax.training.memory import batch_shapes, state_shapes
+from grpo_jax.training.memory import GIB, batch_shapes, state_shapes
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state

@@ -13,10 +13,10 @@ from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.planning import cards, targets
 from grpo_jax.planning.hlo import Array, Collective, Reading, Sizes, moved_bytes, parse_program, read_program, steps
-from grpo_jax.planning.policy import GIB
 from grpo_jax.planning.target_plan import Report
 from grpo_jax.planning.targets import Target, parse_target
 from grpo_jax.train import main
+from grpo_jax.training.memory import GIB
 
 CUDA = any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
 TPU = importlib.util.find_spec("libtpu") is not None

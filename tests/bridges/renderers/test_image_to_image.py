@@ -10,6 +10,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from PIL import Image  # noqa: E402
 from support import tiny_models, tiny_pipelines  # noqa: E402
+from support.vision.folders import seeing_folder  # noqa: E402
 
 from bridges.renderers.image_to_image import ImageToImage  # noqa: E402
 from grpo_jax.config import make_config  # noqa: E402
@@ -23,6 +24,7 @@ MAKERS = {
     "StableDiffusionImg2ImgPipeline": tiny_pipelines.stable_diffusion,
     "StableDiffusionXLImg2ImgPipeline": tiny_pipelines.stable_diffusion_xl,
     "StableDiffusion3Img2ImgPipeline": tiny_models.stable_diffusion_3,
+    "FluxImg2ImgPipeline": tiny_pipelines.flux,
     "FluxKontextPipeline": lambda folder: tiny_pipelines.flux(folder, kontext=True),
     "StableDiffusionInstructPix2PixPipeline": tiny_pipelines.instructed,
 }
@@ -48,7 +50,7 @@ def judge_of(folder, **fields):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_pictures_are_those_of_diffusers_from_the_same_picture_and_noise(kind, folders):
-    guidance = 1.0 if kind == "FluxKontextPipeline" else 3.0
+    guidance = 1.0 if kind.startswith("Flux") else 3.0
     renderer = judge_of(folders[kind], guidance=guidance).load("cpu")
     images = renderer.draw(TEXTS, SEEDS, evaluation=False, sources=SOURCES)
     assert images.shape == (3, 3, 32, 32) and type(renderer.pipeline).__name__ == kind
@@ -59,7 +61,7 @@ def test_pictures_are_those_of_diffusers_from_the_same_picture_and_noise(kind, f
         options["strength"] = 0.5
     if kind == "FluxKontextPipeline":
         options |= {"height": 32, "width": 32, "max_area": 32 * 32, "_auto_resize": False}
-    if kind == "StableDiffusion3Img2ImgPipeline":
+    if kind in ("StableDiffusion3Img2ImgPipeline", "FluxImg2ImgPipeline"):
         options |= {"height": 32, "width": 32}
     for image, text, seed, source in zip(images, TEXTS, SEEDS, SOURCES, strict=True):
         expected = pipeline(prompt=text, image=source, generator=torch.Generator().manual_seed(seed), **options).images
@@ -148,7 +150,8 @@ def test_every_text_and_the_unchanged_prompt_get_the_rows_picture():
         make_render({"renderer": Renderer()}, config, baselines=False)([Row(3, "p")], [["a"]], 0, False)
 
 
-def test_the_command_trains_on_rows_with_a_picture(folders, tmp_path, capsys):
+@pytest.mark.parametrize("seen", [False, True])
+def test_the_command_trains_on_rows_with_a_picture(seen, folders, tmp_path, capsys):
     pytest.importorskip("open_clip")
     from grpo_jax.train import main
 
@@ -165,7 +168,10 @@ def test_the_command_trains_on_rows_with_a_picture(folders, tmp_path, capsys):
         "training.prompts_per_batch": 2, "training.max_steps": 2, "evaluation.every": 0, "evaluation.gallery": 2,
         "evaluation.sampled": "false", "report_to": "[]", "run_dir": tmp_path / "run",
     }  # fmt: skip
+    if seen:
+        values |= {"task.see_source": "true", "policy.path": seeing_folder(tmp_path / "policy")}
     assert main([f"--{name}={value}" for name, value in values.items()]) == 0
+    assert ("a frozen vision tower" in (tmp_path / "run" / "train.log").read_text()) == seen
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any("reward/alignment_gain/mean" in step for step in steps)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(lines[1]) + "\n")

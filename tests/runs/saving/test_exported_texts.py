@@ -34,17 +34,27 @@ def written(model, folder):
     return greedy_answers(model, folder, PROMPTS, system=system, max_new_tokens=8)
 
 
-def test_the_merged_folder_writes_what_the_checkpoint_writes(run, ours, place, tmp_path):
+@pytest.fixture(scope="module")
+def base(place):
+    return written(AutoModelForCausalLM.from_pretrained(place.policy), place.policy)
+
+
+def test_the_merged_folder_writes_what_the_checkpoint_writes(run, ours, base, tmp_path):
     assert export.main(["--run", str(run), "--out", str(tmp_path / "out")]) == 0
     assert written(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "out") == ours
-    base = written(AutoModelForCausalLM.from_pretrained(place.policy), place.policy)
     assert len(set(ours)) > 1 and all(text != other for text, other in zip(ours, base, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_adapters_on_their_base_write_what_the_checkpoint_writes(run, ours, place, tmp_path):
+def test_adapters_on_one_base_each_write_what_their_checkpoint_writes(run, ours, base, place, tmp_path):
     peft = pytest.importorskip("peft", reason="needs the package peft (pip install peft)")
-    assert export.main(["--run", str(run), "--out", str(tmp_path / "out"), "--adapters"]) == 0
-    base = AutoModelForCausalLM.from_pretrained(place.policy)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out")
-    assert written(adapted, place.policy) == ours
+    for checkpoint in ("start", "final"):
+        out = str(tmp_path / checkpoint)
+        assert export.main(["--run", str(run), "--out", out, "--checkpoint", checkpoint, "--adapters"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(place.policy)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "final", adapter_name="final")
+    assert written(model, place.policy) == ours
+    model.load_adapter(tmp_path / "start", adapter_name="start")
+    for adapter, expected in {"start": base, "final": ours}.items():  # switched, never merged
+        model.set_adapter(adapter)
+        assert written(model, place.policy) == expected

@@ -1,17 +1,23 @@
 """task.answer json: an answer is read whole or not at all, and the renderer gets exactly what it says."""
 
 import json
+from types import SimpleNamespace
 
 import pyarrow.parquet
 import pytest
 
+from bridges import miniature
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
+from grpo_jax.models.hf.folder import read_folder
 from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.texts import policy_choices
+from grpo_jax.runs.warm_start import supervised_tokens
 from grpo_jax.tasks.json_answer import JsonAnswer
 from grpo_jax.tasks.pictures import make_render
 
 ALL = JsonAnswer(True, [1.5, 6], [5, 20])
+ROOM = {"max_new_tokens": 60}
 WHOLE = {"prompt": 'a "red" fox', "negative_prompt": "", "guidance": 4.5, "steps": 20}
 
 
@@ -23,6 +29,22 @@ def test_an_answer_is_read_whole():
     for byte in json.dumps(WHOLE).encode():
         state = moves[state, byte]
     assert state == len(moves) - 1
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_warm_start_teaches_answers_as_they_are_sampled(template):
+    config = make_config(task={"kind": "prompt_enhancement", "answer": "json", "steps": [1, 9]}, sampling=ROOM)
+    folder = read_folder(miniature.path("policy"))
+    if not template:
+        folder.tokenizer.chat_template = None
+    parts = SimpleNamespace(
+        config=config, policy=SimpleNamespace(folder=folder), task_data=SimpleNamespace(choices=None)
+    )
+    form, node, text = policy_choices(config, None, folder), 0, json.dumps({"prompt": "a red fox", "steps": 3})
+    tokens = supervised_tokens(parts, "fox", text)
+    for token in tokens:
+        node = form.follow(node, token)
+    assert form.text[node] == 0 and folder.tokenizer.decode(tokens) == text
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """What looking is worth: the policy that sees, its controls, three seeds, the same held-out prompts and noises.
 
-    python benchmarks/evidence/vision.py [--tasks recreation refinement] [--arms …] [--seeds 0 1 2] [--jobs 1]
+    python benchmarks/evidence/vision.py [--tasks recreation refinement scenes] [--arms …] [--seeds 0 1 2] [--jobs 1]
                                          [--out runs/vision_evidence] [--section.field VALUE …]
 
 Each run is a shipped config with another seed, through the real command; one that was stopped goes on, one that is
 there is not run again. Then its exported policy is measured anew, prompt by prompt. *recreation* draws a picture again:
 pictures shown, and as controls hidden or shuffled among prompts. *refinement* writes a prompt, sees what a hidden lens
-made of it, and writes another: seeing, and as a control blind, trained and measured without the picture. The seeing
-policy is measured blind and with wrong pictures too, and with two samples of its first turn, of which the reward
-chooses one (or the checker, which no user has). Prints JSON and Markdown: shares of requested attributes that the pixel
+made of it, and writes another: seeing, and as a control blind, trained and measured without the picture; *scenes* is
+the same in the harder world, whose start is built first (`configs/prompt_refinement_scenes.yaml`). The seeing policy is
+measured blind and with wrong pictures too, and with two samples of its first turn, of which the reward chooses one (or
+the checker, which no user has). Prints JSON and Markdown: shares of requested attributes that the pixel
 checker finds, with 95 % intervals from resampling seeds and prompts.
 """
 
@@ -30,6 +31,12 @@ import numpy as np
 ARMS = {
     "recreation": {"shown": [], "hidden": ["--task.pictures", "hidden"], "shuffled": ["--task.pictures", "shuffled"]},
     "refinement": {"seeing": [], "blind": ["--task.shown", "none"]},
+    "scenes": {"seeing": [], "blind": ["--task.shown", "none"]},
+}
+CONFIGS = {
+    "recreation": "prompt_recreation_miniature",
+    "refinement": "prompt_refinement_miniature",
+    "scenes": "prompt_refinement_scenes",
 }
 MEASURE = "pixel_accuracy"
 
@@ -108,7 +115,7 @@ def run(task: str, arm: str, seed: int, folder: Path, extra: list[str]) -> dict[
             subprocess.run([sys.executable, *arguments], check=True, stdout=log, stderr=subprocess.STDOUT)
 
         if not (run_dir / "summary.json").exists():
-            options = ["--config", f"prompt_{task}_miniature", *ARMS[task][arm], "--seed", str(seed), *extra]
+            options = ["--config", CONFIGS[task], *ARMS[task][arm], "--seed", str(seed), *extra]
             if (run_dir / "checkpoints").exists():  # it was stopped
                 options = ["--resume"]
             call("-m", "grpo_jax.train", *options, "--run_dir", str(run_dir))
@@ -157,18 +164,20 @@ def intervals(results: list[dict[str, Any]]) -> dict[str, list[float]]:
         for name, prompts in row["by_prompt"].items():
             values.setdefault((row["task"], row["arm"], name), []).append(np.array(prompts))
     found = {" ".join(key): interval(seeds) for key, seeds in values.items()}
-    end = values.get(("refinement", "seeing", "end"))
     others = {
-        "turn 2 less turn 1": ("refinement", "seeing", "turn_1"),
-        "seeing less blind": ("refinement", "blind", "end"),
-        "seeing less best of two": ("refinement", "seeing", "best_of_two"),
-        "seeing less best of two by the checker": ("refinement", "seeing", "best_of_two_by_the_checker"),
-        "right less wrong picture": ("refinement", "seeing", "end_wrong"),
-        "right less no picture": ("refinement", "seeing", "end_blind"),
+        "turn 2 less turn 1": ("seeing", "turn_1"),
+        "seeing less blind": ("blind", "end"),
+        "seeing less best of two": ("seeing", "best_of_two"),
+        "seeing less best of two by the checker": ("seeing", "best_of_two_by_the_checker"),
+        "right less wrong picture": ("seeing", "end_wrong"),
+        "right less no picture": ("seeing", "end_blind"),
     }
-    for name, key in others.items():
-        if end is not None and len(values.get(key, ())) == len(end):
-            found[name] = interval([a - b for a, b in zip(end, values[key], strict=True)])
+    for task in ("refinement", "scenes"):
+        end = values.get((task, "seeing", "end"))
+        for name, key in others.items():
+            if end is not None and len(values.get((task, *key), ())) == len(end):
+                pairs = zip(end, values[(task, *key)], strict=True)
+                found[f"{task}: {name}"] = interval([a - b for a, b in pairs])
     return found
 
 
@@ -191,7 +200,7 @@ def main() -> None:
         (run_dir / "by_prompt.json").write_text(json.dumps(by_prompt(run_dir)) + "\n")
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--tasks", nargs="+", choices=list(ARMS), default=["recreation", "refinement"])
     parser.add_argument("--arms", nargs="+", help="Some of them; all of each task by default.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="Runs at once; seconds are comparable for 1 alone.")

@@ -1,10 +1,11 @@
-"""The hidden lens of the miniature world: a picture does not show what its words said, until one looks.
+"""The hidden lens of the miniature's worlds: a picture does not show what its words said, until one looks.
 
 A lens is drawn from a picture's seed: the same for every picture of that seed, unknown from the words, plain in the
-picture. It turns the colours round two wheels of four by 0 to 3 places, and in half of all cases mirrors left and
-right. Whatever colour is said, any of four comes out, equally often: a guess is right in a quarter of cases. Words
-and picture together reveal the lens, and with it the words that undo it. In half of the turns these are neither the
-words that were said nor those of what is seen, so that neither repeating nor describing is enough.
+picture. It turns the colours round a world's two wheels by some places, and in half of all cases mirrors left and
+right. Whatever colour is said, any of its wheel comes out, equally often: a guess is right in a quarter of cases, in
+the harder world, whose white stays white, in a third. Words and picture together reveal the lens, and with it the words
+that undo it. In half of the turns these are neither the words that were said nor those of what is seen, so that neither
+repeating nor describing is enough.
 
 A turn is the smoothest map of colours that takes each word's colour to the other word's (a polyharmonic spline):
 edges and blur pass through it as they are. Pictures may be NumPy's or torch's, on any device.
@@ -13,8 +14,7 @@ edges and blur pass through it as they are. Pictures may be NumPy's or torch's, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,50 +25,48 @@ if TYPE_CHECKING:
     import torch
 
 Images = TypeVar("Images", np.ndarray, "torch.Tensor")
+Wheels = tuple[tuple[str, ...], ...]
 
-WHEELS = (("red", "blue", "white", "green"), ("yellow", "black", "purple", "cyan"))
-"""A lens takes each colour some places further on its wheel."""
+WHEELS: dict[str, Wheels] = {
+    "miniature": (("red", "blue", "white", "green"), ("yellow", "black", "purple", "cyan")),
+    "miniature_scenes": (("red", "blue", "green"), ("yellow", "purple", "cyan")),
+}
+"""By world, wheels of equal length. A lens takes each colour some places further on its wheel; others stay."""
 
 _STREAM = 7_021  # what this seed is for: the noise of the same picture has the same seed
 _MIRRORED = {"left": "right", "right": "left"}
 
 
 class Lens(NamedTuple):
-    """A lens: places, 0 to 3, that colours turn on their wheels, and whether left and right change places."""
+    """A lens: places that colours turn on their wheels, and whether left and right change places."""
 
     turn: int = 0
     mirrored: bool = False
+    wheels: Wheels = WHEELS["miniature"]
 
 
-def lens_of(seed: int) -> Lens:
-    """The lens of all pictures drawn from a seed; every one of the eight is equally likely."""
+def lens_of(seed: int, wheels: Wheels = WHEELS["miniature"]) -> Lens:
+    """The lens of all pictures drawn from a seed; every turn, mirrored or not, is equally likely."""
     state = np.random.SeedSequence([_STREAM, seed % 2**32, seed // 2**32]).generate_state(1)[0]
-    return Lens(int(state % 4), bool(state // 4 % 2))
+    places = len(wheels[0])
+    return Lens(int(state % places), bool(state // places % 2), wheels)
 
 
-def turned(colour: str, places: int) -> str:
-    """The colour some places further on its wheel."""
-    for wheel in WHEELS:
-        if colour in wheel:
-            return wheel[(wheel.index(colour) + places) % len(wheel)]
-    raise ValueError(f"colour must be one of {sorted(sum(WHEELS, ()))}, got {colour!r}")
+def seen(words: str, lens: Lens) -> str:
+    """The words of what a lens shows of these words' picture."""
+    return " ".join(_seen(word, lens) for word in words.split())
 
 
-def seen(scene: world.Scene, lens: Lens) -> world.Scene:
-    """The scene that a lens shows."""
-    position = _MIRRORED.get(scene.position, scene.position) if lens.mirrored else scene.position
-    colours = {name: turned(getattr(scene, name), lens.turn) for name in ("colour", "background")}
-    return replace(scene, position=position, **colours)
+def _seen(word: str, lens: Lens) -> str:
+    for wheel in lens.wheels:
+        if word in wheel:
+            return wheel[(wheel.index(word) + lens.turn) % len(wheel)]
+    return _MIRRORED.get(word, word) if lens.mirrored else word
 
 
-def undone(scene: world.Scene, lens: Lens) -> world.Scene:
-    """The scene that looks like this one through a lens."""
-    return seen(scene, Lens(-lens.turn, lens.mirrored))
-
-
-def oracle_rewrite(requested: Mapping[str, str], lens: Lens) -> str:
-    """The best words for a request, given the lens."""
-    return world.canonical_caption(undone(world.complete(dict(requested)), lens))
+def undone(words: str, lens: Lens) -> str:
+    """The words whose picture looks through a lens as these say: the best, where these would be without it."""
+    return seen(words, lens._replace(turn=-lens.turn))
 
 
 def look(images: Images, lenses: Sequence[Lens]) -> Images:
@@ -76,19 +74,19 @@ def look(images: Images, lenses: Sequence[Lens]) -> Images:
     if len(images) != len(lenses):
         raise ValueError(f"lenses must be one for each of {len(images)} images, got {len(lenses)}")
     images = images + 0
-    for turn in {lens.turn for lens in lenses} - {0}:
-        rows = [i for i, lens in enumerate(lenses) if lens.turn == turn]
-        images[rows] = _turned_pixels(images[rows], turn)
+    for turn, wheels in {(lens.turn, lens.wheels) for lens in lenses if lens.turn}:
+        rows = [i for i, lens in enumerate(lenses) if (lens.turn, lens.wheels) == (turn, wheels)]
+        images[rows] = _turned_pixels(images[rows], Lens(turn, wheels=wheels))
     rows = [i for i, lens in enumerate(lenses) if lens.mirrored]
     if rows:
         images[rows] = images[rows][..., list(range(images.shape[-1]))[::-1]]
     return images
 
 
-def _turned_pixels(images: Images, turn: int) -> Images:
-    """Map every pixel's colour of pictures [n, 3, H, W] by the spline of a turn."""
+def _turned_pixels(images: Images, lens: Lens) -> Images:
+    """Map every pixel's colour of pictures [n, 3, H, W] by the spline of a lens."""
     constant = getattr(images, "new_tensor", functools.partial(np.asarray, dtype=images.dtype))
-    places, weights = (constant(array) for array in _spline(turn))
+    places, weights = (constant(array) for array in _spline(lens))
     n, _, height, width = images.shape
     pixels = images.reshape(n, 3, 1, height * width)
     distance = ((pixels - places.T[None, :, :, None]) ** 2).sum(1) ** 0.5  # [n, 8, pixels]
@@ -97,11 +95,11 @@ def _turned_pixels(images: Images, turn: int) -> Images:
 
 
 @functools.cache
-def _spline(turn: int) -> tuple[np.ndarray, np.ndarray]:
+def _spline(lens: Lens) -> tuple[np.ndarray, np.ndarray]:
     """The palette [8, 3], and the weights [12, 3] of distances to it (8), of the colour itself (3), and of one."""
     names = list(world.PALETTE)
     places = np.array([world.PALETTE[name] for name in names])
-    goals = np.array([world.PALETTE[turned(name, turn)] for name in names])
+    goals = np.array([world.PALETTE[_seen(name, lens)] for name in names])
     distance = np.linalg.norm(places[:, None] - places[None], axis=-1)
     flat = np.concatenate([places, np.ones((8, 1))], axis=1)
     system = np.block([[distance, flat], [flat.T, np.zeros((4, 4))]])

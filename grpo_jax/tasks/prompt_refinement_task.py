@@ -13,7 +13,16 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import Row, noise_seed
 from grpo_jax.rollout.episodes import Answer, Episode, Respond
-from grpo_jax.tasks.pictures import MINIATURE, REWARDS, PictureTask, miniature_prompts, picture_data, picture_prompts
+from grpo_jax.tasks.pictures import (
+    MINIATURE,
+    REWARDS,
+    SCENES,
+    PictureTask,
+    miniature_prompts,
+    picture_data,
+    picture_prompts,
+    scene_prompts,
+)
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, TurnEnvironment, oracle_column
 
 Shown = Literal["drawn", "none", "other"]
@@ -64,7 +73,7 @@ class PromptRefinement(PictureTask):
         config = setup.config
         instruction = self.answer or INSTRUCTION
         files = "a .jsonl or .txt file, or builtin"
-        prompts = setup.prompts or picture_prompts(config, {MINIATURE: miniature_prompts}, files)
+        prompts = setup.prompts or picture_prompts(config, {MINIATURE: miniature_prompts, SCENES: scene_prompts}, files)
         controls = {name: make_respond(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown}
         return replace(
             picture_data(config, prompts, REWARDS, DEFAULT_REWARDS),
@@ -101,9 +110,10 @@ def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[n
 
 
 def _oracle(rows: Sequence[Row], config: Config) -> dict[str, list[str]]:
-    """Return the best text for each row; a renderer that does not draw what it is asked names that text itself."""
+    """Return the best text for each row; a renderer that draws something else turns that text into its own."""
     oracle = getattr(config.judges["renderer"], "oracle", None)
-    if oracle is None or any("requested" not in row.columns for row in rows):
-        return oracle_column(rows)
+    best = oracle_column(rows)
+    if oracle is None or not best:
+        return best
     seeds = [noise_seed(config.seed, 0, row.id, evaluation=True) for row in rows]
-    return {"oracle": [oracle(row.columns["requested"], seed) for row, seed in zip(rows, seeds, strict=True)]}
+    return {"oracle": [oracle(text, seed) for text, seed in zip(best["oracle"], seeds, strict=True)]}

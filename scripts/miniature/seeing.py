@@ -76,7 +76,7 @@ def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], t
             out(write([[(row["prompt"], None, one), (lessons.MEND, picture, "")] for row, one, picture in turns])), rows
         )
 
-    knowing = [lens.oracle_rewrite(row["requested"], glass) for row, glass in zip(rows, lenses, strict=True)]
+    knowing = [lens.undone(row["oracle"], glass) for row, glass in zip(rows, lenses, strict=True)]
     return {
         "recreation": {
             "start": accuracy(draw(again).numpy(), shown),

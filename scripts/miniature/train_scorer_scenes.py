@@ -10,7 +10,9 @@ read before it sees a picture, from positions that begin as large as words: else
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -191,12 +193,13 @@ def _reading_loss(names: Names, read: torch.Tensor, rows: np.ndarray, wanted: np
 
 
 def train(folder: Path, *, steps: int = 800, seed: int = 0, half_batch: int = 64, learning_rate: float = 1.5e-3,
-          report_every: int = 200) -> None:  # fmt: skip
-    """Train from nothing and write the folder at every report."""
+          report_every: int = 200, eye: Mapping[str, Any] = MappingProxyType({})) -> None:  # fmt: skip
+    """Train from nothing and write the folder at every report; ``eye`` changes open_clip's ``vision_cfg``."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     tokenizer = vocabulary.clip_tokenizer(vocabulary.scene_words())
     config = train_scorer.model_config(len(tokenizer), seeing=10, reading=64, layers=3)
+    config["vision_cfg"] |= eye
     model = CLIP(**config).train()
     names = Names(128)
     _learn_to_read(model, names, tokenizer, rng, steps)

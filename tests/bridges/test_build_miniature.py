@@ -20,10 +20,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def test_a_part_from_the_command(one_thread, tmp_path, capsys):
-    assert build.main(["policy", "--out", str(tmp_path), "--steps", "1", *one_thread]) == 0
-    assert "policy 1/1 loss" in capsys.readouterr().out
-    assert files(tmp_path / "policy") == files(miniature.path("policy"))
+@pytest.mark.parametrize(("part", "like"), [("policy", "policy"), (build.APART, "policy_vl")])
+def test_a_part_from_the_command(part, like, one_thread, tmp_path, capsys):
+    assert build.main([part, "--out", str(tmp_path), "--steps", "1", *one_thread]) == 0
+    assert f"{like} 1/1 loss" in capsys.readouterr().out.replace(" tower ", " ")
+    assert files(tmp_path / part) == files(miniature.path(like))
 
 
 @pytest.mark.slow
@@ -63,6 +64,7 @@ def times(folder):
         (["policy", "--steps", "2"], "--steps is for trials"),
         (["check", "--prompts", "2"], "--prompts is for trials"),
         (["check", "--prompts", "2", "--out", str(build.WEIGHTS)], "--prompts is for trials"),
+        ([build.APART], "policy_vl_scenes does not ship with the package: give another --out"),
         (["all", "--steps", "0", "--out", "x"], "--steps: expected at least 1, got 0"),
         (
             ["check", "--out", "nowhere"],

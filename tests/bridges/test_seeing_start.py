@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridges.miniature import path, world
+from bridges.miniature import path, scenes, world
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -14,10 +14,13 @@ from scripts.miniature import lessons  # noqa: E402
 from scripts.miniature import train_policy_vl as start  # noqa: E402
 
 
-def conversations(rates, count=24, seed=0):
+def conversations(rates, count=24, seed=0, subject=lessons.SINGLE):
     rng = np.random.default_rng(seed)
-    told = lessons.beliefs(rng, rates)
-    return [lessons.recreate(rng, rates, told) if i % 2 else lessons.refine(rng, rates) for i in range(count)]
+    told = lessons.beliefs(rng, rates, subject)
+    return [
+        lessons.recreate(rng, rates, told, subject) if i % 2 else lessons.refine(rng, rates, subject)
+        for i in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +55,10 @@ def test_pictures_to_be_drawn_again_are_held_out_by_shape_and_colour():
     assert all((a["image"] == b["image"]).all() for a, b in zip(again, rows["test"], strict=True))
 
 
-def test_lessons_become_the_tokens_of_the_chat_template(tokenizer):
-    told = conversations(lessons.WEAK)
+@pytest.mark.parametrize("subject", [lessons.SINGLE, lessons.TWO])
+def test_lessons_become_the_tokens_of_the_chat_template(subject):
+    tokenizer = start.seeing_tokenizer(subject)
+    told = conversations(lessons.WEAK, subject=subject)
     batch = start.make_encode(tokenizer)(told)
     for row, turns in enumerate(told):
         text = tokenizer.apply_chat_template(messages_of(turns), tokenize=False)
@@ -61,6 +66,17 @@ def test_lessons_become_the_tokens_of_the_chat_template(tokenizer):
         assert batch.tokens[row, : len(ids)].tolist() == ids
         taught = batch.targets[row][batch.targets[row] >= 0].tolist()
         assert tokenizer.decode(taught).split() == " ".join(f"{t.answer}{start.END}" for t in turns).split()
+
+
+def test_what_lessons_show_is_what_the_harder_worlds_checker_sees():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        picture, row = lessons.sight(rng, lessons.TWO)
+        assert scenes.shows(scenes.read(picture), scenes.request_of(row))
+        assert scenes.LAYOUTS[row[0]] not in ("right", "below")
+    for _ in range(40):
+        first, second = lessons.refine(rng, lessons.SOUND._replace(blind=0.0, translated=1.0), lessons.TWO)
+        assert {*first.answer.split(), *second.answer.split()} <= {"a", *scenes.SYNONYMS}
 
 
 def test_towers_and_logits_are_those_of_transformers(tokenizer, model):

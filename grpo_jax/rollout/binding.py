@@ -363,7 +363,7 @@ def _made(reward: Reward | Maker, options: Mapping[str, object], label: str) -> 
         check_options(label, reward, options, RESERVED_COLUMNS)
         return reward, options
     try:
-        make: Callable[..., Any] = reward.make if isinstance(reward, Maker) else reward
-        return make(**options), {}
+        made: Any = (reward.make if isinstance(reward, Maker) else reward)(**options)
+        return made, {}
     except (TypeError, ValueError, UserError) as error:
         raise UserError(f"rewards.{label}.options: {error}") from error

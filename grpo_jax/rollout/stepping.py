@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from grpo_jax.errors import one_line
 from grpo_jax.rollout.data import Row
@@ -15,6 +15,9 @@ from grpo_jax.rollout.rewards import as_number, finished
 
 Prompt = str | list[dict[str, Any]]
 """A text, or a conversation as chat messages."""
+
+Stepped = tuple[str | Answer | None, float | None, bool]
+"""(reply, reward, done)."""
 
 _STEPS, _WAITING = 65_536, 4_096  # that are remembered: what steps returned, and environments after their last one
 
@@ -25,11 +28,11 @@ class SteppedEnvironment(Protocol):
     Both methods may be `async def`.
     """
 
-    def reset(self, seed: int) -> Prompt:
+    def reset(self, seed: int) -> Prompt | Awaitable[Prompt]:
         """Begin the episode of a seed, and return its prompt."""
         ...
 
-    def step(self, text: str) -> tuple[str | Answer | None, float | None, bool]:
+    def step(self, text: str) -> Stepped | Awaitable[Stepped]:
         """Take what the policy wrote: the reply, the reward of it (None for none), and whether this is the end."""
         ...
 
@@ -42,19 +45,22 @@ class Step(NamedTuple):
     done: bool
 
 
-class Stepper:
+Environment = TypeVar("Environment", bound=SteppedEnvironment)
+
+
+class Stepper(Generic[Environment]):
     """Steps environments along the episodes of a rollout.
 
     Nothing else remembers where an episode stands: the environment of an episode that is asked for its next step is
     at hand, or is made again and led through the texts of the episode, as after a resume.
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[], SteppedEnvironment]], seed: str = "seed"):
+    def __init__(self, makers: Mapping[str, Callable[[], Environment]], seed: str = "seed"):
         """Environments by kind, which rows have as a column "environment", and the name of their seeds' column."""
         self._makers = makers
         self._seed = seed
         self._steps: OrderedDict[tuple, Step] = OrderedDict()
-        self._waiting: OrderedDict[tuple, SteppedEnvironment] = OrderedDict()
+        self._waiting: OrderedDict[tuple, Environment] = OrderedDict()
 
     def prompt(self, kind: str, seed: int) -> Prompt:
         """Return what the episode of a seed begins with."""
@@ -70,7 +76,7 @@ class Stepper:
         """Of each text, what the environment gave for it; not for anything before."""
         return [step.reward for step in self._taken(*self._judged(completions, **columns))]
 
-    def environments(self, completions: Sequence[str], **columns: Any) -> list[SteppedEnvironment]:
+    def environments(self, completions: Sequence[str], **columns: Any) -> list[Environment]:
         """Return the environment of each text as it is after it; equal texts of a row share one."""
         places, texts = self._judged(completions, **columns)
         self._taken(places, texts)
@@ -107,7 +113,7 @@ class Stepper:
         self._waiting[kind, seed, texts] = environment
         return step
 
-    async def _led(self, kind: str, seed: int, texts: tuple[str, ...]) -> SteppedEnvironment:
+    async def _led(self, kind: str, seed: int, texts: tuple[str, ...]) -> Environment:
         environment = self._makers[kind]()
         await awaited(environment.reset(seed))
         for text in texts:

@@ -39,7 +39,7 @@ class Source(NamedTuple):
     unit: str
     first: int
     base: Path | None
-    record: Callable[[Mapping[str, Any]], Record]
+    record: Callable[[dict[str, Any]], Record]
 
 
 def open_source(place: str) -> Source:

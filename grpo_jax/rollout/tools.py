@@ -191,6 +191,7 @@ class ToolEpisode:
 
     def reset(self, seed: int) -> str:
         """Begin the episode of a row, with what random numbers it draws; return what is added to the prompt."""
+        assert self._tools.make is not None
         self.object = self._tools.make()
         with _random_of(seed):
             shown = self.object.reset(**accepted_arguments(self.object.reset, self._given.get(seed, {})))
@@ -241,7 +242,7 @@ class ToolEpisodes:
     def shown(self, number: int) -> str:
         """Return what the object of a row says at the beginning; UserError where it fails."""
         try:
-            return self.stepper.prompt(self.name, number)
+            return str(self.stepper.prompt(self.name, number))
         except BaseException as error:
             if not is_own_doing(error):
                 raise

@@ -92,6 +92,8 @@ def start_facts(config: object) -> Facts:
 def _flat(values: object, name: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(values, Mapping):
         for key, value in values.items():
+            if ".py:" in str(key):  # a class in a file, with its share
+                yield f"{name}: {key}", str(key)
             yield from _flat(value, f"{name}.{key}" if name else str(key))
     elif isinstance(values, list | tuple) and not all(isinstance(value, int | float) for value in values):
         for place, value in enumerate(values):

@@ -47,7 +47,7 @@ WITH_PYTHON = [
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory):
-    """What pages name: a policy, the README's reward and prompts, an adapter."""
+    """What pages name: a policy, the README's reward and prompts, adapters."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -55,7 +55,8 @@ def things(tmp_path_factory):
     model = causal_lm(folder / NAME)
     shutil.copytree(model, folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=["q_proj"]))
-    adapted.save_pretrained(folder / "runs" / "my_run" / "adapter")
+    for adapter in ("runs/my_run/adapter", "sums", "rewrites"):
+        adapted.save_pretrained(folder / adapter)
     (folder / "my_rewards.py").write_text(blocks("README.md")[0])
     rows = [{"prompt": f"What is {a} times {b}?", "answer": str(a * b)} for a in range(11, 17) for b in range(3, 6)]
     for name in ("sums.jsonl", "questions.jsonl"):

@@ -10,10 +10,11 @@ from support.text_task import rows, train_here
 
 from grpo_jax.config import make_config
 from grpo_jax.rollout.binding import Trainer
-from grpo_jax.rollout.data import Row, batch_at, epoch_order, further_batch_at
+from grpo_jax.rollout.data import Row, batch_at, further_batch_at
 from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.rollout import Judgement, Scheduling
+from grpo_jax.rollout.stream import Block
 from grpo_jax.rollout.texts import Reading
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
@@ -67,10 +68,10 @@ def make_parts(teaches, **algorithm):
         "sampling": {"group_size": GROUP, "max_new_tokens": STEPS},
         "algorithm": {"dead_groups": "resample", **algorithm},
     }
-    prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
+    block = Block([Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
-        config=make_config(values), environment=environment, prompts=prompts, key=jax.random.key(0), trainer=Trainer(),
-        order=epoch_order,
+        config=make_config(values), environment=environment, block=lambda iteration: block,
+        key=jax.random.key(0), trainer=Trainer(),
         scheduling=lambda chunk_prompts, slot: Scheduling(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
@@ -153,11 +154,13 @@ def test_the_sum_and_the_objectives_judge_differently():
 
 def test_a_prompt_that_comes_again_gets_other_completions():
     parts, judged = make_parts((), resample_rounds=4)
-    parts.prompts.train = parts.prompts.train[:SIZE]
+    few = Block(parts.block(0).rows[:SIZE])
+    parts.block = lambda iteration: few
     drawn_of(parts)
     assert len(judged) == 5 and all(sorted(numbers) == sorted(judged[0]) for numbers in judged)
     parts, _ = make_parts((), resample_rounds=1)
-    parts.prompts.train = parts.prompts.train[:SIZE]
+    few = Block(parts.block(0).rows[:SIZE])
+    parts.block = lambda iteration: few
     keys = []
     sample = parts.samplers.training
     parts.samplers.training = lambda *given: (keys.append(jax.random.key_data(given[-1])), sample(*given))[1]

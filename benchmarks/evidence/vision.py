@@ -75,8 +75,8 @@ def by_prompt(run_dir: Path) -> dict[str, list[float]]:
         watched = collected(parts, parts.samplers.greedy, environment).final_watched
         return {"end": watched[:, 0, place].tolist()}
     found = {}
-    environment = parts.task_data.environment
-    answers = {"end": environment.respond, **{f"end_{name}": one for name, one in environment.controls.items()}}
+    turns = parts.task_data.environment
+    answers = {"end": turns.respond, **{f"end_{name}": one for name, one in turns.controls.items()}}
     for name, respond in answers.items():
         answering = environment.answering._replace(respond=respond)
         judgement = collected(parts, parts.samplers.greedy, environment._replace(answering=answering))

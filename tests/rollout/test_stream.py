@@ -152,26 +152,28 @@ def test_several_files_come_in_another_order_each_epoch(tmp_path):
         assert drawn(again, range(iteration + 1, 18)) == batches[iteration + 1 :]
 
 
-def test_what_is_bad_is_named_with_its_line_when_it_comes(tmp_path):
+def test_what_is_bad_is_named_with_its_line_when_it_comes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = written(tmp_path / "rows.jsonl", rows_of(3000))
     lines = path.read_text().splitlines()
     lines[4000] = "{"  # the row 2000, each with a blank line behind it
     path.write_text("\n".join(lines))
-    streamed = opened(path, held_out=0).train
+    streamed = opened(path.name, held_out=0).train
     drawn(streamed, range(500))
     with pytest.raises(StopRun, match=r"rows\.jsonl: line 4001: not JSON"):
         drawn(streamed, [500])
 
 
-def test_a_table_that_cannot_be_read_is_named_with_its_row(tmp_path):
+def test_a_table_that_cannot_be_read_is_named_with_its_row(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = written(tmp_path / "rows.csv", rows_of(ROWS))
     with path.open("a") as file:
         file.write('a,"b" c\n')
     with pytest.raises(UserError, match=r"rows\.csv: row 30: what is behind it cannot be read: .*expected after"):
-        opened(path)
+        opened(path.name)
     path.write_text(path.read_text().replace('"b" c', "b,c,d"))
     with pytest.raises(UserError, match=r"rows\.csv: row 31: 4 cells, and the first line names 2 columns"):
-        opened(path)
+        opened(path.name)
 
 
 # through the command
@@ -223,9 +225,10 @@ def test_a_run_that_samples_ahead_goes_on_too(place, tmp_path):
 
 def test_a_malformed_line_ends_a_run_that_goes_on_when_it_is_mended(run, place, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(stream, "HEAD", 10)
+    monkeypatch.chdir(tmp_path)
     data = tmp_path / "prompts.jsonl"
     shutil.copy(place.folder / "prompts.jsonl", data)
-    file = config(place, "mended", data={"prompts": str(data)}, training={"max_steps": 9})
+    file = config(place, "mended", data={"prompts": data.name}, training={"max_steps": 9})
     assert train_here(file, tmp_path / "whole") == 0
     capsys.readouterr()
     good = data.read_text()

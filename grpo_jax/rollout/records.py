@@ -213,14 +213,21 @@ def quiet_datasets() -> Iterator[None]:
         datasets.logging.set_verbosity(level)
 
 
-def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) -> Records:
+@contextmanager
+def loading(subject: str | Path) -> Iterator[None]:
+    """Raise UserError, which names the data, for whatever goes wrong when the package datasets loads them inside."""
     try:
         with quiet_datasets():
-            records = dataset_records(load(), str(subject), base)
+            yield
     except UserError:
         raise
     except Exception as error:  # of the network, of the hub, of pyarrow, of its own
         raise UserError(f"{short_name(subject)} cannot be loaded: {one_line(error.__cause__ or error, 150)}") from error
+
+
+def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) -> Records:
+    with loading(subject):
+        records = dataset_records(load(), str(subject), base)
     if records is None:
         raise UserError(f"{short_name(subject)} cannot be loaded: it has no rows")
     return records

@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_jax.errors import StopRun, UserError, one_line, short_name
 from grpo_jax.rollout.data import EpochOrder, Row, batches_per_epoch, epoch_order, row_digest
-from grpo_jax.rollout.records import DELIMITERS, HUB, Record, filled, load_hub, parse_object, quiet_datasets
+from grpo_jax.rollout.records import DELIMITERS, HUB, Record, filled, load_hub, loading, parse_object, quiet_datasets
 
 HEAD = 1000
 """Rows at the beginning of a stream that are looked at before a run: of these some are held out."""
@@ -51,12 +51,8 @@ def open_source(place: str) -> Source:
             raise UserError(f"data.prompts: expected {expected} with data.streaming, got {short_name(place)}")
         if not path.is_file():
             raise UserError(f"{short_name(path)} does not exist: give a .jsonl, .csv or .txt file with prompts")
-    try:
+    with loading(place):
         return _opened(place, path, kind)
-    except UserError:
-        raise
-    except Exception as error:  # of the network, of the hub, of pyarrow, of its own
-        raise UserError(f"{short_name(place)} cannot be loaded: {one_line(error.__cause__ or error, 150)}") from error
 
 
 def _opened(place: str, path: Path, kind: str) -> Source:
@@ -66,18 +62,17 @@ def _opened(place: str, path: Path, kind: str) -> Source:
         file = glob.escape(str(path))
         return datasets.load_dataset(builder, data_files=file, split="train", streaming=True, **options)
 
-    with quiet_datasets():
-        if place.startswith(HUB):
-            data = load_hub(place, split="train", streaming=True)
-            return Source(data.decode(False) if data.features else data, "row", 0, None, dict)
-        if kind == ".parquet":
-            return Source(load("parquet").decode(False), "row", 0, path.parent, dict)
-        if kind in DELIMITERS:
-            sheet = {"path": str(path), "delimiter": DELIMITERS[kind]}
-            data = datasets.IterableDataset.from_generator(_sheet, gen_kwargs=sheet)
-            return Source(data, "row", 1, path.parent, filled)
-        parse = parse_object if kind == ".jsonl" else (lambda text: {"prompt": text})
-        data = load("text", encoding="utf-8-sig")
+    if place.startswith(HUB):
+        data = load_hub(place, split="train", streaming=True)
+        return Source(data.decode(False) if data.features else data, "row", 0, None, dict)
+    if kind == ".parquet":
+        return Source(load("parquet").decode(False), "row", 0, path.parent, dict)
+    if kind in DELIMITERS:
+        sheet = {"path": str(path), "delimiter": DELIMITERS[kind]}
+        data = datasets.IterableDataset.from_generator(_sheet, gen_kwargs=sheet)
+        return Source(data, "row", 1, path.parent, filled)
+    parse = parse_object if kind == ".jsonl" else (lambda text: {"prompt": text})
+    data = load("text", encoding="utf-8-sig")
     return Source(data, "line", 1, path.parent, lambda line: parse(line["text"]) if line["text"].strip() else None)
 
 

@@ -13,8 +13,9 @@ from support.xla import known_flags
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Workers and the commands they start find each other's programs: compiling takes most of a tiny run's time.
-    programs = tempfile.mkdtemp(prefix="grpo_jax_programs_")
-    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    programs = os.environ.get("GRPO_JAX_TEST_CACHE") or tempfile.mkdtemp(prefix="grpo_jax_programs_")
+    if "GRPO_JAX_TEST_CACHE" not in os.environ:
+        atexit.register(shutil.rmtree, programs, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
     os.environ["HF_DATASETS_CACHE"] = os.path.join(programs, "datasets")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"

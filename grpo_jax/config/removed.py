@@ -5,4 +5,6 @@ REMOVED: dict[str, str] = {
     "data.shuffle_buffer": "left with data.streaming: the order is shuffled over the whole data set",
     "data.curriculum": "left: sort the prompts into several files and train on one after another",
     "data.informative_half_life": "left: use algorithm.dead_groups resample or drop",
+    "process_timeout": "left: JAX's heartbeat ends the others within 20 s of a process that is gone",
+    "training.keep_gib": "left: give training.keep_checkpoints; best and final take no room of their own",
 }

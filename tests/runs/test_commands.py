@@ -121,7 +121,7 @@ def test_an_unusable_answer_gives_the_prompt_back(place, tmp_path):
     config["policy"]["path"] = str(silent)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        checkpoints.save_final(1, {"variables": {"params": load_folder(silent).params}}, {})
+        checkpoints.save_as("final", 1, {"variables": {"params": load_folder(silent).params}}, {})
     rewrite = load_rewriter(folder)
     assert [rewrite(prompt) for prompt in PROMPTS] == PROMPTS
     config["task"] = "text"  # there every answer counts

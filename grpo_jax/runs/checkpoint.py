@@ -341,14 +341,15 @@ def restore_params(run_dir: str | Path, which: int | str = "best", template: PyT
 
 @dataclass
 class _Preserved(PreservationPolicy):
-    """Keeps the newest steps and those that have a name."""
+    """Keeps those that have a name, and the newest others."""
 
     keep: int
     checkpoints: Checkpoints
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = {*sorted(steps)[-self.keep :], *map(self.checkpoints._named_step, _NAMES)}
+        named = {*map(self.checkpoints._named_step, _NAMES)}
+        kept = named | {*sorted({*steps} - named)[-self.keep :]}
         return [step in kept for step in steps]
 
 

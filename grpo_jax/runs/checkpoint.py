@@ -169,8 +169,7 @@ class Checkpoints:
                 args = {item: ocp.args.StandardRestore(jax.tree.map(_array, tree)) for item, tree in wanted.items()}
                 came = reader.restore(path, args=ocp.args.Composite(**args))
             items = {item: jax.tree.map(_as_template, tree, came[item]) for item, tree in wanted.items()}
-            parts = items[EVALUATED] | items.get("training", {})
-            return {name: parts[name] for name in template or parts}, _meta(path)
+            return {**(template or {}), **items[EVALUATED], **items.get("training", {})}, _meta(path)
 
         return self._reading(which, read)
 

@@ -15,11 +15,12 @@ from grpo_jax.rollout.episodes import Episode, Turn
 from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.directory import RunDirectory, encode_png, finite
+from grpo_jax.runs.directory import RunDirectory, finite
 from grpo_jax.runs.evaluation import evaluate_texts
 from grpo_jax.runs.parts import RunContext, load_parts
 from grpo_jax.runs.policy import START, restore_variables, run_config
 from grpo_jax.runs.python_input import kept_prompts
+from grpo_jax.tasks.display import encode_png
 from grpo_jax.tasks.task import Say
 
 _HELD_VARIABLES = 2  # checkpoints in memory: the one that is asked and the one beside it

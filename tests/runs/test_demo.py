@@ -17,7 +17,7 @@ from support.text_task import ROOT, finished_run, wait_for
 from grpo_jax import demo, evaluate
 from grpo_jax.errors import UserError
 from grpo_jax.runs.asking import Asker, checkpoint_names, episode_record
-from grpo_jax.runs.directory import encode_png
+from grpo_jax.tasks.display import encode_png
 
 MINIATURE = (
     *(

@@ -223,9 +223,9 @@ def _cell(value: Any) -> Markup:
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool):
         return Markup("<td>{}</td>").format("yes" if value else "no")
-    if isinstance(value, int | float):
+    if value is None or isinstance(value, int | float):
         return Markup('<td class="number">{}</td>').format(number(value))
-    return Markup('<td class="text">{}</td>').format(MISSING if value is None else value)
+    return Markup('<td class="text">{}</td>').format(value)
 
 
 def facts_section(summary: Values, config: str) -> str:

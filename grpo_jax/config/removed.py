@@ -5,4 +5,5 @@ REMOVED: dict[str, str] = {
     "data.shuffle_buffer": "left with data.streaming: the order is shuffled over the whole data set",
     "data.curriculum": "left: sort the prompts into several files and train on one after another",
     "data.informative_half_life": "left: use algorithm.dead_groups resample or drop",
+    "training.memory_budget_gib": "left: --plan says what an update takes; set training.accumulation",
 }

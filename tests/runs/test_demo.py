@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -191,9 +191,9 @@ def served(finished, free, tmp_path):
 
 def status_of(address, path, body=b"", **headers):
     """The status that a request gets."""
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
-    connection.request("POST" if body else "GET", path, body or None, headers)
-    return connection.getresponse().status
+    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)) as connection:
+        connection.request("POST" if body else "GET", path, body or None, headers)
+        return connection.getresponse().status
 
 
 @pytest.mark.slow

@@ -201,11 +201,6 @@ class Task:
         return ""
 
     @property
-    def answer_moves(self) -> np.ndarray | None:
-        """The automaton over the bytes of an answer (`core.form.json_moves`); None for any text."""
-        return None
-
-    @property
     def writes_lists(self) -> bool:
         """True if a completion is a list of the listed texts, each of one token and at most once."""
         return False

@@ -139,4 +139,11 @@ def _checkpoint(run: Path, which: str) -> Any:
         return None
     state, progress = final_state(run, which)
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}, progress
+    return {jax.tree_util.keystr(path): _bits(leaf) for path, leaf in leaves}, progress
+
+
+def _bits(leaf: Any) -> bytes:
+    import jax
+
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()

@@ -90,7 +90,7 @@ def test_evaluate_repeats_what_the_run_measured(finished, capsys):
     table = capsys.readouterr().out
     assert "checkpoint 3 (step 3)" in table and "letters" in table
 
-    assert evaluate.main(["--run", str(finished), "--checkpoint", "4"]) == 2
+    assert evaluate.main(["--run", str(finished), "--checkpoint", "5"]) == 2
     assert "there are: 3, 6, best, final" in capsys.readouterr().err
 
 

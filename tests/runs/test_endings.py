@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from support.stopping import stopped_after
@@ -16,6 +17,7 @@ from support.text_task import PATIENCE, ROOT, environment, finished_run, rewound
 
 from grpo_jax.errors import UserError
 from grpo_jax.reports.console import Console
+from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunLock
 from grpo_jax.runs.progress import Progress
 
@@ -36,8 +38,9 @@ def test_a_run_that_was_stopped_before_its_first_iteration_is_in_nobodys_way(pla
     run = tmp_path / "run"
     with stopped_after(run, rows=0):
         assert train_here(place.config, run) == 0
-    assert "stopped and saved before the first iteration" in capsys.readouterr().out
-    assert (run / "checkpoints" / "step_0").is_dir()
+    assert "stopped before the first iteration" in capsys.readouterr().out
+    with Checkpoints(run / "checkpoints") as checkpoints:  # a moment later
+        checkpoints.save(0, {"variables": {"w": np.ones(2)}}, {})
     (run / "thesis.txt").write_text("years of work")
     assert train_here(place.config, run) == 2
     assert (run / "checkpoints" / "step_0").is_dir() and "is not empty" in capsys.readouterr().err

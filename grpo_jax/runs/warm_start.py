@@ -126,8 +126,7 @@ def make_sft_step(
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
     temperature = config.sampling.temperature
-    constraint: Any = {"allowed_tokens": allowed_tokens, "trie": trie, "no_repeats": config.task.writes_lists}
-    forward = make_forward(policy, temperature=temperature, **constraint)
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens, trie=trie)
     train_step = make_train_step(
         make_supervised_objective(forward),
         optimizer,
@@ -183,7 +182,7 @@ def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], Non
 def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
     """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens (then without its end).
 
-    A list has no end, and an answer in a form ends with its last token.
+    An answer in a form ends with its last token.
     """
     loaded, config = parts.policy.folder, parts.config
     formed = config.task.answer_moves is not None
@@ -191,7 +190,7 @@ def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
     apart = listed or (bool(prompt) and not prompt[-1].isspace())
     gap = not formed and follows_text(config, loaded.tokenizer) and apart
     ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
-    return (ids[:-1] if config.task.writes_lists or formed else ids)[: config.sampling.max_new_tokens]
+    return (ids[:-1] if formed else ids)[: config.sampling.max_new_tokens]
 
 
 def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:

@@ -11,8 +11,8 @@ https://arxiv.org/abs/2309.07602; Petrov & Macdonald 2023, https://arxiv.org/abs
 validation users is kept.
 
 Then the whole catalogue is ranked for every test user by the project's own code: the history left out, ties against the
-target. Two lines come of it: SASRec, and its log-softmax with the prior that is best beside it on the validation users, as
-`grpo_jax.recommend --choose_prior` chooses it. Prints a table on stderr and JSON on stdout.
+target. Two lines come of it: SASRec, and its log-softmax with the prior that is best beside it on the validation users,
+as `grpo_jax.recommend --choose_prior` chooses it. Prints a table on stderr and JSON on stdout.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def measure(model: SASRec, dataset: Dataset, options: argparse.Namespace) -> tup
     rows, watched = dataset.prompts.test[: options.limit or None], dataset.prompts.validation[: options.validation]
     score = scorer(model, rows, options.length)
     titles, users = dataset.catalogue.titles, dataset.known
-    own = scorer(model, watched, options.length)
-    chosen = weigh(own, make_parts(titles, users), watched, grid(), items=len(titles))[0].prior
+    own = scorer(model, watched, options.length)(0, len(watched))
+    chosen = weigh(own, make_parts(titles, users), watched, grid())[0].prior
     known, histories = make_prior(chosen, titles, users), [row.columns["history"] for row in rows]
     count = len(titles)
     ranks = {

@@ -12,8 +12,9 @@ The prior is added to the policy's log-probability of an item:
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -102,17 +103,9 @@ def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_arr
     norms = np.sqrt(np.asarray(taken.sum(0), np.float64).ravel())
     scale = np.divide(1.0, norms, out=np.zeros(items), where=norms > 0)
     similarity = sparse.csr_array(taken.T @ taken)
-    for start in range(0, items, _SCALED_ROWS):  # in place: with millions of items no second copy fits
-        ends = similarity.indptr[start : start + _SCALED_ROWS + 1]
-        columns, values = (array[ends[0] : ends[-1]] for array in (similarity.indices, similarity.data))
-        rows = np.repeat(np.arange(start, start + len(ends) - 1), np.diff(ends))
-        values *= scale[rows]
-        values *= scale[columns]
-        values[rows == columns] = 0.0
+    rows = np.repeat(np.arange(items), np.diff(similarity.indptr))
+    similarity.data *= scale[rows] * scale[similarity.indices] * (rows != similarity.indices)
     return similarity
-
-
-_SCALED_ROWS = 2**14
 
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
@@ -140,10 +133,9 @@ def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> 
 
 def weights_by_row(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
     """Return values at some columns of each row, one row behind another: f64 [rows, items]."""
-    starts = np.cumsum([0, *(len(entry) for entry in columns)])
-    small = np.int32 if max(starts[-1], items) < 2**31 else np.int64  # products take the indices of their factors
-    indices = np.fromiter(itertools.chain.from_iterable(columns), small, starts[-1])
-    return sparse.csr_array((values, indices, starts.astype(small)), shape=(len(columns), items))
+    starts = np.cumsum([0, *(len(entry) for entry in columns)], dtype=np.int32)
+    indices = np.fromiter(itertools.chain.from_iterable(columns), np.int32, starts[-1])
+    return sparse.csr_array((values, indices, starts), shape=(len(columns), items))
 
 
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
@@ -208,8 +200,8 @@ class PriorParts(NamedTuple):
     similarity: sparse.csr_array
     successors: sparse.csr_array
 
-    def term(self, name: str, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
-        """Return what the weight of this name is multiplied with, f32 [P, I]."""
+    def term(self, histories: Sequence[Sequence[int]], name: str, decay: float) -> np.ndarray:
+        """Return the factor of the weight of this name, f32 [P, I]."""
         table = {"history": self.vectors.T, "together": self.similarity, "following": self.successors}[name]
         weights = decayed(histories, self.vectors.shape[0], decay=decay)
         if name != "history":
@@ -232,15 +224,16 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
     parts = make_parts(titles, users)
 
     def prior(histories: Sequence[Sequence[int]]) -> np.ndarray:
-        terms = {name: parts.term(name, histories, section.decay) for name in section.weights}
+        terms = functools.partial(parts.term, histories)
         return np.zeros((len(histories), len(titles)), np.float32) + weighted(section, terms)
 
     return prior
 
 
-def weighted(section: PriorSection, terms: Mapping[str, np.ndarray]) -> np.ndarray:
+def weighted(section: PriorSection, term: Callable[[str, float], np.ndarray]) -> np.ndarray:
     """Return the sum of the prior's terms by its weights, f32 [P, I], or a scalar 0 where all weights are 0."""
-    return sum((np.float32(weight) * terms[name] for name, weight in section.weights.items()), np.zeros((), np.float32))
+    terms = (np.float32(weight) * term(name, section.decay) for name, weight in section.weights.items())
+    return sum(terms, np.zeros((), np.float32))
 
 
 def title_vectors(titles: Sequence[str]) -> sparse.csr_array:

@@ -100,12 +100,10 @@ def read_catalogue(
 ) -> Catalogue:
     """Read item identifiers and titles; a UserError names all bad lines at once.
 
-    ``.tsv`` (tabs, no quoting) and ``.csv`` (commas, quotes as usual) have a header line: the first column is the
-    identifier, the one called "title" the title, others are kept. ``.json`` is an object ``{id: title}`` or
-    ``{id: {"title": …, column: …}}``. Two items may share a title: no query can tell them apart, so they tie.
-
-    `columns` is {"title": what the file calls it}. With `blank_titles` "keep" an item without a title stays in the
-    ranking, as an empty text that no query resembles, and a prompt says "(no title)".
+    ``.tsv`` (tabs, no quoting) and ``.csv`` have a header line: the first column is the identifier, the one called
+    "title" the title, others are kept. ``.json`` is an object ``{id: title}`` or ``{id: {"title": …, column: …}}``.
+    `columns` is {"title": the file's name for it}. With `blank_titles` "keep" an item without a title is an empty text,
+    which no query resembles.
     """
     kind = Path(path).suffix.lower()
     if kind not in (".tsv", ".csv", ".json"):

@@ -8,7 +8,7 @@ import itertools
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,28 +43,8 @@ class Recommended(NamedTuple):
     score: float
 
 
-class Recommender(Protocol):
-    """recommend(titles or ids of a history, oldest first, how many) → the best items."""
-
-    def __call__(
-        self,
-        history: Sequence[str],
-        k: int = 10,
-        *,
-        exclude: Sequence[str] = (),
-        note: Callable[[str], None] = warnings.warn,
-    ) -> list[Recommended]:
-        """Recommend k items, or as many as there are.
-
-        Args:
-            history: Names outside the catalogue are skipped; without any item the most popular are the answer.
-            k: How many.
-            exclude: Items that are never recommended, by title or id.
-            note: Gets a line on what was skipped, and on an answer by popularity.
-        """
-        ...
-
-
+Recommender = Callable[..., list[Recommended]]
+"""recommend(history, k=10, *, exclude=(), note=warnings.warn) → the k best items, or as many as there are."""
 MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
 """Rows whose longest prompt sets the width of all → prompt → what the policy writes greedily."""
 BestItems = Callable[[Row, int], list[tuple[int, float]]]
@@ -74,14 +54,16 @@ BestItems = Callable[[Row, int], list[tuple[int, float]]]
 def make_recommender(
     config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
 ) -> Recommender:
-    """Return the `Recommender` of a trained policy.
-
-    An item that stands several times in a history counts once, in its last place, and is not recommended. All questions
-    have the width of the run's longest test prompt: the first one compiles, a longer history does not compile again.
+    """Return recommend(history, k, exclude=…, note=…) of a trained policy.
 
     A policy that ranks the catalogue is asked for its best items, with the run's prior; one that writes queries for a
     query, by which the run's encoder ranks the catalogue. Items of another catalogue's file are ranked at once where
-    the policy writes queries or titles; a UserError otherwise.
+    the policy writes queries or titles; a UserError otherwise. All questions have the width of the run's longest test
+    prompt: the first one compiles, a longer history does not compile again.
+
+    The history and `exclude` are titles or ids, the history oldest first. An item that stands several times counts
+    once, in its last place, and is not recommended. `note` gets a line on each name outside the catalogue, which is
+    skipped, and where no item is left, so that the most popular are the answer.
     """
     task = config.task
     dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
@@ -224,10 +206,7 @@ class Weighed(NamedTuple):
 
 
 class ChosenPrior(NamedTuple):
-    """Results of the priors of a grid: lines to print, and a record for each prior that was tried, best first.
-
-    A record has its weights, "ndcg@10" and "hr@10".
-    """
+    """Lines to print, and a record of each prior that was tried, best first: its weights, "ndcg@10" and "hr@10"."""
 
     lines: list[str]
     records: list[dict[str, float]]
@@ -242,34 +221,21 @@ def grid() -> list[PriorSection]:
     return [PriorSection(), *(point for point in points if point.used)]
 
 
-def weigh(
-    score: Callable[[int, int], np.ndarray],
-    parts: PriorParts,
-    rows: Sequence[Row],
-    points: Sequence[PriorSection],
-    *,
-    items: int,
-) -> list[Weighed]:
-    """Measure each point on the same U rows (at least one), best first; of equal ones the earlier.
+def weigh(scores: np.ndarray, parts: PriorParts, rows: Sequence[Row], points: Sequence[PriorSection]) -> list[Weighed]:
+    """Measure each point on U rows (at least one) with the policy's scores f32 [U, I], best first; ties by their order.
 
-    `score`(start, stop) → the policy's scores of all `items` for these rows, f32 [B, I]. Histories are left out and
-    ties count against the target. A decay is computed once for all its points.
+    Histories are left out and ties count against the target.
     """
     ranks = np.empty((len(points), len(rows)))
-    block = metrics.users_at_once(items)
+    block = metrics.users_at_once(scores.shape[1])
     for start in range(0, len(rows), block):
-        columns = [row.columns for row in rows[start : start + block]]
-        users = slice(start, start + len(columns))
-        histories = [column["history"] for column in columns]
-        targets = np.array([column["target_row"] for column in columns])
-        policy = score(users.start, users.stop)
-        for decay in dict.fromkeys(point.decay for point in points):
-            these = {place: point for place, point in enumerate(points) if point.decay == decay}
-            names = dict.fromkeys(itertools.chain.from_iterable(point.weights for point in these.values()))
-            terms = {name: parts.term(name, histories, decay) for name in names}
-            for place, point in these.items():
-                scores = policy + weighted(point, terms)
-                ranks[place, users] = metrics.rank_of(metrics.count_better(scores, targets, histories))
+        users = slice(start, start + block)
+        histories = [row.columns["history"] for row in rows[users]]
+        targets = np.array([row.columns["target_row"] for row in rows[users]])
+        term = functools.cache(functools.partial(parts.term, histories))
+        for place, point in enumerate(points):
+            fused = scores[users] + weighted(point, term)
+            ranks[place, users] = metrics.rank_of(metrics.count_better(fused, targets, histories))
     ndcg, hit = metrics.ndcg(ranks, k=10).mean(1).tolist(), metrics.hit(ranks, k=10).mean(1).tolist()
     return sorted(map(Weighed, points, ndcg, hit), key=lambda one: -one.ndcg)
 
@@ -290,21 +256,12 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     rows, catalogue = dataset.prompts.validation[:count], dataset.catalogue
     if not rows:
         raise UserError(f"--users: expected a number >= 1, and data with validation users, got {count}")
-    scores_of = policy_ranking(config, policy, catalogue, rows)
-
-    @functools.cache  # the grid is measured twice
-    def policy_scores(start: int, stop: int) -> np.ndarray:
-        return scores_of(rows[start:stop])
-
-    points = grid()
-    if task.prior.used and task.prior not in points:
-        points.append(task.prior)
-    parts = make_parts(catalogue.titles, dataset.known)
-    measured = functools.partial(weigh, policy_scores, parts, rows, items=len(catalogue))
-    earned = measured(points)
-    best, known = earned[0].prior, {one.prior for one in earned}
-    near = [dataclasses.replace(best, following=weight) for weight in FOLLOWING]
-    earned = sorted([*earned, *measured([one for one in near if one not in known])], key=lambda one: -one.ndcg)
+    scores = policy_ranking(config, policy, catalogue, rows)(rows)
+    measured = functools.partial(weigh, scores, make_parts(catalogue.titles, dataset.known), rows)
+    earned = measured(list(dict.fromkeys([*grid(), task.prior])))
+    near = [dataclasses.replace(earned[0].prior, following=weight) for weight in FOLLOWING]
+    tried = {one.prior for one in earned}
+    earned = sorted([*earned, *measured([one for one in near if one not in tried])], key=lambda one: -one.ndcg)
     records = [{**vars(one.prior), "ndcg@10": one.ndcg, "hr@10": one.hit} for one in earned]
     return ChosenPrior(_prior_lines(earned, len(rows), task.prior), records)
 
@@ -319,10 +276,5 @@ def _prior_lines(earned: Sequence[Weighed], users: int, configured: PriorSection
         if place < _PRINTED or prior in names:
             weights = "  ".join(f"{weight:{len(name)}g}" for name, weight in vars(prior).items())
             lines.append(f"{ndcg:7.4f}  {hit:6.4f}  {weights}  {names.get(prior, '')}".rstrip())
-    best = earned[0].prior
-    lines.append("for the config, under task:")
-    lines.append("  prior: {" + ", ".join(f"{name}: {weight:g}" for name, weight in vars(best).items()) + "}")
-    for name, tried in zip(vars(best), (HISTORY, TOGETHER, FOLLOWING), strict=False):
-        if getattr(best, name) >= max(tried):
-            lines.append(f"{name} {max(tried):g} is the most that was tried")
-    return lines
+    best = ", ".join(f"{name}: {weight:g}" for name, weight in vars(earned[0].prior).items())
+    return [*lines, "for the config, under task:", f"  prior: {{{best}}}"]

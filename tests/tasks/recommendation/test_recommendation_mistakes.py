@@ -37,9 +37,7 @@ def test_ratings_of_other_items_are_one_line_too(tmp_path):
     (tmp_path / "items.tsv").write_text(ITEMS)
     lines = "".join(f"u{n % 5},{n},4,{n}\n" for n in range(1, 30))
     (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n" + lines)
-    with pytest.raises(
-        UserError, match=r"29 of 29 items are not in the catalogue, such as '1'; its first id is"
-    ):
+    with pytest.raises(UserError, match=r"29 of 29 items are not in the catalogue, such as '1'; its first id is"):
         read_ratings(tmp_path / "ratings.csv", read_catalogue(tmp_path / "items.tsv"))
 
 

@@ -65,12 +65,10 @@ def last_split(users: Sequence[UserSequence]) -> Split:
 
 
 def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float) -> Split:
-    """Cold start: items that training has never seen, neither as targets nor in histories.
+    """Hold out items: training sees them neither as targets nor in histories (cold start).
 
     A hash of its id says whether an item is held out for testing (a share of `share`), for validation (as many) or
-    known; other items of the catalogue change nothing about it. All interactions with known items are known, and no
-    others. Users whose last item is held out are asked about it, with their known items before it as the history:
-    held-out items that a user took earlier are neither in the history nor left out of the ranking.
+    known. Users whose last item is held out are asked about it, with their known items as the history.
     """
     draws = [int.from_bytes(hashlib.sha256(f"held out {name}".encode()).digest()[:8]) / 2**64 for name in ids]
     starts = _starts(users)
@@ -93,12 +91,11 @@ def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float)
 
 
 def time_split(users: Sequence[UserSequence], share: float) -> Split:
-    """A global temporal split: nothing that training knows is later than anything that is asked.
+    """Split by time: nothing that training knows is later than anything that is asked.
 
-    The interactions of all users in the order of time are cut twice: the first `share` of them are known, half of the
-    rest is for validation, the last half for testing; interactions of one second stay on one side. In each of the two
-    parts a user is asked about the last item of theirs in it, if any stands before that; the history is all that
-    does, known to training or not, as it would be at that moment. Users who came after the cut are asked too.
+    The first `share` of all interactions is known, half of the rest is for validation, the last half for testing;
+    interactions of one second stay on one side. In each of the two parts a user is asked about their last item in it;
+    the history is all that stands before, known to training or not.
     """
     ordered = sorted(time for user in users for time in user.times)
     begin, middle = (ordered[min(int(part * len(ordered)), len(ordered) - 1)] for part in (share, (1 + share) / 2))
@@ -255,9 +252,8 @@ def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[
 def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence]) -> list[str]:
     """Return the title of the item most often taken together with each history's last; "" where there is none.
 
-    The next item is one of many and a guess at it is mostly wrong; what is taken together with an item is the same
-    for every user who took it. The history itself is left out, and its own user is not counted: their row knows what
-    they took later, as that of a user who is asked about does not. `users` is what training knows.
+    The history itself is left out, and its own user is not counted: their row knows what they took later. `users` is
+    what training knows.
     """
     similarity = item_similarity(users, len(catalogue))
     taken = taken_counts(users, len(catalogue))

@@ -17,8 +17,8 @@ import numpy as np
 TieRule = Literal["against", "average", "favour"]
 Measure = Callable[[np.ndarray], np.ndarray]
 
-Measure = Literal["ndcg", "mrr", "hit"]
-MIXED_WEIGHTS: Mapping[Measure, float] = {"ndcg": 0.5, "mrr": 0.3, "hit": 0.2}
+Gain = Literal["ndcg", "mrr", "hit"]
+MIXED_WEIGHTS: Mapping[Gain, float] = {"ndcg": 0.5, "mrr": 0.3, "hit": 0.2}
 """Weights of `mixed`; whichever are given are divided by their sum."""
 
 
@@ -57,7 +57,7 @@ def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
     return 1.0 + np.asarray(counts.better, np.float64) + shares[rule] * np.asarray(counts.ties, np.float64)
 
 
-def gain(name: Measure, rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
+def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
     """Return a measure of ranks, which count from 1; NaN (unknown) stays NaN, ranks beyond `k` earn 0.
 
     "ndcg" is the normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin &
@@ -82,7 +82,7 @@ def mixed(
     *,
     k: int | None = None,
     items: int = 0,
-    weights: Mapping[Measure, float] = MIXED_WEIGHTS,
+    weights: Mapping[Gain, float] = MIXED_WEIGHTS,
 ) -> np.ndarray:
     """Weighted mean of `gain`s: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights; absent ones are 0."""
     total = sum(weights.values())

@@ -57,10 +57,7 @@ def measure_users(rank: np.ndarray) -> np.ndarray:
 def make_table(
     ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray] | None = None, *, samples: int = 1000
 ) -> list[TableRow]:
-    """Measure every method's ranks f64 [U], NaN where there is none, on all users and on each group, bool [U].
-
-    Methods that miss no user see the same `samples` draws of the bootstrap.
-    """
+    """Measure every method's ranks f64 [U], NaN where there is none, on all users and on each group, bool [U]."""
     return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {}, samples)
 
 
@@ -78,27 +75,16 @@ def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str
 
 def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], samples: int = 1000) -> list[TableRow]:
     """Return a row for all users and each group of each method's values f64 [U, 16], NaN for missing users."""
-    ranked = {method: np.asarray(~np.isnan(measured).any(axis=1)) for method, measured in values.items()}
-    everybody = np.ones(len(next(iter(ranked.values()), ())), bool)
-    rows: dict[tuple[str, str], TableRow] = {}
-    for group, members in {ALL: everybody, **groups}.items():
-        # Methods that were measured on the same users are drawn together: draws take longer than their means.
-        alike: dict[bytes, list[str]] = {}
-        for method in values:
-            alike.setdefault((ranked[method] & members).tobytes(), []).append(method)
-        for methods in alike.values():
-            counted = ranked[methods[0]] & members
-            users, missing = int(counted.sum()), int((members & ~counted).sum())
-            intervals: list[Interval] = []
-            if users:
-                columns = np.concatenate([values[method][counted] for method in methods], axis=1)
-                intervals = metrics.bootstrap(columns, samples=samples)
-            for place, method in enumerate(methods):
-                measured = intervals[place * len(MEASURES) :][: len(MEASURES)]
-                rows[method, group] = TableRow(
-                    method, group, users, missing, dict(zip(MEASURES, measured, strict=False))
-                )
-    return [rows[method, group] for method in values for group in (ALL, *groups)]
+    rows = []
+    for method, measured in values.items():
+        ranked = ~np.isnan(measured).any(axis=1)
+        for group, members in {ALL: np.ones(len(ranked), bool), **groups}.items():
+            counted = ranked & members
+            users = int(counted.sum())
+            intervals = metrics.bootstrap(measured[counted], samples=samples) if users else []
+            measures = dict(zip(MEASURES, intervals, strict=False))
+            rows.append(TableRow(method, group, users, int(members.sum()) - users, measures))
+    return rows
 
 
 def direction_groups(rows: Sequence[Row], catalogue: Catalogue, column: str) -> dict[str, np.ndarray]:
@@ -190,23 +176,18 @@ def _cell(interval: Interval | None, signed: bool) -> str:
 PRIOR = "prior alone"
 
 
-def policy_ranks(
-    name: str, judgements: Mapping[str, Judgement], *, fused: bool = False
-) -> dict[str, dict[str, list[float]]]:
+def policy_ranks(name: str, judgements: Mapping[str, Judgement], *, fused: bool = False) -> dict[str, list[float]]:
     """Return the ranks of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
 
     The last watched measure is the rank, NaN where there is none; with `fused` the one before it is the rank with the
     prior.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
-    ranks = {kinds[kind]: _remembered(one, -1) for kind, one in judgements.items() if kind in kinds}
-    if fused and "greedy" in judgements:
-        ranks[f"{name} + prior"] = _remembered(judgements["greedy"], -2)
+    watched = {kind: one.final_watched[:, 0] for kind, one in judgements.items()}
+    ranks = {kinds[kind]: values[:, -1].tolist() for kind, values in watched.items() if kind in kinds}
+    if fused and "greedy" in watched:
+        ranks[f"{name} + prior"] = watched["greedy"][:, -2].tolist()
     return ranks
-
-
-def _remembered(judgement: Judgement, measure: int) -> dict[str, list[float]]:
-    return {"rank": judgement.final_watched[:, 0, measure].tolist()}
 
 
 def findings(
@@ -214,7 +195,7 @@ def findings(
     dataset: Dataset,
     retriever: Retriever,
     rows: Sequence[Row],
-    policies: Mapping[str, Mapping[str, list[float]]],
+    policies: Mapping[str, list[float]],
     prior: Prior | None = None,
     ask: Ask | None = None,
 ) -> Findings:
@@ -248,7 +229,7 @@ def _measure_methods(
     dataset: Dataset,
     retriever: Retriever,
     rows: Sequence[Row],
-    policies: Mapping[str, Mapping[str, list[float]]],
+    policies: Mapping[str, list[float]],
     prior: Prior | None,
     ask: Ask | None,
 ) -> dict[str, np.ndarray]:
@@ -266,7 +247,7 @@ def _measure_methods(
     }
     mixed_ask = ask if task.writes == "query" and task.prior.used else None
     ranks |= title_baselines(retriever, dataset.catalogue, rows, ask=mixed_ask)
-    return ranks | {f"policy, {name}": np.asarray(one["rank"], np.float64) for name, one in policies.items()}
+    return ranks | {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
 
 
 def _report_tables(table: Sequence[TableRow], paired: Sequence[TableRow]) -> list[Table]:

@@ -67,7 +67,7 @@ def shop(tmp_path_factory):
 def run(shop):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(shop)
-        assert call(commands()[1], *SHORT) == 0
+        assert call(commands()[0], *SHORT) == 0
     return shop / "runs" / "shop"
 
 
@@ -79,7 +79,7 @@ def summary(run):
 def test_the_commands_of_the_page_recommend(shop, run, monkeypatch, capsys):
     monkeypatch.chdir(shop)
     assert all(line in (shop / "items.tsv").read_text() for line in re.findall(r"^i\d+\t.*$", PAGE, re.MULTILINE))
-    *_, one, many = commands()
+    _, _, one, many, _ = commands()
     assert call(one) == 0
     answered = capsys.readouterr().out
     assert sum(title in answered for title in TITLES) >= 5
@@ -90,7 +90,7 @@ def test_the_commands_of_the_page_recommend(shop, run, monkeypatch, capsys):
 def test_purchases_under_names_of_their_own_are_the_same_histories(shop, monkeypatch):
     """Its fields are read as the command reads them; who repeats an item, and who took one, is said."""
     monkeypatch.chdir(shop)
-    bought, sequences = [parse(words[1:]) for words in commands()[:2]]
+    sequences, bought = [parse(words[1:]) for words in commands()[:2]]
     found = load_dataset(bought.task, columns=bought.data.columns)
     expected = load_dataset(sequences.task)
     assert {user.user: user.items for user in found.users} == {user.user: user.items for user in expected.users}

@@ -41,7 +41,7 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_ranked_last():
         np.zeros((3, 1, 1, 1)), np.array([2.0, 5.0, 2.0]).reshape(3, 1, 1, 1), np.zeros((3, 1), int), columns
     )
     found = policy_ranks("before", {"greedy": judgement, "oracle": judgement})
-    assert found == {"before": {"rank": [2, 5, 2]}}
+    assert found == {"before": [2, 5, 2]}
     assert json.loads(json.dumps(found)) == found  # goes into checkpoints
     assert completion_ranks(items, ["", "", ""], columns).tolist() == [2, 5, 2]
     assert completion_ranks(items, ["c", "b"], {"target_row": [2, 5]}).tolist() == [1, 6]

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.core.form import Form
 from grpo_jax.core.masking import as_mask
 from grpo_jax.core.trie import NARROW, ROOT, Trie, children, narrow_children, walk
 
@@ -26,7 +25,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     allowed_tokens: ArrayLike | None = None,
-    trie: Trie | Form | None = None,
+    trie: Trie | None = None,
     nodes: ArrayLike | None = None,
     softcap: float | None = None,
     chunk_size: int = 1024,
@@ -48,8 +47,8 @@ def token_logprobs(
         tokens: int `[.., T]`.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         allowed_tokens: bool `[V]`; all by default.
-        trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its node, or
-            those that a form's state allows.
+        trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its
+            node.
         nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed,
             whose log-probability is then -inf and whose entropy is 0.
         softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
-from grpo_jax.core.form import Form
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
-from grpo_jax.models.hf.tokens import special_ids, token_pieces
-from grpo_jax.sampling.samplers import choices_trie, text_form
+from grpo_jax.models.hf.tokens import special_ids
+from grpo_jax.sampling.samplers import choices_trie
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,12 +28,10 @@ class Reading(NamedTuple):
     Attributes:
         text: What is judged.
         usable: Whether the policy wrote it; false where another text stands in.
-        settings: What the completion sets of the renderer, by field.
     """
 
     text: str
     usable: bool
-    settings: Mapping[str, str | float] = {}
 
 
 def as_written(written: str, prompt: str) -> Reading:
@@ -59,15 +56,8 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
 
     A rule of data.allowed_tokens allows no special tokens but those that end a completion, which are always allowed,
     and none beyond the tokenizer's vocabulary. A policy with a vision tower never writes a picture's placeholder:
-    there would be no picture in its place. None too where answers have a form, which has the mask in it
-    (`policy_choices`).
+    there would be no picture in its place.
     """
-    if config.task.answer_moves is not None:
-        return None
-    return _ruled_tokens(config, folder)
-
-
-def _ruled_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     rule, forbidden = config.data.allowed_tokens, config.data.forbidden_tokens
     tokenizer, size, ends = folder.tokenizer, folder.config.vocab_size, list(folder.eos_ids)
     vision = getattr(folder.config, "vision", None)
@@ -101,26 +91,9 @@ def _ruled_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     return allowed
 
 
-def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | Form | None:
-    """Return the trie of the texts that a task lists, or the form of its answers; None for any text."""
-    form = config.task.answer_moves
-    if form is not None:
-        _check_written(config, "the task says how an answer is written and ends")
-        return _answer_form(config, form, folder)
+def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
+    """Return the trie of the texts that a task lists; None for any text."""
     return None if texts is None else listed_trie(config, texts, folder)
-
-
-def _answer_form(config: Config, moves: np.ndarray, folder: PolicyFolder) -> Form:
-    pieces = token_pieces(folder.tokenizer, folder.config.vocab_size)
-    if pieces is None:
-        raise UserError("task.answer: expected text, for this policy's tokenizer does not write texts token by token")
-    rule = _ruled_tokens(config, folder)
-    allowed = np.ones(folder.config.vocab_size, bool) if rule is None else rule
-    allowed[list(folder.eos_ids)] = False  # one would end an answer in its midst
-    try:
-        return text_form(moves, pieces, allowed, most=config.sampling.max_new_tokens)
-    except ValueError as error:
-        raise UserError(f"task.answer: {error} that are allowed (sampling.max_new_tokens)") from error
 
 
 def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> Trie:
@@ -129,16 +102,12 @@ def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> T
     for name, changed in (
         ("data.allowed_tokens", config.data.allowed_tokens != "all"),
         ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
+        ("sampling.stop", bool(config.sampling.stop)),
+        ("sampling.min_new_tokens", config.sampling.min_new_tokens > 0),
     ):
         require(not changed, name, f"its default: {why}", "another")
-    _check_written(config, why)
     gap = follows_text(config, folder.tokenizer)
     return choices_trie(texts, folder, gap=gap, most=config.sampling.max_new_tokens)
-
-
-def _check_written(config: Config, why: str) -> None:
-    require(not config.sampling.stop, "sampling.stop", f"its default: {why}", "another")
-    require(config.sampling.min_new_tokens == 0, "sampling.min_new_tokens", f"its default: {why}", "another")
 
 
 def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:

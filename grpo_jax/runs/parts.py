@@ -16,7 +16,6 @@ from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
-from grpo_jax.core.form import Form
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
@@ -75,7 +74,7 @@ class RunContext(NamedTuple):
     rewards: ResolvedRewards
     samplers: Samplers
     allowed_tokens: np.ndarray | None
-    trie: Trie | Form | None
+    trie: Trie | None
     key: jax.Array
     devices: dict[str, str]
     trainer: Trainer

@@ -207,7 +207,7 @@ def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     return [
         GalleryEntry(
             row.prompt,
-            after.episodes[index].last.shown,
+            after.episodes[index].last.text,
             before[index],
             later[index],
             {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(parts.measure_names)},
@@ -253,7 +253,7 @@ def texts_table(parts: RunContext, after: Evaluation) -> Table:
     rows = [
         (
             row.prompt,
-            after.episodes[index].last.shown,
+            after.episodes[index].last.text,
             *(row.columns[column] for column in columns.values()),
             *(round(float(value), 4) for value in values[index]),
         )

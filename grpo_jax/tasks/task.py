@@ -198,11 +198,6 @@ class Task:
         """Return a note on parts of completions that are not judged, which a run prints once; "" for none."""
         return ""
 
-    @property
-    def answer_moves(self) -> np.ndarray | None:
-        """The automaton over the bytes of an answer (`core.form.json_moves`); None for any text."""
-        return None
-
     def listed_texts(self, config: Config) -> Sequence[str] | None:
         """Return the texts that a completion may be, where the data have `choices`; None for any text.
 

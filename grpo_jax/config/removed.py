@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     "data.shuffle_buffer": "left with data.streaming: the order is shuffled over the whole data set",
     "data.curriculum": "left: sort the prompts into several files and train on one after another",
     "data.informative_half_life": "left: use algorithm.dead_groups resample or drop",
+    "training.memory_budget_gib": "left: --plan says what an update takes; set training.accumulation",
     "task.answer": "left: answers are text; judges.renderer sets guidance and steps for all pictures",
     "task.negative_prompt": "left: set judges.renderer.negative_prompt",
     "task.guidance": "left: set judges.renderer.guidance",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -162,12 +161,3 @@ def completion_statistics(
 
 def _words(text: str) -> list[str]:
     return re.findall(r"\w+(?:['’-]\w+)*", text.casefold())
-
-
-def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> tuple[tuple[str, float], ...]:
-    """Return the words that rewrites add to their prompts most often, each with the share of rewrites that add it."""
-    added: Counter[str] = Counter()
-    for prompt, text in zip(prompts, texts, strict=True):
-        added.update(set(_words(text)) - set(_words(prompt)))
-    ranked = sorted(added.items(), key=lambda item: (-item[1], item[0]))[:top]
-    return tuple((word, count / len(texts)) for word, count in ranked)

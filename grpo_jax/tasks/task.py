@@ -264,9 +264,8 @@ class Finished(NamedTuple):
     Attributes:
         summary: Entries of summary.json.
         lines: For the terminal, below the measures.
-        tables: For report.html and metric writers, the task's own first.
+        tables: For report.html, the task's own first.
         gallery: Pairs of texts or pictures.
-        tables_below: For report.html alone: long ones.
         episodes: As they went.
     """
 
@@ -274,7 +273,6 @@ class Finished(NamedTuple):
     lines: Sequence[str] = ()
     tables: Sequence[Table] = ()
     gallery: Sequence[GalleryEntry] = ()
-    tables_below: Sequence[Table] = ()
     episodes: Sequence[EpisodeEntry] = ()
 
 

@@ -206,7 +206,7 @@ class LanguageProgram:
         if not silence:
             return ""
         saved = f"Saved after iteration {iteration}"
-        return f"{silence}. {saved}; mend the rewards, or what they ask, and {self._again(iteration)}"
+        return f"{silence}. {saved}; fix the rewards, or what they ask, and {self._again(iteration)}"
 
     def _nothing_learned(self, state: TrainState, iteration: int) -> str:
         """Failure message if every update of a few iterations was left out, or most of a short run."""
@@ -217,7 +217,7 @@ class LanguageProgram:
         where = self.parts.config.run_dir
         return (
             f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
-            f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, mend it and "
+            f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, fix it and "
             f"{self._again(iteration)}; else give a new run a lower optimizer.learning_rate, and these "
             f"weights: python -m grpo_jax.export --run {where} --checkpoint {iteration} --out FOLDER, --policy.path "
             "FOLDER"

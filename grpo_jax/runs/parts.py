@@ -155,9 +155,7 @@ def load_parts(
         data.rewards,
         tuple(config.judges),
         rewards,
-        timeout=config.judge_timeout or None,
         trainer=trainer,
-        drawn=data.render is not None,
     )
     require_names(config, resolved, data.environment.controls)
     say("rewards", resolved.describe())

@@ -28,10 +28,6 @@ class Having:
 def throw(error):
     raise error
 
-def is_pipe(fd):
-    try: return pathlib.Path(f"/proc/self/fd/{fd}").readlink().name.startswith("socket")
-    except OSError: return False
-
 def of(base=object, **methods):
     return type("Odd", (base,), methods)
 
@@ -53,8 +49,6 @@ class Fault(NamedTuple):
         missing: Which completions have no reward where rewards may fail: "all", "first", or "none" of what is legal.
         number: What the others have.
         early: It is there from the start: "import" before anything ran, "call" at the first call, "" only when due.
-        isolated: The reward has a process of its own.
-        timeout: Seconds it may take; 0 for no limit.
     """
 
     name: str
@@ -62,8 +56,6 @@ class Fault(NamedTuple):
     missing: Literal["all", "first", "none"] = "all"
     number: float = 1.0
     early: Literal["", "import", "call"] = ""
-    isolated: bool = False
-    timeout: float = 0.0
 
 
 def _doing(name: str, body: str, **more) -> Fault:
@@ -149,7 +141,6 @@ MUTATIONS = [
     _doing("empties its lists and raises", "completions.clear(); wish.clear()\nraise ValueError('gone')"),
     _doing("empties its lists", "completions.clear(); prompts.clear(); wish.clear()\nreturn [1.0] * n", missing="none"),
     _doing("empties its lists and counts them", "completions.clear()\nreturn [1.0] * len(completions)"),
-    _doing("lowers everybody's recursion limit", "sys.setrecursionlimit(90)\nreturn [1.0] * n", missing="none"),
     _doing("changes its columns", "wish[:] = [None] * n\ncolumns.clear()\nreturn [1.0] * n", missing="none"),
 ]  # fmt: skip
 
@@ -180,49 +171,6 @@ IMPORTS = [
     }.items()
 ]
 
-ISOLATED = [
-    *(
-        _doing(f"isolated: {name}", text, isolated=True)
-        for name, text in {
-            "segfault": "ctypes.string_at(0)",
-            "kills itself": "os.kill(os.getpid(), signal.SIGKILL)",
-            "closes its pipe": "os.closerange(0, 256)\nreturn [1.0] * n",
-            "forks and dies": "os.fork() or time.sleep(60)\nos._exit(4)",
-            "writes into its pipe": "[os.write(fd, b'\\0\\0\\0\\4junk') for fd in range(3, 9) if is_pipe(fd)]",
-            "raises": "raise RuntimeError('the judge is away')",
-            "memory up to a limit": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2)\n"
-            "x = []\nwhile True: x.append(bytearray(2**27))",
-        }.items()
-    ),
-    *(
-        _doing(f"isolated: {name}", text, isolated=True, timeout=1.0)
-        for name, text in {
-            "sleeps": "time.sleep(600)",
-            "holds the interpreter lock": "ctypes.PyDLL(None).sleep(600)",
-            "ignores SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)",
-        }.items()
-    ),
-    _doing("isolated: a value nan", "return [float('nan')] + [1.0] * (n - 1)", missing="first", isolated=True),
-    *(
-        _doing(f"isolated: {name}", text, missing="none", isolated=True)
-        for name, text in {
-            "works": "return [1.0] * n",
-            "prints megabytes": "os.write(1, b'x' * 2**22); os.write(2, b'x' * 2**22)\nreturn [1.0] * n",
-            "reads the terminal": "assert not sys.stdin.read()\nreturn [1.0] * n",
-            "closes its outputs": "os.closerange(0, 3)\nreturn [1.0] * n",
-            "returns a tensor": "return __import__('torch').ones(n)",
-        }.items()
-    ),
-    *(
-        Fault(f"isolated, at import: {name}", text, early="import", isolated=True)
-        for name, text in {
-            "os._exit(0)": "import os; os._exit(0)",
-            "segfault": "import ctypes; ctypes.string_at(0)",
-            "closes its pipe": "import os; os.closerange(0, 256)",
-        }.items()
-    ),
-]
-
 LEGAL = [
     _doing(f"legal: {name}", f"return {text}", missing="none", number=number)
     for name, text, number in (
@@ -245,5 +193,5 @@ LEGAL = [
 ]  # fmt: skip
 
 FAULTS = (
-    *WRONG_TYPES, *WRONG_VALUES, *RAISES, *OBJECTS, *MUTATIONS, *SIGNATURES, *IMPORTS, *ISOLATED, *LEGAL,
+    *WRONG_TYPES, *WRONG_VALUES, *RAISES, *OBJECTS, *MUTATIONS, *SIGNATURES, *IMPORTS, *LEGAL,
 )  # fmt: skip

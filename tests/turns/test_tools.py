@@ -345,7 +345,6 @@ def test_what_a_tool_cannot_be_is_one_line(home, tmp_path, capsys, tools, messag
     [
         ({"sampling": {"turns": 1}}, "sampling.turns: expected at least 2 with tools that are called"),
         ({"task": {"kind": "text", "environment": "a.py:b"}}, "task.environment: expected nothing with data.tools"),
-        ({"task": {"kind": "text", "isolated": True}}, "task.isolated: expected false"),
         ({"task": "prompt_enhancement"}, "data.tools: expected JSON schemas with this task, which calls no functions"),
     ],
 )

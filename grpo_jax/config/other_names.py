@@ -164,7 +164,7 @@ COMMAND = {
     "dataset_name": "data.prompts; of the hub hub:OWNER/NAME, perhaps with :CONFIG:SPLIT behind it",
     "dataset_config, dataset_train_split": "data.prompts; hub:OWNER/NAME:CONFIG:SPLIT",
     "dataset_test_split": "data.test; hub:OWNER/NAME:CONFIG:SPLIT",
-    "dataset_streaming": "data.streaming; mostly not needed, for rows stay where they lie (docs/data.md)",
+    "dataset_streaming": f"{NOT_HERE}rows stay on disk and are mapped into memory (docs/data.md)",
     "reward_model_name_or_path": "judges; a reward model is one, and its name a reward (docs/judges.md)",
     "use_peft": "policy.lora.rank; above 0",
     "lora_r": "policy.lora.rank",

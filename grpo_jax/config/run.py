@@ -196,12 +196,6 @@ class Config:
             "accumulation)"
         )
         require(prompts % policy.mesh.fsdp == 0, "policy.mesh.fsdp", divisor, policy.mesh.fsdp)
-        half_life, ahead = self.data.informative_half_life, "0 with training.lag 1, whose next batch is drawn before"
-        require(not (half_life and training.lag), "data.informative_half_life", ahead, half_life)
-        ends = training.max_steps > 0 or not self.data.streaming
-        require(
-            ends, "training.max_steps", "above 0 with data.streaming, whose length nobody knows", training.max_steps
-        )
         patience = training.early_stopping_patience
         never = "0 with evaluation.every 0, which never validates"
         require(not patience or self.evaluation.every > 0, "training.early_stopping_patience", never, patience)

@@ -176,14 +176,6 @@ class DataSection:
         columns: Columns that have another name in the data, {name: name there}, such as {"prompt": "question"}.
         held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
             "split" column; 0 trains on all of them, and nothing is measured before and after.
-        curriculum: A column of numbers: each epoch visits the prompts from its lowest value to its highest, in random
-            order among equals. Empty: in random order.
-        informative_half_life: Above 0, a prompt is drawn in proportion to how far the rewards of its group spread when
-            it was last drawn, in place of once an epoch; after so many iterations what was seen counts half, beside
-            the mean of all, which also stands for prompts never drawn.
-        streaming: Read `prompts` as training comes to them, in place of looking at all of them before
-            (datasets.load_dataset(…, streaming=True)); training.max_steps ends the run (docs/data.md).
-        shuffle_buffer: Rows of a stream that are shuffled together; 1 leaves it in its order.
         form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
         instruction: User message to a chat policy in the rewrite form; {prompt} stands for the user's prompt.
             Empty: the prompt alone.
@@ -208,10 +200,6 @@ class DataSection:
     test: str = ""
     columns: dict[str, str] = field(default_factory=dict)
     held_out: Annotated[NonNegative, Lt(0.5)] = 0.2
-    curriculum: str = ""
-    informative_half_life: NonNegative = 0.0
-    streaming: bool = False
-    shuffle_buffer: Annotated[int, Ge(1), Le(LENGTH)] = 1000
     form: Literal["rewrite", "append"] = "rewrite"
     instruction: str = ""
     system_prompt: str = ""
@@ -229,14 +217,6 @@ class DataSection:
             value = getattr(self, name)
             chat = self.form != "append" or not value
             require(chat, f"data.{name}", "nothing with form 'append', which has no chat", value)
-        one = not (self.curriculum and self.informative_half_life)
-        alone = "0 with data.curriculum, which says the order itself"
-        require(one, "data.informative_half_life", alone, self.informative_half_life)
-        for name in ("curriculum", "informative_half_life"):
-            value = getattr(self, name)
-            require(
-                not (value and self.streaming), f"data.{name}", "nothing with data.streaming: it needs all rows", value
-            )
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
         expected = "what the template itself knows (data.tools and data.enable_thinking apart)"
         require(not reserved, "data.chat_template_options", expected, reserved)

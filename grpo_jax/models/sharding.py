@@ -82,7 +82,6 @@ TABLE = (
     Partition(f"layers/{_FUSED}/a", P(None, BOTH)),
     Partition(f"layers/{_FUSED}/b", P()),
     # What is known of each prompt's rewards.
-    Partition("spreads/(std|seen)", P()),
     # A few kilobytes each: whole on every device.
     Partition("scale|excess|bias|value/kernel", P()),
 )

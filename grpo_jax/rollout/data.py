@@ -7,7 +7,6 @@ checkpoint stores one number.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from grpo_jax.errors import UserError, short_repr
+from grpo_jax.errors import UserError
 from grpo_jax.rollout.pictures import Source, digest
 
 if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
     from grpo_jax.config.sections import TrainingSection
     from grpo_jax.models.hf.chat import Message
-    from grpo_jax.training.state import Spreads
 
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
@@ -35,7 +33,7 @@ PICTURE_MARK = "<image>"
 """In a prompt of plain text, the place of a picture: as often as there are pictures, or never."""
 _WORD = 2**32
 # What a seed is for: one number never serves two purposes.
-_ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER, _LIKE, _INFORMATIVE = 1, 2, 3, 4, 5, 6
+_ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER, _LIKE = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -200,34 +198,14 @@ def batches_per_epoch(n: int, batch_size: int) -> int:
     return n // batch_size
 
 
-EpochOrder = Callable[[int, int, int], np.ndarray]
-"""(seed, epoch, n) → the order in which an epoch visits n rows, a permutation i64 [n]."""
-
-
-def curriculum_order(levels: np.ndarray | None) -> EpochOrder:
-    """Return the order of epochs that go from the lowest of levels f64 [n] to the highest, at random among equals.
-
-    Without levels (data.curriculum) that is `epoch_order`.
-    """
-    if levels is None:
-        return epoch_order
-
-    @functools.lru_cache(maxsize=2)  # as of `epoch_order`
-    def order(seed: int, epoch: int, n: int) -> np.ndarray:
-        shuffled = epoch_order(seed, epoch, n)
-        return shuffled[np.argsort(levels[shuffled], kind="stable")]
-
-    return order
-
-
-def batch_at(seed: int, iteration: int, *, batch_size: int, n: int, order: EpochOrder = epoch_order) -> np.ndarray:
+def batch_at(seed: int, iteration: int, *, batch_size: int, n: int) -> np.ndarray:
     """Return the rows of a batch, i64 [P]; iterations count from 0 over the whole run.
 
     A batch never crosses an epoch, so its rows are all different: random numbers belong to a prompt's id, and a
     prompt that stood twice in a batch would get the same completions twice. Raises as `batches_per_epoch`.
     """
     epoch, batch = divmod(iteration, batches_per_epoch(n, batch_size))
-    return order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
+    return epoch_order(seed, epoch, n)[batch * batch_size : (batch + 1) * batch_size]
 
 
 def like_batch_at(seed: int, iteration: int, *, batch_size: int, lengths: np.ndarray, window: int = 32) -> np.ndarray:
@@ -249,56 +227,18 @@ def iterations_in_all(section: TrainingSection, n: int) -> int:
     return section.max_steps or section.num_epochs * batches_per_epoch(n, section.prompts_per_batch)
 
 
-def further_batch_at(
-    seed: int, iteration: int, draw: int, *, batch_size: int, n: int, order: EpochOrder = epoch_order
-) -> np.ndarray:
+def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n: int) -> np.ndarray:
     """Return the rows of a further draw of an iteration, i64 [P], where its own batch (draw 0) had too little signal.
 
     The order is the iteration's batch, then all other rows shuffled; a draw takes the next stretch, from the start
     again at the end. Within a draw all rows are different.
     """
-    batch = batch_at(seed, iteration, batch_size=batch_size, n=n, order=order)
+    batch = batch_at(seed, iteration, batch_size=batch_size, n=n)
     if draw == 0:
         return batch
     shuffled = _permutation(n, _FURTHER, seed, iteration)
     drawn = np.concatenate([batch, shuffled[~np.isin(shuffled, batch)]])
     return drawn[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
-
-
-def informative_batch_at(
-    seed: int, iteration: int, draw: int, *, batch_size: int, spreads: Spreads, half_life: float
-) -> np.ndarray:
-    """Return the rows of a draw, i64 [P], in proportion to how far the rewards of their groups may spread.
-
-    What was seen of a row draws near the mean of all rows that were seen by half in `half_life` iterations, so a
-    prompt that taught nothing is tried again. A row never drawn has the mean. Rows are drawn without replacement
-    (exponential races, as Gumbel top-k); a further draw takes the next ones. Raises as `batches_per_epoch`.
-    """
-    std, seen = np.asarray(spreads.std, np.float64), np.asarray(spreads.seen)
-    batches_per_epoch(len(std), batch_size)
-    mean = std[seen >= 0].sum() / max((seen >= 0).sum(), 1)
-    kept = np.where(seen >= 0, 0.5 ** ((iteration - seen) / half_life), 0.0)
-    weights = np.maximum(mean + (std - mean) * kept, 1e-9 * mean) if mean else np.ones_like(std)
-    bits = np.random.PCG64(_seed_sequence(_INFORMATIVE, seed, iteration)).random_raw(len(std))
-    uniform = (bits >> np.uint64(11)) * 2.0**-53
-    order = np.argsort(-np.log1p(-uniform) / weights, kind="stable")
-    return order[np.arange(draw * batch_size, (draw + 1) * batch_size) % len(order)]
-
-
-def column_levels(rows: Sequence[Row], column: str) -> np.ndarray | None:
-    """Return the numbers of data.curriculum, f64 [n]; None without one. Raises UserError for what is no number."""
-    if not column:
-        return None
-    levels = np.full(len(rows), np.nan)
-    for place in range(len(rows)):
-        row = rows[place]
-        value = row.columns.get(column)
-        with contextlib.suppress(TypeError, ValueError):
-            levels[place] = float(value)  # type: ignore[arg-type]  # a table of text has its numbers as text
-        if not np.isfinite(levels[place]):
-            expected = f"data.curriculum: expected a number in the column {short_repr(column)} of every row"
-            raise UserError(f"{expected}, got {short_repr(value)} in row {row.id}")
-    return levels
 
 
 def noise_seed(seed: int, iteration: int, prompt_id: int, number: int = 0, *, evaluation: bool = False) -> int:

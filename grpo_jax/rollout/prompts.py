@@ -27,11 +27,9 @@ from grpo_jax.rollout.data import (
     row_digest,
     size_of_row,
     split_places,
-    split_rows,
 )
 from grpo_jax.rollout.pictures import File, Source, source_of
-from grpo_jax.rollout.records import Fields, Record, Records, listed, read_records
-from grpo_jax.rollout.stream import StreamedRows, open_source
+from grpo_jax.rollout.records import Fields, Records, listed, read_records
 
 TIERS = ("plain", "attributes", "crowded")
 _NO_SPLIT = -1
@@ -45,9 +43,7 @@ _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
 
 
 def prompts_of(section: DataSection) -> PromptSet:
-    """Read the data set that a config names (`load_prompts`), or of a stream its beginning."""
-    if section.streaming:
-        return _streamed(section)
+    """Read the data set that a config names (`load_prompts`)."""
     return load_prompts(
         section.prompts,
         held_out=section.held_out,
@@ -90,36 +86,6 @@ def load_prompts(
         return _separate({"train": data, **others}, columns, apart=True)
     subject = str(data) if isinstance(data, str | Path) else "prompts"
     return _split(_scan(data, columns, subject), subject, held_out)
-
-
-def _streamed(section: DataSection) -> PromptSet:
-    """Return a stream to train on, and what is held out: files of their own, or some of its first rows."""
-    names: dict[str, None] = {}
-
-    def parse(record: Record, number: int) -> Row:
-        if not isinstance(record, dict):
-            raise ValueError(record)
-        names.update(dict.fromkeys(map(str, record)))
-        row, split = _parse(rename_columns(dict(record), section.columns), number, source.base)
-        if split is not None:
-            raise ValueError(
-                'it has a "split"; a stream is trained on, and data.validation and data.test name the others'
-            )
-        return row
-
-    source = open_source(section.prompts)
-    stream = StreamedRows(source, parse, section.prompts, buffer=section.shuffle_buffer)
-    if names:
-        _check_columns(list(names), section.columns, section.prompts)
-    if not len(stream):
-        raise UserError(f"{section.prompts}: expected at least one prompt")
-    others = {part: getattr(section, part) for part in SPLITS[1:] if getattr(section, part)}
-    if others:
-        held_out = _separate(others, section.columns, apart=True)._replace(train=())
-    else:
-        held_out = split_rows(stream, held_out=section.held_out)
-    digests = [row_digest(row) for part in (held_out.validation, held_out.test) for row in part]
-    return held_out._replace(train=stream.without(digests))
 
 
 def make_prompt_set(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
@@ -30,13 +30,9 @@ import optax
 from grpo_jax.errors import ABANDONED, Stopped
 from grpo_jax.models.broadcast import process_count, run_together
 from grpo_jax.models.policy import make_loss_scale
-from grpo_jax.models.sharding import gather, shard, shard_batch, shard_optimizer
+from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.models.variables import Variables
-from grpo_jax.rollout.data import (
-    further_batch_at,
-    informative_batch_at,
-    iterations_in_all,
-)
+from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
 from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.pipeline import Pipeline, Slot
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
@@ -44,16 +40,9 @@ from grpo_jax.runs.measures import present_mean, turn_metrics
 from grpo_jax.runs.parts import RunContext, objectives_of
 from grpo_jax.runs.progress import Record
 from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import (
-    OVERLONG,
-    Objectives,
-    informative_groups,
-    signal_metrics,
-    total_rewards,
-)
+from grpo_jax.training.estimators import OVERLONG, informative_groups, signal_metrics, total_rewards
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
-    Spreads,
     TrainState,
     commit_to_device,
     free_buffers,
@@ -122,10 +111,6 @@ def make_learner(parts: RunContext) -> Learner:
             take_over=True,
         )
         state = commit_to_device(shard(state, policy.mesh))
-        if config.data.informative_half_life:
-            n = len(parts.prompts.train)
-            first = Spreads(jnp.zeros(n, jnp.float32), jnp.full(n, -1, jnp.int32))
-            state = commit_to_device(state._replace(spreads=gather(first, policy.mesh)))
         return state._replace(behind=stale_copy(state)) if config.training.lag else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
@@ -151,21 +136,14 @@ class Iteration(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The groups that an iteration learns from, their judgement, the batch's part of the metrics row, and `spreads`."""
+    """The groups that an iteration learns from, their judgement, and the batch's part of the metrics row."""
 
     episodes: Episodes
     judgement: Judgement
     row: Record
-    spreads: Spreads | None = None
 
 
-def sample_groups(
-    parts: RunContext,
-    variables: Variables,
-    iteration: int,
-    slot: Slot | None = None,
-    spreads: Spreads | None = None,
-) -> Sampled:
+def sample_groups(parts: RunContext, variables: Variables, iteration: int, slot: Slot | None = None) -> Sampled:
     """Sample and judge the batch of an iteration, and with dynamic sampling others until P groups are informative.
 
     DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come in the order they
@@ -173,47 +151,16 @@ def sample_groups(
     """
     algorithm = parts.config.algorithm
     further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
-    places = [draw_places(parts, iteration, 0, spreads)]
     with parts.trainer.at(iteration) as moment:
-        batches = [sample_batch(parts, variables, iteration, slot=slot, places=places[0])]
+        batches = [sample_batch(parts, variables, iteration, slot=slot)]
         size = len(batches[0][0].rows)
         while sum(judgement.informative_count for _, judgement in batches) < size and len(batches) <= further:
-            places.append(draw_places(parts, iteration, len(batches), spreads))
-            batches.append(sample_batch(parts, variables, iteration, len(batches), places=places[-1]))
+            batches.append(sample_batch(parts, variables, iteration, len(batches)))
     row = {**rollout_metrics(parts, *batches[0]), **moment.logged}
     episodes, judgement = batches[0] if len(batches) == 1 else informative_first(batches)
     if algorithm.dead_groups != "keep":
         row |= {"draws": len(batches), "groups_kept": judgement.informative_count}
-    if spreads is not None:
-        spreads = spreads_after(spreads, places, [judged.objectives for _, judged in batches], iteration)
-        row["prompts_seen"] = float((np.asarray(spreads.seen) >= 0).mean())
-    return Sampled(episodes, judgement, row, spreads)
-
-
-def draw_places(parts: RunContext, iteration: int, number: int, spreads: Spreads | None = None) -> np.ndarray:
-    """Return the places [P] of the training rows of a draw: functions of (seed, iteration, number) and `spreads`."""
-    config, size = parts.config, parts.config.training.prompts_per_batch
-    if spreads is not None:
-        half_life = config.data.informative_half_life
-        return informative_batch_at(
-            config.seed, iteration, number, batch_size=size, spreads=spreads, half_life=half_life
-        )
-    rows, first, order, _ = parts.block(iteration)
-    return further_batch_at(config.seed, iteration - first, number, batch_size=size, n=len(rows), order=order)
-
-
-def spreads_after(
-    spreads: Spreads, places: Sequence[np.ndarray], objectives: Sequence[Objectives | None], iteration: int
-) -> Spreads:
-    """Note the standard deviation of the total reward in each group that was drawn and has two rewards or more."""
-    std, seen = np.array(spreads.std), np.array(spreads.seen)
-    for drawn, judged in zip(places, objectives, strict=True):
-        assert judged is not None
-        totals = np.ma.masked_invalid(total_rewards(judged))
-        known = totals.count(axis=1) > 1
-        std[drawn[known]] = totals[known].std(axis=1).filled(0.0)
-        seen[drawn[known]] = iteration
-    return Spreads(*(jax.device_put(new, old.sharding) for new, old in zip((std, seen), spreads, strict=True)))
+    return Sampled(episodes, judgement, row)
 
 
 def run_iteration(
@@ -222,11 +169,10 @@ def run_iteration(
     """Sample a batch, judge it and learn from it; with a prefetcher (training.lag) the next batch is begun first."""
     started = time.monotonic()
     if prefetcher is None:
-        sampled = sample_groups(parts, state.variables, iteration, spreads=state.spreads)
-        state = state._replace(spreads=sampled.spreads)
+        sampled = sample_groups(parts, state.variables, iteration)
     else:
         sampled, state = prefetcher.advance(state, iteration, learner.iterations)
-    episodes, judgement, measured, _ = sampled
+    episodes, judgement, measured = sampled
     config, every = parts.config, parts.config.algorithm.update_ref_every
     before_update = time.perf_counter()
     batch = batch_of(parts, episodes, judgement)
@@ -239,7 +185,7 @@ def run_iteration(
         free_buffers(before)
     row = {
         "step": iteration + 1,
-        "epoch": parts.block(iteration).epochs,
+        "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
         "learning_rate": float(np.asarray(learner.schedule(first_update))),
         **measured,
@@ -262,11 +208,11 @@ def sample_batch(
     iteration: int,
     number: int = 0,
     slot: Slot | None = None,
-    places: np.ndarray | None = None,
 ) -> tuple[Episodes, Judgement]:
-    """Sample and judge one draw: its rows are `draw_places`, its random numbers follow (seed, iteration, number)."""
-    config, rows = parts.config, parts.block(iteration).rows
-    places = draw_places(parts, iteration, number) if places is None else places
+    """Sample and judge one draw: its rows and random numbers are functions of (seed, iteration, number)."""
+    config, rows = parts.config, parts.prompts.train
+    size = config.training.prompts_per_batch
+    places = further_batch_at(config.seed, iteration, number, batch_size=size, n=len(rows))
     # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _DRAW_STREAM), number) if number else parts.key
     episodes, judgement = collect(

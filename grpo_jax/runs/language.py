@@ -26,7 +26,6 @@ from grpo_jax.rollout.rewards import (
     no_reward_lately,
     no_reward_yet,
 )
-from grpo_jax.rollout.stream import Position, StreamedRows
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import Evaluation, asked_to_watch, evaluate_policy, measure_all, watched_values
@@ -54,9 +53,8 @@ class LanguageProgram:
     Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
     and of the policy before a warm start ("untrained"); "samples", `evaluation.sample_measures` of the start;
     "watched", what was watched of each test and validation prompt then; "remembered", for the task's findings;
-    "absent", the number of consecutive iterations without a reward, by its name; "stream", where data.streaming goes on
-    (`Position`); and "remark", the task's one remark on completions. `config` also names the Python input;
-    `parts.config` is this machine's.
+    "absent", the number of consecutive iterations without a reward, by its name; and "remark", the task's one remark on
+    completions. `config` also names the Python input; `parts.config` is this machine's.
     """
 
     config: Config
@@ -183,9 +181,6 @@ class LanguageProgram:
 
     def advance(self, state: TrainState, iteration: int, notes: Record) -> Advanced:
         """Run one iteration."""
-        stream = self.parts.prompts.train if isinstance(self.parts.prompts.train, StreamedRows) else None
-        if stream is not None and "stream" in notes:
-            stream.go_to(Position(**notes["stream"]))
         result = run_iteration(self.parts, self.learner, state, iteration, self.prefetcher)
         values = self._by_name(np.moveaxis(result.rewards, -1, 0))
         absent = missing_streaks(notes.get("absent", {}), values, self.parts.rewards.weights)
@@ -196,8 +191,6 @@ class LanguageProgram:
             self.say(f"note: {remark}")
         failure = self._nothing_learned(result.state, iteration + 1) or self._nothing_judged(absent, iteration + 1)
         noted = {**notes, "absent": absent} | ({"remark": remark} if remark else {})
-        if stream is not None:
-            noted["stream"] = stream.position(iteration + 1)._asdict()
         return Advanced(result.state, [result.row], result.seconds, noted, result.completions, failure)
 
     def _nothing_judged(self, absent: Mapping[str, int], iteration: int) -> str:

@@ -27,14 +27,10 @@ from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.data import (
     SPLITS,
-    EpochOrder,
     PromptSet,
     Row,
     all_rows,
     batches_per_epoch,
-    column_levels,
-    curriculum_order,
-    epoch_order,
     iterations_in_all,
     row_sizes,
 )
@@ -43,7 +39,6 @@ from grpo_jax.rollout.environment import Answering, Environment, make_encode_ans
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
-from grpo_jax.rollout.stream import Block, StreamedRows
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
 from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
@@ -70,8 +65,7 @@ class RunContext(NamedTuple):
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
     (`TaskData.choices`), or their form, or is None, also where completions are lists of them; `devices` has the device
-    name of each part; `trainer` is the run as rewards see it; `order` is that in which an epoch visits the
-    training rows.
+    name of each part; `trainer` is the run as rewards see it.
     """
 
     config: Config
@@ -86,11 +80,6 @@ class RunContext(NamedTuple):
     devices: dict[str, str]
     trainer: Trainer
     stopping: Callable[[], bool] = lambda: False
-    order: EpochOrder = epoch_order
-
-    def block(self, iteration: int) -> Block:
-        """Return the training rows that an iteration draws from: all, or of a stream those of its block."""
-        return block_of(self.prompts.train, iteration, self.config, self.order)
 
     def is_stopped(self) -> bool:
         """Return, in all processes, whether process 0 was asked to stop."""
@@ -139,15 +128,10 @@ def load_parts(
         ask_for_determinism(torch_too=bool(config.judges))
     placement = place_parts(config, say)
     data = config.task.load(TaskSetup(config, prompts, say))
-    streamed = isinstance(data.prompts.train, StreamedRows)
-    rows_of_its_own = "false with this task, which makes rows of its own"
-    require(streamed or not config.data.streaming, "data.streaming", rows_of_its_own, True)
-    counts = ["streamed" if streamed else len(data.prompts.train), *map(len, data.prompts[1:])]
-    sizes = ", ".join(f"{count} {split}" for count, split in zip(counts, SPLITS, strict=True))
+    sizes = ", ".join(f"{len(part)} {split}" for part, split in zip(data.prompts, SPLITS, strict=True))
     say("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
     require_same_facts("data", lambda: data_facts(data.prompts))
-    order = curriculum_order(column_levels(data.prompts.train, config.data.curriculum))
-    block_of(data.prompts.train, 0, config, order)  # refuses too few for a batch
+    batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(
         config.rewards,
@@ -218,16 +202,7 @@ def load_parts(
         else {POLICY: listed(devices)},
         trainer=trainer,
         stopping=stopping if is_main_process() else lambda: False,
-        order=order,
     )
-
-
-def block_of(rows: Sequence[Row], iteration: int, config: Config, order: EpochOrder) -> Block:
-    """Return the training rows that an iteration draws from; UserError if they are too few for a batch."""
-    size = config.training.prompts_per_batch
-    if isinstance(rows, StreamedRows):
-        return rows.block_at(iteration, seed=config.seed, batch_size=size)
-    return Block(rows, order=order, epochs=(iteration + 1) / batches_per_epoch(len(rows), size))
 
 
 def place_parts(config: Config, say: Say) -> dict[str, str]:

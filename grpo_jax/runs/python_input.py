@@ -131,7 +131,7 @@ def _row(line: Record) -> Row:
 
 
 def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
-    for name in ("validation", "test", "streaming"):
+    for name in ("validation", "test"):
         require(not getattr(section, name), f"data.{name}", "nothing beside run(prompts=…)", getattr(section, name))
     if isinstance(prompts, PromptSet):
         return prompts
@@ -143,7 +143,7 @@ def _prompt_set(prompts: Any, section: DataSection) -> PromptSet:
     if hasattr(prompts, "to_dict") and hasattr(prompts, "itertuples"):  # pandas: it iterates over names of columns
         prompts = prompts.to_dict("records")
     if hasattr(prompts, "load_state_dict"):
-        raise UserError("prompts: a streamed data set is named by data.prompts, with data.streaming: true")
+        raise UserError("prompts: expected a data set with rows, got a stream; load it without streaming=True")
     if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
         raise UserError(f"{expected}, got a {type(prompts).__name__}")
     listed = [{"prompt": row} if isinstance(row, str) else row for row in prompts]

@@ -21,18 +21,6 @@ class StaleWeights(NamedTuple):
     weights: PyTree
 
 
-class Spreads(NamedTuple):
-    """How far the rewards of each training prompt's group spread when it was last drawn.
-
-    Attributes:
-        std: f32 [n], the standard deviation.
-        seen: i32 [n], the iteration that drew it, from 0; -1 for a prompt never drawn.
-    """
-
-    std: jax.Array
-    seen: jax.Array
-
-
 class TrainState(NamedTuple):
     """Everything an update changes.
 
@@ -48,7 +36,6 @@ class TrainState(NamedTuple):
         kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None.
         loss_scale: Flax's `DynamicScale` under float16, or None.
         behind: The policy that samples the next batch, where that is sampled ahead; or None.
-        spreads: By which prompts are drawn (data.informative_half_life), or None.
     """
 
     step: jax.Array
@@ -59,7 +46,6 @@ class TrainState(NamedTuple):
     kl_coef: jax.Array | None = None
     loss_scale: PyTree | None = None
     behind: StaleWeights | None = None
-    spreads: Spreads | None = None
 
 
 def policy_collection(variables: Variables) -> str:

@@ -14,7 +14,6 @@ from grpo_jax.rollout.data import Row, batch_at, further_batch_at
 from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.rollout import Judgement, Scheduling
-from grpo_jax.rollout.stream import Block
 from grpo_jax.rollout.texts import Reading
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
@@ -68,9 +67,9 @@ def make_parts(teaches, **algorithm):
         "sampling": {"group_size": GROUP, "max_new_tokens": STEPS},
         "algorithm": {"dead_groups": "resample", **algorithm},
     }
-    block = Block([Row(number, f"p{number}") for number in range(ROWS)])
+    prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
-        config=make_config(values), environment=environment, block=lambda iteration: block,
+        config=make_config(values), environment=environment, prompts=prompts,
         key=jax.random.key(0), trainer=Trainer(),
         scheduling=lambda chunk_prompts, slot: Scheduling(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
@@ -82,7 +81,7 @@ def make_parts(teaches, **algorithm):
 
 def drawn_of(parts, iteration=0):
     """What an iteration draws, as `run_iteration` asks for it."""
-    return sample_groups(parts, None, iteration)[:3]
+    return sample_groups(parts, None, iteration)
 
 
 def learned_from(parts, rewards):
@@ -154,13 +153,11 @@ def test_the_sum_and_the_objectives_judge_differently():
 
 def test_a_prompt_that_comes_again_gets_other_completions():
     parts, judged = make_parts((), resample_rounds=4)
-    few = Block(parts.block(0).rows[:SIZE])
-    parts.block = lambda iteration: few
+    parts.prompts.train = parts.prompts.train[:SIZE]
     drawn_of(parts)
     assert len(judged) == 5 and all(sorted(numbers) == sorted(judged[0]) for numbers in judged)
     parts, _ = make_parts((), resample_rounds=1)
-    few = Block(parts.block(0).rows[:SIZE])
-    parts.block = lambda iteration: few
+    parts.prompts.train = parts.prompts.train[:SIZE]
     keys = []
     sample = parts.samplers.training
     parts.samplers.training = lambda *given: (keys.append(jax.random.key_data(given[-1])), sample(*given))[1]

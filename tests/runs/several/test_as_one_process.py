@@ -22,7 +22,6 @@ CASES = {
     "grpo": ["--algorithm.advantage", "grpo", "--algorithm.preset", "dapo"],
     "kl": TEXT["text_kl"],
     "ppo": ["--algorithm.advantage", "gae", "--algorithm.preset", "bnpo", "--ppo.kl_coef", "0.1"],
-    "stream": ["--data.streaming", "true", "--data.shuffle_buffer", "4"],
     "lora": [*TEXT["text_lora"], "--algorithm.kl_coef", "0.1"],
     "turns with pictures": [*RUNS["refinement"], *REAL],
     "warm start and ranking": [*RUNS["ranking"], *REAL, "--warm_start.steps", "3"],

@@ -1,0 +1,8 @@
+"""Fields that left, by their dotted path, each with its successor."""
+
+REMOVED: dict[str, str] = {
+    "data.streaming": "left: data files of any size are mapped into memory; give data.prompts alone",
+    "data.shuffle_buffer": "left with data.streaming: the order is shuffled over the whole data set",
+    "data.curriculum": "left: sort the prompts into several files and train on one after another",
+    "data.informative_half_life": "left: use algorithm.dead_groups resample or drop",
+}

@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
 from grpo_jax.config.build import require_known
+from grpo_jax.config.given import IN_PYTHON
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, is_own_doing, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS
 from grpo_jax.rollout.rewards import (
-    IN_PYTHON,
     Columns,
     Maker,
     Reward,

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.config.given import IN_PYTHON
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode, Turn
-from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory, encode_png, finite

@@ -73,7 +73,7 @@ class Text(Task):
         section, prompts = setup.config.data, setup.prompts
         tools = toolbox(section.tool_names) if section.tool_names else None
         if tools is not None and tools.make is not None:
-            return self._load_class(setup, tools, ToolEpisodes(tools, getattr(tools.make, "__name__", "environment")))
+            return self._load_class(setup, tools, ToolEpisodes(tools, tools.made))
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(section)

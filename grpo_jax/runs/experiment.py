@@ -375,6 +375,7 @@ class Run:
                 hint = _KILLABLE
             else:
                 hint = "" if self.config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
+                hint += "" if resumable else "; --debug shows the traceback"
             reason = cause if isinstance(cause, UserError) else error  # a reward names itself
             at_fault = _AT_FAULT.get(error.stage.partition(" ")[0], "the reward")
             raise UserError(f"{' '.join(str(reason).split())}. {saved}; fix {at_fault} and {again}{hint}") from error

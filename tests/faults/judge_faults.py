@@ -1,29 +1,12 @@
-"""What a reward can do wrong, by name: the text of a module whose `judged` does it, and what must become of it.
-
-A module misbehaves while JUDGE_FAULT is set, from the moment on that metrics.jsonl of JUDGE_RUN has a row; before it,
-`judged` gives 1 to every completion.
-"""
+"""What a reward can do wrong, by name: the text of a module whose `judged` does it, and the rewards that remain."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 HEAD = """
-import asyncio, collections, collections.abc, ctypes, decimal, fractions, os, pathlib, signal, sys, threading, time
+import collections, decimal, fractions, sys
 import numpy as np
-
-ON = "JUDGE_FAULT" in os.environ
-
-def due():
-    if not ON or "JUDGE_RUN" not in os.environ:
-        return ON
-    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
-    return metrics.is_file() and bool(metrics.read_text())
-
-class Having:
-    def __init__(self, **methods):
-        for name, method in methods.items():
-            setattr(self, name, method)
 
 def throw(error):
     raise error
@@ -35,8 +18,6 @@ def of(base=object, **methods):
 BODY = """
 def judged(prompts, completions, wish, **columns):
     n = len(completions)
-    if not due():
-        return [1.0] * n
 """
 
 
@@ -48,14 +29,14 @@ class Fault(NamedTuple):
         source: The module's text.
         missing: Which completions have no reward where rewards may fail: "all", "first", or "none" of what is legal.
         number: What the others have.
-        early: It is there from the start: "import" before anything ran, "call" at the first call, "" only when due.
+        early: Importing it fails.
     """
 
     name: str
     source: str
     missing: Literal["all", "first", "none"] = "all"
     number: float = 1.0
-    early: Literal["", "import", "call"] = ""
+    early: bool = False
 
 
 def _doing(name: str, body: str, **more) -> Fault:
@@ -92,16 +73,12 @@ WRONG_VALUES = [
         "nan": "float('nan')",
         "inf": "float('inf')",
         "beyond float32": "1e39",
-        "beyond what prints": "10**5000",
         "a number as text": "'0.5'",
         "a list": "[1.0]",
-        "Decimal sNaN": "decimal.Decimal('sNaN')",
-        "a Fraction beyond float64": "fractions.Fraction(10**400)",
         "100 kB of text": "'x' * 100_000",
         "text of control characters": "'\\x1b[2J\\r\\n\\x00\\udc80\\u202e'",
         "whose float raises": "of(__float__=lambda self: throw(OSError('no')))()",
         "whose float exits": "of(__float__=lambda self: sys.exit(0))()",
-        "whose repr is 1 MB": "of(__repr__=lambda self: '\\n' * 1000 + 'x' * 10**6)()",
     }.items()
 ]
 
@@ -110,7 +87,6 @@ RAISES = [
     for name, text in {
         "RuntimeError": "raise RuntimeError('the judge is away')",
         "ModuleNotFoundError": "import no_such_module",
-        "ModuleNotFoundError of an extra": "raise ModuleNotFoundError('away', name='torch')",
         "KeyboardInterrupt": "raise KeyboardInterrupt",
         "SystemExit 0": "sys.exit(0)",
         "BaseException": "raise BaseException('all of it')",
@@ -118,34 +94,19 @@ RAISES = [
         "RecursionError": "def f(): return f() + 1\nreturn f()",
         "an ExceptionGroup": "raise ExceptionGroup('two', [ValueError(1), ValueError(2)])",
         "an error whose text exits": "raise of(Exception, __str__=lambda self: sys.exit(0))()",
-        "many lines": "raise ValueError('one\\ntwo\\r\\nthree')",
         "1 MB": "raise ValueError('x' * 10**6)",
         "control characters": "raise ValueError('\\x1b[2J\\x00\\x07\\b')",
-        "a name of 1 MB": "raise type('X' * 10**6, (Exception,), {})('long')",
-        "UserError": "from grpo_jax.errors import UserError\nraise UserError('mine')",
-        "StageTimeout": "from grpo_jax.errors import StageTimeout\nraise StageTimeout('score', 0, 'mine')",
     }.items()
 ]
-
-OBJECTS = _returns({
-    "a sequence whose length raises": "of(collections.abc.Sequence, __getitem__=lambda s, i: 1.0,"
-    " __len__=lambda s: 1 / 0, __iter__=lambda s: 1 / 0)()",
-    "a list that lies about its length": "of(list, __len__=lambda s: n)([1.0])",
-    "what has a tolist that raises": "Having(tolist=lambda: 1 / 0)",
-    "what has a tolist that exits": "Having(tolist=lambda: sys.exit(0))",
-    "what has a shape of text": "Having(shape='x' * 10**6, tolist=lambda: [1.0] * n)",
-    "what exits for every name": "of(__getattr__=lambda s, name: sys.exit(0))()",
-})  # fmt: skip
 
 MUTATIONS = [
     _doing("empties its lists and raises", "completions.clear(); wish.clear()\nraise ValueError('gone')"),
     _doing("empties its lists", "completions.clear(); prompts.clear(); wish.clear()\nreturn [1.0] * n", missing="none"),
-    _doing("empties its lists and counts them", "completions.clear()\nreturn [1.0] * len(completions)"),
     _doing("changes its columns", "wish[:] = [None] * n\ncolumns.clear()\nreturn [1.0] * n", missing="none"),
 ]  # fmt: skip
 
 SIGNATURES = [
-    Fault(f"is {name}", f"{HEAD}\n{text}\n", early="call")
+    Fault(f"is {name}", f"{HEAD}\n{text}\n")
     for name, text in {
         "a function of positions": "def judged(prompts, completions, /): return [1.0] * len(completions)",
         "a function of a column that is missing": "def judged(completions, no_column): return [1.0] * len(completions)",
@@ -157,7 +118,7 @@ SIGNATURES = [
 ]
 
 IMPORTS = [
-    Fault(f"at import: {name}", text, early="import")
+    Fault(f"at import: {name}", text, early=True)
     for name, text in {
         "sys.exit(0)": "import sys; sys.exit(0)",
         "KeyboardInterrupt": "raise KeyboardInterrupt",
@@ -193,5 +154,5 @@ LEGAL = [
 ]  # fmt: skip
 
 FAULTS = (
-    *WRONG_TYPES, *WRONG_VALUES, *RAISES, *OBJECTS, *MUTATIONS, *SIGNATURES, *IMPORTS, *LEGAL,
+    *WRONG_TYPES, *WRONG_VALUES, *RAISES, *MUTATIONS, *SIGNATURES, *IMPORTS, *LEGAL,
 )  # fmt: skip

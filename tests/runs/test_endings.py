@@ -78,6 +78,19 @@ def test_a_reward_beyond_its_time_limit_is_told_of_the_pool(place, tmp_path, cap
     assert line.endswith("a pool of one Ray actor, which can be killed (judges.NAME.replicas: 1, docs/judges.md)")
 
 
+def test_a_reward_that_raises_is_shown_with_its_line_and_logged_with_its_traceback(place, tmp_path, capsys):
+    run = rewound(finished_run(place), tmp_path / "run", step=3)
+    assert train_here(place.config, run, "--resume", judge="raise:0") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    source = place.judge.read_text().splitlines()
+    number = 1 + source.index('        raise RuntimeError("the judge is away")')
+    told = f"error: reward letters: it raised RuntimeError: the judge is away ({place.judge}:{number}). Saved after"
+    assert line.startswith(told) and "; fix the reward and go on with --resume" in line
+    log = (run / "train.log").read_text().splitlines()
+    assert log[-1] == line and log[-2] == "RuntimeError: the judge is away"
+    assert "Traceback (most recent call last):" in log and source[number - 1].strip() in map(str.strip, log)
+
+
 class Gone(io.StringIO):
     """A terminal whose reader went away."""
 

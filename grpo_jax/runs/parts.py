@@ -182,10 +182,9 @@ def load_parts(
     environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder, texts), policy_choices(config, texts, policy.folder)
+    allowed, trie = policy_tokens(config, policy.folder), policy_choices(config, texts, policy.folder)
     _check_measures(config, data.prompts, environment)
-    options = {"listed": choices.listed if choices else 0, "no_repeats": config.task.writes_lists}
-    samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie, **options)
+    samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     meet()  # judges are loaded in process 0 alone
     return RunContext(
         config=config,

@@ -47,14 +47,10 @@ class Samples(NamedTuple):
         mask: bool [P, G, T], true for tokens of the completion, the end-of-sequence token included.
         logprobs: float32 [P, G, T] under the policy; 0 after the end.
         sampler_logprobs: float32 [P, G, T] under the distribution drawn from; 0 after the end.
-        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens;
-            a list without repeats is whole.
+        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens.
         present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
             what was said to it in between. None where the policy wrote all of it.
         turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
-        weights: float32 [P, G] of completions that are not drawn independently: what each counts in a sum over its
-            group that estimates a mean over the policy's completions, which is its probability over that of standing
-            in the group. None for independent ones, which count 1/G each.
     """
 
     tokens: Array
@@ -64,7 +60,6 @@ class Samples(NamedTuple):
     truncated: Array
     present: Array | None = None
     turn: Array | None = None
-    weights: Array | None = None
 
 
 class Ends(NamedTuple):
@@ -75,7 +70,6 @@ class Ends(NamedTuple):
     allowed_tokens: np.ndarray | None = None
     stops: Array | None = None
     trie: Trie | None = None
-    no_repeats: bool = False
 
 
 class Loop(NamedTuple):
@@ -120,7 +114,6 @@ def make_sampler(
     allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
     trie: Trie | None = None,
-    no_repeats: bool = False,
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.
 
@@ -138,8 +131,6 @@ def make_sampler(
             completes one of them; None for none.
         trie: The texts of which each completion is one, in place of `allowed_tokens` and `stops`: at every token the
             policy's distribution is that over the children of its node (`core.trie`). None for any text.
-        no_repeats: Write lists of T tokens, none of them twice and none that stands in the prompt: at every token the
-            policy's distribution is that over what is left of `allowed_tokens`, which must be more than L + T.
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples` with int [P, L], bool [P, L]
@@ -150,7 +141,7 @@ def make_sampler(
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
     """
-    ends = make_ends(eos_ids, pad_id, allowed_tokens)._replace(no_repeats=no_repeats)
+    ends = make_ends(eos_ids, pad_id, allowed_tokens)
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
@@ -320,7 +311,7 @@ def write_completions(
     writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
     sizes = cache_sizes(length)
     seen = None
-    if params.penalises or ends.no_repeats:
+    if params.penalises:
         seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.vocabulary)[:, None], group, axis=1)
     cache = policy.init_cache(rows, group, sizes[0])
     loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache, seen)
@@ -459,10 +450,7 @@ def make_writer(
         allowed = ends.allowed_tokens
         if ends.trie is not None and loop.node is not None:
             allowed = children(ends.trie, loop.node.reshape(-1)).T
-        if ends.no_repeats and seen is not None:
-            allowed = ~seen.T if allowed is None else jnp.asarray(allowed)[:, None] & ~seen.T
-        penalised = seen if params.penalises else None
-        choice = choose_tokens(logits, step_keys, params, allowed, seen=penalised, barred=barred)
+        choice = choose_tokens(logits, step_keys, params, allowed, seen=seen, barred=barred)
         choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, ends.pad_id)
@@ -476,8 +464,6 @@ def make_writer(
             node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
             ended = ended | (ends.trie.text[node] >= 0)
             loop = loop._replace(node=node)
-        if ends.no_repeats:
-            ended = ended | (loop.step + 1 == loop.tokens.shape[-1])
         if loop.seen is not None:
             p, g = jnp.indices(tokens.shape)
             loop = loop._replace(seen=loop.seen.at[p, g, tokens].max(active))
@@ -507,8 +493,6 @@ def _check_vocabulary(size: int, ends: Ends, params: SamplingParams) -> None:
         raise ValueError(f"stops must have the shape [S, {size}] of the vocabulary, got {stops.shape}")
     if ends.trie is not None and ends.trie.vocab_size != size:
         raise ValueError(f"trie must be of the policy's vocabulary of {size}, got one of {ends.trie.vocab_size}")
-    if ends.no_repeats and (ends.trie is not None or ends.eos_ids or stops is not None):
-        raise ValueError("no_repeats writes lists of T tokens: leave out eos_ids, stops and trie")
     if ends.trie is not None and (params.min_new_tokens or allowed is not None or stops is not None):
         raise ValueError("trie says what is written and where it ends: leave out allowed_tokens, stops, min_new_tokens")
     for name, ids in (("eos_ids", ends.eos_ids), ("pad_id", (ends.pad_id,))):

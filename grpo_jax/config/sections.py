@@ -322,6 +322,8 @@ class AlgorithmSection:
         scale: What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the
             preset's.
         whiten: What GDPO whitens over the batch: "sequence", "token" or "none".
+        advantage_eps: Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread
+            loses its voice: lower it, or scale the reward.
         clip_low: Lower clip bound; null takes the preset's.
         clip_high: Upper clip bound; null takes the preset's.
         kl_coef: Weight of the KL term of the loss against the reference; with 0 here (and in ppo) it never runs.
@@ -336,7 +338,8 @@ class AlgorithmSection:
         update_ref_every: Refresh the reference every so many iterations; 0 keeps the start.
         mask_truncated: Leave completions that hit max_new_tokens out of the loss.
         overlong_buffer: Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an
-            objective of its own called "overlong", of weight 1; 0 for no penalty.
+            objective of its own called "overlong"; 0 for no penalty.
+        overlong_weight: Weight of "overlong" among the rewards.
         dead_groups: Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep"
             them as zeros, "drop" them out of the loss and its denominators, or "resample" other prompts for them.
         resample_rounds: Further draws of one iteration, at most, with dead_groups "resample".
@@ -349,6 +352,7 @@ class AlgorithmSection:
     advantage: Literal["gdpo", "grpo", "rloo", "raft", "batch", "gae"] = "gdpo"
     scale: Literal["group", "batch", "none"] | None = None
     whiten: Literal["sequence", "token", "none"] = "sequence"
+    advantage_eps: NonNegative = 1e-4
     clip_low: Annotated[Positive, Le(1)] | None = None
     clip_high: Positive | None = None
     kl_coef: Coefficient = 0.0
@@ -361,6 +365,7 @@ class AlgorithmSection:
     update_ref_every: Count = 0
     mask_truncated: bool = False
     overlong_buffer: Count = 0
+    overlong_weight: Positive = 1.0
     dead_groups: Literal["keep", "drop", "resample"] = "keep"
     resample_rounds: PositiveCount = 3
     turn_advantage: Literal["last", "return"] = "last"

@@ -54,28 +54,32 @@ def make_objectives(
     weights: dict[str, float],
     conditions: Sequence[Condition] = (),
     overlong_buffer: int = 0,
+    overlong_weight: float = 1.0,
     max_new_tokens: int,
     usable: np.ndarray | jax.Array | None = None,
     fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
-    GDPO normalises this objective by itself, every other estimator adds it to the sum. It is missing where every
-    judged reward is. It grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`. `lengths` are i32
-    [P, G] tokens. Where `usable` bool [P, G] is false rewards are missing or, with `fill`, by objective the lowest of
-    the group's usable completions, if it has any.
+    GDPO normalises this objective by itself, every other estimator adds it to the sum, with `overlong_weight`. It is
+    missing where every judged reward of non-zero weight is. It grows to 1 over `overlong_buffer` tokens (0: none) up
+    to `max_new_tokens`. `lengths` are i32 [P, G] tokens. Where `usable` bool [P, G] is false rewards are missing or,
+    with `fill`, by objective the lowest of the group's usable completions, if it has any.
     """
     rewards = condition_rewards(judged, conditions)
-    missing = jnp.isnan(judged).all(axis=-1)
+    names, factors = tuple(weights), tuple(weights.values())
+    counted = np.array(factors) != 0
+    missing = jnp.isnan(judged).all(axis=-1, where=counted)
     if usable is not None:
         rewards = without_unusable(rewards, jnp.asarray(usable), fill=fill)
-        missing = jnp.where(usable, missing, jnp.isnan(rewards).all(axis=-1))
-    names, factors = tuple(weights), tuple(weights.values())
+        missing = jnp.where(usable, missing, jnp.isnan(rewards).all(axis=-1, where=counted))
     if overlong_buffer == 0:
         return Objectives(rewards, names, factors)
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
     penalty = jnp.where(missing, jnp.nan, penalty)
-    return Objectives(jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, 1.0))
+    return Objectives(
+        jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, overlong_weight)
+    )
 
 
 def without_unusable(rewards: jax.Array, usable: jax.Array, *, fill: bool) -> jax.Array:
@@ -151,16 +155,17 @@ def estimate_advantages(
     """
     if section.advantage == "gdpo":
         whiten = None if section.whiten == "none" else section.whiten
-        return gdpo_advantages(rewards, weights=weights, whiten=whiten, mask=mask)
+        return gdpo_advantages(rewards, weights=weights, eps=section.advantage_eps, whiten=whiten, mask=mask)
     summed = sum_rewards(rewards, weights=weights)
     if section.advantage == "rloo":
         return leave_one_out_advantages(summed)
     if section.advantage == "raft":
         return raft_advantages(summed)
     if section.advantage == "batch":
-        return batch_whitened_advantages(summed)
+        return batch_whitened_advantages(summed, eps=section.advantage_eps)
     if section.advantage == "grpo":
-        return group_advantages(summed, scale=section.scale or losses.PRESET_SCALES[section.preset])
+        scale = section.scale or losses.PRESET_SCALES[section.preset]
+        return group_advantages(summed, scale=scale, eps=section.advantage_eps)
     raise ValueError(f"section.advantage: expected gdpo, grpo, rloo, raft or batch, got {section.advantage!r}")
 
 

@@ -103,6 +103,27 @@ def test_gdpo_is_the_loop(whiten, weights, rewards, mask):
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e-30, 1e19, 1e37])
+def test_an_objective_counts_by_its_weight_whatever_it_is_measured_in(scale):
+    """With eps = 0. A fixed eps takes the voice of a small spread, and squares of 1e19 overflow."""
+    rewards = np.float32([[[1.0, 0.5], [0.0, 0.25], [2.0, -1.0]], [[1.0, 3.0], [np.nan, 1.0], [0.0, 1.5]]])
+    measured = rewards * np.float32([1.0, scale])
+    expected = loop_gdpo(rewards, (1.0, 1.0), 0.0, "sequence", np.ones((2, 3, 1), bool))
+    np.testing.assert_allclose(GDPO(measured, eps=0.0), expected, rtol=1e-4, atol=1e-5)
+    for how in ("group", "batch"):
+        got = group_advantages(measured[..., 1], scale=how, eps=0.0)
+        np.testing.assert_allclose(got, loop_group(rewards[..., 1], how, 0.0), rtol=1e-4, atol=1e-5)
+    for centre in ("batch", "group"):
+        got = batch_whitened_advantages(measured[..., 1], centre=centre, eps=0.0)
+        whole = batch_whitened_advantages(rewards[..., 1], centre=centre, eps=0.0)
+        np.testing.assert_allclose(got, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_deviations_of_the_largest_numbers_are_finite():
+    got = group_advantages(np.float32([[3e38, -3e38, 0.0]]), eps=0.0)
+    np.testing.assert_allclose(got, [[1.0, -1.0, 0.0]], atol=1e-6)
+
+
 def loop_raft(rewards):
     """[P, G] → [P, G]: the best of each group, by sorting; ties share."""
     out = np.zeros(rewards.shape)
@@ -199,6 +220,8 @@ def test_sum_of_rewards():
     rewards = jnp.array([[[1.0, 2.0], [jnp.nan, 3.0], [jnp.nan, jnp.nan]], [[1.0, jnp.nan]] * 3])
     expected = [[12.0, 13.0, jnp.nan], [10.0] * 3]
     np.testing.assert_allclose(sum_rewards(rewards, weights=(10.0, 1.0)), expected)
+    unweighted = [[2.0, 3.0, jnp.nan], [jnp.nan] * 3]  # an objective of weight 0 is as good as absent
+    np.testing.assert_allclose(sum_rewards(rewards, weights=(0.0, 1.0)), unweighted)
 
 
 def test_signal_is_judged_per_objective():

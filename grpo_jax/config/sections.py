@@ -248,16 +248,11 @@ class SamplingSection:
         group_size: Completions per prompt (G).
         group: How a group is made where a task lists what may be written: independent "samples", "distinct" ones (drawn
             without replacement), or the "beams", which are the likeliest; these two know temperature alone.
-        keep_prompt: How many of them are the unchanged prompt instead: their rewards count in the group, and nothing is
-            trained on them. For tasks in which the prompt itself can be judged, such as its rewriting.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
         temperature: Softmax temperature of the trained distribution.
         top_k: Draw among the k likeliest tokens; 0 for all.
         top_p: Draw within the smallest set of this probability; 1 for all.
         min_p: Drop tokens below this share of the likeliest token's probability; 0 for none.
-        min_new_tokens: Shortest completion: no end token is drawn before; a stop string may end it all the same.
-        repetition_penalty: Divide the positive logits, and multiply the negative ones, of tokens that the prompt or
-            the completion holds already, by this, when drawing; 1 for none.
         stop: Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including
             the one that completes such a text are kept and trained.
         turns: How often the policy writes in an episode, at most: above 1 what the task answers stands between.
@@ -267,37 +262,22 @@ class SamplingSection:
 
     group_size: Length = 8
     group: Literal["samples", "distinct", "beams"] = "samples"
-    keep_prompt: Annotated[int, Ge(0)] = 0
     max_new_tokens: Length = 32
     temperature: Positive = 1.0
     top_k: Count = 0
     top_p: Annotated[Positive, Le(1)] = 1.0
     min_p: Annotated[NonNegative, Lt(1)] = 0.0
-    min_new_tokens: Annotated[int, Ge(0)] = 0
-    repetition_penalty: Positive = 1.0
     stop: list[str] = field(default_factory=list)
     turns: Annotated[int, Ge(1), Le(MOST_TURNS)] = 1
     max_answer_tokens: Length = 64
 
     def __post_init__(self) -> None:
         check_ranges(self, "sampling")
-        expected = f"a number in [0, group_size - 1 = {self.group_size - 1}], for something must be written"
-        require(self.keep_prompt < self.group_size, "sampling.keep_prompt", expected, self.keep_prompt)
-        one_turn = self.keep_prompt == 0 or self.turns == 1
-        expected = "0 with sampling.turns above 1: a prompt is not written in turns"
-        require(one_turn, "sampling.keep_prompt", expected, self.keep_prompt)
-        expected = f"a number in [0, max_new_tokens = {self.max_new_tokens}]"
-        require(self.min_new_tokens <= self.max_new_tokens, "sampling.min_new_tokens", expected, self.min_new_tokens)
         require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
-        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1)):
+        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
             value = getattr(self, name)
             expected = f"{off}: sampling.group {self.group} knows temperature alone"
             require(self.group == "samples" or value == off, f"sampling.{name}", expected, value)
-
-    @property
-    def written_completions(self) -> int:
-        """Completions of a prompt that the policy writes."""
-        return self.group_size - self.keep_prompt
 
     @property
     def written_tokens(self) -> int:

@@ -322,46 +322,6 @@ def groups_without_signal(rewards: ArrayLike) -> jax.Array:
     return ~jnp.squeeze(_signal(rewards), axis=1)
 
 
-def distinct_advantages(
-    advantages: ArrayLike, *, mask: ArrayLike | None = None, axis: int | None = None, tolerance: float = 1e-4
-) -> jax.Array:
-    """Number of different values among the advantages.
-
-    Rewards that are summed first and normalised then (GRPO) collapse: (1, 0) and (0, 1) become one value. GDPO
-    keeps them apart (https://arxiv.org/abs/2601.05242, section 3). Each group has its own mean and standard
-    deviation, so compare within groups: `axis=1` of `[P, G]`.
-
-    Args:
-        advantages: floating, any shape.
-        mask: bool of the same shape, the values that count; all by default. NaN never counts.
-        axis: the axis along which values are compared; all of them together by default.
-        tolerance: neighbours closer than this share of the spread (largest less smallest) are one value.
-
-    Returns:
-        int32, one count, or one for each place of the other axes.
-
-    Raises:
-        ValueError: a mask of another shape, an axis that does not exist, a tolerance outside [0, 1).
-    """
-    advantages = as_float("advantages", advantages)
-    counted = ~jnp.isnan(advantages)
-    if mask is not None:
-        counted &= as_mask("mask", mask, advantages.shape)
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must be in [0, 1), got {tolerance}")
-    if axis is None:
-        advantages, counted, axis = advantages.reshape(-1), counted.reshape(-1), 0
-    if not -advantages.ndim <= axis < advantages.ndim:
-        raise ValueError(f"axis must be one of the {advantages.ndim} axes of advantages, got {axis}")
-    some = counted.any(axis=axis, keepdims=True)
-    highest = select(some, jnp.max(advantages, axis=axis, keepdims=True, where=counted, initial=-jnp.inf))
-    lowest = select(some, jnp.min(advantages, axis=axis, keepdims=True, where=counted, initial=jnp.inf))
-    # What does not count takes the largest value that does: it adds no step between neighbours.
-    ordered = jnp.sort(jnp.where(counted, advantages, highest), axis=axis)
-    steps = jnp.diff(ordered, axis=axis) > tolerance * (highest - lowest)
-    return jnp.sum(steps, axis=axis, dtype=jnp.int32) + jnp.squeeze(some, axis).astype(jnp.int32)
-
-
 def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[tuple[int, float]]]:
     """All (hard, threshold) pairs that each easy objective waits for, its chain followed to the end."""
     waits: dict[int, set[tuple[int, float]]] = {}

@@ -196,7 +196,7 @@ def policy_lines(config: Config, memory: PolicyMemory) -> list[Line]:
 def _sampling_lines(config: Config, memory: PolicyMemory, counted: bool) -> list[Line]:
     sampling, turns = config.sampling, config.sampling.turns
     chunk = config.training.chunk_prompts or config.training.prompts_per_batch
-    written = f"{sampling.written_completions} x {sampling.stream_tokens}"
+    written = f"{sampling.group_size} x {sampling.stream_tokens}"
     tokens = f"{chunk} x ({config.data.max_prompt_tokens} + {written})"
     held = "tokens" if turns == 1 else f"tokens, and what {turns - 1} turns before held"
     return [

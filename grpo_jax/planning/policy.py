@@ -182,7 +182,7 @@ def cache_bytes(config: Config, model: ModelConfig) -> int:
     """
     section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
     if section.turns == 1:
-        return _cached(config, model, length + section.written_completions * section.max_new_tokens)
+        return _cached(config, model, length + section.group_size * section.max_new_tokens)
     waiting = length + section.group_size * _slots(config, section.turns - 1)
     others = min(IN_FLIGHT, config.training.prompts_per_batch // _chunk(config)) - 1
     growing = waiting + section.group_size * _slots(config, section.turns)
@@ -207,7 +207,7 @@ def _beside_the_cache(
 ) -> int:
     """Rest of sampling a chunk beside its cache and the copy of the layers; of episodes the larger of two turns."""
     section, length = config.sampling, bucket_size(config.data.max_prompt_tokens, smallest=8)
-    first = _cached(config, model, length + section.written_completions * section.max_new_tokens)
+    first = _cached(config, model, length + section.group_size * section.max_new_tokens)
     beside = [_compiled_sampling(config, model, mesh, shown) - apart - first]
     if section.turns > 1:  # the prompts' and what the turns before left come from outside
         last = _cached(config, model, section.group_size * _slots(config, section.turns))
@@ -224,7 +224,7 @@ def _chunk(config: Config) -> int:
 
 
 def _params(config: Config) -> SamplingParams:
-    return sampling_params(config.sampling, config.sampling.written_completions, config.sampling.temperature)
+    return sampling_params(config.sampling, config.sampling.group_size, config.sampling.temperature)
 
 
 def turn_program(

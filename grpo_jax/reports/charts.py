@@ -236,11 +236,6 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         chart("Turns of an episode", [("turns", "mean")]),
         chart("Groups without signal", group("dead_groups/")),
         chart(
-            "Different advantages in a group",
-            [("distinct_advantages/grpo", "rewards summed (GRPO)"), ("distinct_advantages/gdpo", "kept apart (GDPO)")],
-            note="What each estimator can tell apart in the same rewards, whichever is used.",
-        ),
-        chart(
             "Shares",
             [
                 ("truncated", "truncated"),

@@ -150,7 +150,6 @@ def _check_listed(config: Config) -> None:
 
 def _check_written(config: Config, why: str) -> None:
     require(not config.sampling.stop, "sampling.stop", f"its default: {why}", "another")
-    require(config.sampling.min_new_tokens == 0, "sampling.min_new_tokens", f"its default: {why}", "another")
 
 
 def _item_tokens(config: Config, texts: Sequence[str], folder: PolicyFolder) -> np.ndarray:

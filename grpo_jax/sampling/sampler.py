@@ -322,7 +322,7 @@ def write_completions(
     writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
     sizes = cache_sizes(length)
     seen = None
-    if params.penalises or ends.no_repeats:
+    if ends.no_repeats:
         seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.vocabulary)[:, None], group, axis=1)
     cache = policy.init_cache(rows, group, sizes[0])
     loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache, seen)
@@ -445,7 +445,7 @@ def make_writer(
     # Converted and unstacked here, not in the loop, where it would cost a pass over the weights for every token.
     head = policy.head(variables).astype(dtype)
     unstacked = policy.unstack(variables)
-    _check_vocabulary(head.shape[0], ends, params)
+    _check_vocabulary(head.shape[0], ends)
     stops = ends.stops
 
     def logits_of(hidden: jax.Array) -> jax.Array:
@@ -454,17 +454,12 @@ def make_writer(
     def record(loop: Loop, logits: jax.Array) -> Loop:
         step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
         seen = None if loop.seen is None else loop.seen.reshape(-1, loop.seen.shape[-1])
-        barred = None
-        if params.min_new_tokens and ends.eos_ids:
-            too_early = loop.step < params.min_new_tokens
-            barred = jnp.zeros(logits.shape[0], bool).at[jnp.array(ends.eos_ids)].set(too_early)
         allowed = ends.allowed_tokens
         if ends.trie is not None and loop.node is not None:
             allowed = children(ends.trie, loop.node.reshape(-1)).T
         if ends.no_repeats and seen is not None:
             allowed = ~seen.T if allowed is None else jnp.asarray(allowed)[:, None] & ~seen.T
-        penalised = seen if params.penalises else None
-        choice = choose_tokens(logits, step_keys, params, allowed, seen=penalised, barred=barred)
+        choice = choose_tokens(logits, step_keys, params, allowed)
         choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, ends.pad_id)
@@ -501,7 +496,7 @@ def make_writer(
     return Writer(step, record, logits_of, head.shape[0], unstacked)
 
 
-def _check_vocabulary(size: int, ends: Ends, params: SamplingParams) -> None:
+def _check_vocabulary(size: int, ends: Ends) -> None:
     allowed, stops = ends.allowed_tokens, ends.stops
     if allowed is not None and allowed.shape != (size,):
         raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed.shape}")
@@ -511,12 +506,8 @@ def _check_vocabulary(size: int, ends: Ends, params: SamplingParams) -> None:
         raise ValueError(f"trie must be of the policy's vocabulary of {size}, got one of {ends.trie.vocab_size}")
     if ends.no_repeats and (ends.trie is not None or ends.eos_ids or stops is not None):
         raise ValueError("no_repeats writes lists of T tokens: leave out eos_ids, stops and trie")
-    if ends.trie is not None and (params.min_new_tokens or allowed is not None or stops is not None):
-        raise ValueError("trie says what is written and where it ends: leave out allowed_tokens, stops, min_new_tokens")
+    if ends.trie is not None and (allowed is not None or stops is not None):
+        raise ValueError("trie says what is written and where it ends: leave out allowed_tokens and stops")
     for name, ids in (("eos_ids", ends.eos_ids), ("pad_id", (ends.pad_id,))):
         if any(not 0 <= i < size for i in ids):
             raise ValueError(f"{name} must lie in [0, {size}), the vocabulary of the policy, got {ids}")
-    may_go_on = np.ones(size, bool) if allowed is None else allowed.copy()
-    may_go_on[list(ends.eos_ids)] = False
-    if params.min_new_tokens and not may_go_on.any():
-        raise ValueError("min_new_tokens must be 0 where only tokens of eos_ids are allowed")

@@ -53,7 +53,6 @@ class PromptEnhancement(PictureTask):
     """
 
     default_config: ClassVar[str | None] = "prompt_enhancement_miniature"
-    judges_prompts: ClassVar[bool] = True
 
     answer: Literal["text", "json"] = "text"
     negative_prompt: bool = False

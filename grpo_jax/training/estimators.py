@@ -16,7 +16,6 @@ from grpo_jax.core.advantages import (
     Condition,
     batch_whitened_advantages,
     condition_rewards,
-    distinct_advantages,
     gdpo_advantages,
     group_advantages,
     groups_without_signal,
@@ -179,27 +178,14 @@ def estimate_turn_advantages(
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:
-    """Metrics of the signal in the rewards, whichever estimator is used.
-
-    "dead_groups/<name>" is the share of groups in which an objective does not vary, "dead_groups/total" that of their
-    sum. "distinct_advantages/grpo" and "/gdpo" are the different advantages in a group, mean over groups, when the
-    sum is normalised and when each objective is. Left out where groups are of one.
-    """
-    dead, total, distinct = jax.device_get(_signal(objectives.rewards, objectives.weights))
+    """Return the shares of groups without signal: "dead_groups/<name>" by objective, "dead_groups/total" of the sum."""
+    dead, total = jax.device_get(_signal(objectives.rewards, objectives.weights))
     row = {f"dead_groups/{name}": float(share) for name, share in zip(objectives.names, dead, strict=True)}
-    row["dead_groups/total"] = float(total)
-    return row | {f"distinct_advantages/{name}": float(number) for name, number in distinct.items()}
+    return row | {"dead_groups/total": float(total)}
 
 
 @partial(jax.jit, static_argnames=("weights",))
-def _signal(rewards: jax.Array, weights: tuple[float, ...]):
+def _signal(rewards: jax.Array, weights: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
     summed = sum_rewards(rewards, weights=weights)
     dead = jnp.mean(groups_without_signal(rewards).astype(jnp.float32), axis=0)
-    total = jnp.mean(groups_without_signal(summed).astype(jnp.float32))
-    if rewards.shape[1] < 2:
-        return dead, total, {}
-    present = ~jnp.isnan(summed)
-    # Whitening is the same line for the whole batch: it joins no values and parts none.
-    advantages = {"grpo": group_advantages(summed), "gdpo": gdpo_advantages(rewards, weights=weights, whiten=None)}
-    counts = {name: distinct_advantages(values, mask=present, axis=1) for name, values in advantages.items()}
-    return dead, total, {name: jnp.mean(count.astype(jnp.float32)) for name, count in counts.items()}
+    return dead, jnp.mean(groups_without_signal(summed).astype(jnp.float32))

@@ -455,8 +455,6 @@ class TrainingSection:
         inner_epochs: Passes over one sampled batch.
         minibatches: Optimizer updates per pass.
         accumulation: Micro-batches per update, to save memory; the gradient stays the same.
-        memory_budget_gib: Memory that an update may take beside weights and optimizer state; `accumulation` is raised
-            until it does. 0 leaves it as given.
         chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
         lag: 1 samples the next batch while this one is judged and learned from, with the weights before that update
             (docs/scaling.md); 0 samples each with the newest.
@@ -478,7 +476,6 @@ class TrainingSection:
     inner_epochs: PositiveCount = 1
     minibatches: PositiveCount = 1
     accumulation: PositiveCount = may_change(1)
-    memory_budget_gib: NonNegative = may_change(0.0)
     chunk_prompts: Annotated[int, Ge(0), Le(LENGTH)] = may_change(0)
     lag: Annotated[int, Ge(0), Le(1)] = 0
     save_every: Count = may_change(25)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.core.form import Form
 from grpo_jax.core.masking import as_mask
 from grpo_jax.core.trie import NARROW, ROOT, Trie, children, narrow_children, walk
 
@@ -26,7 +25,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     allowed_tokens: ArrayLike | None = None,
-    trie: Trie | Form | None = None,
+    trie: Trie | None = None,
     nodes: ArrayLike | None = None,
     taken: ArrayLike | None = None,
     softcap: float | None = None,
@@ -49,8 +48,8 @@ def token_logprobs(
         tokens: int `[.., T]`.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         allowed_tokens: bool `[V]`; all by default.
-        trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its node, or
-            those that a form's state allows.
+        trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its
+            node.
         nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed,
             whose log-probability is then -inf and whose entropy is 0.
         taken: int `[.., T, K]`, without a trie: K more tokens that are not allowed there (`taken_before`).
@@ -157,7 +156,7 @@ def _allowed_at(allowed, index):
     if not isinstance(allowed, tuple):
         return allowed
     source, where = allowed[0], allowed[1][:, index]
-    if isinstance(source, Trie | Form):
+    if isinstance(source, Trie):
         return children(source, where)
     left = jnp.broadcast_to(source, (len(where), len(source)))
     return left.at[jnp.arange(len(where))[:, None], where].set(False, mode="drop")

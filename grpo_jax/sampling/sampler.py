@@ -20,7 +20,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from grpo_jax.core.form import Form
 from grpo_jax.core.trie import ROOT, Trie, children, follow
 from grpo_jax.models.cache import Cache, Prefix
 from grpo_jax.models.policy import Policy
@@ -75,7 +74,7 @@ class Ends(NamedTuple):
     pad_id: int
     allowed_tokens: np.ndarray | None = None
     stops: Array | None = None
-    trie: Trie | Form | None = None
+    trie: Trie | None = None
     no_repeats: bool = False
 
 
@@ -94,7 +93,7 @@ class Loop(NamedTuple):
     sampler_logprobs: jax.Array
     place: jax.Array | None = None  # int32 [P, G], state among the stop strings; None without any
     seen: jax.Array | None = None  # bool [P, G, V], tokens of prompt and completion; None where nobody asks
-    node: jax.Array | None = None  # int32 [P, G], node in the tree of texts, or state of their form; None without
+    node: jax.Array | None = None  # int32 [P, G], node in the tree of texts; None without
 
     @property
     def samples(self) -> Samples:
@@ -120,7 +119,7 @@ def make_sampler(
     pad_id: int,
     allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
-    trie: Trie | Form | None = None,
+    trie: Trie | None = None,
     no_repeats: bool = False,
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.
@@ -138,8 +137,7 @@ def make_sampler(
         stops: Stop strings as int32 [S, V] of `samplers.stop_table`, which end a completion with the token that
             completes one of them; None for none.
         trie: The texts of which each completion is one, in place of `allowed_tokens` and `stops`: at every token the
-            policy's distribution is that over the children of its node (`core.trie`). Or their form (`core.form`), of
-            which a completion is whole with the token that ends it. None for any text.
+            policy's distribution is that over the children of its node (`core.trie`). None for any text.
         no_repeats: Write lists of T tokens, none of them twice and none that stands in the prompt: at every token the
             policy's distribution is that over what is left of `allowed_tokens`, which must be more than L + T.
 
@@ -156,7 +154,7 @@ def make_sampler(
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
-    def write(stops: jax.Array | None, trie: Trie | Form | None, variables: Variables, *prompts: PyTree) -> Samples:
+    def write(stops: jax.Array | None, trie: Trie | None, variables: Variables, *prompts: PyTree) -> Samples:
         batch = PromptBatch(*prompts)
         return write_completions(policy, params, ends._replace(stops=stops, trie=trie), variables, batch).samples
 

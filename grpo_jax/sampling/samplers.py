@@ -12,11 +12,10 @@ from jax.sharding import Mesh
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
-from grpo_jax.core.form import Form, make_form
 from grpo_jax.core.trie import Trie, make_trie, text_count
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
-from grpo_jax.models.hf.tokens import Pieces, Tokenizer, plain_tokens, special_ids, token_pieces
+from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids, token_pieces
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree
@@ -60,7 +59,7 @@ def make_samplers(
     evaluation: EvaluationSection,
     policy: Policy,
     allowed: np.ndarray | None,
-    trie: Trie | Form | None = None,
+    trie: Trie | None = None,
     *,
     listed: int = 0,
     no_repeats: bool = False,
@@ -68,12 +67,12 @@ def make_samplers(
     """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
 
     `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
-    lists them, of which a ranking has the `listed` best (0: all, scored exactly), or their form. With `no_repeats`
+    lists them, of which a ranking has the `listed` best (0: all, scored exactly). With `no_repeats`
     completions are lists of allowed tokens (`make_sampler`).
     """
     ends = named_ends(section, policy.folder, allowed, no_repeats=no_repeats)
     rank = None
-    if isinstance(trie, Trie):
+    if trie is not None:
         _check_texts(section, trie, listed)
         rank = _gathered(make_ranker(policy, listed, pad_id=ends["pad_id"], trie=trie), policy.mesh)
 
@@ -84,7 +83,7 @@ def make_samplers(
         if section.turns > 1:
             turns = make_episode_sampler(policy, params, **ends)
             return EpisodeSampler(*(_gathered(turn, policy.mesh, carries=True) for turn in turns))
-        if not isinstance(trie, Trie) or group_size == 1 or section.group == "samples":
+        if trie is None or group_size == 1 or section.group == "samples":
             return _gathered(make_sampler(policy, params, **ends, trie=trie), policy.mesh)
         drawn = section.group == "distinct"
         beams = make_beam_sampler(policy, params, pad_id=ends["pad_id"], trie=trie, without_replacement=drawn)
@@ -191,21 +190,6 @@ def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most:
     first = np.array(list(numbers.values()))
     text = np.asarray(trie.text)
     return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
-
-
-def text_form(moves: np.ndarray, pieces: Pieces, allowed: np.ndarray, *, most: int) -> Form:
-    """The form of texts whose bytes an automaton accepts (`core.form.json_moves`), in `most` tokens of `allowed` [V].
-
-    ValueError where none can be written.
-    """
-    dead = len(moves)
-    closed = np.vstack([np.where(moves < 0, dead, moves), np.full(256, dead)])
-    begun = _token_moves(closed, np.zeros(1, int), pieces.first)
-    going = _token_moves(closed, np.arange(1, dead), pieces.later)
-    begun[:, [not piece for piece in pieces.first]] = going[:, [not piece for piece in pieces.later]] = dead
-    table = np.vstack([begun, going])  # nothing leads back to the start
-    table[:, ~allowed] = dead
-    return make_form(np.where(table == dead, -1, table), most)
 
 
 def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:

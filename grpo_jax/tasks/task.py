@@ -199,11 +199,6 @@ class Task:
         return ""
 
     @property
-    def answer_moves(self) -> np.ndarray | None:
-        """The automaton over the bytes of an answer (`core.form.json_moves`); None for any text."""
-        return None
-
-    @property
     def writes_lists(self) -> bool:
         """True if a completion is a list of the listed texts, each of one token and at most once."""
         return False
@@ -274,9 +269,8 @@ class Finished(NamedTuple):
     Attributes:
         summary: Entries of summary.json.
         lines: For the terminal, below the measures.
-        tables: For report.html and metric writers, the task's own first.
+        tables: For report.html, the task's own first.
         gallery: Pairs of texts or pictures.
-        tables_below: For report.html alone: long ones.
         episodes: As they went.
     """
 
@@ -284,7 +278,6 @@ class Finished(NamedTuple):
     lines: Sequence[str] = ()
     tables: Sequence[Table] = ()
     gallery: Sequence[GalleryEntry] = ()
-    tables_below: Sequence[Table] = ()
     episodes: Sequence[EpisodeEntry] = ()
 
 

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
-from grpo_jax.core.form import Form
 from grpo_jax.core.kl import kl_divergence
 from grpo_jax.core.logprobs import taken_before
 from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten, safe_divide, select
@@ -51,7 +50,7 @@ def make_forward(
     *,
     temperature: float,
     allowed_tokens: jax.Array | None = None,
-    trie: Trie | Form | None = None,
+    trie: Trie | None = None,
     no_repeats: bool = False,
 ) -> ForwardPass:
     """Make the function (variables, batch) → `Forward` of the distribution softmax(logits / temperature).

@@ -32,7 +32,7 @@ JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(J
 CONFIGS = list(dict.fromkeys(kind.config for kind in TASK_CLASSES))
 SECTIONS = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)}
 SHIPPED = (
-    *("prompt_enhancement_miniature", "prompt_recreation_miniature", "prompt_refinement_miniature"),
+    *("prompt_enhancement_miniature", "prompt_refinement_miniature"),
     *("prompt_enhancement_sdxl_turbo", "prompt_enhancement_flux_schnell"),
     *("recommendation_quick", "cartpole_grpo"),
 )

@@ -32,7 +32,7 @@ class Case:
     patches of 14 pixels, four to a token, through `tower_layers` of width `tower_width`.
 
     With `ends` each token is the last one with probability 1 / ends: lengths are exponential, of about that mean, and T
-    is the longest. Else nothing ends before T.
+    is the longest. Else nothing ends before T. `head` is the size of a head where it is not the width over the heads.
     """
 
     name: str
@@ -50,10 +50,11 @@ class Case:
     tower_layers: int = 4
     tower_width: int = 128
     ends: int = 0
+    head: int = 0
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.head or self.hidden // self.heads
 
     @property
     def end(self) -> int | None:

@@ -88,8 +88,8 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Samples]:
-        texts, lists = config.task.listed_texts(config), config.task.writes_lists
-        ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded, texts), no_repeats=lists)
+        texts = config.task.listed_texts(config)
+        ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
         return make_sampler(
             policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=policy_choices(config, texts, loaded)
         )

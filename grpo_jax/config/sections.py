@@ -131,7 +131,8 @@ class PolicySection:
         new: The small untrained policy that "new" makes, where the task has words for one.
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         matmul_precision: Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype
-            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else.
+            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in
+            PyTorch follow it: full float32 with "highest", TF32 otherwise.
         attn_implementation: "auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device
             (docs/targets.md); "eager" never does.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
@@ -246,8 +247,6 @@ class SamplingSection:
 
     Args:
         group_size: Completions per prompt (G).
-        group: How a group is made where a task lists what may be written: independent "samples", "distinct" ones (drawn
-            without replacement), or the "beams", which are the likeliest; these two know temperature alone.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
         temperature: Softmax temperature of the trained distribution.
         top_k: Draw among the k likeliest tokens; 0 for all.
@@ -261,7 +260,6 @@ class SamplingSection:
     """
 
     group_size: Length = 8
-    group: Literal["samples", "distinct", "beams"] = "samples"
     max_new_tokens: Length = 32
     temperature: Positive = 1.0
     top_k: Count = 0
@@ -274,10 +272,6 @@ class SamplingSection:
     def __post_init__(self) -> None:
         check_ranges(self, "sampling")
         require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
-        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
-            value = getattr(self, name)
-            expected = f"{off}: sampling.group {self.group} knows temperature alone"
-            require(self.group == "samples" or value == off, f"sampling.{name}", expected, value)
 
     @property
     def written_tokens(self) -> int:

@@ -15,7 +15,7 @@ from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
 from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.sampling.samplers import choices_trie, completion_tokens
+from grpo_jax.sampling.samplers import choices_trie
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,15 +50,13 @@ _ALLOWED = {"ascii": r"[ -~]+", "english": r"[A-Za-z0-9 .,;:!?'\"()-]+"}
 """Rules of data.allowed_tokens: printable ASCII; ASCII letters, digits, spaces and the marks of plain sentences."""
 
 
-def policy_tokens(config: Config, folder: PolicyFolder, texts: Sequence[str] | None = None) -> np.ndarray | None:
+def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     """Return the mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
 
     A rule of data.allowed_tokens allows no special tokens but those that end a completion, which are always allowed,
     and none beyond the tokenizer's vocabulary. A policy with a vision tower never writes a picture's placeholder:
-    there would be no picture in its place. Where the task writes lists of `texts`, these tokens alone are allowed.
+    there would be no picture in its place.
     """
-    if texts is not None and config.task.writes_lists:
-        return _item_tokens(config, texts, folder)
     rule, forbidden = config.data.allowed_tokens, config.data.forbidden_tokens
     tokenizer, size, ends = folder.tokenizer, folder.config.vocab_size, list(folder.eos_ids)
     vision = getattr(folder.config, "vision", None)
@@ -93,21 +91,12 @@ def policy_tokens(config: Config, folder: PolicyFolder, texts: Sequence[str] | N
 
 
 def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
-    """Return the trie of the texts that a task lists; None if any text may be written, or a list of listed ones."""
-    if texts is None or config.task.writes_lists:
-        require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
-        return None
-    return listed_trie(config, texts, folder)
+    """Return the trie of the texts that a task lists; None for any text."""
+    return None if texts is None else listed_trie(config, texts, folder)
 
 
 def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> Trie:
-    """Return the trie of listed texts, of which a completion is one, or a list that goes on with one."""
-    _check_listed(config)
-    gap = follows_text(config, folder.tokenizer)
-    return choices_trie(texts, folder, gap=gap, most=config.sampling.max_new_tokens)
-
-
-def _check_listed(config: Config) -> None:
+    """Return the trie of listed texts, of which a completion is one."""
     why = "the task lists what may be written"
     for name, changed in (
         ("data.allowed_tokens", config.data.allowed_tokens != "all"),
@@ -115,28 +104,8 @@ def _check_listed(config: Config) -> None:
         ("sampling.stop", bool(config.sampling.stop)),
     ):
         require(not changed, name, f"its default: {why}", "another")
-
-
-def _item_tokens(config: Config, texts: Sequence[str], folder: PolicyFolder) -> np.ndarray:
-    """Return the mask bool [V] of the items of which a completion is a list; UserError if one is several tokens."""
-    _check_listed(config)
     gap = follows_text(config, folder.tokenizer)
-    allowed = np.zeros(folder.config.vocab_size, bool)
-    for text in texts:
-        ids = completion_tokens(folder.tokenizer, text, folder.eos_ids, gap=gap)[:-1]
-        if len(ids) != 1:
-            raise UserError(
-                f"{one_line(repr(text), 60)} may be listed, and is {len(ids)} tokens: expected one of its own"
-            )
-        allowed[ids] = True
-    most = int(allowed.sum()) - config.data.max_prompt_tokens
-    require(
-        config.sampling.max_new_tokens <= most,
-        "sampling.max_new_tokens",
-        f"at most {most}: items less data.max_prompt_tokens, since no list repeats an item of its prompt",
-        config.sampling.max_new_tokens,
-    )
-    return allowed
+    return choices_trie(texts, folder, gap=gap, most=config.sampling.max_new_tokens)
 
 
 def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -125,8 +125,7 @@ def make_sft_step(
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
     temperature = config.sampling.temperature
-    constraint: Any = {"allowed_tokens": allowed_tokens, "trie": trie, "no_repeats": config.task.writes_lists}
-    forward = make_forward(policy, temperature=temperature, **constraint)
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens, trie=trie)
     train_step = make_train_step(
         make_supervised_objective(forward),
         optimizer,
@@ -180,13 +179,13 @@ def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], Non
 
 
 def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
-    """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens; lists and cuts have no end."""
+    """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens; cuts have no end."""
     loaded, config = parts.policy.folder, parts.config
     listed = parts.task_data.choices is not None  # its texts are the same behind every prompt
     apart = listed or (bool(prompt) and not prompt[-1].isspace())
     gap = follows_text(config, loaded.tokenizer) and apart
     ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
-    return (ids[:-1] if config.task.writes_lists else ids)[: config.sampling.max_new_tokens]
+    return ids[: config.sampling.max_new_tokens]
 
 
 def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:

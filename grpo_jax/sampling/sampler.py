@@ -47,14 +47,10 @@ class Samples(NamedTuple):
         mask: bool [P, G, T], true for tokens of the completion, the end-of-sequence token included.
         logprobs: float32 [P, G, T] under the policy; 0 after the end.
         sampler_logprobs: float32 [P, G, T] under the distribution drawn from; 0 after the end.
-        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens;
-            a list without repeats is whole.
+        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens.
         present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
             what was said to it in between. None where the policy wrote all of it.
         turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
-        weights: float32 [P, G] of completions that are not drawn independently: what each counts in a sum over its
-            group that estimates a mean over the policy's completions, which is its probability over that of standing
-            in the group. None for independent ones, which count 1/G each.
     """
 
     tokens: Array
@@ -64,7 +60,6 @@ class Samples(NamedTuple):
     truncated: Array
     present: Array | None = None
     turn: Array | None = None
-    weights: Array | None = None
 
 
 class Ends(NamedTuple):
@@ -75,7 +70,6 @@ class Ends(NamedTuple):
     allowed_tokens: np.ndarray | None = None
     stops: Array | None = None
     trie: Trie | None = None
-    no_repeats: bool = False
 
 
 class Loop(NamedTuple):
@@ -92,7 +86,6 @@ class Loop(NamedTuple):
     logprobs: jax.Array
     sampler_logprobs: jax.Array
     place: jax.Array | None = None  # int32 [P, G], state among the stop strings; None without any
-    seen: jax.Array | None = None  # bool [P, G, V], tokens of prompt and completion; None where nobody asks
     node: jax.Array | None = None  # int32 [P, G], node in the tree of texts; None without
 
     @property
@@ -120,7 +113,6 @@ def make_sampler(
     allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
     trie: Trie | None = None,
-    no_repeats: bool = False,
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.
 
@@ -138,8 +130,6 @@ def make_sampler(
             completes one of them; None for none.
         trie: The texts of which each completion is one, in place of `allowed_tokens` and `stops`: at every token the
             policy's distribution is that over the children of its node (`core.trie`). None for any text.
-        no_repeats: Write lists of T tokens, none of them twice and none that stands in the prompt: at every token the
-            policy's distribution is that over what is left of `allowed_tokens`, which must be more than L + T.
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples` with int [P, L], bool [P, L]
@@ -150,7 +140,7 @@ def make_sampler(
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
     """
-    ends = make_ends(eos_ids, pad_id, allowed_tokens)._replace(no_repeats=no_repeats)
+    ends = make_ends(eos_ids, pad_id, allowed_tokens)
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
@@ -319,11 +309,8 @@ def write_completions(
     prefix = policy.prefill(variables, prompts, prompt_mask, *(() if pictures is None else (pictures,)))
     writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
     sizes = cache_sizes(length)
-    seen = None
-    if ends.no_repeats:
-        seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.vocabulary)[:, None], group, axis=1)
     cache = policy.init_cache(rows, group, sizes[0])
-    loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache, seen)
+    loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache)
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     loop = writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1))
     for size in sizes:
@@ -339,7 +326,6 @@ def begin(
     length: int,
     ends: Ends,
     cache: Cache,
-    seen: jax.Array | None = None,
 ) -> Loop:
     """The state before the first token, for keys [P, G]; completions that are `done`, [P] or [P, G], cost no step."""
     slab = (*keys.shape, length)
@@ -355,7 +341,6 @@ def begin(
         logprobs=jnp.zeros(slab, jnp.float32),
         sampler_logprobs=jnp.zeros(slab, jnp.float32),
         place=None if ends.stops is None else jnp.full(keys.shape, START, jnp.int32),
-        seen=seen,
         node=None if ends.trie is None else jnp.full(keys.shape, ROOT, jnp.int32),
     )
 
@@ -363,13 +348,6 @@ def begin(
 def group_keys(keys: jax.Array, group: int) -> jax.Array:
     """Keys [P, G] of completions from the prompts' keys [P]."""
     return jax.vmap(lambda key: jax.vmap(lambda g: jax.random.fold_in(key, g))(jnp.arange(group)))(keys)
-
-
-def tokens_in(tokens: jax.Array, mask: jax.Array, vocabulary: int) -> jax.Array:
-    """Mark the tokens that stand in texts [.., L]: bool [.., V]."""
-    rows = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
-    present = jax.vmap(lambda row, there: jnp.zeros(vocabulary, bool).at[row].max(there))(*rows)
-    return present.reshape(*tokens.shape[:-1], vocabulary)
 
 
 def _unfinished(loop: Loop) -> jax.Array:
@@ -432,7 +410,6 @@ class Writer(NamedTuple):
     # (loop, logits float32 [V, R]) -> the loop with a token chosen for every row
     record: Callable[[Loop, jax.Array], Loop]
     logits: Callable[[jax.Array], jax.Array]  # float32 [V, R] of states [R, D]
-    vocabulary: int  # V
     unstacked: Variables  # the variables as `decode_step` takes them
 
 
@@ -451,12 +428,9 @@ def make_writer(
 
     def record(loop: Loop, logits: jax.Array) -> Loop:
         step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
-        seen = None if loop.seen is None else loop.seen.reshape(-1, loop.seen.shape[-1])
         allowed = ends.allowed_tokens
         if ends.trie is not None and loop.node is not None:
             allowed = children(ends.trie, loop.node.reshape(-1)).T
-        if ends.no_repeats and seen is not None:
-            allowed = ~seen.T if allowed is None else jnp.asarray(allowed)[:, None] & ~seen.T
         choice = choose_tokens(logits, step_keys, params, allowed)
         choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
@@ -471,11 +445,6 @@ def make_writer(
             node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
             ended = ended | (ends.trie.text[node] >= 0)
             loop = loop._replace(node=node)
-        if ends.no_repeats:
-            ended = ended | (loop.step + 1 == loop.tokens.shape[-1])
-        if loop.seen is not None:
-            p, g = jnp.indices(tokens.shape)
-            loop = loop._replace(seen=loop.seen.at[p, g, tokens].max(active))
         at = (..., loop.step)
         return loop._replace(
             step=loop.step + 1,
@@ -491,7 +460,7 @@ def make_writer(
         hidden, cache = policy.decode_step(unstacked, loop.prefix, loop.last, loop.cache)
         return record(loop._replace(cache=cache), logits_of(hidden.reshape(-1, hidden.shape[-1])))
 
-    return Writer(step, record, logits_of, head.shape[0], unstacked)
+    return Writer(step, record, logits_of, unstacked)
 
 
 def _check_vocabulary(size: int, ends: Ends) -> None:
@@ -502,8 +471,6 @@ def _check_vocabulary(size: int, ends: Ends) -> None:
         raise ValueError(f"stops must have the shape [S, {size}] of the vocabulary, got {stops.shape}")
     if ends.trie is not None and ends.trie.vocab_size != size:
         raise ValueError(f"trie must be of the policy's vocabulary of {size}, got one of {ends.trie.vocab_size}")
-    if ends.no_repeats and (ends.trie is not None or ends.eos_ids or stops is not None):
-        raise ValueError("no_repeats writes lists of T tokens: leave out eos_ids, stops and trie")
     if ends.trie is not None and (allowed is not None or stops is not None):
         raise ValueError("trie says what is written and where it ends: leave out allowed_tokens and stops")
     for name, ids in (("eos_ids", ends.eos_ids), ("pad_id", (ends.pad_id,))):

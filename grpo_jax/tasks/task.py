@@ -57,13 +57,11 @@ class Choices(NamedTuple):
 
     Attributes:
         texts: As `Task.listed_texts` returns them; those that are the same tokens count as the first.
-        listed: How many of the best a held-out prompt's ranking lists; 0 for all of them, scored exactly.
         columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values}
             of each row's ranking, for rewards and measures.
     """
 
     texts: Sequence[str]
-    listed: int
     columns: Callable[[Sequence[Row], np.ndarray, np.ndarray], dict[str, Sequence[object]]]
 
 
@@ -197,11 +195,6 @@ class Task:
     def remark(self, completions: Sequence[str]) -> str:
         """Return a note on parts of completions that are not judged, which a run prints once; "" for none."""
         return ""
-
-    @property
-    def writes_lists(self) -> bool:
-        """True if a completion is a list of the listed texts, each of one token and at most once."""
-        return False
 
     def listed_texts(self, config: Config) -> Sequence[str] | None:
         """Return the texts that a completion may be, where the data have `choices`; None for any text.

@@ -22,7 +22,6 @@ from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.policy import PUBLISHED_POLICIES, read_shape, read_shown
 from grpo_jax.planning.programs import compile_program, report, run_programs
 from grpo_jax.planning.targets import Target, open_devices, prepare
-from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params, stop_table
@@ -191,8 +190,6 @@ def listed_texts(vocabulary):
 def sampler_of(kind, policy, params, vocabulary):
     """A sampler of constrained texts, by its name."""
     trie = listed_texts(vocabulary)
-    if kind in ("beams", "distinct"):
-        return make_beam_sampler(policy, params, pad_id=0, trie=trie, without_replacement=kind == "distinct")
     if kind == "trie":
         return make_sampler(policy, params, eos_ids=(1,), pad_id=0, trie=trie)
     pieces = [bytes([i % 128]) for i in range(vocabulary)]
@@ -202,7 +199,7 @@ def sampler_of(kind, policy, params, vocabulary):
 
 
 @pytest.mark.targets
-@pytest.mark.parametrize("kind", ["stop strings", "trie", "beams", "distinct", "ranking"])
+@pytest.mark.parametrize("kind", ["stop strings", "trie", "ranking"])
 def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
     config = configured(Case(kind, QWEN2, (*TEXT, *BFLOAT16, "--sampling.top_k=50", "--sampling.top_p=.9")), tmp_path)
     chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
@@ -211,7 +208,7 @@ def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
     prompts = np.ones((8, 128), np.int32)
     given = (prompts, prompts > 0)
     if kind == "ranking":
-        write = make_ranker(policy, 10, pad_id=0, trie=listed_texts(model.vocab_size))
+        write = make_ranker(policy, pad_id=0, trie=listed_texts(model.vocab_size))
     else:
         write = sampler_of(kind, policy, params, model.vocab_size)
         given = (*given, jax.random.split(jax.random.key(0), len(prompts)))

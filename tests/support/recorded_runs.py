@@ -42,7 +42,7 @@ RUNS: dict[str, list[str]] = {
     "scenes": ["--config", "prompt_enhancement_scenes", *SMALL],
     "ppo": ["--config", "prompt_enhancement_ppo", *SMALL],
     "refinement": ["--config", "prompt_refinement_miniature", *SMALL],
-    "ranking": ["--config", "recommendation_quick", "--sampling.group", "beams", "--algorithm.kl_coef", "0.05", *SMALL],
+    "recommendation_quick": ["--config", "recommendation_quick", "--algorithm.kl_coef", "0.05", *SMALL],
     "recommendation_dummy": ["--config", "recommendation_dummy", *SMALL],
     "cartpole_grpo": ["--config", "cartpole_grpo", *TEN_ROUNDS],
     "cartpole_ppo": ["--config", "cartpole_ppo", *TEN_ROUNDS],

@@ -16,7 +16,8 @@ from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
-from grpo_jax.models.hf.tokens import special_ids, token_pieces
+from grpo_jax.models.hf.pieces import token_pieces
+from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.sampling.samplers import choices_trie, completion_tokens, text_form
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from support.tiny_decoders import tiny
 
 from grpo_jax.core.form import json_moves
 from grpo_jax.core.trie import ROOT, children, follow, walk
-from grpo_jax.models.hf.tokens import Pieces, token_pieces
+from grpo_jax.models.hf.pieces import Pieces, token_pieces
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import text_form
 from grpo_jax.sampling.token_choice import SamplingParams

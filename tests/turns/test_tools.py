@@ -237,6 +237,15 @@ def test_a_class_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_p
     assert {"3", "error: so many are not left"} <= answers
 
 
+@pytest.mark.parametrize("name", ["environment", "environments", "row_id"])
+def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys, name):
+    given = values(home, ["Countdown"], "take", rewards=["left"])
+    given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Count.", "start": 1, name: "mine"}) + "\n")
+    train_values(given, tmp_path / "run", expected=2)
+    assert f"row 1: column '{name}' is a name that tools use: rename it" in capsys.readouterr().err
+
+
 def test_functions_alone_answer_and_what_is_too_long_is_said_to_be(home, tmp_path):
     given = values(home, ["echo"], "long", "add", "end", rewards=["said"], turns=2)
     given["data"]["prompts"] = str(home / "rows.jsonl")

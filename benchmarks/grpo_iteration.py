@@ -1,7 +1,6 @@
-"""One full GRPO iteration in grpo_jax, in TRL and in google-tunix: the same model, the same work, float32.
+"""One full GRPO iteration in grpo_jax and in TRL: the same model, the same work, float32.
 
-    python3 -m venv VENV && VENV/bin/pip install -r benchmarks/tunix_requirements.txt
-    python benchmarks/grpo_iteration.py --tunix_python VENV/bin/python [--cases small] [--threads 1] [--rounds 2] ...
+    python benchmarks/grpo_iteration.py [--cases small] [--threads 1] [--rounds 2] ...
 
 An iteration samples G completions of every prompt (temperature 1, whole vocabulary, no end of sequence), computes the
 reference's log-probabilities (KL 0.04), rewards and group advantages, and makes one AdamW update behind a norm clip.
@@ -34,7 +33,7 @@ import iteration_work as work
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-VARIANTS = {"ours": ("", "layer"), "trl": ("plain", "checkpointing"), "tunix": ("",)}
+VARIANTS = {"ours": ("", "layer"), "trl": ("plain", "checkpointing")}
 # Rounds and timed iterations of each case: the whole takes some 40 minutes on two cores.
 PLAN = {
     "small": (2, 3),
@@ -46,7 +45,7 @@ PLAN = {
     "tiny-unequal": (1, 1),
     "tiny": (1, 1),
 }
-PEERS = ("trl", "tunix")
+PEERS = ("trl",)
 TUNABLES = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of every worker
 
 
@@ -300,14 +299,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--python", default=sys.executable, help="with grpo_jax")
     parser.add_argument("--trl_python", default=sys.executable, help="with the extra `oracles`")
-    parser.add_argument("--tunix_python", default=None, help="with tunix_requirements.txt")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "grpo_iteration.json")
     chosen = parser.parse_args(arguments)
-    if "tunix" in chosen.libraries and chosen.tunix_python is None:
-        parser.error("--tunix_python: Tunix needs an environment of its own; or leave it out with --libraries ours trl")
     chosen.cases = [name for given in chosen.cases for name in expand(given)]
-    if "tunix" in chosen.libraries and any(work.CASES[name].ends for name in chosen.cases):
-        parser.error("--cases: Tunix's worker writes all tokens; for unequal leave it out with --libraries ours trl")
     return chosen
 
 
@@ -327,7 +321,7 @@ def plan(case: str, threads: list[int]) -> tuple[int, int, list[int]]:
 
 def main() -> int:
     chosen = options()
-    pythons = {"ours": chosen.python, "trl": chosen.trl_python, "tunix": chosen.tunix_python}
+    pythons = {"ours": chosen.python, "trl": chosen.trl_python}
     libraries = {name: pythons[name] for name in chosen.libraries}
     outcome = {"machine": machine(), "clock": chosen.clock, "tunables": TUNABLES, "results": []}
     with tempfile.TemporaryDirectory() as root:

@@ -7,7 +7,6 @@ Each run is the default config with another seed. Prints JSON, and a table for R
 attributes that the pixel checker finds in pictures of the same held-out prompts, before, after, with the oracle's
 rewrite, and the share of the gap that was closed. "shuffled" permutes the training rewards within each group: what
 it gains is not learned from the rewards. "scenes" is the harder world, where figures are by kind of request too.
-"json" writes prompt and steps as JSON (`evidence/json_answers.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-_TASK = f"{Path(__file__).with_name('evidence') / 'json_answers.py'}:JsonLessons"
-_JSON = ["--task", _TASK, "--task.answer", "json", "--task.steps", "[1, 4]", "--sampling.max_new_tokens", "40",
-         "--data.allowed_tokens", "ascii", "--warm_start.steps", "300"]  # fmt: skip
 VARIANTS = {
     "gdpo": ["--algorithm.advantage", "gdpo"],
     "grpo": ["--algorithm.advantage", "grpo"],
@@ -35,8 +31,6 @@ VARIANTS = {
     "shuffled": ["--algorithm.advantage", "gdpo"],
     "scenes": ["--config", "prompt_enhancement_scenes"],
     "scenes_shuffled": ["--config", "prompt_enhancement_scenes"],
-    "json": _JSON,
-    "json_shuffled": _JSON,
 }
 
 

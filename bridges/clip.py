@@ -1,4 +1,4 @@
-"""Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020) and other vision models.
+"""Scores of pictures and texts by CLIP (Radford et al. 2021, arXiv:2103.00020).
 
 Everything is encoded in batches of one fixed shape: a score then does not depend, in its last bits, on the other
 inputs of a call, and a resumed run sees the scores of an uninterrupted one.
@@ -29,25 +29,6 @@ CACHED_TEXTS = 4096
 
 class ScoreError(RuntimeError):
     """A feature or a score is not finite."""
-
-
-def features_of(
-    images: torch.Tensor | Sequence[torch.Tensor], encode: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return features float32 [B, width] of pictures [B, 3, H, W], or B of [3, H, W] of any sizes, each encoded once.
-
-    `encode` maps pictures of one size [n, 3, H, W] to [n, width].
-    """
-    if isinstance(images, torch.Tensor) or not len(images):
-        return encode(images if isinstance(images, torch.Tensor) else torch.zeros((0, 3, 1, 1)))
-    different = {id(image): image for image in images}
-    shapes: dict[tuple[int, ...], list[int]] = {}
-    for key, image in different.items():
-        shapes.setdefault(tuple(image.shape), []).append(key)
-    features = {}
-    for keys in shapes.values():
-        features |= dict(zip(keys, encode(torch.stack([different[key] for key in keys])), strict=True))
-    return torch.stack([features[id(image)] for image in images])
 
 
 def features_of_distinct(
@@ -103,34 +84,53 @@ def resize_and_crop(edge: int, interpolation: str = "bicubic") -> Callable[[torc
     return Compose([Resize(edge, InterpolationMode(interpolation)), CenterCrop(edge)])
 
 
-class ImageEncoder:
-    """A loaded vision model: unit features of size `width`, in batches of one fixed shape, on `device`."""
+class Towers(Protocol):
+    """A CLIP as open_clip has it, or one with its names: inputs [B, …] → features [B, width]."""
+
+    def encode_image(self, image: torch.Tensor, /) -> torch.Tensor:
+        """Features of pixels."""
+
+    def encode_text(self, text: torch.Tensor, /) -> torch.Tensor:
+        """Features of tokens."""
+
+
+class Scorer:
+    """A loaded CLIP: unit features of size `width`, in batches of one fixed shape, on `device`.
+
+    `window` is the tokens that the text tower reads, special ones included.
+    """
 
     def __init__(
         self,
-        encode_image: Callable[[torch.Tensor], torch.Tensor],
+        model: Towers,
+        tokenizer: Callable[[list[str]], torch.Tensor],
         preprocess: Preprocess,
         *,
         name: str,
-        kind: str,
         device: torch.device,
         dtype: torch.dtype,
         batch_size: int,
-        width: int = 0,
     ):
         self.name = name
-        self.kind = kind
         self.device = device
-        self.width = width
-        self._encode_image = encode_image
+        self.model = model
+        self.quality_head: QualityHead | None = None
+        self.window = int(tokenizer.context_length)
+        self._tokenizer = tokenizer
         self._preprocess = preprocess
         self._dtype = dtype
         self._batch_size = batch_size
+        self._cache_size = CACHED_TEXTS
+        self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
+        try:
+            self.width = self.text_features([""]).shape[-1]
+        except IndexError as error:
+            raise UserError(f"{name}: its tokenizer and its model do not belong together ({error})") from error
 
     @property
     def summary(self) -> str:
         """One line for the opening of a run."""
-        return f"{self.name}: {self.kind}, features of {self.width}, on {self.device}"
+        return f"{self.name}: CLIP, features of {self.width}, on {self.device}"
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
         """Return unit features float32 [B, width] of pictures [B, 3, H, W] in [0, 1], on any device.
@@ -148,62 +148,8 @@ class ImageEncoder:
         with torch.no_grad():
             for batch in images.split(self._batch_size):
                 pixels = self._preprocess(batch.detach().to(self.device, torch.float32))
-                features.append(self._encode(self._encode_image, pixels.to(self._dtype)))
+                features.append(self._encode(self.model.encode_image, pixels.to(self._dtype)))
         return _checked(torch.cat(features), lambda row: f"picture {rows[row]}")
-
-    def image_image(self, a: torch.Tensor | Sequence[torch.Tensor], b: torch.Tensor | Sequence[torch.Tensor]):
-        """Return the cosine similarity float32 [B] of the pictures of each pair, as floats in [0, 1].
-
-        Each side is [B, 3, H, W], or B pictures [3, H, W] of any sizes; repeated ones in a list are encoded once.
-        """
-        if len(a) != len(b):
-            raise ValueError(f"b: expected one picture for each of {len(a)}, got {len(b)}")
-        return (features_of(a, self.image_features) * features_of(b, self.image_features)).sum(-1)
-
-    def _encode(self, tower: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
-        """Return unit features of one batch, padded with copies of its last row to the fixed shape."""
-        count = len(inputs)
-        padding = inputs[-1:].expand(self._batch_size - count, *inputs.shape[1:])
-        return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
-
-
-class Towers(Protocol):
-    """A CLIP as open_clip has it, or one with its names: inputs [B, …] → features [B, width]."""
-
-    def encode_image(self, image: torch.Tensor, /) -> torch.Tensor:
-        """Features of pixels."""
-
-    def encode_text(self, text: torch.Tensor, /) -> torch.Tensor:
-        """Features of tokens."""
-
-
-class Scorer(ImageEncoder):
-    """A loaded CLIP; `window` is the tokens that the text tower reads, special ones included."""
-
-    def __init__(
-        self,
-        model: Towers,
-        tokenizer: Callable[[list[str]], torch.Tensor],
-        preprocess: Preprocess,
-        *,
-        name: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        batch_size: int,
-    ):
-        super().__init__(
-            model.encode_image, preprocess, name=name, kind="CLIP", device=device, dtype=dtype, batch_size=batch_size
-        )
-        self.model = model
-        self.quality_head: QualityHead | None = None
-        self.window = int(tokenizer.context_length)
-        self._tokenizer = tokenizer
-        self._cache_size = CACHED_TEXTS
-        self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
-        try:
-            self.width = self.text_features([""]).shape[-1]
-        except IndexError as error:
-            raise UserError(f"{name}: its tokenizer and its model do not belong together ({error})") from error
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Count the tokens of each text, special ones included, before any is cut off at `window`."""
@@ -244,11 +190,23 @@ class Scorer(ImageEncoder):
             raise ValueError(f"b: expected one text for each of {len(a)}, got {len(b)}")
         return (self.text_features(a) * self.text_features(b)).sum(-1)
 
+    def image_image(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the cosine similarity float32 [B] of the pictures [B, 3, H, W] of each pair."""
+        if len(a) != len(b):
+            raise ValueError(f"b: expected one picture for each of {len(a)}, got {len(b)}")
+        return (self.image_features(a) * self.image_features(b)).sum(-1)
+
     def quality(self, images: torch.Tensor) -> torch.Tensor:
         """Return the quality head's score of each picture, float32 [B]; ValueError without a head."""
         if self.quality_head is None:
             raise ValueError("quality: expected a scorer with a quality_head, got none")
         return self.quality_head(self.image_features(images))
+
+    def _encode(self, tower: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+        """Return unit features of one batch, padded with copies of its last row to the fixed shape."""
+        count = len(inputs)
+        padding = inputs[-1:].expand(self._batch_size - count, *inputs.shape[1:])
+        return functional.normalize(tower(torch.cat([inputs, padding]))[:count].float(), dim=-1)
 
 
 class QualityHead(NamedTuple):

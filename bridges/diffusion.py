@@ -7,13 +7,12 @@ every device; the batch shape is fixed, so that a picture does not depend on the
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +26,6 @@ from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-    from PIL.Image import Image
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     TextReader = tuple[PreTrainedTokenizerBase, PreTrainedModel]
@@ -44,9 +42,6 @@ class Description:
             furthest.
         length: Tokens given to text encoders that have no window of their own; None if all have.
         tokenizers: Those that count.
-        lowers: Whether prompts are lowercased and stripped.
-        prefix: Written before each prompt.
-        prefix_tokens: Tokens of the prefix that take nothing from the window.
         size: Height and width that the model was made for; like all, a multiple of `multiple`.
         largest: Bound on height and width; None without a limit.
         takes: Names of the arguments of a call.
@@ -56,17 +51,10 @@ class Description:
     window: int
     length: int | None
     tokenizers: tuple[PreTrainedTokenizerBase, ...]
-    lowers: bool
-    prefix: str
-    prefix_tokens: int
     size: int
     multiple: int
     largest: int | None
     takes: frozenset[str]
-
-    def read(self, prompt: str) -> str:
-        """The tokenizers' input for a prompt."""
-        return self.prefix + (prompt.lower().strip() if self.lowers else prompt)
 
     def check_size(self, size: int) -> None:
         """Raise UserError if the model cannot draw pictures of this height and width."""
@@ -99,9 +87,6 @@ def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Descript
     limits = [clip if _is_clip(encoder) else length for _, encoder in readers]
     window = max(limits)
     tokenizers = [tokenizer for (tokenizer, _), limit in zip(readers, limits, strict=True) if limit == window]
-    # Sana's instruction to its encoder, which is a language model
-    lines = takes["complex_human_instruction"].default if "complex_human_instruction" in takes else None
-    prefix = "\n".join(lines or ())
     network = denoiser(pipeline).config
     patch = network.get("patch_size") or 1
     multiple = math.lcm(pipeline.vae_scale_factor * patch, pipeline.image_processor.config.vae_scale_factor)
@@ -111,10 +96,6 @@ def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Descript
         window=window,
         length=length,
         tokenizers=tuple(tokenizers),
-        lowers=hasattr(pipeline, "_text_preprocessing"),
-        prefix=prefix,
-        # The pipeline takes up two of its own tokens into the window: the start, and the last before the prompt.
-        prefix_tokens=len(tokenizers[0](prefix).input_ids) - 2 if prefix else 0,
         size=sample * pipeline.vae_scale_factor,
         multiple=multiple,
         # Stable Diffusion 3 has a table of positions; the others compute or interpolate them.
@@ -152,19 +133,18 @@ def _clip_window(pipeline: DiffusionPipeline, readers: list[TextReader]) -> int 
     return window
 
 
-def find_pipeline(path: str | Path, *kinds: str, called: str = "text-to-image") -> tuple[Path | str, dict]:
+def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
     """Find a pipeline and its table of contents; no weight is read.
 
     `path` is a folder in diffusers' layout, a hub id, or "miniature"; `kinds` are the accepted class names, none for
-    all, and `called` says in an error what they are. UserError if there is no such pipeline, or it needs code that
-    comes with it.
+    all. UserError if there is no such pipeline, or it needs code that comes with it.
     """
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
     index = component_config(source, "model_index.json")
     name = index.get("_class_name")
     if kinds and name not in kinds:
-        needed = kinds[0] if len(kinds) == 1 else f"{called} pipeline of diffusers"
+        needed = kinds[0] if len(kinds) == 1 else "text-to-image pipeline of diffusers"
         raise UserError(f"{source} holds a {name}; the renderer needs a {needed}")
     import diffusers
 
@@ -225,8 +205,8 @@ def _cannot_load(source: str | Path, error: Exception) -> UserError:
 
 
 STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"
-UNCHANGED = {"clean_caption": False, "use_resolution_binning": False, "_auto_resize": False}
-"""For pipelines that would otherwise draw other words, or another size or picture than requested."""
+UNCHANGED = {"clean_caption": False, "use_resolution_binning": False}
+"""For pipelines that would otherwise draw other words, or another size than requested."""
 
 
 class RenderError(RuntimeError):
@@ -242,7 +222,6 @@ class RenderSettings:
         size: Height and width in pixels; 0 for those that the model was made for.
         batch_size: The last batch of a call is padded to it.
         negative_prompt: None takes the pipeline's own.
-        source: Digest of the picture that is drawn from; the renderer fills it in.
     """
 
     steps: int
@@ -250,7 +229,6 @@ class RenderSettings:
     size: int = 0
     batch_size: int = 1
     negative_prompt: str | None = None
-    source: str = ""
 
 
 class _ImageCache:
@@ -282,8 +260,6 @@ class Renderer:
         name: Path of the pipeline.
         kind: For the line of a run's opening.
         change: Maps pictures and their seeds to the pictures that are shown; None keeps them.
-        takes_pictures: Whether each picture is drawn from one that is given.
-        options: Further arguments of the pipeline's call, where it takes them.
     """
 
     def __init__(
@@ -306,8 +282,6 @@ class Renderer:
         self.name = name
         self.kind = self.about.kind
         self.change: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None
-        self.takes_pictures = False
-        self.options: dict[str, float] = {}
         # Copies: a tokenizer keeps its truncation between calls, and counting goes on while another thread renders.
         self._counters = [copy.deepcopy(tokenizer) for tokenizer in self.about.tokenizers]
         self._cache = _ImageCache(cache_megabytes * 2**20)
@@ -325,44 +299,22 @@ class Renderer:
         steps = f"{self.training.steps} step{'s' if self.training.steps > 1 else ''}"
         return f"{self.name}: {self.kind}, {steps}, window {self.window} tokens, on {self.device}"
 
-    def draw(
-        self,
-        texts: list[str],
-        seeds: list[int],
-        *,
-        evaluation: bool,
-        settings: Sequence[Mapping[str, str | float]] | None = None,
-        sources: Sequence[Image] | None = None,
-    ) -> torch.Tensor:
-        """`render` with the settings of evaluation or of training, and `change` what was drawn.
-
-        `settings` are fields of `RenderSettings` in which a picture differs.
-        """
-        usual = self.evaluation if evaluation else self.training
-        each = usual if settings is None else [replace(usual, **own) for own in settings]
-        images = self.render(texts, seeds, each, sources)
+    def draw(self, texts: list[str], seeds: list[int], *, evaluation: bool) -> torch.Tensor:
+        """`render` with the settings of evaluation or of training, and `change` what was drawn."""
+        images = self.render(texts, seeds, self.evaluation if evaluation else self.training)
         return images if self.change is None else self.change(images, seeds)
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Count the tokens of each text, special ones included, before any is cut off at `window`."""
         # verbose=False: texts longer than the window are what is being counted, not worth a warning
-        read = [self.about.read(text) for text in texts]
-        counts = [[len(t(text, verbose=False).input_ids) for text in read] for t in self._counters]
-        return [max(column) - self.about.prefix_tokens for column in zip(*counts, strict=True)]
+        counts = [[len(tokenizer(text, verbose=False).input_ids) for text in texts] for tokenizer in self._counters]
+        return [max(column) for column in zip(*counts, strict=True)]
 
-    def render(
-        self,
-        prompts: list[str],
-        seeds: list[int],
-        settings: RenderSettings | Sequence[RenderSettings],
-        sources: Sequence[Image] | None = None,
-    ) -> torch.Tensor:
+    def render(self, prompts: list[str], seeds: list[int], settings: RenderSettings) -> torch.Tensor:
         """Draw one picture per prompt and seed: float32 [B, 3, size, size] in [0, 1], on the renderer's device.
 
         Seeds are from 0 to 2^63 - 1; equal ones give equal noise. Equal (prompt, seed) pairs are drawn once, and
-        pictures already in the cache are not drawn again. `settings` are those of all pictures, or of each; pictures
-        of the same guidance and steps are drawn together. `sources` are the pictures to draw from, RGB, where the
-        pipeline takes some: the largest square in their middle is resized to the size of what is drawn.
+        pictures already in the cache are not drawn again.
 
         Raises:
             UserError: The model cannot draw pictures of this size.
@@ -370,73 +322,63 @@ class Renderer:
         """
         if len(prompts) != len(seeds):
             raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, got {len(seeds)}")
-        each = [settings] * len(prompts) if isinstance(settings, RenderSettings) else list(settings)
-        for size in {one.size for one in each} or {self.training.size}:
-            self.about.check_size(size)
+        self.about.check_size(settings.size)
         if not prompts:
-            return torch.zeros((0, 3, size, size), device=self.device)
-        pictures: dict[str, Image] = {}
-        if sources is not None:
-            fitted = _fitted(sources, each)
-            pairs = zip(sources, each, strict=True)
-            each = [replace(own, source=fitted[id(source), own.size][0]) for source, own in pairs]
-            pictures = dict(fitted.values())
-        keys = [(prompt, int(seed), own) for prompt, seed, own in zip(prompts, seeds, each, strict=True)]
+            return torch.zeros((0, 3, settings.size, settings.size), device=self.device)
+        keys = [(prompt, int(seed), settings) for prompt, seed in zip(prompts, seeds, strict=True)]
         with self._lock:
             images = {key: image for key in keys if (image := self._cache.get(key)) is not None}
-            alike: dict[RenderSettings, list[tuple]] = {}
-            for key in dict.fromkeys(keys):
-                if key not in images:
-                    # A pipeline has one guidance and number of steps in a call, and a negative prompt for all or none.
-                    negative = None if key[2].negative_prompt is None else ""
-                    alike.setdefault(replace(key[2], negative_prompt=negative, source=""), []).append(key)
-            for common, missing in alike.items():
-                for start in range(0, len(missing), common.batch_size):
-                    batch = missing[start : start + common.batch_size]
-                    for key, image in zip(batch, self._draw(batch, common, pictures), strict=True):
-                        images[key] = image.clone()  # its own storage: the cache counts what it keeps alive
-                        self._cache.put(key, images[key])
+            missing = [key for key in dict.fromkeys(keys) if key not in images]
+            for start in range(0, len(missing), settings.batch_size):
+                batch = missing[start : start + settings.batch_size]
+                drawn = self._draw([(prompt, seed) for prompt, seed, _ in batch], settings)
+                for key, image in zip(batch, drawn, strict=True):
+                    images[key] = image.clone()  # its own storage: the cache counts what it keeps alive
+                    self._cache.put(key, images[key])
         return torch.stack([images[key] for key in keys]).float()
 
-    def _draw(self, batch: list[tuple], settings: RenderSettings, pictures: Mapping[str, Image]) -> torch.Tensor:
-        """Draw pictures of one guidance and number of steps; `pictures` are those to draw from, by digest."""
+    def _draw(self, batch: list[tuple[str, int]], settings: RenderSettings) -> torch.Tensor:
+        """Draw one batch of (prompt, seed), padded to the settings' batch size."""
         padded = batch + [batch[-1]] * (settings.batch_size - len(batch))
-        size = {"height": settings.size, "width": settings.size, "max_area": settings.size**2}  # the last is Kontext's
-        options = {"guidance_scale": settings.guidance, "max_sequence_length": self.about.length, **UNCHANGED, **size}
-        if self.takes_pictures:
-            options |= {**self.options, "image": [pictures[own.source] for _, _, own in padded]}
+        options = {
+            "guidance_scale": settings.guidance,
+            "max_sequence_length": self.about.length,
+            "height": settings.size,
+            "width": settings.size,
+            **UNCHANGED,
+        }
         try:
             with torch.no_grad():
                 images = self.pipeline(
-                    prompt=[prompt for prompt, _, _ in padded],
+                    prompt=[prompt for prompt, _ in padded],
                     # One for each picture: noise has the pipeline's own shape, and a scheduler's later noise follows.
-                    generator=[torch.Generator().manual_seed(seed) for _, seed, _ in padded],
+                    generator=[torch.Generator().manual_seed(seed) for _, seed in padded],
                     num_inference_steps=settings.steps,
                     output_type="pt",
                     **{name: value for name, value in options.items() if name in self.about.takes},
-                    **self._negative(settings.guidance, [own.negative_prompt for _, _, own in padded]),
+                    **self._negative(settings, len(padded)),
                 ).images[: len(batch)]
         except Exception as error:
             raise RenderError(f"the renderer failed: {type(error).__name__}: {first_line(error)}") from error
         finite = torch.isfinite(images).flatten(1).all(1).tolist()
         if not all(finite):
-            prompt, seed, _ = batch[finite.index(False)]
+            prompt, seed = batch[finite.index(False)]
             raise RenderError(
                 f"picture of {prompt!r} (seed {seed}) has values that are not finite; "
                 f"a renderer in {str(images.dtype).removeprefix('torch.')} may need bfloat16 or float32"
             )
         return images
 
-    def _negative(self, guidance: float, texts: list[str | None]) -> dict:
-        """Arguments of the pipeline's call for the negative prompts of a batch, which all or none have.
+    def _negative(self, settings: RenderSettings, count: int) -> dict:
+        """Arguments of the pipeline's call for the negative prompt of a batch.
 
-        Stable Diffusion 3 would encode one anew for each picture, by T5 too: it gets the states of the usual one.
+        Stable Diffusion 3 would encode it anew for each picture, by T5 too: it gets the states.
         """
-        text, count = texts[0], len(texts)
-        if guidance <= 1 or (text is None and self.about.kind != STABLE_DIFFUSION_3):
+        text = settings.negative_prompt
+        if settings.guidance <= 1 or (text is None and self.about.kind != STABLE_DIFFUSION_3):
             return {}
-        if self.about.kind != STABLE_DIFFUSION_3 or {*texts} - {self.training.negative_prompt, None}:
-            return {"negative_prompt": texts}
+        if self.about.kind != STABLE_DIFFUSION_3:
+            return {"negative_prompt": [text] * count}
         text = text or ""
         if text not in self._negatives:
             embeddings, _, pooled, _ = self.pipeline.encode_prompt(
@@ -448,18 +390,6 @@ class Renderer:
             "negative_prompt_embeds": embeddings.expand(count, -1, -1),
             "negative_pooled_prompt_embeds": pooled.expand(count, -1),
         }
-
-
-def _fitted(sources: Sequence[Image], each: Sequence[RenderSettings]) -> dict[tuple[int, int], tuple[str, Image]]:
-    """Return digest and picture of each source in each size, by (id, size); a source that is repeated is read once."""
-    from PIL import Image, ImageOps
-
-    fitted: dict[tuple[int, int], tuple[str, Image.Image]] = {}
-    for source, own in zip(sources, each, strict=True):
-        if (id(source), own.size) not in fitted:
-            picture = ImageOps.fit(source, (own.size, own.size), Image.Resampling.LANCZOS)
-            fitted[id(source), own.size] = hashlib.sha256(picture.tobytes()).hexdigest(), picture
-    return fitted
 
 
 def load_stable_diffusion_3(

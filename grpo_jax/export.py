@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from grpo_jax.models.hf.folder import push_folder, require_hub
-    from grpo_jax.reports.model_card import write_card
+    from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
     from grpo_jax.runs.policy import restore_policy
 
     if options.adapters and options.dtype:
@@ -50,7 +49,7 @@ def _export(options: argparse.Namespace) -> None:
         policy.save_adapters(options.out, policy.variables)
     else:
         policy.save(options.out, policy.variables, dtype=options.dtype or "float32")
-    write_card(options.out, config, options.run, checkpoint=options.checkpoint, adapters=options.adapters)
+    write_card(options.out, base=config.policy.path, adapters=options.adapters)
     what = "adapters" if options.adapters else "policy"
     print(f"{options.out}: the {what} of {options.run}, checkpoint {options.checkpoint} (step {meta.get('step')})")
     if options.push_to_hub:

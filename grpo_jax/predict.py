@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.encoding import Encoded
-    from grpo_jax.rollout.texts import Reading
     from grpo_jax.sampling.sampler import Samples
 
 
@@ -47,27 +46,14 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
     Raises:
         UserError: There is no such run or checkpoint, or a package that it needs is missing.
     """
-    read = load_reader(run_dir, checkpoint)
-    return lambda prompt, pictures=(): read(prompt, pictures).text
-
-
-@extras_named()
-def load_reader(run_dir: str | Path, checkpoint: str = "final") -> Callable[..., Reading]:
-    """Make read(prompt, pictures=()) → the `Reading` of the greedy answer; arguments as of `load_rewriter`."""
     from grpo_jax.runs.policy import restore_policy
 
     config, policy, _ = restore_policy(run_dir, checkpoint, pictures=None)
-    return make_reader(config, policy)
+    return make_rewriter(config, policy)
 
 
-def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[[str], str]:
-    """Make the function of `load_rewriter` for a policy that is loaded; `rows` as of `make_reader`."""
-    read = make_reader(config, policy, rows)
-    return lambda prompt: read(prompt).text
-
-
-def make_reader(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., Reading]:
-    """Make the function of `load_reader` for a policy that is loaded.
+def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Callable[..., str]:
+    """Make the function of `load_rewriter` for a policy that is loaded.
 
     The longest of `rows`, which have no pictures, sets the width of all prompts, so that none compiles anew.
     """
@@ -102,13 +88,13 @@ def make_reader(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Cal
 
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Samples]:
-        texts, lists = config.task.listed_texts(config), config.task.writes_lists
-        ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded, texts), no_repeats=lists)
+        texts = config.task.listed_texts(config)
+        ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
         return make_sampler(
             policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=policy_choices(config, texts, loaded)
         )
 
-    def read(prompt: str, pictures: Sequence[object] = ()) -> Reading:
+    def rewrite(prompt: str, pictures: Sequence[object] = ()) -> str:
         try:
             request = read_prompt(prompt, take_pictures({"images": list(pictures)}, None), None)
         except ValueError as error:
@@ -117,9 +103,9 @@ def make_reader(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> Cal
         tokens, mask, pictures_read = (encode_wide or encoder([row]))([row])
         seen = {} if pictures_read is None else {"pictures": make_see(policy)(policy.variables, pictures_read)[0]}
         samples = jax.device_get(sampler()(policy.variables, tokens, mask, keys, **seen))
-        return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1]
+        return decode(samples.tokens[0, 0][samples.mask[0, 0]], prompt)[1].text
 
-    return read
+    return rewrite
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -144,12 +130,11 @@ def _predict(options: argparse.Namespace) -> None:
 
     prompts = options.prompt if options.file is None else [line for _, line in read_lines(options.file)]
     enable_compile_cache()
-    read = load_reader(options.run, options.checkpoint)
+    rewrite = load_rewriter(options.run, options.checkpoint)
     for prompt in prompts:
-        text, _, settings = read(prompt, options.picture)
-        as_json = options.json or options.file is not None or settings
-        line = {"prompt": prompt, "completion": text, **settings}
-        print(json.dumps(line, ensure_ascii=False) if as_json else text)
+        text = rewrite(prompt, options.picture)
+        as_json = options.json or options.file is not None
+        print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False) if as_json else text)
 
 
 def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:

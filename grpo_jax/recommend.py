@@ -2,7 +2,7 @@
 
 On the command line:
 
-    python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10] [--exclude FILE] [--at_most brand=2]
+    python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10] [--exclude FILE]
     python -m grpo_jax.recommend --run DIR --choose_prior [--users 2000]
 """
 
@@ -32,19 +32,14 @@ if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy
 
 SEPARATOR = "|"
-_FEWER = (
-    "the run's rankings list no more beside the history (task.listed, the length of a list, filters, and items of the "
-    "catalogue)"
-)
 
 
 @extras_named()
 def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogue: str | None = None) -> Any:
-    """Return recommend(titles, k=10) of a run whose task recommends: its best items, with why.
+    """Return recommend(titles, k=10) of a run whose task recommends: its best items.
 
-    There are fewer than k where the run's rankings list no more (`task.listed`). A title that stands several times
-    counts once, in its last place; one that is no item's is skipped. Its further arguments
-    are filters, `allow`, `exclude` and `at_most`, and `note`, which hears of what was skipped.
+    A title that stands several times counts once, in its last place; one that is no item's is skipped. Its further
+    arguments are `exclude`, items that are never recommended, and `note`, which gets a line on what was skipped.
 
     Args:
         run_dir: Run directory of a training run.
@@ -95,11 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--k", type=int, help="Items (default: 10).")
     parser.add_argument("--users", type=int, help="Of --choose_prior (default: the run's validation prompts).")
-    parser.add_argument("--allow", metavar="FILE", help="Recommend these alone: a title or id on each line.")
     parser.add_argument("--exclude", metavar="FILE", help="Never recommend these: a title or id on each line.")
-    parser.add_argument(
-        "--at_most", nargs="+", metavar="COLUMN=N", help="At most N items with one value of a catalogue's column."
-    )
     parser.add_argument("--catalogue", metavar="FILE", help="Rank the items of this file, not of the run's catalogue.")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     return parser
@@ -122,9 +113,9 @@ def _recommend(options: argparse.Namespace) -> None:
     if k < 1:
         raise UserError(f"--k: expected a number >= 1, got {k}")
     lines = None if options.file is None else read_lines(options.file)
-    filters = _filters(options)
+    exclude = [] if options.exclude is None else [line.strip() for _, line in read_lines(options.exclude, "exclude")]
     recommender = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
-    ask = functools.partial(ask_for, functools.partial(recommender, **filters), k)
+    ask = functools.partial(ask_for, functools.partial(recommender, exclude=exclude), k)
     if lines is not None:
         return _answer_lines(lines, str(options.file), ask)
     items, record = ask(titles_of(options.history))
@@ -136,26 +127,10 @@ def _recommend(options: argparse.Namespace) -> None:
         complain(f"note: {record['note']}")
 
 
-def _filters(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what may be recommended, as a `Recommender` takes it."""
-    filters: dict[str, Any] = {}
-    for name in ("allow", "exclude"):
-        if (path := getattr(options, name)) is not None:
-            filters[name] = [line.strip() for _, line in read_lines(path, name)]
-    for entry in options.at_most or ():
-        column, equals, number = entry.rpartition("=")
-        if not (column and equals and number.isdecimal()):
-            raise UserError(f"--at_most: expected COLUMN=N, such as brand=2, got {entry!r}")
-        filters.setdefault("at_most", {})[column] = int(number)
-    return filters
-
-
 def ask_for(recommender: Any, k: int, titles: Sequence[str]) -> tuple[Sequence[Any], dict[str, object]]:
     """Return the items for a history, and all of the answer as JSON has it."""
     notes: list[str] = []
     items = recommender(titles, k, note=notes.append)
-    if len(items) < k:
-        notes.append(f"{len(items)} of {k} items: {_FEWER}")
     record: dict[str, object] = {"history": titles, "items": [item._asdict() for item in items]}
     if notes:
         record["note"] = "; ".join(notes)
@@ -185,7 +160,7 @@ def titles_of(line: str) -> list[str]:
 
 
 def _choose(options: argparse.Namespace) -> None:
-    for name in ("k", "catalogue", "allow", "exclude", "at_most"):
+    for name in ("k", "catalogue", "exclude"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name}: does not go with --choose_prior")
     if options.users is not None and options.users < 1:
@@ -198,10 +173,6 @@ def _choose(options: argparse.Namespace) -> None:
 def _print(items: Sequence[Any]) -> None:
     for place, item in enumerate(items, 1):
         print(f"{place:>3}  {item.score:8.3f}  {one_line(item.title or f'({item.item}, no title)', 90)}")
-        if item.words:
-            print(f"{'':15}shares {', '.join(item.words[:6])}")
-        if item.together:
-            print(f"{'':15}taken with {one_line('; '.join(item.together[:2]), 90)}")
 
 
 if __name__ == "__main__":

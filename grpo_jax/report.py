@@ -1,4 +1,4 @@
-"""`python -m grpo_jax.report RUN [RUN …] [--out FILE]`: writes a run's page again, or one that compares several."""
+"""`python -m grpo_jax.report RUN [--out FILE]`: writes a run's page again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    description = "Writes report.html of a run again, finished or not; of several runs one page that compares them."
+    description = "Writes report.html of a run again, finished or not."
     parser = run_parser("report", description, reads_run=False)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directory of a training run.")
-    parser.add_argument(
-        "--out", metavar="FILE", help="Where to (default: RUN/report.html, of several comparison.html)."
-    )
+    parser.add_argument("--out", metavar="FILE", help="Where to (default: RUN/report.html).")
     return parser
 
 
@@ -32,20 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from grpo_jax.reports.report import write_comparison, write_report
+    from grpo_jax.reports.report import write_report
 
-    runs = [_run(path) for path in options.runs]
-    paths = [run.path.resolve() for run in runs]
-    twice = next((name for name, path in zip(options.runs, paths, strict=True) if paths.count(path) > 1), None)
-    if twice is not None:
-        raise UserError(f"{short_name(twice)}: named twice; a run is compared with others")
-    out = Path(options.out or (runs[0].report if len(runs) == 1 else "comparison.html"))
+    if len(options.runs) > 1:
+        raise UserError("expected one run; TensorBoard (tensorboard --logdir FOLDER) and W&B compare several")
+    run = _run(options.runs[0])
+    out = Path(options.out or run.report)
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise UserError(f"--out: expected a file in a folder that exists, got {short_name(out)}")
-    if len(runs) == 1:
-        write_report(out, runs[0], _display(runs[0]))
-    else:
-        write_comparison(out, runs, [_display(run) for run in runs])
+    write_report(out, run, _display(run))
     print(f"report: {out}")
 
 

@@ -93,18 +93,6 @@ CHECKS = {
         Check(["grpo", "demo", "--run=run", "--checkpoint=99"], code=2, says="no checkpoint"),
         Check(["python", "-c", "import gradio"]),
     ],
-    "ocr": [
-        Check(
-            ["python", "-c", "from bridges.scorers.ocr import Ocr; print(Ocr().load('cpu').summary)"],
-            says="PP-OCRv4",
-        ),
-    ],
-    "safety": [
-        Check(
-            ["python", "-c", "from bridges.scorers.open_nsfw import OpenNsfw; print(OpenNsfw().load('cpu').summary)"],
-            says="Open-NSFW",
-        ),
-    ],
     "quantised": [
         text_task("run", "--policy.lora.rank=2", "--policy.quantised=int8", leaves="adapter/*.safetensors"),
     ],

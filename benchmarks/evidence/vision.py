@@ -1,16 +1,14 @@
 """What looking is worth: the policy that sees, its controls, three seeds, the same held-out prompts and noises.
 
-    python benchmarks/evidence/vision.py [--tasks recreation refinement scenes] [--arms …] [--seeds 0 1 2] [--jobs 1]
-                                         [--out runs/vision_evidence] [--section.field VALUE …]
+    python benchmarks/evidence/vision.py [--arms seeing blind] [--seeds 0 1 2] [--jobs 1] [--out runs/vision_evidence]
+                                         [--section.field VALUE …]
 
-Each run is a shipped config with another seed, through the real command; one that was stopped goes on, one that is
-there is not run again. Then its exported policy is measured anew, prompt by prompt. *recreation* draws a picture again:
-pictures shown, and as controls hidden or shuffled among prompts. *refinement* writes a prompt, sees what a hidden lens
-made of it, and writes another: seeing, and as a control blind, trained and measured without the picture; *scenes* is
-the same in the harder world, whose start is built first (`configs/prompt_refinement_scenes.yaml`). The seeing policy is
-measured blind and with wrong pictures too, and with two samples of its first turn, of which the reward chooses one (or
-the checker, which no user has). Prints JSON and Markdown: shares of requested attributes that the pixel
-checker finds, with 95 % intervals from resampling seeds and prompts.
+Each run is `prompt_refinement_miniature` with another seed, through the real command; one that was stopped goes on, one
+that is there is not run again. Then its exported policy is measured anew, prompt by prompt. *seeing* writes a prompt,
+sees what a hidden lens made of it, and writes another; *blind* is the control, trained and measured without the
+picture. The seeing policy is measured blind and with wrong pictures too, and with two samples of its first turn, of
+which the reward chooses one (or the checker, which no user has). Prints JSON and Markdown: shares of requested
+attributes that the pixel checker finds, with 95 % intervals from resampling seeds and prompts.
 """
 
 from __future__ import annotations
@@ -28,16 +26,7 @@ from typing import Any
 
 import numpy as np
 
-ARMS = {
-    "recreation": {"shown": [], "hidden": ["--task.pictures", "hidden"], "shuffled": ["--task.pictures", "shuffled"]},
-    "refinement": {"seeing": [], "blind": ["--task.shown", "none"]},
-    "scenes": {"seeing": [], "blind": ["--task.shown", "none"]},
-}
-CONFIGS = {
-    "recreation": "prompt_recreation_miniature",
-    "refinement": "prompt_refinement_miniature",
-    "scenes": "prompt_refinement_scenes",
-}
+ARMS = {"seeing": [], "blind": ["--task.shown", "none"]}
 MEASURE = "pixel_accuracy"
 
 
@@ -71,9 +60,6 @@ def by_prompt(run_dir: Path) -> dict[str, list[float]]:
     """Pixel accuracy of each held-out prompt, by what was measured."""
     parts = load(run_dir)
     environment, place = parts.environment, parts.environment.watch_names.index(MEASURE)
-    if environment.answering is None:
-        watched = collected(parts, parts.samplers.greedy, environment).final_watched
-        return {"end": watched[:, 0, place].tolist()}
     found = {}
     turns = parts.task_data.environment
     answers = {"end": turns.respond, **{f"end_{name}": one for name, one in turns.controls.items()}}
@@ -106,16 +92,16 @@ def best_of_two(parts: Any, environment: Any, place: int) -> dict[str, list[floa
     }
 
 
-def run(task: str, arm: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
+def run(arm: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
     """A run in a process of its own, measured in another; its figures."""
-    run_dir = folder / f"{task}_{arm}_{seed}"
+    run_dir = folder / f"{arm}_{seed}"
     with open(folder / f"{run_dir.name}.log", "a") as log:
 
         def call(*arguments: str) -> None:
             subprocess.run([sys.executable, *arguments], check=True, stdout=log, stderr=subprocess.STDOUT)
 
         if not (run_dir / "summary.json").exists():
-            options = ["--config", CONFIGS[task], *ARMS[task][arm], "--seed", str(seed), *extra]
+            options = ["--config", "prompt_refinement_miniature", *ARMS[arm], "--seed", str(seed), *extra]
             if (run_dir / "checkpoints").exists():  # it was stopped
                 options = ["--resume"]
             call("-m", "grpo_jax.train", *options, "--run_dir", str(run_dir))
@@ -124,7 +110,7 @@ def run(task: str, arm: str, seed: int, folder: Path, extra: list[str]) -> dict[
     summary = json.loads((run_dir / "summary.json").read_text())
     pixels = summary["evaluation"][MEASURE]
     return {
-        "task": task,
+        "task": "refinement",
         "arm": arm,
         "seed": seed,
         **{kind: pixels[kind] for kind in ("before", "after", "oracle")},
@@ -172,22 +158,21 @@ def intervals(results: list[dict[str, Any]]) -> dict[str, list[float]]:
         "right less wrong picture": ("seeing", "end_wrong"),
         "right less no picture": ("seeing", "end_blind"),
     }
-    for task in ("refinement", "scenes"):
-        end = values.get((task, "seeing", "end"))
-        for name, key in others.items():
-            if end is not None and len(values.get((task, *key), ())) == len(end):
-                pairs = zip(end, values[(task, *key)], strict=True)
-                found[f"{task}: {name}"] = interval([a - b for a, b in pairs])
+    end = values.get(("refinement", "seeing", "end"), [])
+    for name, key in others.items():
+        if end and len(values.get(("refinement", *key), ())) == len(end):
+            pairs = zip(end, values[("refinement", *key)], strict=True)
+            found[f"refinement: {name}"] = interval([a - b for a, b in pairs])
     return found
 
 
 def table(results: list[dict[str, Any]], found: dict[str, list[float]]) -> str:
     """The results as Markdown."""
     columns = ("before", "after", "oracle", "gap_closed")
-    lines = ["| task | arm | seed | " + " | ".join(columns) + " | seconds |", "|---|---|---|" + "---|" * 5]
+    lines = ["| arm | seed | " + " | ".join(columns) + " | seconds |", "|---|---|" + "---|" * 5]
     for row in results:
         cells = " | ".join(f"{row[name]:.3f}" for name in columns)
-        lines.append(f"| {row['task']} | {row['arm']} | {row['seed']} | {cells} | {row['seconds']['total']:.0f} |")
+        lines.append(f"| {row['arm']} | {row['seed']} | {cells} | {row['seconds']['total']:.0f} |")
     lines += ["", "| measured | mean | 95 % interval |", "|---|---|---|"]
     lines += [f"| {name} | {mean:.3f} | {low:.3f} to {high:.3f} |" for name, (mean, low, high) in found.items()]
     return "\n".join(lines)
@@ -200,25 +185,16 @@ def main() -> None:
         (run_dir / "by_prompt.json").write_text(json.dumps(by_prompt(run_dir)) + "\n")
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=list(ARMS), default=["recreation", "refinement"])
-    parser.add_argument("--arms", nargs="+", help="Some of them; all of each task by default.")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="Runs at once; seconds are comparable for 1 alone.")
     parser.add_argument("--out", type=Path, default=Path("runs/vision_evidence") / time.strftime("%Y%m%d-%H%M%S"))
     options, extra = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    jobs = [
-        (task, arm, seed)
-        for seed in options.seeds
-        for task in options.tasks
-        for arm in ARMS[task]
-        if not options.arms or arm in options.arms
-    ]
+    jobs = [(arm, seed) for seed in options.seeds for arm in options.arms]
     with ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(lambda job: run(*job, options.out, extra), jobs))
-    results.sort(
-        key=lambda row: (list(ARMS).index(row["task"]), list(ARMS[row["task"]]).index(row["arm"]), row["seed"])
-    )
+    results.sort(key=lambda row: (list(ARMS).index(row["arm"]), row["seed"]))
     found = intervals(results)
     kept = [{name: value for name, value in row.items() if name != "by_prompt"} for row in results]
     machine = f"{platform.processor() or platform.machine()}, {platform.system()}"

@@ -160,11 +160,11 @@ def iterate(tiny: bool) -> Figures:
 def beside_the_plan(tiny: bool) -> Figures:
     """What the plan says the policy needs, and how far that is from what was taken at most."""
     measured = iterate(tiny)["peak_bytes"]
-    memory = policy_memory(*shipped(tiny))
+    memory, _ = policy_memory(*shipped(tiny))
     parts = {
         "predicted_held_gib": timing.gib(memory.held),
-        "predicted_sampling_gib": timing.gib(memory.held + memory.to_sample),
-        "predicted_update_gib": timing.gib(memory.held + memory.to_update),
+        "predicted_sampling_gib": timing.gib(memory.held + memory.sampling),
+        "predicted_update_gib": timing.gib(memory.held + memory.update),
     }
     found = parts | {"predicted_gib": timing.gib(memory.peak), "measured_gib": timing.gib(measured)}
     if measured is None:

@@ -11,9 +11,8 @@ https://arxiv.org/abs/2309.07602; Petrov & Macdonald 2023, https://arxiv.org/abs
 validation users is kept.
 
 Then the whole catalogue is ranked for every test user by the project's own code: the history left out, ties against the
-target. Three lines come of it: SASRec; the same with the history ranked too, as some papers do; and its log-softmax
-with the prior that is best beside it on the validation users, as `grpo_jax.recommend --choose_prior` chooses it, so
-that a policy with a prior has a peer with one. Prints a table on stderr and JSON on stdout.
+target. Two lines come of it: SASRec, and its log-softmax with the prior that is best beside it on the validation users,
+as `grpo_jax.recommend --choose_prior` chooses it. Prints a table on stderr and JSON on stdout.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grpo_jax.config.command_line import find_config, load_config
-from grpo_jax.tasks.recommendation.baselines import make_parts, make_prior, rank_and_recommend
-from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset, ranking_everything
+from grpo_jax.tasks.recommendation.baselines import make_parts, make_prior, rank_all
+from grpo_jax.tasks.recommendation.dataset import Dataset, load_dataset
 from grpo_jax.tasks.recommendation.metrics import ndcg, rank_of
 from grpo_jax.tasks.recommendation.recommending import grid, weigh
 from grpo_jax.tasks.recommendation.report import direction_groups, format_table, make_table, table_records
@@ -174,7 +173,7 @@ def train(dataset: Dataset, options: argparse.Namespace) -> tuple[SASRec, list[d
 
 def ranked(score: Any, rows: Any, items: int) -> np.ndarray:
     """The targets' ranks f64 [U] among so many items."""
-    return rank_of(rank_and_recommend(score, rows, items=items, first=0)[0])
+    return rank_of(rank_all(score, rows, items=items))
 
 
 def measure(model: SASRec, dataset: Dataset, options: argparse.Namespace) -> tuple[dict[str, np.ndarray], Any]:
@@ -182,13 +181,12 @@ def measure(model: SASRec, dataset: Dataset, options: argparse.Namespace) -> tup
     rows, watched = dataset.prompts.test[: options.limit or None], dataset.prompts.validation[: options.validation]
     score = scorer(model, rows, options.length)
     titles, users = dataset.catalogue.titles, dataset.known
-    own = scorer(model, watched, options.length)
-    chosen = weigh(own, make_parts(titles, users), watched, grid(), items=len(titles))[0].prior
+    own = scorer(model, watched, options.length)(0, len(watched))
+    chosen = weigh(own, make_parts(titles, users), watched, grid())[0].prior
     known, histories = make_prior(chosen, titles, users), [row.columns["history"] for row in rows]
     count = len(titles)
     ranks = {
         "SASRec": ranked(score, rows, count),
-        "SASRec, history ranked too": ranked(score, ranking_everything(rows), count),
         "SASRec + prior": ranked(lambda start, stop: score(start, stop) + known(histories[start:stop]), rows, count),
     }
     return ranks, chosen

@@ -21,16 +21,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from launches import Step, moved_bytes, parse_program, program_sizes, read_program, steps
 from replica_groups import replica_groups
 
 from grpo_jax.config.run import Config, make_config
 from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.planning.cards import FREE, RUNTIME, Planner
-from grpo_jax.planning.hlo import Step, moved_bytes, parse_program, steps
+from grpo_jax.planning.cards import FREE, RUNTIME, plan_policy
 from grpo_jax.planning.policy import held_memory
-from grpo_jax.planning.target_plan import compiled_program, program_sizes, read_report, run_programs
+from grpo_jax.planning.programs import compile_program, read_memory, run_programs
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
+from grpo_jax.planning.work import count_work
 from grpo_jax.training.memory import GIB, state_shapes
 
 Cell = dict[str, Any]
@@ -85,9 +86,8 @@ def plan_cell(size: str, method: str, length: int, target: Target) -> Cell:
     if held + RUNTIME > (1 - FREE) * target.kind.memory:
         return {"held": held, "peak": None}
     start = time.process_time()
-    planner = Planner(model, (target.kind.memory / GIB,), None, target)
-    memory = planner.policy(config)
-    programs = {name: report.peak_bytes for name, report in planner.programs.items()}
+    memory, reports = plan_policy(config, model, None, target)
+    programs = {name: report.peak_bytes for name, report in reports.items()}
     return {
         "held": held,
         "peak": memory.peak + RUNTIME,
@@ -117,13 +117,17 @@ def spread_cell(size: str, depth: int | None, length: int, target: Target, fsdp:
     found["programs"] = {}
     for name in ("sample", "update"):
         start = time.process_time()
-        compiled = compiled_program(programs[name], target, devices[0])
-        report = read_report(compiled, target, sizes._replace(turns=programs[name].turns))
+        compiled = compile_program(programs[name], target, devices[0])
+        report = read_memory(compiled, count_work(programs[name], mesh.size))
+        reading = read_program(compiled, sizes._replace(turns=programs[name].turns))
         moves = collectives(compiled.as_text() or "", programs[name].turns, target)
         found["programs"][name] = {
             "argument_bytes": report.argument_bytes,
             "peak_bytes": report.peak_bytes,
-            "bound_seconds": report.bound_seconds,
+            "bound_seconds": report.bound_seconds(target),
+            "kernels": reading.kernels,
+            "weight_copies": reading.weight_copies,
+            "cache_copies": reading.cache_copies,
             "nvlink_seconds": sum(move.bytes for move in moves if not move.crosses) / NVLINK,
             "network_seconds": sum(move.bytes for move in moves if move.crosses) / NETWORK,
             "collectives": [move._asdict() for move in moves],

@@ -1,14 +1,13 @@
-"""The hidden lens of the miniature's worlds: a picture does not show what its words said, until one looks.
+"""The hidden lens of the miniature: a picture does not show what its words said, until one looks.
 
 A lens is drawn from a picture's seed: the same for every picture of that seed, unknown from the words, plain in the
-picture. It turns the colours round a world's two wheels by some places, and in half of all cases mirrors left and
-right. Whatever colour is said, any of its wheel comes out, equally often: a guess is right in a quarter of cases, in
-the harder world, whose white stays white, in a third. Words and picture together reveal the lens, and with it the words
-that undo it. In half of the turns these are neither the words that were said nor those of what is seen, so that neither
-repeating nor describing is enough.
+picture. It turns the colours round two wheels by some places, and in half of all cases mirrors left and right. Whatever
+colour is said, any of its wheel comes out, equally often: a guess is right in a quarter of cases. Words and picture
+together reveal the lens, and with it the words that undo it. In half of the turns these are neither the words that were
+said nor those of what is seen, so that neither repeating nor describing is enough.
 
-A turn is the smoothest map of colours that takes each word's colour to the other word's (a polyharmonic spline):
-edges and blur pass through it as they are. Pictures may be NumPy's or torch's, on any device.
+A turn is the smoothest map of colours that takes each word's colour to the other word's (a polyharmonic spline): edges
+and blur pass through it as they are. Pictures may be NumPy's or torch's, on any device.
 """
 
 from __future__ import annotations
@@ -25,13 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 Images = TypeVar("Images", np.ndarray, "torch.Tensor")
-Wheels = tuple[tuple[str, ...], ...]
-
-WHEELS: dict[str, Wheels] = {
-    "miniature": (("red", "blue", "white", "green"), ("yellow", "black", "purple", "cyan")),
-    "miniature_scenes": (("red", "blue", "green"), ("yellow", "purple", "cyan")),
-}
-"""By world, wheels of equal length. A lens takes each colour some places further on its wheel; others stay."""
+WHEELS = (("red", "blue", "white", "green"), ("yellow", "black", "purple", "cyan"))
+"""Wheels of equal length. A lens takes each colour some places further on its wheel."""
 
 _STREAM = 7_021  # what this seed is for: the noise of the same picture has the same seed
 _MIRRORED = {"left": "right", "right": "left"}
@@ -42,14 +36,13 @@ class Lens(NamedTuple):
 
     turn: int = 0
     mirrored: bool = False
-    wheels: Wheels = WHEELS["miniature"]
 
 
-def lens_of(seed: int, wheels: Wheels = WHEELS["miniature"]) -> Lens:
+def lens_of(seed: int) -> Lens:
     """The lens of all pictures drawn from a seed; every turn, mirrored or not, is equally likely."""
     state = np.random.SeedSequence([_STREAM, seed % 2**32, seed // 2**32]).generate_state(1)[0]
-    places = len(wheels[0])
-    return Lens(int(state % places), bool(state // places % 2), wheels)
+    places = len(WHEELS[0])
+    return Lens(int(state % places), bool(state // places % 2))
 
 
 def seen(words: str, lens: Lens) -> str:
@@ -58,7 +51,7 @@ def seen(words: str, lens: Lens) -> str:
 
 
 def _seen(word: str, lens: Lens) -> str:
-    for wheel in lens.wheels:
+    for wheel in WHEELS:
         if word in wheel:
             return wheel[(wheel.index(word) + lens.turn) % len(wheel)]
     return _MIRRORED.get(word, word) if lens.mirrored else word
@@ -74,9 +67,9 @@ def look(images: Images, lenses: Sequence[Lens]) -> Images:
     if len(images) != len(lenses):
         raise ValueError(f"lenses must be one for each of {len(images)} images, got {len(lenses)}")
     images = images + 0
-    for turn, wheels in {(lens.turn, lens.wheels) for lens in lenses if lens.turn}:
-        rows = [i for i, lens in enumerate(lenses) if (lens.turn, lens.wheels) == (turn, wheels)]
-        images[rows] = _turned_pixels(images[rows], Lens(turn, wheels=wheels))
+    for turn in {lens.turn for lens in lenses if lens.turn}:
+        rows = [i for i, lens in enumerate(lenses) if lens.turn == turn]
+        images[rows] = _turned_pixels(images[rows], Lens(turn))
     rows = [i for i, lens in enumerate(lenses) if lens.mirrored]
     if rows:
         images[rows] = images[rows][..., list(range(images.shape[-1]))[::-1]]

@@ -10,7 +10,7 @@ that no training can exploit it.
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -74,9 +74,6 @@ BACKGROUND_PHRASES = ("against {}", "over {}", "with {} behind")
 
 CANONICAL_FORM = "a {sharpness} {size} {colour} {shape} at the {position} on {background}"
 SPLITS = ("train", "validation", "test")
-
-RECREATE = "draw this again"
-"""The prompt that goes with a picture that is to be drawn again."""
 
 _RADII = np.array([5.0, 7.2, 10.0])
 _OFFSETS = np.array([[0.0, 0.0], [0.0, -5.5], [0.0, 5.5], [-5.5, 0.0], [5.5, 0.0]])  # x, y
@@ -328,22 +325,3 @@ def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
         text, requested = casual_prompt(rng, sample_scene(rng, split))
         rows.setdefault(text, {"prompt": text, "requested": requested, "oracle": oracle_rewrite(requested)})
     return list(rows.values())
-
-
-def pictures(split: str, count: int, seed: int = 0) -> list[dict]:
-    """The built-in pictures that are to be drawn again; no shape has the same colour in two splits.
-
-    `seed` is that of scenes, and of each shape's exact position and size.
-
-    Returns:
-        The rows of `prompts` (here ``"prompt"`` is `RECREATE`), with ``"image"``: uint8 [32, 32, 3].
-    """
-    # The last number keeps these scenes apart from those of `prompts` with the same seed.
-    rng = np.random.default_rng([seed, SPLITS.index(split), 4_127])
-    scenes = [sample_scene(rng, split) for _ in range(count)]
-    drawn = draw(np.stack([indices(scene) for scene in scenes]), rng)
-    images = np.round(drawn * 255).astype(np.uint8).transpose(0, 2, 3, 1)
-    return [
-        {"prompt": RECREATE, "image": image, "requested": asdict(scene), "oracle": canonical_caption(scene)}
-        for scene, image in zip(scenes, images, strict=True)
-    ]

@@ -66,10 +66,8 @@ class PooledJudge:
         return join(self._pool.ask(requests), rows, f"{self._pool.name}.{method}".rstrip("."))
 
     def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
-        """Draw equal pairs of text and seed once; those with settings or sources of their own are all drawn."""
+        """Draw equal pairs of text and seed once."""
         pairs = list(zip(texts, seeds, strict=True))
-        if keywords.keys() & {"settings", "sources"}:
-            return self._ask("draw", list(texts), list(seeds), **keywords)
         different = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
         drawn = self._ask("draw", [text for text, _ in different], [seed for _, seed in different], **keywords)
         return drawn if len(different) == len(pairs) else drawn[[different[pair] for pair in pairs]]

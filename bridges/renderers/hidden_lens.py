@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from bridges.miniature.lens import WHEELS, Lens, lens_of, look, undone
+from bridges.miniature.lens import lens_of, look, undone
 from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change
 
 if TYPE_CHECKING:
@@ -19,14 +19,12 @@ class HiddenLens:
     A prompt's pictures share their seed, hence their lens: what one of them shows helps with the next.
 
     Args:
-        path: Whose pictures: "miniature", or its harder world, "miniature_scenes".
         steps: Denoising steps in training.
         eval_steps: Denoising steps in evaluation.
         batch_size: Pictures drawn at once.
         cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
     """
 
-    path: Literal["miniature", "miniature_scenes"] = "miniature"
     steps: PositiveCount = 2
     eval_steps: PositiveCount = 4
     batch_size: PositiveCount = may_change(64)
@@ -40,28 +38,25 @@ class HiddenLens:
         from bridges.diffusion import RenderSettings, load_stable_diffusion_3
 
         renderer = load_stable_diffusion_3(
-            self.path,
+            "miniature",
             device,
             RenderSettings(self.steps, 1.0, batch_size=self.batch_size),
             RenderSettings(self.eval_steps, 1.0, batch_size=self.batch_size),
             cache_megabytes=self.cache_megabytes,
         )
         renderer.kind += " behind hidden lenses"
-        renderer.change = lambda images, seeds: look(images, [self._lens(seed) for seed in seeds])
+        renderer.change = lambda images, seeds: look(images, [lens_of(seed) for seed in seeds])
         return renderer
-
-    def _lens(self, seed: int) -> Lens:
-        return lens_of(seed, WHEELS[self.path])
 
     def oracle(self, best: str, seed: int) -> str:
         """The best words for a request, given the lens of its seed and those that are best without."""
-        return undone(best, self._lens(seed))
+        return undone(best, lens_of(seed))
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Weights from the config files, and the cache."""
         from bridges import loading
 
-        sizes, _, _ = loading.pipeline_sizes(self.path)
+        sizes, _, _ = loading.pipeline_sizes("miniature")
         return [
             ("pipeline", loading.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
             ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),

@@ -1,22 +1,76 @@
-"""Any text-to-image pipeline of diffusers: Stable Diffusion, SDXL, FLUX, Sana, PixArt and others."""
+"""Any text-to-image pipeline that diffusers' `AutoPipelineForText2Image` knows: SDXL, FLUX, Sana, PixArt and others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from bridges.pipeline_judge import PipelineJudge
+from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
+from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+    from bridges.diffusion import Renderer
+
 
 @dataclass(frozen=True)
-class TextToImage(PipelineJudge):
-    """Draws pictures with any text-to-image pipeline of diffusers."""
+class TextToImage:
+    """Draws pictures with any text-to-image pipeline of diffusers.
 
-    def find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
+    Args:
+        path: Folder or hub id of the pipeline, or "miniature".
+        dtype: Type of its weights.
+        size: Width and height in pixels; 0 takes the model's own.
+        steps: Denoising steps in training.
+        guidance: Guidance scale in training; 1 switches it off.
+        eval_steps: Denoising steps in evaluation.
+        eval_guidance: Guidance scale in evaluation.
+        negative_prompt: What guidance leads away from, with guidance and eval_guidance above 1; empty is what the
+            pipeline does without.
+        max_sequence_length: Tokens that a text encoder without a window of its own reads; 0 takes the pipeline's.
+        lora: Folder, safetensors file or hub id of LoRA weights, which are added to the pipeline's; empty without.
+        lora_scale: What they are multiplied by.
+        batch_size: Pictures drawn at once.
+        cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
+    """
+
+    path: str = "miniature"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    size: Count = 0
+    steps: PositiveCount = 10
+    guidance: float = 1.0
+    eval_steps: PositiveCount = 10
+    eval_guidance: float = 1.0
+    negative_prompt: str = ""
+    max_sequence_length: int = 0
+    lora: str = ""
+    lora_scale: float = 1.0
+    batch_size: PositiveCount = may_change(8)
+    cache_megabytes: Count = may_change(256)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "")
+        for name in ("guidance", "eval_guidance"):
+            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
+        length = self.max_sequence_length
+        require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
+        guided = not self.negative_prompt or min(self.guidance, self.eval_guidance) > 1
+        require(guided, "negative_prompt", "empty, or guidance and eval_guidance above 1", self.negative_prompt)
+
+    def check(self) -> None:
+        """Refuse a pipeline that is not there or of another kind, and fields that it ignores; no weight is read."""
+        _, _, kind = self._find()
+        takes = inspect.signature(kind.__call__).parameters
+        for name in ("negative_prompt", "max_sequence_length"):
+            if getattr(self, name) and name not in takes:
+                raise UserError(f"{self.path}: a {kind.__name__} takes no {name}: leave it at its default")
+        if self.lora:
+            find_lora(self.lora)
+
+    def _find(self) -> tuple[Path | str, dict, type[DiffusionPipeline]]:
         """Find the pipeline, its table of contents and its class; no weight is read."""
         from bridges.diffusion import find_pipeline
         from bridges.loading import quiet_loading
@@ -26,3 +80,105 @@ class TextToImage(PipelineJudge):
         kinds = {kind.__name__: kind for kind in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()}
         source, index = find_pipeline(self.path, *kinds)
         return source, index, kinds[index["_class_name"]]
+
+    def load(self, device: str) -> Renderer:
+        """Load the pipeline on "cpu" or "gpu:N" and draw a picture with it, in two steps.
+
+        Only safetensors are read, and no code that comes with the weights is run. Parts that check or mark pictures
+        (safety checker, watermark) are left out: they would paint what is judged.
+
+        Raises:
+            UserError: No such pipeline or LoRA; weights that are missing, broken, gated or do not fit.
+        """
+        from bridges.diffusion import Renderer, RenderError, RenderSettings, denoiser, load_pipeline
+        from bridges.loading import torch_device, torch_dtype
+
+        self.check()
+        target = torch_device(device)
+        source, index, kind = self._find()
+        pipeline = load_pipeline(kind, source, target, torch_dtype(self.dtype), **_left_out(kind, index))
+        most = max(self.guidance, self.eval_guidance)
+        if "true_cfg_scale" in inspect.signature(kind.__call__).parameters:  # FLUX: its network reads guidance, or none
+            if most > 1 and not denoiser(pipeline).config.get("guidance_embeds"):
+                raise UserError(f"{self.path} draws without guidance: set guidance and eval_guidance to 1")
+            if self.negative_prompt:
+                raise UserError(f"{self.path} reads no negative prompt: leave negative_prompt empty")
+        if self.lora:
+            _merge_lora(pipeline, self.lora, self.lora_scale)
+        training = RenderSettings(
+            self.steps,
+            self.guidance,
+            self.size,
+            batch_size=self.batch_size,
+            negative_prompt=self.negative_prompt or None,
+        )
+        renderer = Renderer(
+            pipeline,
+            target,
+            training,
+            replace(training, steps=self.eval_steps, guidance=self.eval_guidance),
+            name=self.path,
+            cache_megabytes=self.cache_megabytes,
+            length=self.max_sequence_length or None,
+        )
+        try:  # before anything is trained: sizes and schedulers that do not fit show in a picture
+            renderer.render([""], [0], replace(renderer.training, steps=2, guidance=most))
+        except RenderError as error:
+            raise UserError(f"{kind.__name__}: {error}") from error
+        renderer.kind += f" and LoRA {self.lora} × {self.lora_scale:g}" if self.lora else ""
+        return renderer
+
+    def memory(self) -> list[tuple[str, int, str]]:
+        """Weights from the config files, and the working memory of the VAE; LoRA weights are merged."""
+        from bridges.loading import renderer_memory
+
+        return renderer_memory(self)
+
+    def savings(self) -> list[dict[str, object]]:
+        """Fields that can take less memory; working memory first."""
+        return [{"batch_size": 1}, {"dtype": "bfloat16"}]
+
+
+def find_lora(path: str) -> Path | str:
+    """Find LoRA weights, a folder, a safetensors file or a hub id; UserError if a folder's file is ambiguous."""
+    from bridges.loading import local_folder
+
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    folder = local_folder(path)
+    if folder is None:
+        return path
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(files) != 1 and "pytorch_lora_weights.safetensors" not in files:
+        have = ", ".join(files) or "none"
+        raise UserError(f"lora {path}: expected one safetensors file, found {have}; name the file")
+    return folder
+
+
+def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
+    """Replacements of parts that the folder lacks or that would paint the pictures."""
+    parts: dict[str, object] = {name: None for name, value in index.items() if value == [None, None]}
+    painting = {"safety_checker": None, "requires_safety_checker": False, "add_watermarker": False}
+    takes = inspect.signature(kind.__init__).parameters
+    return parts | {name: value for name, value in painting.items() if name in takes}
+
+
+def _merge_lora(pipeline: DiffusionPipeline, path: str, scale: float) -> None:
+    """Add LoRA weights to those of the pipeline."""
+    from bridges.loading import first_line, quiet_loading
+
+    if not hasattr(pipeline, "load_lora_weights"):
+        raise UserError(f"lora: a {type(pipeline).__name__} takes no LoRA weights")
+    with quiet_loading():
+        try:
+            pipeline.load_lora_weights(find_lora(path), use_safetensors=True)
+        except UserError:
+            raise
+        except Exception as error:  # weights of another network raise what they like
+            raise UserError(f"cannot load LoRA weights from {path}: {first_line(error)}") from error
+        fitting = pipeline.get_list_adapters()
+        if not fitting:
+            raise UserError(f"lora {path}: none of its weights belongs to a {type(pipeline).__name__}")
+        pipeline.fuse_lora(components=list(fitting), lora_scale=scale)  # by default FLUX's text encoder is left out
+        pipeline.unload_lora_weights()

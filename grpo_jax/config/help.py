@@ -53,8 +53,8 @@ usage: grpo plan [--device_memory_gib GIB,GIB,… | --target DEVICE] [options of
 
 Says what each device would hold and whether the run fits, and what would make it fit; it reads no
 weights and trains nothing. --device_memory_gib plans for devices that are not here; --target asks
-their own compiler (h100, h200, b200, a100, a6000, rtx6000pro, v5e, v6e, v5p; h100:8, h100:2x8), and
---plan_json FILE writes what it says of each program. Exit code: 0 fits, 1 does not.
+their own compiler (h100, h200, b200, a100, a6000, rtx6000pro, v5e, v6e, v5p; h100:8, h100:2x8).
+Exit code: 0 fits, 1 does not.
 
   grpo plan --config my.yaml                             on the devices of this machine
   grpo plan --config my.yaml --device_memory_gib 80,80   on two cards of 80 GiB

@@ -94,7 +94,7 @@ TRAINING_ARGUMENTS = {
     "per_device_train_batch_size": "training.prompts_per_batch; in prompts, over all devices",
     "per_device_eval_batch_size": f"{NOT_HERE}how many held-out prompts are drawn at once is no setting",
     "gradient_accumulation_steps": "training.accumulation; parts of one batch, whose gradient is the whole batch's",
-    "auto_find_batch_size": "training.memory_budget_gib; finds training.accumulation",
+    "auto_find_batch_size": "training.accumulation; --plan says what fits",
     "num_train_epochs": "training.num_epochs",
     "max_steps": "training.max_steps; in batches sampled, 100 unless said otherwise, 0 for num_epochs",
     "lr_scheduler_type": "optimizer.schedule; constant unless said otherwise",

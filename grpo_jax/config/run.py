@@ -122,8 +122,7 @@ class Config:
         self._check_sampling()
         self._check_training()
         if self.algorithm.importance_cap is None:
-            lagging = self.training.lag and self.sampling.group == "samples"
-            capped = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if lagging else 0.0)
+            capped = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if self.training.lag else 0.0)
             object.__setattr__(self, "algorithm", capped)
         self.task.check(self)
 
@@ -168,11 +167,6 @@ class Config:
             require(type(self.task).judges_prompts, "sampling.keep_prompt", unjudged, section.keep_prompt)
             alone = f"0 with advantage {algorithm.advantage!r}, which compares no groups"
             require(algorithm.compares_groups, "sampling.keep_prompt", alone, section.keep_prompt)
-        if section.group != "samples":
-            listed = f"0 with sampling.group {section.group}, which are no samples"
-            cap = algorithm.importance_cap
-            require(not cap, "algorithm.importance_cap", f"null or {listed}: no ratio corrects that", cap)
-            require(not self.ppo.kl_coef, "ppo.kl_coef", f"{listed} (algorithm.kl_coef weighs them)", self.ppo.kl_coef)
         buffer, longest = algorithm.overlong_buffer, section.max_new_tokens
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
         tools = type(self.task).calls_tools or not self.data.tool_names

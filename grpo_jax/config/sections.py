@@ -249,8 +249,6 @@ class SamplingSection:
 
     Args:
         group_size: Completions per prompt (G).
-        group: How a group is made where a task lists what may be written: independent "samples", "distinct" ones (drawn
-            without replacement), or the "beams", which are the likeliest; these two know temperature alone.
         keep_prompt: How many of them are the unchanged prompt instead: their rewards count in the group, and nothing is
             trained on them. For tasks in which the prompt itself can be judged, such as its rewriting.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
@@ -269,7 +267,6 @@ class SamplingSection:
     """
 
     group_size: Length = 8
-    group: Literal["samples", "distinct", "beams"] = "samples"
     keep_prompt: Annotated[int, Ge(0)] = 0
     max_new_tokens: Length = 32
     temperature: Positive = 1.0
@@ -292,10 +289,6 @@ class SamplingSection:
         expected = f"a number in [0, max_new_tokens = {self.max_new_tokens}]"
         require(self.min_new_tokens <= self.max_new_tokens, "sampling.min_new_tokens", expected, self.min_new_tokens)
         require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
-        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1)):
-            value = getattr(self, name)
-            expected = f"{off}: sampling.group {self.group} knows temperature alone"
-            require(self.group == "samples" or value == off, f"sampling.{name}", expected, value)
 
     @property
     def written_completions(self) -> int:
@@ -473,8 +466,6 @@ class TrainingSection:
         inner_epochs: Passes over one sampled batch.
         minibatches: Optimizer updates per pass.
         accumulation: Micro-batches per update, to save memory; the gradient stays the same.
-        memory_budget_gib: Memory that an update may take beside weights and optimizer state; `accumulation` is raised
-            until it does. 0 leaves it as given.
         chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
         lag: 1 samples the next batch while this one is judged and learned from, with the weights before that update
             (docs/scaling.md); 0 samples each with the newest.
@@ -496,7 +487,6 @@ class TrainingSection:
     inner_epochs: PositiveCount = 1
     minibatches: PositiveCount = 1
     accumulation: PositiveCount = may_change(1)
-    memory_budget_gib: NonNegative = may_change(0.0)
     chunk_prompts: Annotated[int, Ge(0), Le(LENGTH)] = may_change(0)
     lag: Annotated[int, Ge(0), Le(1)] = 0
     save_every: Count = may_change(25)

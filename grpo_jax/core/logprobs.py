@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.core.form import Form
 from grpo_jax.core.masking import as_mask
 from grpo_jax.core.trie import NARROW, ROOT, Trie, children, narrow_children, walk
 
@@ -26,9 +25,8 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     allowed_tokens: ArrayLike | None = None,
-    trie: Trie | Form | None = None,
+    trie: Trie | None = None,
     nodes: ArrayLike | None = None,
-    taken: ArrayLike | None = None,
     softcap: float | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
@@ -49,11 +47,10 @@ def token_logprobs(
         tokens: int `[.., T]`.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         allowed_tokens: bool `[V]`; all by default.
-        trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its node, or
-            those that a form's state allows.
+        trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its
+            node.
         nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed,
             whose log-probability is then -inf and whose entropy is 0.
-        taken: int `[.., T, K]`, without a trie: K more tokens that are not allowed there (`taken_before`).
         softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
         chunk_size: how many tokens' logits are held at once.
 
@@ -69,8 +66,6 @@ def token_logprobs(
     if allowed_tokens is not None:
         allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
     _check_trie(trie, nodes, tokens, head, allowed_tokens)
-    if taken is not None and (trie is not None or jnp.shape(taken)[:-1] != tokens.shape):
-        raise ValueError(f"taken must be int [*{tokens.shape}, K], without a trie, got {jnp.shape(taken)}")
     tokens = tokens.astype(jnp.int32)
     number = tokens.size
     chunks = max(1, -(-number // chunk_size))
@@ -83,30 +78,12 @@ def token_logprobs(
         return x.reshape(chunk, chunks, *x.shape[1:])
 
     allowed: Any = allowed_tokens if trie is None else (trie, split(jnp.asarray(nodes)))
-    if taken is not None:
-        every = jnp.ones(head.shape[:1], bool) if allowed_tokens is None else allowed_tokens
-        allowed = (every, split(jnp.asarray(taken)))
     # The gradient is traced later: it takes its products as precisely as the context of this call asks.
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue] made at run time
     scaling = float(temperature) or 1.0, softcap, precision
     outputs: Any = _chunked(split(hidden), head, split(tokens), allowed, scaling)
     logprobs, entropy = (x.reshape(-1)[:number].reshape(tokens.shape) for x in outputs)
     return logprobs, entropy
-
-
-def taken_before(prompts: jax.Array, prompt_mask: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The tokens that stand before each one of a list without repeats: int32 [P, G, T, L + T] for `token_logprobs`.
-
-    `prompts` and their mask are [P, L], the lists `tokens` [P, G, T]; where nothing stands there is no token's number.
-    """
-    count = tokens.shape[-1]
-    earlier = jnp.arange(count) < jnp.arange(count)[:, None]
-    written = jnp.where(earlier, tokens[..., None, :], _NO_TOKEN)
-    read = jnp.where(prompt_mask, prompts, _NO_TOKEN)[:, None, None]
-    return jnp.concatenate([jnp.broadcast_to(read, (*tokens.shape, prompts.shape[-1])), written], axis=-1)
-
-
-_NO_TOKEN = np.iinfo(np.int32).max
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
@@ -153,14 +130,11 @@ def wide(dtype) -> type[jnp.floating]:
 
 
 def _allowed_at(allowed, index):
-    """Allowed tokens of one chunk: None, bool [V], or bool [C, V] of the children of its nodes or of what is left."""
+    """Allowed tokens of one chunk: None, bool [V], or bool [C, V] of the children of its nodes."""
     if not isinstance(allowed, tuple):
         return allowed
-    source, where = allowed[0], allowed[1][:, index]
-    if isinstance(source, Trie | Form):
-        return children(source, where)
-    left = jnp.broadcast_to(source, (len(where), len(source)))
-    return left.at[jnp.arange(len(where))[:, None], where].set(False, mode="drop")
+    trie, nodes = allowed
+    return children(trie, nodes[:, index])
 
 
 def _logits(hidden, head, allowed, scaling):
@@ -174,7 +148,7 @@ def _logits(hidden, head, allowed, scaling):
 def _chunked(hidden, head, tokens, allowed, scaling):
     """hidden [C, n, D], head [V, D], tokens [C, n] → logprobs, entropy [C, n].
 
-    `allowed` is bool [V], (trie, nodes [C, n]), (bool [V], taken [C, n, K]) or None.
+    `allowed` is bool [V], (trie, nodes [C, n]) or None.
     """
     return _forward(hidden, head, tokens, allowed, scaling)[0]
 

@@ -127,19 +127,6 @@ def _as_token_weights(weights, mask, dtype) -> jax.Array:
     return jax.lax.stop_gradient(select(mask, weights.astype(dtype)))
 
 
-def _as_row_weights(weights, mask, dtype) -> jax.Array:
-    """The weights [.., 1] as constants, 0 for rows without tokens."""
-    weights = as_float("kl_weights", weights)
-    if weights.shape != mask.shape[:-1]:
-        raise ValueError(f"kl_weights must have shape {mask.shape[:-1]}, got {weights.shape}")
-    return jax.lax.stop_gradient(select(mask.any(axis=-1), weights.astype(dtype)))[..., None]
-
-
-def _weighted(values: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """The product; the values themselves without weights."""
-    return values if weights is None else values * weights
-
-
 def _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef) -> bool:
     """Refuse choices that do not fit together; return whether there is an entropy bonus."""
     if ratio not in ("token", "sequence"):
@@ -196,7 +183,6 @@ def grpo_loss(
     entropy: ArrayLike | None = None,
     entropy_coef: float = 0.0,
     token_weights: ArrayLike | None = None,
-    kl_weights: ArrayLike | None = None,
 ) -> tuple[jax.Array, GRPOMetrics]:
     """Policy loss of GRPO and its relatives.
 
@@ -224,9 +210,6 @@ def grpo_loss(
         token_weights: w, `[.., T]` or `[.., 1]`, floating or bool; ones by default. Multiplies the policy term
             alone: penalty, bonus, denominators and metrics but `policy_loss` do not see it. For
             `high_entropy_mask` and `truncated_importance_weights`.
-        kl_weights: `[..]`, floating; ones by default. Multiplies each row's KL, the penalty and `metrics.kl` and
-            `old_kl`, over the same denominators. For rows that are no independent draws: G times a row's probability
-            over that of standing in its group of G makes the group's mean that of draws.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32.
@@ -246,19 +229,18 @@ def grpo_loss(
     policy = -jnp.broadcast_to(surrogate.objective(log_ratio, logprobs, advantages), mask.shape)
     if token_weights is not None:
         policy *= _as_token_weights(token_weights, mask, policy.dtype)
-    by_row = None if kl_weights is None else _as_row_weights(kl_weights, mask, policy.dtype)
     policy_total = aggregate(policy, mask, aggregation)
     loss = safe_divide(policy_total, whole.loss)
     divergence = None
     if ref is not None:
-        divergence = _weighted(kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3"), by_row)
+        divergence = kl_divergence(logprobs, ref, estimator=kl.estimator if kl else "k3")
     if kl is not None and ref is not None:
-        penalty = _weighted(kl.per_token(logprobs, old, ref), by_row)
+        penalty = kl.per_token(logprobs, old, ref)
         loss += kl.coef * safe_divide(aggregate(penalty, mask, aggregation), whole.loss)
     if bonus and entropies is not None:
         loss -= entropy_coef * safe_divide(jnp.sum(entropies), whole.tokens)
 
-    old_divergence = _weighted(kl_divergence(old, logprobs), by_row)
+    old_divergence = kl_divergence(old, logprobs)
     metrics = _metrics(log_ratio, advantages, mask, surrogate, divergence, old_divergence, entropies)
     metrics = metrics._replace(policy_loss=Mean(policy_total, local.loss))
     return loss, jax.lax.stop_gradient(metrics)

@@ -18,8 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.core.form import Form
-
 ROOT = 0
 NARROW = 32
 """Children up to which a node's are looked up one by one, in place of the vocabulary."""
@@ -146,11 +144,9 @@ def _first_children(trie: Trie, nodes: jax.Array, count: int) -> tuple[jax.Array
     return jnp.where(exists, trie.token[edges], trie.vocab_size), exists
 
 
-def children(trie: Trie | Form, nodes: ArrayLike) -> jax.Array:
+def children(trie: Trie, nodes: ArrayLike) -> jax.Array:
     """The tokens that may follow at some nodes: int [..] → bool [.., V]; none at a leaf or a node below 0."""
     nodes = jnp.asarray(nodes)
-    if isinstance(trie, Form):
-        return trie.children(nodes)
     flat = nodes.reshape(-1)
     edges = len(trie.first) - 2
     listed, _ = _first_children(trie, flat, len(trie.token) - edges)
@@ -164,10 +160,8 @@ def children(trie: Trie | Form, nodes: ArrayLike) -> jax.Array:
     return mask.reshape(*nodes.shape, trie.vocab_size)
 
 
-def follow(trie: Trie | Form, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
+def follow(trie: Trie, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
     """The node that a token leads to: int32 [..], [..] → int32 [..]; -1 where it is no child's, and from -1."""
-    if isinstance(trie, Form):
-        return trie.follow(nodes, tokens)
     nodes, tokens = jnp.broadcast_arrays(nodes, tokens)
     here = jnp.maximum(nodes, 0)
     start, end = trie.first[here], trie.first[here + 1]
@@ -185,7 +179,7 @@ def follow(trie: Trie | Form, nodes: ArrayLike, tokens: ArrayLike) -> jax.Array:
     return jnp.where(is_child, low + 1, -1).astype(jnp.int32)
 
 
-def walk(trie: Trie | Form, tokens: ArrayLike) -> jax.Array:
+def walk(trie: Trie, tokens: ArrayLike) -> jax.Array:
     """The node before each token of some texts: int [.., T] → int32 [.., T], from the root; -1 once off the tree."""
     tokens = jnp.asarray(tokens)
 

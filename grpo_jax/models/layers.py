@@ -41,7 +41,7 @@ def recomputed(layer: nn.Module) -> Callable[..., PyTree]:
     """
 
     def apply(params: PyTree, adapters: PyTree, *inputs: PyTree) -> PyTree:
-        with jax.named_scope(layer.name):  # by which `planning.hlo` knows its kernels
+        with jax.named_scope(layer.name):  # profiles name its kernels by it
             return layer.apply({"params": params, "lora": adapters}, *inputs)
 
     call = jax.custom_vjp(apply)

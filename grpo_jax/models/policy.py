@@ -15,9 +15,8 @@ import numpy as np
 from flax.training.dynamic_scale import DynamicScale
 
 from grpo_jax.config.sections import LoraSection, PolicySection
-from grpo_jax.core.form import Form
 from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
-from grpo_jax.core.trie import Trie, walk, widest_below
+from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.attention import Context, LayerInput, choose_attention
@@ -140,7 +139,7 @@ class Policy:
         hidden: jax.Array,
         tokens: jax.Array,
         *,
-        trie: Trie | Form | None = None,
+        trie: Trie | None = None,
         nodes: jax.Array | None = None,
         **options: Any,
     ) -> tuple[jax.Array, jax.Array]:
@@ -149,15 +148,13 @@ class Policy:
         Args:
             hidden: [P, G, T, D] of ``forward_group``.
             tokens: i32 [P, G, T].
-            trie: The texts of which each completion is one, or their form; it must not be traced.
+            trie: The texts of which each completion is one; it must not be traced.
             nodes: i32 [P, G, T] with a trie, the node before each token; by default completions begin at its root.
             **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
         """
         head = self.head(variables)
-        if isinstance(trie, Form) and nodes is None:
-            nodes = walk(trie, tokens)
         with _precision(self.matmul_precision):
-            if not isinstance(trie, Trie) or nodes is not None:
+            if trie is None or nodes is not None:
                 options |= {"trie": trie, "nodes": nodes, "softcap": self.softcap}
                 return token_logprobs(hidden, head, tokens, **options)
             options |= {"below": widest_below(trie), "softcap": self.softcap}

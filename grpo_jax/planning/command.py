@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax
 
 from grpo_jax.config.build import to_dict
+from grpo_jax.config.help import spelled
 from grpo_jax.config.run import POLICY, Config
-from grpo_jax.errors import UserError, short_name
+from grpo_jax.errors import UserError
 from grpo_jax.models.policy import precision_of
-from grpo_jax.planning import JSON, PLAN, TARGET, PlanRequest
-from grpo_jax.planning.cards import FREE, Card, Planner, first_that_fits, list_savings, option
+from grpo_jax.planning import PLAN, TARGET, PlanRequest
+from grpo_jax.planning.cards import FREE, Card, list_savings, plan_cards, plan_policy
 from grpo_jax.planning.policy import PolicyMemory, read_shape, read_shown
-from grpo_jax.planning.target_plan import Report
+from grpo_jax.planning.programs import Report
 from grpo_jax.planning.targets import Target, parse_target, prepare
 from grpo_jax.runs.policy import NEW
 from grpo_jax.runs.several import require_for_processes
@@ -34,62 +33,27 @@ def show_plan(config: object, request: PlanRequest) -> int:
         raise UserError(f"{PLAN}: a {name} run has no language policy and takes little; there is nothing to plan")
     if config.policy.path == NEW:
         raise UserError(f"{PLAN}: policy.path new is made of the task's words when the run begins; it is small")
-    size = config.policy.mesh.size
-    if target is not None and size > target.count:
-        raise UserError(f"policy.mesh: expected at most {target.count} devices for {TARGET} {target}, got {size}")
+    size, gib = config.policy.mesh.size, request.gib
     if target is not None:
+        if size > target.count:
+            raise UserError(f"policy.mesh: expected at most {target.count} devices for {TARGET} {target}, got {size}")
         require_for_processes(config, target.processes(size))
-    gib = request.gib if target is None else (target.kind.memory / GIB,) * target.count
+        gib = (target.kind.memory / GIB,) * target.count
     model = read_shape(config.policy.path)
     pictures, notes = read_shown(config, model)
     _show_devices(gib, config)
-    planner = Planner(model, gib, pictures, target)
-    memory, cards = planner.policy(config), planner.cards(config)
-    _tell(config, memory, cards, notes)
-    if target is not None:
-        _tell_programs(target, planner.programs)
-        if request.file:
-            _write(Path(request.file), target, planner.programs)
+    memory, programs = plan_policy(config, model, pictures, target)
+    cards = plan_cards(config, memory, gib, target)
+    _print_cards(config, memory, cards, notes)
+    _print_programs(programs, target)
     full = [card for card in cards if card.excess]
     if not full:
         print("It fits.")
         return 0
-    verdict = f"It does not fit: {', '.join(card.name for card in full)}."
-    if small := [card.name for card in full if card.runtime > card.room]:
-        print(f"{verdict} Contexts and libraries alone are too much for {', '.join(small)}: take larger devices.")
-        return 1
-    savings = list_savings(config, cards, target)
-    if target is not None and (enough := first_that_fits(planner, config, savings)):
-        print(f"{verdict} It would with {enough}.")
-        return 1
-    alone = " Nothing below is enough alone." if target is not None else ""
-    print(f"{verdict}{alone} These take less (plan again with them), and so do a smaller model and larger devices:")
-    print("\n".join(f"  {option(*saving)}" for saving in savings.items()) or "  (nothing that is known here)")
+    print(f"It does not fit: {', '.join(card.name for card in full)}. These take less (plan again with them):")
+    options = [f"  --{name} {spelled(value)}" for name, value in list_savings(config, cards).items()]
+    print("\n".join(options) or "  (nothing that is known here)")
     return 1
-
-
-def _tell_programs(target: Target, programs: Mapping[str, Report]) -> None:
-    print(f"Programs, compiled for {target.kind.title} and not run; judges, which torch runs, are counted:")
-    print(
-        f"{'GiB of':>12}{'arguments':>12}{'temporary':>10}{'peak':>8}{'kernels':>14}{'a layer':>9}{'copies':>8}  bound"
-    )
-    for name, report in programs.items():
-        reading = report.reading
-        sizes = (report.argument_bytes, report.temporary_bytes, report.peak_bytes)
-        memory = "".join(f"{_gib(size):>{width}}" for size, width in zip(sizes, (12, 10, 8), strict=True))
-        copies = reading.weight_copies + reading.cache_copies
-        kernels = f"{reading.kernels:>14,}{reading.layer_kernels:>9.0f}{copies:>8}"
-        print(f"  {name:<10}{memory}{kernels}  {report.bound_seconds:.3g} s")
-        for kind, size, count in reading.collectives:
-            print(f"  {'':<12}{count:,} x {kind}: {_gib(size)} GiB")
-
-
-def _write(file: Path, target: Target, programs: Mapping[str, Report]) -> None:
-    values = {name: report.as_dict(name) for name, report in programs.items()}
-    try:
-        file.write_text(json.dumps({"target": str(target), "programs": values}, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{JSON}: {short_name(file)} cannot be written: {error.strerror}") from error
 
 
 def _show_devices(gib: tuple[float, ...], config: Config) -> None:
@@ -103,7 +67,7 @@ def _show_devices(gib: tuple[float, ...], config: Config) -> None:
         pass
 
 
-def _tell(config: Config, memory: PolicyMemory, cards: Sequence[Card], notes: Sequence[str]) -> None:
+def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[Card], notes: Sequence[str]) -> None:
     task = to_dict(config)["task"]["kind"]
     print(f"Plan of {task}: {config.policy.path}, {memory.parameters:,} parameters, {memory.trained:,} trained")
     dtype, precision = config.policy.compute_dtype, config.policy.matmul_precision
@@ -120,12 +84,23 @@ def _tell(config: Config, memory: PolicyMemory, cards: Sequence[Card], notes: Se
                 size = _gib(line.bytes) if line.counted else f"({_gib(line.bytes)})"
                 print(f"    {line.name:<26}{size:>9}  {line.note}".rstrip())
         verdict = f"{_gib(card.excess)} GiB too much" if card.excess else "fits"
-        print(
-            f"  needed {_gib(card.needed)} of {_gib((1 - FREE) * card.capacity)} GiB ({FREE:.0%} left free): {verdict}"
-        )
+        print(f"  needed {_gib(card.needed)} of {_gib(card.room)} GiB ({FREE:.0%} left free): {verdict}")
         tight = not card.excess and card.needed > _PREALLOCATED * card.capacity
         if tight and POLICY in card.parts and card.name != "cpu":
             print("  JAX takes 75 % of a card by itself: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
+
+
+def _print_programs(programs: Mapping[str, Report], target: Target | None) -> None:
+    """Print memory and work of a call of each program, on one device; of a target also the bound."""
+    where = "here" if target is None else f"for {target.kind.title}"
+    print(f"Programs, compiled {where} and not run; judges, which torch runs, are no part of them:")
+    print(f"  {'':<10}{'arguments':>12}{'temporary':>11}{'peak, GiB':>11}{'TFLOP':>9}{'GB moved':>10}  bound")
+    for name, report in programs.items():
+        sizes = (report.argument_bytes, report.temporary_bytes, report.peak_bytes)
+        memory = "".join(f"{_gib(size):>{width}}" for size, width in zip(sizes, (12, 11, 11), strict=True))
+        work = f"{report.work.flops / 1e12:>9.3g}{report.work.bytes / 1e9:>10.3g}"
+        bound = "" if target is None else f"  {report.bound_seconds(target):.3g} s"
+        print(f"  {name:<10}{memory}{work}{bound}")
 
 
 def _gib(size: float) -> str:

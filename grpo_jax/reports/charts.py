@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from grpo_jax.reports.page import Rows, number, render, section, stroke
 from grpo_jax.tasks.display import Chart, Curve, Display, of_turns
 
 _WIDTH, _HEIGHT = 320, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 306, 8, 158
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 310, 8, 158
 _MAX_POINTS = 500
 _MAX_MARKS = 100  # points of a line that show their values under the pointer
-MOST_LINES = 24
-"""Lines of a chart that can be distinguished (`page.stroke`)."""
+_MOST_LINES = 24  # that `page.stroke` tells apart
 
 
 class Series(NamedTuple):
-    """One line: its name and (step, value) points in order; a sparse one is drawn with dots.
-
-    `place` decides colour and dashes, from 0; by default it is the place among the lines of the chart.
-    """
+    """One line: its name and (step, value) points in order; a sparse one is drawn with dots."""
 
     name: str
     points: Sequence[tuple[float, float]]
     sparse: bool = False
-    place: int | None = None
 
 
-class RunCurves(NamedTuple):
-    """The metrics of a run in charts, its rows of metrics.jsonl.
-
-    `starts` are the iterations done when a process began: the one after compiles.
-    """
-
-    name: str
-    rows: Rows
-    starts: Sequence[int] = (0,)
-
-
-def series_of(rows: Rows, key: str, name: str, *, sparse: bool = False, place: int | None = None) -> Series:
+def series_of(rows: Rows, key: str, name: str, *, sparse: bool = False) -> Series:
     """Collect a metric over steps, leaving out rows that lack it."""
     points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-    return Series(name, [point for point in points if math.isfinite(point[1])], sparse, place)
+    return Series(name, [point for point in points if math.isfinite(point[1])], sparse)
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -61,6 +45,16 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(index * step, max(12, 3 - exponent)) for index in range(first, last + 1)]
 
 
+def tick_texts(ticks: Sequence[float]) -> list[str]:
+    """Format ticks with as many digits as it takes to tell them apart."""
+    texts = [number(tick) for tick in ticks]
+    for digits in range(4, 17):
+        if len(set(texts)) == len(texts):
+            break
+        texts = [f"{tick:.{digits}g}" for tick in ticks]
+    return texts
+
+
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return the exponential moving average without the bias of its start."""
     out, total, norm = [], 0.0, 0.0
@@ -73,16 +67,16 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
     """Draw an HTML figure: legend, axes and lines; noisy series are drawn faint with a smooth line over them.
 
-    Empty series are left out, and those beyond `MOST_LINES`; with none left the result is empty. The note stands
+    Empty series are left out, and those beyond `_MOST_LINES`; with none left the result is empty. The note stands
     under the heading.
     """
-    series = [line for line in series if line.points][:MOST_LINES]
+    series = [line for line in series if line.points][:_MOST_LINES]
     if not series:
         return ""
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points]
     y_ticks = nice_ticks(min(ys), max(ys))
-    x_ticks = [tick for tick in nice_ticks(min(xs), max(xs), 5) if min(xs) <= tick <= max(xs)]
+    x_ticks = [tick for tick in nice_ticks(min(xs), max(xs), 5) if min(xs) <= tick <= max(xs) and tick == int(tick)]
     x_span = (max(xs) - min(xs)) or 1.0
 
     def to_x(step: float) -> float:
@@ -96,7 +90,7 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
 
     lines = []
     for index, line in enumerate(series):
-        style = stroke(index if line.place is None else line.place)
+        style = stroke(index)
         dots = line.sparse or len(line.points) < 12
         trend = smoothed([y for _, y in line.points])
         smooth = line.points if dots else list(zip([x for x, _ in line.points], trend, strict=True))
@@ -119,29 +113,27 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "") -> str:
         "left": _LEFT,
         "right": _RIGHT,
         "bottom": _BOTTOM,
-        "x_ticks": [(tick, to_x(tick)) for tick in x_ticks],
-        "y_ticks": [(tick, to_y(tick)) for tick in y_ticks],
+        "x_ticks": [(number(tick), to_x(tick)) for tick in x_ticks],
+        "y_ticks": [(text, tick == 0, to_y(tick)) for text, tick in zip(tick_texts(y_ticks), y_ticks, strict=True)],
     }
     return render("chart", title, note, frame, lines)
 
 
-def curves_section(runs: Sequence[RunCurves], display: Display) -> str:
-    """Return the section of the curves of one run, or of several laid over each other; "" without metrics."""
-    rows = [row for run in runs for row in run.rows]
+def curves_section(rows: Rows, starts: Sequence[int], display: Display) -> str:
+    """Return the section of a run's curves; "" without metrics.
+
+    `starts` are the iterations done when a process began: the one after compiles.
+    """
     planned = charts_of(rows, display)
-    draw: Callable[[Chart], list[str]] = (
-        (lambda chart: [_drawn(chart, rows)]) if len(runs) == 1 else (lambda chart: _laid_over(chart, runs))
-    )
     charted = {"step", *(curve.metric for chart in planned for curve in chart.curves)}
     others = [name for name in _names(rows) if name not in charted and not name.startswith("seconds/")]
     moving = [name for name in others if any(row.get(name) for row in rows)]
     further = [Chart(name, (Curve(name, name, sparse=name.startswith("validation/")),)) for name in moving]
-    charts = [figure for chart in planned for figure in draw(chart)]
-    charts.append(_seconds_chart(runs))
+    charts = [*(_drawn(chart, rows) for chart in planned), _seconds_chart(rows, starts)]
     if not any(charts) and not others:
         return ""
     still = [name for name in others if name not in moving]
-    content = render("charts", charts, [figure for chart in further for figure in draw(chart)], still)
+    content = render("charts", charts, [_drawn(chart, rows) for chart in further], still)
     note = (
         "Faint: each iteration. Bold: smoothed. Figures beside the names are the last ones; under the pointer, those "
         "of an iteration."
@@ -158,37 +150,16 @@ def _drawn(chart: Chart, rows: Rows) -> str:
     return line_chart(chart.title, lines, note=chart.note)
 
 
-def _laid_over(chart: Chart, runs: Sequence[RunCurves]) -> list[str]:
-    """Draw a chart for each curve, with the lines of all runs."""
-    figures = []
-    for curve in chart.curves:
-        title = chart.title if len(chart.curves) == 1 else f"{chart.title}: {curve.label}"
-        lines = [
-            series_of(run.rows, curve.metric, run.name, sparse=curve.sparse, place=place)
-            for place, run in enumerate(runs)
-        ]
-        figures.append(line_chart(title, lines))
-    return figures
-
-
-def _seconds_chart(runs: Sequence[RunCurves]) -> str:
+def _seconds_chart(rows: Rows, starts: Sequence[int]) -> str:
     """Chart seconds without iterations that compiled, which would set the scale; the note has theirs."""
-    compiling: list[str] = []
-    lines: list[Series] = []
-    for place, run in enumerate(runs):
-        first = {start + 1 for start in run.starts}
-        later = [row for row in run.rows if row["step"] not in first]
-        for row in run.rows:
-            if row["step"] in first:
-                compiling.append(f"iteration {row['step']} with {number(row.get('seconds/total'))} s")
-        if len(runs) > 1:
-            lines.append(series_of(later, "seconds/total", run.name, place=place))
-            continue
-        names = [name for name in _names(run.rows) if name.startswith("seconds/") and name != "seconds/total"]
-        lines += [series_of(later, name, name.removeprefix("seconds/").replace("_", " ")) for name in names]
-    note = "Without iterations in which programs are compiled."
-    if len(runs) == 1 and compiling:
-        note = f"Left out, for then programs are compiled: {', '.join(compiling)}."
+    first = {start + 1 for start in starts}
+    later = [row for row in rows if row["step"] not in first]
+    compiling = [
+        f"iteration {row['step']} with {number(row.get('seconds/total'))} s" for row in rows if row["step"] in first
+    ]
+    names = [name for name in _names(rows) if name.startswith("seconds/") and name != "seconds/total"]
+    lines = [series_of(later, name, name.removeprefix("seconds/").replace("_", " ")) for name in names]
+    note = f"Left out, for then programs are compiled: {', '.join(compiling)}." if compiling else ""
     return line_chart("Seconds per iteration", lines, note=note)
 
 
@@ -246,7 +217,7 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
                 ("truncated", "truncated"),
                 ("unusable", "unusable"),
                 ("duplicates", "duplicates in group"),
-                ("unchanged", "unchanged prompts"),
+                *computed([("unchanged", "unchanged prompts")]),
             ],
         ),
         chart("Gradient norm", [("grad_norm", "norm")]),

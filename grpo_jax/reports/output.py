@@ -12,13 +12,12 @@ from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.config.files import Values
 from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.models.broadcast import others_wait
-from grpo_jax.models.hf.folder import push_folder, require_hub
+from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
 from grpo_jax.reports.console import Console, Update, result_lines
-from grpo_jax.reports.model_card import model_card
-from grpo_jax.reports.page import RunEnd, end_sections, write_end
-from grpo_jax.reports.report import write_report
+from grpo_jax.reports.page import RunEnd, write_end
+from grpo_jax.reports.report import write_final_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
-from grpo_jax.runs.directory import RunDirectory, read_metrics, write_atomically
+from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.tasks.task import Finished
 
 
@@ -100,17 +99,16 @@ class RunOutput:
         `starts` are the iterations done when a process began: the one after compiles.
         """
         self._end_line()
-        summary, tables = finished.summary, finished.tables
+        summary = finished.summary
         if self.directory.policy.is_dir():
-            write_atomically(self.directory.policy / "README.md", model_card(config, summary, self._display))
+            write_card(self.directory.policy, base=config.policy.path)
         self.directory.write_images(finished.gallery)
         self.directory.write_episodes(finished.episodes)
-        printed = [*tables, *finished.tables_below]
-        sections = end_sections(finished.gallery, finished.episodes, printed, self._display)
-        write_end(self.directory, RunEnd(sections, starts, to_yaml(config)))
-        write_report(self.directory.report, self.directory, self._display, summary=summary)
+        end = RunEnd(finished.gallery, finished.episodes, finished.tables, starts, to_yaml(config))
+        write_end(self.directory, end)
+        write_final_report(self.directory, self._display, summary, end)
         for writer in list(self._writers):
-            self._try(writer, lambda writer=writer: writer.finish(summary, tables, finished.gallery))
+            self._try(writer, lambda writer=writer: writer.finish(summary, finished.gallery))
         self.directory.write_summary(summary)  # last: a run that has one is complete
         self.say()
         for line in [*result_lines(summary, self._display), *finished.lines]:

@@ -11,18 +11,18 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 import numpy as np
 from markupsafe import Markup
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from grpo_jax.config.fields import typed
 from grpo_jax.config.files import Values, load_json, read_text
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, one_line
 from grpo_jax.reports.console import suspicions
-from grpo_jax.runs.directory import RunDirectory, encode_png, finite, write_atomically
-from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, Table, of_turns
+from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
+from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, Table, encode_png, of_turns
 
 _SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
 _ROWS_SHOWN = 200
@@ -30,30 +30,34 @@ MISSING = "–"
 Rows = Sequence[Values]
 """Rows of metrics.jsonl."""
 Measures = Mapping[str, float | None]
-_SUMMARY: Values = {
-    "iterations": int,
-    "prompts": int,
-    "evaluation": dict[str, dict[str, float | None]],
-    "best": dict[str, float | None] | None,
-    "seconds": dict[str, float | None],
-    "versions": dict[str, str],
-    "samples": dict[str, Any],
-    "suspect": list[str],
-}
-"""Numbers of a summary that pages and cards compute with."""
-_SAMPLES = dict[str, dict[str, dict[str, list[float | None] | None]]]
+T = TypeVar("T")
+
+
+class Summary(BaseModel):
+    """The entries of summary.json that the page computes with."""
+
+    iterations: int = 0
+    prompts: int = 0
+    evaluation: dict[str, dict[str, float | None]] = {}
+    seconds: dict[str, float | None] = {}
+    versions: dict[str, str] = {}
+    suspect: list[str] = []
 
 
 class RunEnd(NamedTuple):
     """The parts of report.html that stand in no other file of a run; report.json.
 
     Attributes:
-        sections: HTML of the gallery, the episodes and the tables by these names, in which all text is escaped.
+        gallery: Pairs of texts or pictures.
+        episodes: As they went.
+        tables: The task's own first.
         starts: Iterations done when a process began: the one after compiles.
         config: The configuration of the last process, as YAML.
     """
 
-    sections: Mapping[str, str] = {}
+    gallery: Sequence[GalleryEntry] = ()
+    episodes: Sequence[EpisodeEntry] = ()
+    tables: Sequence[Table] = ()
     starts: Sequence[int] = (0,)
     config: str = ""
 
@@ -107,20 +111,16 @@ def section(title: str, content: str, note: str = "") -> str:
     return render("section", title, Markup(content), note) if content else ""
 
 
-def end_sections(
-    gallery: Sequence[GalleryEntry], episodes: Sequence[EpisodeEntry], tables: Sequence[Table], display: Display
-) -> dict[str, str]:
-    """Render the end of a run by name, as in `RunEnd.sections`."""
-    episodes_note = (
-        "Held-out prompts after training, greedy, chosen by place. Grey: what the policy read. Black: what it wrote."
-    )
+def gallery_section(gallery: Sequence[GalleryEntry], display: Display) -> str:
+    """Return the section of pairs before and after training."""
     shown = render("gallery", gallery, display) if gallery else ""
-    talks = render("episodes", episodes, display) if episodes else ""
-    return {
-        "gallery": section("Before and after", shown, _gallery_note(gallery)),
-        "episodes": section("Episodes", talks, episodes_note),
-        "tables": "".join(table_section(table) for table in tables if table.rows),
-    }
+    return section("Before and after", shown, _gallery_note(gallery))
+
+
+def episodes_section(episodes: Sequence[EpisodeEntry], display: Display) -> str:
+    """Return the section of episodes."""
+    note = "Held-out prompts after training, greedy, chosen by place. Grey: what the policy read. Black: what it wrote."
+    return section("Episodes", render("episodes", episodes, display) if episodes else "", note)
 
 
 def headline(title: str, summary: Values, display: Display, rows: Rows) -> str:
@@ -155,24 +155,15 @@ def _claim(name: str, values: Measures, prompts: int | None, display: Display) -
 
 
 def _card(name: str, values: Measures, display: Display) -> Values:
-    measured = {kind: value for kind in ("before", "after", "oracle") if (value := values.get(kind)) is not None}
-    low = min([0.0, *measured.values()])
-    span = max([1e-9, *measured.values()]) - low
-    bars = [
-        {
-            "kind": kind,
-            "value": value,
-            "left": f"{(min(0, value) - low) / span:.1%}",
-            "width": f"{abs(value) / span:.1%}",
-        }
-        for kind, value in measured.items()
-    ]
+    kinds = ("before", "after", "oracle")
+    shown = {kind: _value(name, values.get(kind), display) for kind in kinds if values.get(kind) is not None}
+    before, after = values.get("before"), values.get("after")
     change = ""
-    if "before" in measured and "after" in measured:
-        difference = measured["after"] - measured["before"]
-        size = f"{abs(difference) * 100:.1f} points" if _is_share(name) else _value(name, abs(difference), display)
-        change = f"{'+' if difference >= 0 else '−'}{size}"
-    return {"name": name, "bars": bars, "change": change}
+    if before is not None and after is not None:
+        size = abs(after - before)
+        text = f"{size * 100:.1f} points" if _is_share(name) else _value(name, size, display)
+        change = f"{'+' if after >= before else '−'}{text}"
+    return {"name": name, "values": shown, "change": change}
 
 
 def _label(name: str) -> str:
@@ -195,14 +186,11 @@ def _value(name: str, value: float | None, display: Display) -> str:
 
 
 def _gallery_note(gallery: Sequence[GalleryEntry]) -> str:
-    note = "Left: the prompt as it was typed. Right: as the trained policy rewrote it. Both from the same noise."
-    if all(entry.before is None and entry.after is None for entry in gallery):
-        note = "Grey: the prompt. Black: what the trained policy made of it."
-    if not any(entry.shown for entry in gallery):
-        return note
-    if any(entry.before is None and entry.after is not None for entry in gallery):
-        return "Left: what the prompt shows. Right: what was drawn."
-    return f"{note} Above: what the prompt shows."
+    if all(entry.after is None for entry in gallery):
+        return "Grey: the prompt. Black: the trained policy's completion."
+    if all(entry.before is None for entry in gallery):
+        return "Left: the prompt's picture. Right: the trained policy's."
+    return "Left: the prompt as it was typed. Right: the trained policy's rewrite of it. Both from the same noise."
 
 
 def _trend(before: float | None, after: float | None) -> str:
@@ -223,7 +211,9 @@ def _picture(image: np.ndarray | None, kind: str) -> Markup:
 
 
 def table_section(table: Table) -> str:
-    """Return the section of a table, cut after 200 rows."""
+    """Return the section of a table, cut after 200 rows; empty without any."""
+    if not table.rows:
+        return ""
     columns = [_label(str(column)) for column in table.columns]
     content = render("table", columns, table.rows[:_ROWS_SHOWN], len(table.rows) - _ROWS_SHOWN)
     return section(table.title, content, table.note)
@@ -231,9 +221,11 @@ def table_section(table: Table) -> str:
 
 def _cell(value: Any) -> Markup:
     value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return Markup("<td>{}</td>").format("yes" if value else "no")
+    if value is None or isinstance(value, int | float):
         return Markup('<td class="number">{}</td>').format(number(value))
-    return Markup("<td>{}</td>").format(MISSING if value is None else value if isinstance(value, str) else str(value))
+    return Markup('<td class="text">{}</td>').format(value)
 
 
 def facts_section(summary: Values, config: str) -> str:
@@ -252,31 +244,47 @@ def _fact(value: float | str | None) -> str:
 
 def write_end(run: RunDirectory, end: RunEnd) -> None:
     """Write report.json."""
-    write_atomically(run.end, json.dumps(finite(end._asdict()), indent=1) + "\n")
+    write_atomically(run.end, json.dumps(finite(_plain(end)), indent=1) + "\n")
+
+
+def _plain(value: object) -> Any:
+    """Return named tuples as mappings and pictures as PNG in base64."""
+    if isinstance(value, np.ndarray):
+        return base64.b64encode(encode_png(value)).decode()
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def read_end(run: RunDirectory) -> RunEnd:
     """Read report.json of a finished run; UserError if it is damaged."""
     if not run.end.exists():
         return RunEnd(config=read_text(run.config) if run.config.is_file() else "")
-    stored = load_json(run.end)
-    try:
-        return RunEnd(
-            typed(dict[str, str], stored.get("sections"), "sections"),
-            typed(list[int], stored.get("starts"), "starts"),
-            typed(str, stored.get("config"), "config"),
-        )
-    except UserError as error:
-        raise UserError(f"{run.end}: {error}") from error
+    return _read(run.end, RunEnd)
 
 
 def read_summary(run: RunDirectory, rows: Rows = ()) -> dict[str, Any]:
     """Read summary.json; empty for a run that has not finished, or goes on after it had."""
-    summary = load_json(run.summary) if run.summary.exists() else {}
-    try:
-        for name in _SUMMARY.keys() & summary.keys():
-            typed(_SUMMARY[name], summary[name], name)
-        typed(_SAMPLES, summary.get("samples", {}).get("measures", {}), "samples.measures")
-    except UserError as error:
-        raise UserError(f"{run.summary}: {error}") from error
+    if not run.summary.exists():
+        return {}
+    _read(run.summary, Summary)
+    summary = load_json(run.summary)
     return {} if rows and summary.get("iterations", rows[-1]["step"]) < rows[-1]["step"] else summary
+
+
+def _read(file: Path, kind: type[T]) -> T:
+    """Read a JSON file of this kind; UserError if it is another."""
+    try:
+        return _adapter(kind).validate_python(load_json(file))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{file}: {place}: {one_line(first['msg'])}") from error
+
+
+@functools.cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Return the reader of a record whose pictures are arrays."""
+    return TypeAdapter(kind, config=None if kind is Summary else ConfigDict(arbitrary_types_allowed=True))

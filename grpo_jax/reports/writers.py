@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from grpo_jax.config.files import Values, read_text
 from grpo_jax.errors import UserError, one_line
@@ -19,12 +16,11 @@ from grpo_jax.runs.directory import (
     AppendedFile,
     RunDirectory,
     disk_errors,
-    encode_png,
     finite,
     truncate_metrics,
     write_atomically,
 )
-from grpo_jax.tasks.display import GalleryEntry, Table
+from grpo_jax.tasks.display import GalleryEntry
 
 _COMPLETIONS = 64  # of an iteration, in a table of Weights & Biases
 _CELLS = (str, bool, int, float, type(None))
@@ -41,8 +37,8 @@ class MetricWriter:
     def completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> None:
         """Take the completions of an iteration, columns of one entry each."""
 
-    def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
-        """Take summary, tables and pictures of a finished run."""
+    def finish(self, summary: Values, gallery: Sequence[GalleryEntry] = ()) -> None:
+        """Take summary and pictures of a finished run."""
 
     def close(self) -> None:
         """Flush and close."""
@@ -73,7 +69,6 @@ class TensorBoard(MetricWriter):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._folder = folder
-        self._last = 0
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         with disk_errors(folder):
@@ -86,24 +81,7 @@ class TensorBoard(MetricWriter):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the numbers as scalars."""
         value = self._summaries.Summary.Value
-        self._add(step, [value(tag=name, simple_value=number) for name, number in numbers(metrics).items()])
-        self._last = step
-
-    def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
-        """Write the gallery's pictures, at the last step."""
-        message = self._summaries.Summary
-        values = []
-        for index, entry in enumerate(gallery):
-            for name, picture in (("before", entry.before), ("after", entry.after)):
-                if picture is not None:
-                    height, width = picture.shape[:2]
-                    png = encode_png(picture)
-                    image = message.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
-                    values.append(message.Value(tag=f"gallery/{index:03d}/{name}", image=image))
-        if values:
-            self._add(self._last, values)
-
-    def _add(self, step: int, values: Sequence[object]) -> None:
+        values = [value(tag=name, simple_value=number) for name, number in numbers(metrics).items()]
         summary = self._summaries.Summary(value=values)
         with disk_errors(self._folder):
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
@@ -146,22 +124,12 @@ class WeightsAndBiases(MetricWriter):
         table = self._wandb.Table(columns=list(cells), data=[list(row) for row in zip(*cells.values(), strict=True)])
         self._run.log({"completions": table}, step=step)
 
-    def finish(self, summary: Values, tables: Sequence[Table], gallery: Sequence[GalleryEntry] = ()) -> None:
-        """Update the run's summary, log each table under its title, and the gallery as one with pictures."""
+    def finish(self, summary: Values, gallery: Sequence[GalleryEntry] = ()) -> None:
+        """Update the run's summary, and log the gallery's pictures under their texts."""
         self._run.summary.update(finite(summary))
-        for table in tables:
-            name = re.sub(r"\W+", "_", table.title)  # part of a file's name
-            rows: list[Any] = [list(row) for row in table.rows]
-            self._run.log({f"table/{name}": self._wandb.Table(columns=list(table.columns), data=rows)})
-        if gallery:
-            rows = [
-                [entry.prompt, entry.rewrite, self._image(entry.before), self._image(entry.after)] for entry in gallery
-            ]
-            columns: list[Any] = ["prompt", "text", "before", "after"]
-            self._run.log({"table/gallery": self._wandb.Table(columns=columns, data=rows)})
-
-    def _image(self, picture: np.ndarray | None) -> object:
-        return None if picture is None else self._wandb.Image(picture)
+        pairs = [pair for entry in gallery for pair in ((entry.prompt, entry.before), (entry.rewrite, entry.after))]
+        if images := [self._wandb.Image(picture, caption=text) for text, picture in pairs if picture is not None]:
+            self._run.log({"gallery": images})
 
     def close(self) -> None:
         """Finish the run."""

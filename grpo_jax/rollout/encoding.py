@@ -42,6 +42,7 @@ TokensOf = Callable[[Row, Sequence[int]], list[int]]
 """(row, tokens of each of its pictures) → the prompt's tokens."""
 _LONGEST = 4096
 _TEMPLATE_MARGIN = 8
+_BYTES_PER_TOKEN = 100  # more than texts have, even those of spaces
 _COMPARED = 256
 """Prompts whose tokens are compared: where a tokenizer or a template loses them, it loses all."""
 PictureInput = Pictures | PictureStates
@@ -115,6 +116,12 @@ def make_encode(
         if row.pictures and vision is None:
             raise UserError(_NO_VISION)
         lengths = [] if vision is None else [height * width // vision.merged for height, width in grids]
+        size = int(row_sizes([row])["text_bytes"][0])
+        if size > _BYTES_PER_TOKEN * section.max_prompt_tokens:  # before it is encoded, which takes seconds a megabyte
+            raise UserError(
+                f"prompt {short_repr(row.prompt)} has {size:,} bytes, too many for data.max_prompt_tokens "
+                f"({section.max_prompt_tokens}): shorten it or raise the limit"
+            )
         ids = tokens_of(row, lengths)
         if len(ids) > section.max_prompt_tokens:
             pictures = f", {sum(lengths)} of them for pictures" if lengths else ""

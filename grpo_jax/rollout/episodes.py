@@ -51,7 +51,6 @@ class Turn:
         written: The policy's text.
         usable: Whether `text` is made of it; false where another text stands in.
         truncated: Whether it was cut off at max_new_tokens.
-        settings: What it sets of the renderer, by field.
         rewards: Rewards and watched measures by name, NaN where missing; empty until they are there.
         image: Picture drawn of the text, in torch: float [3, H, W] in [0, 1]; None where nothing was.
         answer: The environment's; None of the last turn.
@@ -61,16 +60,9 @@ class Turn:
     written: str = ""
     usable: bool = True
     truncated: bool = False
-    settings: Mapping[str, str | float] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
     image: Source | None = None
     answer: Answer | None = None
-
-    @property
-    def shown(self) -> str:
-        """The judged text with its settings."""
-        settings = ", ".join(f"{name} {value!r}" for name, value in self.settings.items())
-        return f"{self.text} ({settings})" if settings else self.text
 
 
 @dataclass(frozen=True)

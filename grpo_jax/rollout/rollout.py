@@ -462,7 +462,7 @@ class _Stages:
             if g < kept:
                 written, reading = self.environment.decode(chunk.written((p, g)), prompt)
                 cut_off = bool(samples.truncated[p, g])
-                turn = Turn(reading.text, written, reading.usable, cut_off, reading.settings)
+                turn = Turn(reading.text, written, reading.usable, cut_off)
             chunk.episodes[p][g] = Episode((*chunk.episodes[p][g].turns, turn))
 
     def render(self, chunk: EpisodeChunk) -> EpisodeChunk:
@@ -470,9 +470,7 @@ class _Stages:
         if render is None or not chunk.active.any():
             return chunk
         rows, episodes = chunk.judged()
-        settings = [[episode.last.settings for episode in group] for group in episodes]
-        options = {"settings": settings} if any(map(any, settings)) else {}
-        chunk.drawn = render(rows, _texts(episodes), self.iteration or 0, self.iteration is None, **options)
+        chunk.drawn = render(rows, _texts(episodes), self.iteration or 0, self.iteration is None)
         images = getattr(chunk.drawn, "images", None)
         if images is not None:  # it may fail
             for number, place in enumerate(chunk.places):

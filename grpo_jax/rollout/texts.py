@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
-from grpo_jax.core.form import Form
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf.chat import picture_tokens
 from grpo_jax.models.hf.folder import PolicyFolder
-from grpo_jax.models.hf.pieces import token_pieces
 from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.sampling.samplers import choices_trie, completion_tokens, text_form
+from grpo_jax.sampling.samplers import choices_trie
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,12 +27,10 @@ class Reading(NamedTuple):
     Attributes:
         text: What is judged.
         usable: Whether the policy wrote it; false where another text stands in.
-        settings: What the completion sets of the renderer, by field.
     """
 
     text: str
     usable: bool
-    settings: Mapping[str, str | float] = {}
 
 
 def as_written(written: str, prompt: str) -> Reading:
@@ -55,22 +50,13 @@ _ALLOWED = {"ascii": r"[ -~]+", "english": r"[A-Za-z0-9 .,;:!?'\"()-]+"}
 """Rules of data.allowed_tokens: printable ASCII; ASCII letters, digits, spaces and the marks of plain sentences."""
 
 
-def policy_tokens(config: Config, folder: PolicyFolder, texts: Sequence[str] | None = None) -> np.ndarray | None:
+def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     """Return the mask bool [V] of data.allowed_tokens less data.forbidden_tokens; None for every token.
 
     A rule of data.allowed_tokens allows no special tokens but those that end a completion, which are always allowed,
     and none beyond the tokenizer's vocabulary. A policy with a vision tower never writes a picture's placeholder:
-    there would be no picture in its place. Where the task writes lists of `texts`, these tokens alone are allowed. None
-    too where answers have a form, which has the mask in it (`policy_choices`).
+    there would be no picture in its place.
     """
-    if config.task.answer_moves is not None:
-        return None
-    if texts is not None and config.task.writes_lists:
-        return _item_tokens(config, texts, folder)
-    return _ruled_tokens(config, folder)
-
-
-def _ruled_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     rule, forbidden = config.data.allowed_tokens, config.data.forbidden_tokens
     tokenizer, size, ends = folder.tokenizer, folder.config.vocab_size, list(folder.eos_ids)
     vision = getattr(folder.config, "vision", None)
@@ -104,76 +90,23 @@ def _ruled_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     return allowed
 
 
-def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | Form | None:
-    """Return the trie of the texts that a task lists, or the form of its answers.
-
-    None where any text may be written, or a list of listed ones.
-    """
-    form = config.task.answer_moves
-    if form is not None:
-        _check_written(config, "the task says how an answer is written and ends")
-        return _answer_form(config, form, folder)
-    if texts is None or config.task.writes_lists:
-        require(config.sampling.group == "samples", "sampling.group", "samples in this task", config.sampling.group)
-        return None
-    return listed_trie(config, texts, folder)
-
-
-def _answer_form(config: Config, moves: np.ndarray, folder: PolicyFolder) -> Form:
-    pieces = token_pieces(folder.tokenizer, folder.config.vocab_size)
-    if pieces is None:
-        raise UserError("task.answer: expected text, for this policy's tokenizer does not write texts token by token")
-    rule = _ruled_tokens(config, folder)
-    allowed = np.ones(folder.config.vocab_size, bool) if rule is None else rule
-    allowed[list(folder.eos_ids)] = False  # one would end an answer in its midst
-    try:
-        return text_form(moves, pieces, allowed, most=config.sampling.max_new_tokens)
-    except ValueError as error:
-        raise UserError(f"task.answer: {error} that are allowed (sampling.max_new_tokens)") from error
+def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
+    """Return the trie of the texts that a task lists; None for any text."""
+    return None if texts is None else listed_trie(config, texts, folder)
 
 
 def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> Trie:
-    """Return the trie of listed texts, of which a completion is one, or a list that goes on with one."""
-    _check_listed(config)
-    gap = follows_text(config, folder.tokenizer)
-    return choices_trie(texts, folder, gap=gap, most=config.sampling.max_new_tokens)
-
-
-def _check_listed(config: Config) -> None:
+    """Return the trie of listed texts, of which a completion is one."""
     why = "the task lists what may be written"
     for name, changed in (
         ("data.allowed_tokens", config.data.allowed_tokens != "all"),
         ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
+        ("sampling.stop", bool(config.sampling.stop)),
+        ("sampling.min_new_tokens", config.sampling.min_new_tokens > 0),
     ):
         require(not changed, name, f"its default: {why}", "another")
-    _check_written(config, why)
-
-
-def _check_written(config: Config, why: str) -> None:
-    require(not config.sampling.stop, "sampling.stop", f"its default: {why}", "another")
-    require(config.sampling.min_new_tokens == 0, "sampling.min_new_tokens", f"its default: {why}", "another")
-
-
-def _item_tokens(config: Config, texts: Sequence[str], folder: PolicyFolder) -> np.ndarray:
-    """Return the mask bool [V] of the items of which a completion is a list; UserError if one is several tokens."""
-    _check_listed(config)
     gap = follows_text(config, folder.tokenizer)
-    allowed = np.zeros(folder.config.vocab_size, bool)
-    for text in texts:
-        ids = completion_tokens(folder.tokenizer, text, folder.eos_ids, gap=gap)[:-1]
-        if len(ids) != 1:
-            raise UserError(
-                f"{one_line(repr(text), 60)} may be listed, and is {len(ids)} tokens: expected one of its own"
-            )
-        allowed[ids] = True
-    most = int(allowed.sum()) - config.data.max_prompt_tokens
-    require(
-        config.sampling.max_new_tokens <= most,
-        "sampling.max_new_tokens",
-        f"at most {most}: items less data.max_prompt_tokens, since no list repeats an item of its prompt",
-        config.sampling.max_new_tokens,
-    )
-    return allowed
+    return choices_trie(texts, folder, gap=gap, most=config.sampling.max_new_tokens)
 
 
 def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -228,12 +161,3 @@ def completion_statistics(
 
 def _words(text: str) -> list[str]:
     return re.findall(r"\w+(?:['’-]\w+)*", text.casefold())
-
-
-def most_added_words(prompts: Sequence[str], texts: Sequence[str], *, top: int = 10) -> tuple[tuple[str, float], ...]:
-    """Return the words that rewrites add to their prompts most often, each with the share of rewrites that add it."""
-    added: Counter[str] = Counter()
-    for prompt, text in zip(prompts, texts, strict=True):
-        added.update(set(_words(text)) - set(_words(prompt)))
-    ranked = sorted(added.items(), key=lambda item: (-item[1], item[0]))[:top]
-    return tuple((word, count / len(texts)) for word, count in ranked)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.rewards import IN_PYTHON
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.directory import RunDirectory, encode_png, finite
+from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import evaluate_texts
 from grpo_jax.runs.parts import RunContext, load_parts
 from grpo_jax.runs.policy import START, restore_variables, run_config
@@ -96,14 +94,3 @@ class Asker:
         if not row.columns:
             environment = environment._replace(score=functools.partial(environment.score, missing=True))
         return self.parts._replace(environment=environment)
-
-
-def episode_record(episode: Episode) -> dict[str, Any]:
-    """Return the last turn as JSON has it, pictures as PNG in base64; earlier ones, if any, under "turns"."""
-    *earlier, last = map(_turn_record, episode.turns)
-    return {**last, "turns": earlier} if earlier else last
-
-
-def _turn_record(turn: Turn) -> dict[str, Any]:
-    image = None if turn.image is None else base64.b64encode(encode_png(turn.image)).decode()
-    return {"prompt": turn.text, "usable": turn.usable, "scores": finite(dict(turn.rewards)), "image": image}

@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_jax.config.files import parse_json, read_bytes
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry
+from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry, encode_png
 
 LOCK = "run.lock"
 
@@ -178,19 +178,6 @@ class AppendedFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def encode_png(image: np.ndarray) -> bytes:
-    """PNG bytes of a picture: uint8 [H, W, 3]."""
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-        raise ValueError(f"image: expected uint8 [H, W, 3], got {image.dtype} {list(image.shape)}")
-    import io
-
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image)).save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 class RunDirectory:

@@ -92,7 +92,6 @@ def make_learner(parts: RunContext) -> Learner:
         max_new_tokens=config.sampling.written_tokens,
         allowed_tokens=None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens),
         trie=parts.trie,
-        no_repeats=config.task.writes_lists,
         ppo=config.ppo,
     )
     steered = config.algorithm.learns_values and config.ppo.kl_coef > 0

@@ -32,7 +32,7 @@ from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import Evaluation, asked_to_watch, evaluate_policy, measure_all, watched_values
 from grpo_jax.runs.iteration import Learner, Prefetcher, make_learner, run_iteration
 from grpo_jax.runs.measures import TOTAL, fallen
-from grpo_jax.runs.parts import RunContext, load_parts, within_budget
+from grpo_jax.runs.parts import RunContext, load_parts
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
@@ -280,7 +280,6 @@ def load_program(
         source = source._replace(prompts=kept_prompts(output.directory))
     given = {"prompts": source.prompts, "rewards": source.rewards}
     parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
-    parts = within_budget(parts, output.part)
     config = dataclasses.replace(source.config, data=parts.config.data)
     if config != source.config and not config.resume and is_main_process():  # data.template_date is filled in
         output.directory.write_config(to_yaml(config))

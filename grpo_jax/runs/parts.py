@@ -17,14 +17,11 @@ from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY
-from grpo_jax.core.form import Form
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import broadcast, is_main_process, meet, others_wait, process_count
-from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, require_columns, resolve_rewards
 from grpo_jax.rollout.data import (
     SPLITS,
@@ -58,7 +55,7 @@ from grpo_jax.runs.sameness import data_facts, require_same_facts
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.estimators import Objectives, make_turn_objectives
-from grpo_jax.training.memory import GIB, Shown, fewest_parts, machine_memory, require_memory, update_bytes
+from grpo_jax.training.memory import machine_memory, require_memory
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 
@@ -78,7 +75,7 @@ class RunContext(NamedTuple):
     rewards: ResolvedRewards
     samplers: Samplers
     allowed_tokens: np.ndarray | None
-    trie: Trie | Form | None
+    trie: Trie | None
     key: jax.Array
     devices: dict[str, str]
     trainer: Trainer
@@ -192,10 +189,9 @@ def load_parts(
     environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder, texts), policy_choices(config, texts, policy.folder)
+    allowed, trie = policy_tokens(config, policy.folder), policy_choices(config, texts, policy.folder)
     _check_measures(config, data.prompts, environment)
-    options = {"listed": choices.listed if choices else 0, "no_repeats": config.task.writes_lists}
-    samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie, **options)
+    samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     meet()  # judges are loaded in process 0 alone
     return RunContext(
         config=config,
@@ -379,54 +375,3 @@ def ask_for_determinism(*, torch_too: bool) -> None:
         import torch
 
         torch.use_deterministic_algorithms(True)
-
-
-def within_budget(parts: RunContext, say: Say) -> RunContext:
-    """Set training.accumulation so that an update fits training.memory_budget_gib; unchanged where it is 0.
-
-    It counts XLA's temporary memory at maximum lengths, without weights and optimizer state.
-    """
-    config, training = parts.config, parts.config.training
-    if training.memory_budget_gib == 0:
-        return parts
-    shows = row_sizes(parts.prompts.train)["pictures"]
-    encoded = parts.environment.encode([parts.prompts.train[int(shows.argmax())]])
-    length, shown = encoded.tokens.shape[1], _shown(parts, encoded.pictures)
-    data = dataclasses.replace(config.data, max_prompt_tokens=length)
-    prompts, budget = training.prompts_per_batch // training.minibatches, training.memory_budget_gib
-
-    def with_accumulation(count: int) -> Config:
-        return dataclasses.replace(config, training=dataclasses.replace(training, accumulation=count))
-
-    def measured(count: int) -> int:
-        longest = dataclasses.replace(with_accumulation(count), data=data)
-        return update_bytes(longest, parts.policy.config, parts.policy.mesh, shown)
-
-    count, used = fewest_parts(
-        measured, prompts // config.policy.mesh.fsdp, budget=int(budget * GIB), least=training.accumulation
-    )
-    if used > budget * GIB:
-        raise UserError(
-            f"training.memory_budget_gib = {budget:g}: an update takes {used / GIB:.2f} GiB with {prompts // count} "
-            "of its prompts at a time, and no fewer are possible; choose policy.remat layer, or a smaller "
-            "sampling.group_size or max_new_tokens"
-        )
-    say(
-        "update",
-        f"{count} micro-batches of {prompts // count} prompts: {used / GIB:.2f} GiB beside the weights, of "
-        f"{budget:g} allowed",
-    )
-    return parts._replace(config=with_accumulation(count))
-
-
-def _shown(parts: RunContext, pictures: Pictures | None) -> Shown | None:
-    """The most pictures that the policy is shown, given those of the prompt that has most."""
-    answers = (parts.config.sampling.turns - 1) * parts.task_data.environment.shows_pictures
-    if pictures is None and not answers:
-        return None
-    count, patches = (0, 0) if pictures is None else pictures.patches.shape[1:3]
-    if answers:
-        loaded, size = parts.policy.folder, parts.config.data.picture_size
-        assert loaded.config.vision is not None
-        patches = max(patches, most_patches(loaded.path, loaded.config.vision, size))
-    return Shown(count, answers, patches)

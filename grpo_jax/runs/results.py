@@ -13,7 +13,6 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement
-from grpo_jax.rollout.texts import most_added_words
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import (
     Evaluation,
@@ -73,9 +72,8 @@ def finish_language(parts: RunContext, state: TrainState, progress: Progress, di
     if not after:
         return finished
     greedy = after["greedy"]
-    below = [texts_table(parts, greedy), words_table(parts, greedy)]
     gallery, episodes = make_gallery(parts, greedy), shown_episodes(parts, greedy)
-    return finished._replace(gallery=gallery, tables_below=below, episodes=episodes)
+    return finished._replace(gallery=gallery, tables=[*tables, texts_table(parts, greedy)], episodes=episodes)
 
 
 def find(parts: RunContext, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
@@ -207,7 +205,7 @@ def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     return [
         GalleryEntry(
             row.prompt,
-            after.episodes[index].last.shown,
+            after.episodes[index].last.text,
             before[index],
             later[index],
             {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(parts.measure_names)},
@@ -253,17 +251,10 @@ def texts_table(parts: RunContext, after: Evaluation) -> Table:
     rows = [
         (
             row.prompt,
-            after.episodes[index].last.shown,
+            after.episodes[index].last.text,
             *(row.columns[column] for column in columns.values()),
             *(round(float(value), 4) for value in values[index]),
         )
         for index, row in enumerate(parts.test_rows)
     ]
-    return Table("Held-out prompts after training", ("prompt", "rewrite", *columns, *parts.measure_names), rows)
-
-
-def words_table(parts: RunContext, after: Evaluation) -> Table:
-    """The words that texts add to their prompts most often."""
-    words = most_added_words([row.prompt for row in parts.test_rows], after.texts)
-    note = "Words that rewrites have and prompts lack. A word that appears everywhere may be gaming a judge."
-    return Table("Most added words", ("word", "share of rewrites"), [list(pair) for pair in words], note)
+    return Table("Held-out prompts after training", ("prompt", "completion", *columns, *parts.measure_names), rows)

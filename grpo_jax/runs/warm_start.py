@@ -14,7 +14,6 @@ import numpy as np
 
 from grpo_jax.config.run import Config
 from grpo_jax.core.aggregation import loss_normaliser
-from grpo_jax.core.form import Form
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models.broadcast import run_together
@@ -116,7 +115,7 @@ def make_sft(
 
 
 def make_sft_step(
-    config: Config, policy: Policy, *, allowed_tokens: jax.Array | None = None, trie: Trie | Form | None = None
+    config: Config, policy: Policy, *, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
 ) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
     """Make init(variables) → state, which takes them over, and the compiled supervised step of (state, batch)."""
     section = config.warm_start
@@ -126,8 +125,7 @@ def make_sft_step(
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)
     temperature = config.sampling.temperature
-    constraint: Any = {"allowed_tokens": allowed_tokens, "trie": trie, "no_repeats": config.task.writes_lists}
-    forward = make_forward(policy, temperature=temperature, **constraint)
+    forward = make_forward(policy, temperature=temperature, allowed_tokens=allowed_tokens, trie=trie)
     train_step = make_train_step(
         make_supervised_objective(forward),
         optimizer,
@@ -181,17 +179,13 @@ def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], Non
 
 
 def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
-    """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens (then without its end).
-
-    A list has no end, and an answer in a form ends with its last token.
-    """
+    """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens; cuts have no end."""
     loaded, config = parts.policy.folder, parts.config
-    formed = config.task.answer_moves is not None
     listed = parts.task_data.choices is not None  # its texts are the same behind every prompt
     apart = listed or (bool(prompt) and not prompt[-1].isspace())
-    gap = not formed and follows_text(config, loaded.tokenizer) and apart
+    gap = follows_text(config, loaded.tokenizer) and apart
     ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
-    return (ids[:-1] if config.task.writes_lists or formed else ids)[: config.sampling.max_new_tokens]
+    return ids[: config.sampling.max_new_tokens]
 
 
 def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:

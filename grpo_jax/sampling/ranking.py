@@ -1,16 +1,14 @@
-"""The best texts of a catalogue for each prompt, in order: so many by beams, or all of them by their exact scores.
+"""Rank the texts of a catalogue for each prompt by the policy's exact log-probabilities.
 
-For exact scores each node of the tree is decoded once, not each text. That is for catalogues whose tree fits into a
-cache: the widest level holds keys and values of P · n whole paths. Where only one text is left to go on with, its
-further tokens are certain, and nothing is decoded for them.
+Each node of the tree is decoded once, not each text. The tree must fit into a cache: the widest level holds keys and
+values of P · n whole paths. Where only one text is left, its further tokens are certain and are not decoded.
 
-Axes: P prompts, K texts that are listed, I numbers of texts, n nodes of a level that go on, e edges below them; of a
-stage S levels, N nodes and E edges, the most of any of them.
+Axes: P prompts, K texts, I numbers of texts, n nodes of a level that go on, e edges below them; of a stage S levels, N
+nodes and E edges, the most of any of them.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,12 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from grpo_jax.core.trie import NARROW, Trie, depth_of, text_count, widest_below
+from grpo_jax.core.trie import Trie, depth_of, text_count
 from grpo_jax.models.cache import Cache, of_paths
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling.beams import check_group, make_search
 from grpo_jax.sampling.sampler import Array, checked_prompts, move, over_buckets
-from grpo_jax.sampling.token_choice import SamplingParams
 
 # Most numbers, and most prompts, that a ranking holds at once.
 _MOST_NUMBERS = 2**25
@@ -32,28 +28,17 @@ _MOST_PROMPTS = 256
 
 
 class Ranking(NamedTuple):
-    """The best texts of each prompt, best first."""
+    """All texts for each prompt, best first."""
 
     texts: Array  # int32 [P, K], numbers of texts of the tree
     scores: Array  # float32 [P, K], their log-probabilities
 
 
-def make_ranker(policy: Policy, listed: int, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
-    """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts that fit a bounded memory.
-
-    It lists the K = `listed` best texts of a tree for each prompt, by as many beams; with 0 all texts, scored exactly
-    (`make_scores`).
-    """
-    check_group(trie, listed)
-    if listed:
-        numbers = listed * trie.vocab_size if widest_below(trie) > NARROW else 1
-        rank_part = _by_beams(policy, SamplingParams(listed, depth_of(trie)), pad_id=pad_id, trie=trie)
-    else:
-        levels = levels_of(trie)
-        numbers = numbers_of(policy, levels)
-        rank_part = _by_scores(make_scores(policy, levels), text_count(trie))
-    rank_some = over_buckets(rank_part, policy, pad_id, depth_of(trie))
-    most = max(1, min(_MOST_PROMPTS, _MOST_NUMBERS // numbers))
+def make_ranker(policy: Policy, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
+    """Make rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking, in parts of a bounded memory."""
+    levels = levels_of(trie)
+    rank_some = over_buckets(_by_scores(make_scores(policy, levels), text_count(trie)), policy, pad_id, depth_of(trie))
+    most = max(1, min(_MOST_PROMPTS, _MOST_NUMBERS // numbers_of(policy, levels)))
 
     def rank(variables, prompt_tokens, prompt_mask, pictures=None) -> Ranking:
         keys = jax.random.split(jax.random.key(0), len(prompt_tokens))  # nothing is drawn
@@ -66,17 +51,6 @@ def make_ranker(policy: Policy, listed: int, *, pad_id: int, trie: Trie) -> Call
         return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
     return rank
-
-
-def _by_beams(policy: Policy, params: SamplingParams, *, pad_id: int, trie: Trie) -> Callable[..., Ranking]:
-    search = make_search(policy, params, pad_id=pad_id, trie=trie)
-
-    @jax.jit
-    def rank(trie: Trie, variables, prompts, mask, keys, real, pictures) -> Ranking:
-        beams = search(trie, variables, prompts, mask, None, pictures)
-        return Ranking(trie.text[beams.node], beams.total)
-
-    return functools.partial(rank, trie)  # an argument: as a constant it would be in every program
 
 
 def _by_scores(score: Callable[..., jax.Array], count: int) -> Callable[..., Ranking]:

@@ -20,7 +20,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from grpo_jax.core.form import Form
 from grpo_jax.core.trie import ROOT, Trie, children, follow
 from grpo_jax.models.cache import Cache, Prefix
 from grpo_jax.models.policy import Policy
@@ -48,14 +47,10 @@ class Samples(NamedTuple):
         mask: bool [P, G, T], true for tokens of the completion, the end-of-sequence token included.
         logprobs: float32 [P, G, T] under the policy; 0 after the end.
         sampler_logprobs: float32 [P, G, T] under the distribution drawn from; 0 after the end.
-        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens;
-            a list without repeats is whole.
+        truncated: bool [P, G], true where neither an end-of-sequence token nor a stop string came within T tokens.
         present: bool [P, G, T] of an episode, true for what stands there at all: what the policy wrote (`mask`), and
             what was said to it in between. None where the policy wrote all of it.
         turn: int32 [P, G, T] of an episode, the turn of each token from 0, or the one that it answers; or None.
-        weights: float32 [P, G] of completions that are not drawn independently: what each counts in a sum over its
-            group that estimates a mean over the policy's completions, which is its probability over that of standing
-            in the group. None for independent ones, which count 1/G each.
     """
 
     tokens: Array
@@ -65,7 +60,6 @@ class Samples(NamedTuple):
     truncated: Array
     present: Array | None = None
     turn: Array | None = None
-    weights: Array | None = None
 
 
 class Ends(NamedTuple):
@@ -75,8 +69,7 @@ class Ends(NamedTuple):
     pad_id: int
     allowed_tokens: np.ndarray | None = None
     stops: Array | None = None
-    trie: Trie | Form | None = None
-    no_repeats: bool = False
+    trie: Trie | None = None
 
 
 class Loop(NamedTuple):
@@ -94,7 +87,7 @@ class Loop(NamedTuple):
     sampler_logprobs: jax.Array
     place: jax.Array | None = None  # int32 [P, G], state among the stop strings; None without any
     seen: jax.Array | None = None  # bool [P, G, V], tokens of prompt and completion; None where nobody asks
-    node: jax.Array | None = None  # int32 [P, G], node in the tree of texts, or state of their form; None without
+    node: jax.Array | None = None  # int32 [P, G], node in the tree of texts; None without
 
     @property
     def samples(self) -> Samples:
@@ -120,8 +113,7 @@ def make_sampler(
     pad_id: int,
     allowed_tokens: ArrayLike | None = None,
     stops: np.ndarray | None = None,
-    trie: Trie | Form | None = None,
-    no_repeats: bool = False,
+    trie: Trie | None = None,
 ) -> Callable[..., Samples]:
     """Make the function that writes completions.
 
@@ -138,10 +130,7 @@ def make_sampler(
         stops: Stop strings as int32 [S, V] of `samplers.stop_table`, which end a completion with the token that
             completes one of them; None for none.
         trie: The texts of which each completion is one, in place of `allowed_tokens` and `stops`: at every token the
-            policy's distribution is that over the children of its node (`core.trie`). Or their form (`core.form`), of
-            which a completion is whole with the token that ends it. None for any text.
-        no_repeats: Write lists of T tokens, none of them twice and none that stands in the prompt: at every token the
-            policy's distribution is that over what is left of `allowed_tokens`, which must be more than L + T.
+            policy's distribution is that over the children of its node (`core.trie`). None for any text.
 
     Returns:
         `sample(variables, prompt_tokens, prompt_mask, keys, pictures=None) -> Samples` with int [P, L], bool [P, L]
@@ -152,11 +141,11 @@ def make_sampler(
     Raises:
         ValueError: `allowed_tokens` is not bool [V] or allows nothing.
     """
-    ends = make_ends(eos_ids, pad_id, allowed_tokens)._replace(no_repeats=no_repeats)
+    ends = make_ends(eos_ids, pad_id, allowed_tokens)
     table = None if stops is None else jnp.asarray(stops)  # an argument: as a constant it would be in every program
 
     @jax.jit
-    def write(stops: jax.Array | None, trie: Trie | Form | None, variables: Variables, *prompts: PyTree) -> Samples:
+    def write(stops: jax.Array | None, trie: Trie | None, variables: Variables, *prompts: PyTree) -> Samples:
         batch = PromptBatch(*prompts)
         return write_completions(policy, params, ends._replace(stops=stops, trie=trie), variables, batch).samples
 
@@ -322,7 +311,7 @@ def write_completions(
     writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
     sizes = cache_sizes(length)
     seen = None
-    if params.penalises or ends.no_repeats:
+    if params.penalises:
         seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.vocabulary)[:, None], group, axis=1)
     cache = policy.init_cache(rows, group, sizes[0])
     loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache, seen)
@@ -461,10 +450,7 @@ def make_writer(
         allowed = ends.allowed_tokens
         if ends.trie is not None and loop.node is not None:
             allowed = children(ends.trie, loop.node.reshape(-1)).T
-        if ends.no_repeats and seen is not None:
-            allowed = ~seen.T if allowed is None else jnp.asarray(allowed)[:, None] & ~seen.T
-        penalised = seen if params.penalises else None
-        choice = choose_tokens(logits, step_keys, params, allowed, seen=penalised, barred=barred)
+        choice = choose_tokens(logits, step_keys, params, allowed, seen=seen, barred=barred)
         choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, ends.pad_id)
@@ -478,8 +464,6 @@ def make_writer(
             node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
             ended = ended | (ends.trie.text[node] >= 0)
             loop = loop._replace(node=node)
-        if ends.no_repeats:
-            ended = ended | (loop.step + 1 == loop.tokens.shape[-1])
         if loop.seen is not None:
             p, g = jnp.indices(tokens.shape)
             loop = loop._replace(seen=loop.seen.at[p, g, tokens].max(active))
@@ -509,8 +493,6 @@ def _check_vocabulary(size: int, ends: Ends, params: SamplingParams) -> None:
         raise ValueError(f"stops must have the shape [S, {size}] of the vocabulary, got {stops.shape}")
     if ends.trie is not None and ends.trie.vocab_size != size:
         raise ValueError(f"trie must be of the policy's vocabulary of {size}, got one of {ends.trie.vocab_size}")
-    if ends.no_repeats and (ends.trie is not None or ends.eos_ids or stops is not None):
-        raise ValueError("no_repeats writes lists of T tokens: leave out eos_ids, stops and trie")
     if ends.trie is not None and (params.min_new_tokens or allowed is not None or stops is not None):
         raise ValueError("trie says what is written and where it ends: leave out allowed_tokens, stops, min_new_tokens")
     for name, ids in (("eos_ids", ends.eos_ids), ("pad_id", (ends.pad_id,))):

@@ -12,16 +12,14 @@ from jax.sharding import Mesh
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import EvaluationSection, SamplingSection
-from grpo_jax.core.form import Form, make_form
-from grpo_jax.core.trie import Trie, make_trie, text_count
+from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
-from grpo_jax.models.hf.pieces import Pieces, token_pieces
+from grpo_jax.models.hf.pieces import token_pieces
 from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree
-from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.episodes import EpisodeSampler, make_episode_sampler
 from grpo_jax.sampling.ranking import Ranking, make_ranker
 from grpo_jax.sampling.sampler import START, Samples, make_sampler
@@ -34,7 +32,7 @@ class Samplers(NamedTuple):
     """The samplers of a run: a group's in training; in evaluation a greedy one, and k sampled.
 
     Functions as of `make_sampler`; for episodes of several turns `EpisodeSampler`s. Where a task lists its texts,
-    `rank` lists the best of them, as of `ranking.make_ranker`; None elsewhere.
+    `rank` orders them, as of `ranking.make_ranker`; None elsewhere.
     """
 
     training: Sampler
@@ -60,7 +58,7 @@ def measured_section(section: SamplingSection, evaluation: EvaluationSection) ->
     """The section of an evaluation's sampled completions: k of each prompt, one by one, else as in training."""
     fields = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
     changed = {name: value for name, value in fields.items() if value is not None}
-    return dataclasses.replace(section, group="samples", group_size=evaluation.samples, keep_prompt=0, **changed)
+    return dataclasses.replace(section, group_size=evaluation.samples, keep_prompt=0, **changed)
 
 
 def make_samplers(
@@ -68,22 +66,18 @@ def make_samplers(
     evaluation: EvaluationSection,
     policy: Policy,
     allowed: np.ndarray | None,
-    trie: Trie | Form | None = None,
-    *,
-    listed: int = 0,
-    no_repeats: bool = False,
+    trie: Trie | None = None,
 ) -> Samplers:
     """Make the samplers of training and evaluation; their results lie whole on the host's side of a mesh.
 
     `allowed` bool [V] are the tokens that may be written, None for every token; `trie` the texts, where the task
-    lists them, of which a ranking has the `listed` best (0: all, scored exactly), or their form. With `no_repeats`
-    completions are lists of allowed tokens (`make_sampler`).
+    lists them.
     """
-    ends = named_ends(section, policy.folder, allowed, no_repeats=no_repeats)
+    ends = named_ends(section, policy.folder, allowed)
     rank = None
-    if isinstance(trie, Trie):
-        _check_texts(section, trie, listed)
-        rank = _gathered(make_ranker(policy, listed, pad_id=ends["pad_id"], trie=trie), policy.mesh)
+    if trie is not None:
+        require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
+        rank = _gathered(make_ranker(policy, pad_id=ends["pad_id"], trie=trie), policy.mesh)
 
     def sampler(
         section: SamplingSection, group_size: int, temperature: float
@@ -92,11 +86,7 @@ def make_samplers(
         if section.turns > 1:
             turns = make_episode_sampler(policy, params, **ends)
             return EpisodeSampler(*(_gathered(turn, policy.mesh, carries=True) for turn in turns))
-        if not isinstance(trie, Trie) or group_size == 1 or section.group == "samples":
-            return _gathered(make_sampler(policy, params, **ends, trie=trie), policy.mesh)
-        drawn = section.group == "distinct"
-        beams = make_beam_sampler(policy, params, pad_id=ends["pad_id"], trie=trie, without_replacement=drawn)
-        return _gathered(beams, policy.mesh)
+        return _gathered(make_sampler(policy, params, **ends, trie=trie), policy.mesh)
 
     measured = measured_section(section, evaluation)
     return Samplers(
@@ -107,22 +97,10 @@ def make_samplers(
     )
 
 
-def _check_texts(section: SamplingSection, trie: Trie, listed: int) -> None:
-    """Raise UserError where a task lists fewer texts than are to be written, or texts are written in turns."""
-    most = f"at most {text_count(trie)}, the texts that may be written"
-    require(section.turns == 1, "sampling.turns", "1: the task lists what may be written", section.turns)
-    enough = section.group == "samples" or section.written_completions <= text_count(trie)
-    require(enough, "sampling.group_size", most, section.group_size)
-    require(listed <= text_count(trie), "task.listed", most, listed)
-
-
-def named_ends(
-    section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarray | None, *, no_repeats: bool = False
-) -> dict[str, PyTree]:
+def named_ends(section: SamplingSection, loaded: PolicyFolder, allowed: np.ndarray | None) -> dict[str, PyTree]:
     """Keyword arguments of `make_sampler` on allowed tokens and ends."""
     return {
-        **({"no_repeats": True} if no_repeats else {}),
-        "eos_ids": () if no_repeats else loaded.eos_ids,
+        "eos_ids": loaded.eos_ids,
         "pad_id": loaded.pad_id,
         "allowed_tokens": allowed,
         "stops": stops_of(section.stop, loaded.tokenizer, loaded.config.vocab_size),
@@ -199,21 +177,6 @@ def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most:
     first = np.array(list(numbers.values()))
     text = np.asarray(trie.text)
     return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
-
-
-def text_form(moves: np.ndarray, pieces: Pieces, allowed: np.ndarray, *, most: int) -> Form:
-    """The form of texts whose bytes an automaton accepts (`core.form.json_moves`), in `most` tokens of `allowed` [V].
-
-    ValueError where none can be written.
-    """
-    dead = len(moves)
-    closed = np.vstack([np.where(moves < 0, dead, moves), np.full(256, dead)])
-    begun = _token_moves(closed, np.zeros(1, int), pieces.first)
-    going = _token_moves(closed, np.arange(1, dead), pieces.later)
-    begun[:, [not piece for piece in pieces.first]] = going[:, [not piece for piece in pieces.later]] = dead
-    table = np.vstack([begun, going])  # nothing leads back to the start
-    table[:, ~allowed] = dead
-    return make_form(np.where(table == dead, -1, table), most)
 
 
 def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[bytes]) -> np.ndarray:

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import BeforeValidator
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """Return the PNG bytes of a picture, uint8 [H, W, 3]."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+        raise ValueError(f"image: expected uint8 [H, W, 3], got {image.dtype} {list(image.shape)}")
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(image)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def decode_picture(value: object) -> object:
+    """Return the picture of a PNG in base64; anything but text as it is. ValueError where it is none."""
+    if not isinstance(value, str):
+        return value
+    from PIL import Image
+
+    try:
+        file = io.BytesIO(base64.b64decode(value, validate=True))
+        return np.asarray(Image.open(file, formats=["PNG"]).convert("RGB"))
+    except Exception as error:  # Pillow raises many kinds, for a picture that is too large too
+        raise ValueError("expected a PNG in base64") from error
+
+
+Picture = Annotated[np.ndarray, BeforeValidator(decode_picture)]
+"""A picture, uint8 [H, W, 3]; files hold it as PNG in base64."""
 
 
 class Curve(NamedTuple):
@@ -66,11 +97,11 @@ class GalleryEntry(NamedTuple):
 
     prompt: str
     rewrite: str
-    before: np.ndarray | None = None
-    after: np.ndarray | None = None
+    before: Picture | None = None
+    after: Picture | None = None
     scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
     seed: int | None = None  # of the noise that both pictures were drawn from
-    shown: Sequence[np.ndarray] = ()
+    shown: Sequence[Picture] = ()
 
 
 class ShownTurn(NamedTuple):
@@ -84,10 +115,10 @@ class ShownTurn(NamedTuple):
     """
 
     text: str
-    scores: Mapping[str, float] = {}
-    image: np.ndarray | None = None
+    scores: Mapping[str, float | None] = {}
+    image: Picture | None = None
     answer: str | None = None
-    pictures: Sequence[np.ndarray] = ()
+    pictures: Sequence[Picture] = ()
 
 
 class EpisodeEntry(NamedTuple):
@@ -95,7 +126,7 @@ class EpisodeEntry(NamedTuple):
 
     prompt: str
     turns: Sequence[ShownTurn]
-    pictures: Sequence[np.ndarray] = ()
+    pictures: Sequence[Picture] = ()
     title: str = ""
 
 
@@ -103,7 +134,7 @@ class Findings(NamedTuple):
     """A task's results of the held-out measurements, beside the means that every run reports.
 
     Attributes:
-        tables: For report.html and metric writers.
+        tables: For report.html.
         lines: For the terminal.
         records: Further entries of summary.json by name, such as "table"; empty ones are left out.
     """

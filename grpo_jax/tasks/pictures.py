@@ -8,7 +8,6 @@ scorer's device. Every picture is scored against the **user's** prompt: a rewrit
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +22,6 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, is_own_doing
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
-from grpo_jax.rollout.pictures import map_pictures, read_rgb, size_of
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.texts import Reading
@@ -33,7 +31,6 @@ from grpo_jax.tasks.task import Task, TaskData
 from grpo_jax.training.estimators import Unusable
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from torch import Tensor
 
     from bridges.clip import Scorer
@@ -46,8 +43,6 @@ MINIATURE = "miniature"
 SCENES = "miniature_scenes"
 """Value of data.prompts: prompts of its harder world, of several objects, counts, places and bindings."""
 TRAINING_PROMPTS, TEST_PROMPTS = 2048, 256
-SOURCE = "source_image"
-"""Column of the picture that a row's texts are drawn from, where judges.renderer takes one."""
 
 
 def _values(array: object) -> np.ndarray:
@@ -245,7 +240,6 @@ class PictureTask(Task):
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},
     }
-    draws_from_pictures: ClassVar[bool] = False
     display: ClassVar[Display] = Display(
         headline=("pixel_accuracy",),
         live=(("watch/pixel_accuracy/mean", "pixels"),),
@@ -279,12 +273,6 @@ class PictureTask(Task):
         )
         conditioned(config.rewards)
         require(
-            self.draws_from_pictures or not takes_pictures(config),
-            "judges.renderer.kind",
-            "one that draws from texts alone",
-            "one that draws from pictures too",
-        )
-        require(
             self.pictures_per_text == 1 or not hasattr(config.judges["renderer"], "oracle"),
             "task.pictures_per_text",
             "1 with a renderer that draws the same words differently from each noise",
@@ -317,35 +305,6 @@ def picture_data(
         render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
         unusable=config.task.unusable,
     )
-
-
-def takes_pictures(config: Config) -> bool:
-    """Whether judges.renderer draws from the row's picture too."""
-    renderer = config.judges["renderer"]
-    return getattr(getattr(renderer, "judge", renderer), "takes_pictures", False)  # of a pool
-
-
-def with_sources(rows: Sequence[Row], *, seen: bool) -> tuple[Row, ...]:
-    """Return rows whose one picture is in the column `SOURCE`, and in the prompt too if it is to be `seen`."""
-    for row in rows:
-        if len(row.pictures) != 1:
-            raise UserError(f"row {row.id}: expected one picture, which is to be drawn from, got {len(row.pictures)}")
-        if SOURCE in row.columns:
-            raise UserError(f"row {row.id}: the column {SOURCE} is the row's picture; give yours another name")
-        map_pictures(row, size_of)
-    return tuple(
-        dataclasses.replace(
-            row, pictures=row.pictures if seen else (), columns={**row.columns, SOURCE: row.pictures[0]}
-        )
-        for row in rows
-    )
-
-
-def _opened_source(row: Row) -> Image:
-    pictures = (row.columns[SOURCE],) if SOURCE in row.columns else row.pictures[:1]
-    if not pictures:
-        raise UserError(f"row {row.id}: judges.renderer draws from a picture, and there is none")
-    return map_pictures(dataclasses.replace(row, pictures=pictures), read_rgb)[0]
 
 
 def picture_prompts(
@@ -390,42 +349,22 @@ class RenderedImages(NamedTuple):
 
 
 def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -> Callable[..., RenderedImages]:
-    """Return render(rows, texts `[P][G]`, iteration, evaluation, settings=None) → RenderedImages.
+    """Return render(rows, texts `[P][G]`, iteration, evaluation) → RenderedImages.
 
     Pictures are on the device of the judge "scorer", if there is one; `baselines` draws the unchanged prompts too.
-    `settings` `[P][G]` are those of the renderer that the texts come with; without, and of baselines, its own.
-    A renderer that takes pictures gets the row's for both.
     """
     renderer: Renderer = judges["renderer"]
-    takes = inspect.signature(renderer.draw).parameters.values()
-    sets = config.task.answer_moves is not None
-    knows = any(taken.name == "settings" or taken.kind is taken.VAR_KEYWORD for taken in takes)
-    require(knows or not sets, "task.answer", "text with a renderer whose draw takes no settings", "json")
     device = judges.get("scorer", renderer).device
 
-    def render(
-        rows: Sequence[Row],
-        texts: list[list[str]],
-        iteration: int,
-        evaluation: bool,
-        settings: Sequence[Sequence[Mapping[str, Any]]] | None = None,
-    ) -> RenderedImages:
+    def render(rows: Sequence[Row], texts: list[list[str]], iteration: int, evaluation: bool) -> RenderedImages:
         group, noises = len(texts[0]), range(1 if evaluation else config.task.pictures_per_text)
         seeds = [noise_seed(config.seed, iteration, row.id, n, evaluation=evaluation) for n in noises for row in rows]
         repeated = [seed for seed in seeds for _ in range(group)]
         prompts, flat = [row.prompt for row in rows] * len(noises), [*chain.from_iterable(texts)] * len(noises)
         at_work("judges.renderer")
         try:
-            own: dict[str, Any] = {}
-            if settings is not None:
-                own["settings"] = [*chain.from_iterable(settings)] * len(noises)
-            common = {}
-            if getattr(renderer, "takes_pictures", False):
-                sources = [_opened_source(row) for row in rows]
-                common["sources"] = sources * len(noises)
-                own["sources"] = [source for source in sources for _ in range(group)] * len(noises)
-            images = renderer.draw(flat, repeated, evaluation=evaluation, **own)
-            plain = renderer.draw(prompts, seeds, evaluation=evaluation, **common) if baselines else None
+            images = renderer.draw(flat, repeated, evaluation=evaluation)
+            plain = renderer.draw(prompts, seeds, evaluation=evaluation) if baselines else None
         except BaseException as error:
             if config.on_judge_error == "missing" and is_own_doing(error):
                 return RenderedImages(None, None, seeds)

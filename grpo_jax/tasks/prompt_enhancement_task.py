@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.rollout.texts import Reading
-from grpo_jax.tasks.json_answer import JsonAnswer
 from grpo_jax.tasks.pictures import (
     MINIATURE,
     REWARDS,
@@ -27,8 +22,6 @@ from grpo_jax.tasks.pictures import (
     picture_data,
     picture_prompts,
     scene_prompts,
-    takes_pictures,
-    with_sources,
 )
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
 
@@ -41,92 +34,19 @@ DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("faithfulness", 0.5
 
 @dataclass(frozen=True)
 class PromptEnhancement(PictureTask):
-    """Rewrites prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them.
-
-    Args:
-        answer: What is written: "text" of which the prompt is read, or a "json" object of it and the fields below,
-            which nothing but its form can be sampled of.
-        negative_prompt: Whether a JSON answer has a negative prompt.
-        guidance: Least and most guidance that a JSON answer sets, in halves; empty for the renderer's own.
-        steps: Least and most denoising steps that a JSON answer sets; empty for the renderer's own.
-        see_source: Whether the policy sees the picture that judges.renderer draws from.
-    """
+    """Rewrites prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
     default_config: ClassVar[str | None] = "prompt_enhancement_miniature"
     judges_prompts: ClassVar[bool] = True
 
-    answer: Literal["text", "json"] = "text"
-    negative_prompt: bool = False
-    guidance: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    see_source: bool = False
-
-    draws_from_pictures: ClassVar[bool] = True
-
-    @property
-    def _json(self) -> JsonAnswer:
-        return JsonAnswer(self.negative_prompt, self.guidance, self.steps)
-
-    @property
-    def answer_moves(self) -> np.ndarray | None:
-        """The automaton of JSON answers."""
-        return self._json.moves() if self.answer == "json" else None
-
-    def check(self, config: Config) -> None:
-        """Refuse settings that no picture task has, and fields that the answer or the renderer cannot have."""
-        super().check(config)
-        for name, most in (("guidance", 100), ("steps", 1000)):
-            bounds = getattr(self, name)
-            sound = not bounds or (len(bounds) == 2 and 1 <= bounds[0] <= bounds[1] <= most)
-            require(sound, f"task.{name}", f"[least, most] from 1 to {most}", bounds)
-        between = not self.guidance or np.ceil(2 * self.guidance[0]) <= 2 * self.guidance[1]
-        require(bool(between), "task.guidance", "bounds with a half between them", self.guidance)
-        drawn_from = not self.see_source or takes_pictures(config)
-        require(drawn_from, "task.see_source", "false with a renderer that draws from texts alone", self.see_source)
-        asked = self._json.names
-        if self.answer == "text":
-            require(not asked, "task.answer", f'"json", to set {" and ".join(asked)}', "text")
-            return
-        require(config.data.form == "rewrite", "data.form", '"rewrite" with task.answer "json"', config.data.form)
-        renderer = config.judges["renderer"]
-        for name in asked:
-            kind = type(getattr(renderer, "judge", renderer)).__name__
-            without = f"none: judges.renderer, a {kind}, has no such field"
-            require(hasattr(renderer, name), f"task.{name}", without, getattr(self, name))
-
-    def reader(self, config: Config) -> Callable[[str, str], Reading]:
-        """Return the parser of completions."""
-        return self._json.read if self.answer == "json" else super().reader(config)
-
-    def remark(self, completions: Sequence[str]) -> str:
-        """Return a note on negative prompts that are left out, which those of JSON answers are not."""
-        return "" if self.answer == "json" else super().remark(completions)
-
-    def count_pictures(self, config: Config) -> tuple[int, int]:
-        """Count the picture that is drawn from, if the policy sees it."""
-        return int(self.see_source), 0
-
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts and the renderer."""
         config = setup.config
-        self._check_renderer(config.judges["renderer"])
         prompts = setup.prompts or _prompts(config)
-        if takes_pictures(config):
-            prompts = PromptSet(*(with_sources(part, seen=self.see_source) for part in prompts))
         return replace(
             picture_data(config, prompts, REWARDS, DEFAULT_REWARDS),
             report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)}),
         )
-
-    def _check_renderer(self, section: Any) -> None:
-        """Let the renderer refuse what answers may set, as if its own section did."""
-        guidance = dict.fromkeys(("guidance", "eval_guidance"), max(self.guidance)) if self.guidance else {}
-        negative = {"negative_prompt": "blurry"} if self.negative_prompt else {}
-        judge = getattr(section, "judge", section)  # of a pool
-        changed = {name: value for name, value in (guidance | negative).items() if hasattr(judge, name)}
-        if changed and hasattr(section, "check"):
-            asked = replace(judge, **changed)
-            (asked if judge is section else replace(section, judge=asked)).check()
 
 
 def _prompts(config: Config) -> PromptSet:

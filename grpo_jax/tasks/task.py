@@ -57,13 +57,11 @@ class Choices(NamedTuple):
 
     Attributes:
         texts: As `Task.listed_texts` returns them; those that are the same tokens count as the first.
-        listed: How many of the best a held-out prompt's ranking lists; 0 for all of them, scored exactly.
         columns: (rows, numbers int [P, K] of the texts, scores f32 [P, K], best first) → columns {name: P values}
             of each row's ranking, for rewards and measures.
     """
 
     texts: Sequence[str]
-    listed: int
     columns: Callable[[Sequence[Row], np.ndarray, np.ndarray], dict[str, Sequence[object]]]
 
 
@@ -200,16 +198,6 @@ class Task:
         """Return a note on parts of completions that are not judged, which a run prints once; "" for none."""
         return ""
 
-    @property
-    def answer_moves(self) -> np.ndarray | None:
-        """The automaton over the bytes of an answer (`core.form.json_moves`); None for any text."""
-        return None
-
-    @property
-    def writes_lists(self) -> bool:
-        """True if a completion is a list of the listed texts, each of one token and at most once."""
-        return False
-
     def listed_texts(self, config: Config) -> Sequence[str] | None:
         """Return the texts that a completion may be, where the data have `choices`; None for any text.
 
@@ -276,9 +264,8 @@ class Finished(NamedTuple):
     Attributes:
         summary: Entries of summary.json.
         lines: For the terminal, below the measures.
-        tables: For report.html and metric writers, the task's own first.
+        tables: For report.html, the task's own first.
         gallery: Pairs of texts or pictures.
-        tables_below: For report.html alone: long ones.
         episodes: As they went.
     """
 
@@ -286,7 +273,6 @@ class Finished(NamedTuple):
     lines: Sequence[str] = ()
     tables: Sequence[Table] = ()
     gallery: Sequence[GalleryEntry] = ()
-    tables_below: Sequence[Table] = ()
     episodes: Sequence[EpisodeEntry] = ()
 
 

@@ -124,7 +124,6 @@ class Batch(NamedTuple):
         rollout_logprobs: f32 [P, G, T] of the policy as the sampler computed them, to compare with the trainer's.
         sampler_logprobs: f32 [P, G, T] of the distribution drawn from, or None without importance correction.
         token_weights: f32 [P, G, T] on each token's policy gradient, or None for 1.
-        kl_weights: f32 [P, G] on each completion's KL, where groups are not drawn independently; or None for 1.
         old_values: f32 [P, G, T] before the first update, or None without a value head.
         returns: f32 [P, G, T], the targets of the values, or None.
         packing: Rows that short completions share, or None for a row each.
@@ -145,7 +144,6 @@ class Batch(NamedTuple):
     rollout_logprobs: jax.Array | None = None
     sampler_logprobs: jax.Array | None = None
     token_weights: jax.Array | None = None
-    kl_weights: jax.Array | None = None
     old_values: jax.Array | None = None
     returns: jax.Array | None = None
     packing: Packing | None = None
@@ -233,9 +231,6 @@ def make_batch(
         # Unwritten rows (`keep_prompt`) count once in whitening, as if one token long.
         votes = mask.at[:, mask.shape[1] - kept :, 0].set(True) if kept else mask
         batch = batch._replace(advantages=estimate_advantages(rewards, votes, algorithm, objectives.weights))
-    if samples.weights is not None:  # they are for a sum over the group; the loss takes the mean of its rows
-        rows = batch.mask.any(axis=-1).sum(axis=-1, keepdims=True)
-        batch = batch._replace(kl_weights=rows * jax.device_put(samples.weights, device))
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
     if "answers" not in shown:  # among pictures a row holds one completion

@@ -55,8 +55,6 @@ class Shown(NamedTuple):
 
 
 GIB = 2**30
-# The same programs without LLVM's slow passes: buffers are assigned before them.
-_FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def picture_shapes(vision: VisionConfig, lead: tuple[int, ...], patches: int) -> Pictures:
@@ -219,11 +217,6 @@ class Program(NamedTuple):
     turns: int = 0
 
 
-def update_bytes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None = None) -> int:
-    """Temporary bytes of one optimizer update: activations, gradients, logits of a chunk of tokens."""
-    return temporary_bytes(update_program(config, model, mesh, shown))
-
-
 def update_program(
     config: Config,
     model: ModelConfig,
@@ -271,29 +264,6 @@ def shown_shapes(
         return {name: encoded(part) for name, part in pictures.items()}
 
     return of_rows
-
-
-def temporary_bytes(program: Program) -> int:
-    """Temporary bytes of a program on this machine's devices, without running it."""
-    options = _FAST_COMPILE if jax.default_backend() == "cpu" else None
-    compiled = program.function.lower(*program.arguments).compile(compiler_options=options)
-    memory = compiled.memory_analysis()
-    assert memory is not None  # this platform says it
-    return int(memory.temp_size_in_bytes)
-
-
-def fewest_parts(measure: Callable[[int], int], rows: int, *, budget: int, least: int = 1) -> tuple[int, int]:
-    """Return the smallest divisor of `rows` (≥ `least`) whose bytes fit the budget, else the largest, and its bytes.
-
-    A part's memory falls at most in proportion: divisors that cannot fit are skipped, since measuring compiles.
-    """
-    choices = [count for count in range(least, rows + 1) if rows % count == 0]
-    while True:
-        count, choices = choices[0], choices[1:]
-        used = measure(count)
-        if used <= budget or not choices:
-            return count, used
-        choices = [more for more in choices if used * count <= budget * more] or choices[-1:]
 
 
 def _optimizer(config: Config) -> optax.GradientTransformation:

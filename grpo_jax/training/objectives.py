@@ -18,9 +18,7 @@ import jax.numpy as jnp
 from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.core import losses
 from grpo_jax.core.aggregation import FixedLength, Mean
-from grpo_jax.core.form import Form
 from grpo_jax.core.kl import kl_divergence
-from grpo_jax.core.logprobs import taken_before
 from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten, safe_divide, select
 from grpo_jax.core.ppo import value_loss
 from grpo_jax.core.returns import gae_advantages
@@ -51,14 +49,12 @@ def make_forward(
     *,
     temperature: float,
     allowed_tokens: jax.Array | None = None,
-    trie: Trie | Form | None = None,
-    no_repeats: bool = False,
+    trie: Trie | None = None,
 ) -> ForwardPass:
     """Make the function (variables, batch) → `Forward` of the distribution softmax(logits / temperature).
 
     `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one, or their
     form, in its place.
-    With `no_repeats` tokens of the prompt and earlier ones of the completion are not allowed either.
     """
 
     allowed: dict[str, Any] = {"allowed_tokens": allowed_tokens} if trie is None else {"trie": trie}
@@ -73,12 +69,6 @@ def make_forward(
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
         hidden = policy.forward_group(variables, batch.prompt_tokens, batch.prompt_mask, *rows, **pictures)
         nodes = None if trie is None or packing is None else packed(walk(trie, batch.tokens), packing)[0]
-        taken = {}
-        if no_repeats:
-            earlier = taken_before(batch.prompt_tokens, batch.prompt_mask, batch.tokens)
-            if packing is not None:
-                earlier = jax.vmap(lambda tokens: packed(tokens, packing)[0], in_axes=-1, out_axes=-1)(earlier)
-            taken["taken"] = earlier
         logprobs, entropy = policy.token_logprobs(
             variables,
             hidden,
@@ -86,7 +76,6 @@ def make_forward(
             nodes=nodes,
             temperature=temperature,
             **allowed,
-            **taken,
         )
         values = token_values(variables[VALUE], hidden) if VALUE in variables else None
         whole = Forward(logprobs, entropy, values)
@@ -142,7 +131,6 @@ def policy_loss(
         ref_logprobs=batch.ref_logprobs,
         entropy=passed.entropy,
         token_weights=batch.token_weights,
-        kl_weights=batch.kl_weights,
         **options,
     )
     metrics: Metrics = {"policy": policy_metrics}

@@ -241,7 +241,7 @@ def make_update(
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
-    `distribution` is temperature, allowed_tokens, trie and no_repeats of `make_forward`. The report has "loss" and
+    `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and
     "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, and "measured"
     (`make_preparation`), with the "kl_coef" that was used.
     """

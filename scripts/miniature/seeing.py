@@ -50,7 +50,7 @@ def load_writer(folder: Path) -> Callable[[Sequence[Conversation]], list[str]]:
 
 
 def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], torch.Tensor]) -> dict[str, Any]:
-    """Pixel accuracies of the start on held-out pictures and requests, and what there is to reach.
+    """Pixel accuracies of the start on held-out requests, and what there is to reach.
 
     Args:
         folder: The policy's.
@@ -59,8 +59,6 @@ def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], t
         draw: The renderer: texts → pictures.
     """
     write = load_writer(folder)
-    shown = world.pictures("test", prompts, seed)
-    again = write([[(row["prompt"], _picture(row["image"]), "")] for row in shown])
     rows = world.prompts("test", prompts, seed)
     lenses = [lens.lens_of(seed + place) for place in range(len(rows))]
 
@@ -78,10 +76,6 @@ def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], t
 
     knowing = [lens.undone(row["oracle"], glass) for row, glass in zip(rows, lenses, strict=True)]
     return {
-        "recreation": {
-            "start": accuracy(draw(again).numpy(), shown),
-            "oracle": accuracy(draw([row["oracle"] for row in shown]).numpy(), shown),
-        },
         "refinement": {
             "unmended": accuracy(out([row["oracle"] for row in rows]), rows),
             "start_turn_1": accuracy(drawn, rows),
@@ -96,7 +90,3 @@ def measure(folder: Path, prompts: int, seed: int, draw: Callable[[list[str]], t
 def accuracy(pictures: np.ndarray, rows: Sequence[dict]) -> float:
     """Mean share of requested attributes that are there."""
     return round(float(world.pixel_accuracy(pictures, [row["requested"] for row in rows]).mean()), 4)
-
-
-def _picture(image: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(image.transpose(2, 0, 1), np.float32) / 255

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessor
 
 from bridges.miniature import world
-from scripts.miniature import lessons
+from scripts.miniature import lessons, vocabulary
 from scripts.miniature.lessons import Turn
 from scripts.miniature.train_policy import END, PAD, REWRITE, USER
 
@@ -62,9 +62,9 @@ class Batch(NamedTuple):
     patches: torch.Tensor
 
 
-def seeing_tokenizer(subject: lessons.Subject = lessons.SINGLE) -> Qwen2Tokenizer:
+def seeing_tokenizer() -> Qwen2Tokenizer:
     """The miniature policy's tokenizer with the words of `lessons` and the marks of pictures."""
-    words = {*subject.vocabulary, *world.RECREATE.split(), *lessons.MEND.split()}
+    words = {*vocabulary.world_words(), *lessons.RECREATE.split(), *lessons.MEND.split()}
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -235,35 +235,27 @@ def positions_of(tokens: np.ndarray, image: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------ training
 
 
-def train(
-    folder: Path,
-    *,
-    steps: int = 2000,
-    seed: int = 0,
-    learning_rate: float = 2e-3,
-    subject: lessons.Subject = lessons.SINGLE,
-) -> None:
+def train(folder: Path, *, steps: int = 2000, seed: int = 0, learning_rate: float = 2e-3) -> None:
     """Train the start and write its Hugging Face folder; two fifths of the steps are the tower's."""
-    tokenizer = seeing_tokenizer(subject)
+    tokenizer = seeing_tokenizer()
     model = untrained(tokenizer, seed)
     encode, rng = make_encode(tokenizer), np.random.default_rng(seed)
     tower, language = model.model.visual, model.model.language_model
-    heads = nn.ModuleList([nn.Linear(SIDE**2 * tower.config.hidden_size, size) for size in subject.sizes])
+    heads = nn.ModuleList([nn.Linear(SIDE**2 * tower.config.hidden_size, size) for size in lessons.SIZES])
     looking, sound, weak = (max(1, steps * share // 20) for share in (8, 9, 3))
 
     def read() -> torch.Tensor:
-        pictures, rows = zip(*(lessons.sight(rng, subject) for _ in range(_PICTURES)), strict=True)
+        pictures, rows = zip(*(lessons.sight(rng) for _ in range(_PICTURES)), strict=True)
         states, right = see(tower, patches_of(np.stack(pictures))).flatten(1), torch.from_numpy(np.stack(rows))
         return sum(functional.cross_entropy(head(states), right[:, i]) for i, head in enumerate(heads))
 
     def follow(rates: lessons.Rates) -> Callable[[], torch.Tensor]:
-        told = lessons.beliefs(rng, rates, subject)
+        told = lessons.beliefs(rng, rates)
 
         def loss() -> torch.Tensor:
             half = range(_CONVERSATIONS // 2)
             batch = encode(
-                [lessons.recreate(rng, rates, told, subject) for _ in half]
-                + [lessons.refine(rng, rates, subject) for _ in half]
+                [lessons.recreate(rng, rates, told) for _ in half] + [lessons.refine(rng, rates) for _ in half]
             )
             with torch.no_grad():
                 states = see(tower, batch.patches)
@@ -273,7 +265,7 @@ def train(
 
     _minimise("tower", read, [*tower.parameters(), *heads.parameters()], looking, 1.5 * learning_rate)
     _minimise("sound", follow(lessons.SOUND), [*language.parameters()], sound, learning_rate)
-    _minimise("weak", follow(subject.weak), [*language.parameters()], weak, 0.5 * learning_rate)
+    _minimise("weak", follow(lessons.WEAK), [*language.parameters()], weak, 0.5 * learning_rate)
     model.half().save_pretrained(folder, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     image_processor().save_pretrained(folder)

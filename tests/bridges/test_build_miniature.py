@@ -20,11 +20,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("part", "like"), [("policy", "policy"), (build.APART, "policy_vl")])
-def test_a_part_from_the_command(part, like, one_thread, tmp_path, capsys):
+@pytest.mark.parametrize("part", ["policy", "policy_vl"])
+def test_a_part_from_the_command(part, one_thread, tmp_path, capsys):
     assert build.main([part, "--out", str(tmp_path), "--steps", "1", *one_thread]) == 0
-    assert f"{like} 1/1 loss" in capsys.readouterr().out.replace(" tower ", " ")
-    assert files(tmp_path / part) == files(miniature.path(like))
+    assert f"{part} 1/1 loss" in capsys.readouterr().out.replace(" tower ", " ")
+    assert files(tmp_path / part) == files(miniature.path(part))
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_all_parts_from_the_command(one_thread, tmp_path, capsys):
     assert figures == json.loads(told[told.index("\n{") :])
     assert figures["test_prompts"] == 4
     expected = {"checker >= 0.99": True, "oracle >= 0.85": False, "start <= 0.40": True}
-    assert {name: figures["valid"][name] for name in expected} == expected and len(figures["valid"]) == 9
+    assert {name: figures["valid"][name] for name in expected} == expected and len(figures["valid"]) == 8
     assert {path.name for path in tmp_path.iterdir()} == {*miniature.PARTS, "figures.json"}
     for part in miniature.PARTS:  # the form of the package's own
         assert files(tmp_path / part) == files(miniature.path(part))
@@ -64,7 +64,6 @@ def times(folder):
         (["policy", "--steps", "2"], "--steps is for trials"),
         (["check", "--prompts", "2"], "--prompts is for trials"),
         (["check", "--prompts", "2", "--out", str(build.WEIGHTS)], "--prompts is for trials"),
-        ([build.APART], "policy_vl_scenes does not ship with the package: give another --out"),
         (["all", "--steps", "0", "--out", "x"], "--steps: expected at least 1, got 0"),
         (
             ["check", "--out", "nowhere"],

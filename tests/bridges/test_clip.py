@@ -72,15 +72,12 @@ def test_features_and_similarities_are_those_of_open_clip(scorer, reference, sha
     assert scorer.image_text(images, TEXTS).std() > 1e-4  # or the comparisons would show nothing
 
 
-def test_pictures_are_compared_whatever_their_sizes(scorer):
+def test_pictures_are_compared(scorer):
     images = pictures(3)
-    others = [images[1], pictures(1, 24, 32, seed=1)[0], images[2]]
-    features = [scorer.image_features(image[None])[0] for image in others]
-    expected = (scorer.image_features(images) * torch.stack(features)).sum(-1)
-    torch.testing.assert_close(scorer.image_image(images, others), expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(scorer.image_image(images, images), torch.ones(3))
+    expected = (scorer.image_features(images) * scorer.image_features(images.flip(0))).sum(-1)
+    torch.testing.assert_close(scorer.image_image(images, images.flip(0)), expected, atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match="one picture for each of 3, got 2"):
-        scorer.image_image(images, others[:2])
+        scorer.image_image(images, images[:2])
 
 
 @pytest.mark.parametrize("shape", [(50, 33), (16, 16)])
@@ -142,8 +139,8 @@ def test_equal_pictures_are_encoded_once(folder, monkeypatch):
     images = pictures(3, 24, 24)
     expected = scorer.image_features(images)
     batches = []
-    encode = scorer._encode_image
-    monkeypatch.setattr(scorer, "_encode_image", lambda pixels: batches.append(len(pixels)) or encode(pixels))
+    encode = scorer.model.encode_image
+    monkeypatch.setattr(scorer.model, "encode_image", lambda pixels: batches.append(len(pixels)) or encode(pixels))
     again = [2, 0, 2, 1, 0, 0, 2]
     torch.testing.assert_close(scorer.image_features(images[again]), expected[again], atol=0, rtol=0)
     assert batches == [2, 2]

@@ -1,6 +1,5 @@
 """The renderer against diffusers itself: same pictures, same window, and errors that help."""
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -119,19 +118,6 @@ def test_duplicates_are_drawn_once_and_batches_padded(renderer, counted):
     assert not torch.equal(images[0], images[4])
     renderer.render(["d"], [0], settings)
     assert counted[2] == ["d", "d"]
-
-
-def test_pictures_of_a_call_may_have_settings_of_their_own(renderer, counted):
-    """Those of one guidance and number of steps are drawn together; each is as if it were drawn by itself."""
-    own = [{"steps": 1}, {}, {"guidance": 1.5}, {"steps": 1}, {"guidance": 3.0, "steps": 2}]
-    settings = [dataclasses.replace(SETTINGS, **fields) for fields in own]
-    images = renderer.render(["a", "b", "a", "c", "b"], [0] * 5, settings)
-    assert counted == [["a", "c", "c"], ["b"] * 3, ["a"] * 3]
-    counted.clear()
-    renderer._cache.images.clear()
-    for image, prompt, one in zip(images, "abacb", settings, strict=True):
-        torch.testing.assert_close(image, renderer.render([prompt], [0], one)[0], atol=1e-6, rtol=0)
-    assert (images[0] - images[2]).abs().max() > 1e-3
 
 
 def test_cache_returns_the_same_picture_and_keys_on_everything(renderer, counted):

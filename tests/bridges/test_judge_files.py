@@ -129,9 +129,8 @@ def test_what_is_not_there_is_refused_before_anything_is_read(judge, message):
         ({"kind": "open_clip", "modle": "x"}, "judges.mine.modle: no such field; did you mean judges.mine.model"),
         (
             "stable_diffusion",
-            "judges.mine: expected clip_model, dino, function, hidden_lens, http, image_to_image, object_detection, "
-            "ocr, open_clip, open_nsfw, sequence_classification, stable_diffusion_3, text_to_image, vqa, "
-            "package.module:Class",
+            "judges.mine: expected clip_model, function, hidden_lens, http, object_detection, open_clip, "
+            "sequence_classification, stable_diffusion_3, text_to_image, vqa, package.module:Class",
         ),
         ("bridges.clip:Scorer", "judges.mine: bridges.clip:Scorer must name one frozen dataclass with a `load`"),
     ],

@@ -44,7 +44,6 @@ SMALLER = {
     "own_task.md": {"warm_start.steps": 5, "warm_start.batch": 16, "training.prompts_per_batch": 4},
     "own_judge.md": {"training.prompts_per_batch": 4, "sampling.group_size": 2, "training.max_steps": 1},
     "picture_input.md": {"training.prompts_per_batch": 4},
-    "own_catalogue.md": {"warm_start.steps": 5, "policy.new.layers": 1},
     "arithmetic.md": {"policy.lora.rank": 2, "training.prompts_per_batch": 4},
     "tool_use.md": {"policy.lora.rank": 2, "sampling.group_size": 2, "training.prompts_per_batch": 2},
 }
@@ -211,8 +210,6 @@ def test_a_recipe_runs_as_it_stands(page, desk, capsys):
     if page == "own_judge.md":
         pytest.importorskip("diffusers")
         pytest.importorskip("open_clip")
-    if page == "own_catalogue.md":
-        pytest.importorskip("sklearn")
     Reader(page, desk, capsys).read()
 
 

@@ -55,7 +55,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "config": "recommendation_quick",
         "task": {"writes": "query"},
         "warm_start": {"steps": 6, "batch": 4},
-        "sampling": {"group": "samples", "max_new_tokens": 5},
+        "sampling": {"max_new_tokens": 5},
         "data": {"max_prompt_tokens": 32},
         "training": {"max_steps": STEPS, "save_every": 2},
         **_SMALL,

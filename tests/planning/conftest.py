@@ -4,15 +4,15 @@ import jax
 import pytest
 
 from grpo_jax.planning import policy as plan
-from grpo_jax.training import memory as training_memory
+from grpo_jax.planning.programs import Report
+from grpo_jax.planning.work import Work
 from grpo_jax.training.memory import GIB
 
 
 @pytest.fixture
 def not_compiled(monkeypatch):
     """Every program takes 3 GiB."""
-    for module in (plan, training_memory):
-        monkeypatch.setattr(module, "temporary_bytes", lambda *_: 3 * GIB)
+    monkeypatch.setattr(plan, "report", lambda *_: Report(GIB, 3 * GIB, 0, Work(1e12, 1e9)))
 
 
 @pytest.fixture(scope="module", autouse=True)

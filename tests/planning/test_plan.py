@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -19,18 +18,11 @@ from grpo_jax.models.lora import quantise
 from grpo_jax.models.policy import make_policy
 from grpo_jax.planning import cards
 from grpo_jax.planning import policy as plan
-from grpo_jax.planning.policy import (
-    PUBLISHED_POLICIES,
-    PolicyMemory,
-    cache_bytes,
-    policy_memory,
-    read_shape,
-    tower_size,
-    tree_bytes,
-)
+from grpo_jax.planning.policy import PUBLISHED_POLICIES, PolicyMemory, read_shape, tower_size
+from grpo_jax.planning.programs import report, run_programs
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
-from grpo_jax.training.memory import GIB, batch_shapes, state_shapes
+from grpo_jax.training.memory import GIB, batch_shapes, state_shapes, tree_bytes
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import init_state
@@ -59,6 +51,10 @@ def of_tiny(*arguments):
     return config, hf.model_config("tiny", QWEN2_FIELDS)
 
 
+def policy_memory(*arguments):
+    return plan.policy_memory(*arguments)[0]
+
+
 def test_what_is_held_is_what_a_run_holds(not_compiled):
     from bridges import miniature
 
@@ -72,7 +68,6 @@ def test_what_is_held_is_what_a_run_holds(not_compiled):
     assert memory.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(state.variables))
     assert memory.optimizer == sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
     assert memory.reference == sum(leaf.nbytes for leaf in jax.tree.leaves(state.reference)) > 0
-    assert memory.gradients == memory.weights
 
 
 def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
@@ -80,7 +75,7 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
     memory = policy_memory(config, model)
     base = init_variables(model, jax.random.key(0))["params"]
     adapters = 2 * (32 * 4 + 4 * 32)
-    assert memory.trained == adapters and memory.reference == 0 and memory.gradients == 4 * adapters
+    assert memory.trained == adapters and memory.reference == 0
     assert memory.weights == 2 * sum(leaf.size for leaf in jax.tree.leaves(base)) + 4 * adapters
     assert memory.optimizer == pytest.approx(8 * adapters, abs=16)  # and the counts of updates
 
@@ -99,16 +94,6 @@ def test_a_base_in_few_bits_is_counted_as_it_is_stored(not_compiled, kind):
     assert memory.weights == whole.weights - saved and saved > 0
 
 
-def test_cache_is_that_of_prefill_and_decoding():
-    config, model = of_tiny("--training.chunk_prompts=2")
-    policy = make_policy(model)
-    variables = jax.eval_shape(lambda: init_variables(model, jax.random.key(0)))
-    shape = jax.ShapeDtypeStruct
-    prefix = jax.eval_shape(policy.prefill, variables, shape((2, 16), jnp.int32), shape((2, 16), bool))
-    cache = jax.eval_shape(lambda: policy.init_cache(2, 3, 6))
-    assert cache_bytes(config, model) == tree_bytes((prefix.keys, prefix.values, cache.keys, cache.values))
-
-
 def recorded(monkeypatch, make):
     """What `make()` hands to jax.jit, jitted as it asked for."""
     made, jit = [], jax.jit
@@ -120,8 +105,7 @@ def recorded(monkeypatch, make):
 
 def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     config, model = of_tiny("--algorithm.kl_coef=0.1")
-    monkeypatch.setattr(plan, "temporary_bytes", lambda *_: 0)  # of sampling
-    memory = policy_memory(config, model)
+    planned = report(run_programs(config, model, None, None)["update"], None, jax.devices()[0])
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
     forward = make_forward(make_policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
 
@@ -132,13 +116,12 @@ def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     batch = batch_shapes(config, state, forward, None)
     program = recorded(monkeypatch, make).lower(state._replace(reference=None), {}, batch).compile()
     taken = program.memory_analysis().temp_size_in_bytes
-    assert memory.gradients + memory.update == pytest.approx(taken, rel=0.02)
+    assert planned.temporary_bytes == pytest.approx(taken, rel=0.02)
 
 
 def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
     config, model = of_tiny("--sampling.top_k=5")
-    monkeypatch.setattr(plan, "update_bytes", lambda *_: 0)
-    memory = policy_memory(config, model)
+    planned = report(run_programs(config, model, None, None)["sample"], None, jax.devices()[0])
     params = SamplingParams(3, 6, top_k=5)
     sampler = {}
 
@@ -152,16 +135,15 @@ def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
         None, None, variables, tokens, np.ones_like(tokens, bool), keys, np.ones(4, bool), None
     ).compile()
     taken = compiled.memory_analysis().temp_size_in_bytes
-    assert memory.to_sample == pytest.approx(taken, rel=0.05)
+    assert planned.temporary_bytes == pytest.approx(taken, rel=0.05)
 
 
 def test_narrow_types_are_said_to_be_bounds(not_compiled):
     config, model = of_tiny("--policy.compute_dtype=bfloat16")
     memory = policy_memory(config, model)
     assert memory.widened and not policy_memory(*of_tiny()).widened
-    rows = {row.name: row for row in cards.policy_lines(config, memory)}
-    assert "at most" in rows["update: activations"].note
-    assert rows["sampling: decode cache"].bytes == cache_bytes(*of_tiny()) // 2
+    rows = {row.name: row.note for row in cards.policy_lines(config, memory)}
+    assert rows["sampling"].startswith("at most: compiled in float32") and rows["update"].startswith("at most")
 
 
 def test_a_mesh_shares_out_what_is_held(not_compiled):
@@ -293,11 +275,8 @@ def test_a_folder_with_a_config_alone_is_planned(folder, not_compiled, capsys, t
 
 
 def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, capsys):
-    def memory(config, model, mesh=None, shown=None):
-        weights = (1 if config.policy.lora.rank else 20) * GIB
-        return PolicyMemory(10, 10, weights, 0, 0, 0, 0, GIB, 0, 2 * GIB, False)
-
-    monkeypatch.setattr(cards, "policy_memory", memory)
+    memory = PolicyMemory(10, 10, 20 * GIB, 0, 0, 0, sampling=GIB, update=2 * GIB)
+    monkeypatch.setattr(cards, "policy_memory", lambda *_, **__: (memory, {}))
     assert main([*SMALL, "--plan", "--device_memory_gib=16,16,16"]) == 1
     said = capsys.readouterr().out
     assert "It does not fit: gpu:0." in said
@@ -310,10 +289,10 @@ def test_the_adapters_of_a_folder_are_adapters():
     """They have a rank of their own: there is none to ask for, and the base may be narrow."""
     config = configured("--policy.lora.path=some_adapter", "--policy.remat=none")
     full = cards.Card("gpu:0", GIB, {"policy": [cards.Line("parameters", 2 * GIB)]})
-    options = [cards.option(*saving) for saving in cards.list_savings(config, [full]).items()]
-    assert "--policy.frozen_dtype bfloat16" in options and not [name for name in options if "lora" in name]
+    savings = cards.list_savings(config, [full])
+    assert savings["policy.frozen_dtype"] == "bfloat16" and not [name for name in savings if "lora" in name]
     assert cards.list_savings(config, [full._replace(capacity=9 * GIB)]) == {}
-    lines = {line.name: line.note for line in cards.policy_lines(config, PolicyMemory(*[0] * 10, False))}
+    lines = {line.name: line.note for line in cards.policy_lines(config, PolicyMemory(*[0] * 6))}
     assert lines["parameters"] == "float32, adapters float32"
 
 
@@ -336,7 +315,7 @@ def test_mistakes_are_one_line(arguments, message, capsys, not_compiled):
 
 
 def test_peak_counts_the_larger_of_sampling_and_update():
-    memory = PolicyMemory(1, 1, 100, 20, 10, 1, 2, 3, 4, 5, False)
+    memory = PolicyMemory(1, 1, 100, 20, 10, 0, sampling=6, update=9)
     assert memory.held == 130 and memory.peak == 139
     assert memory._replace(update=0).peak == 136
     assert memory._replace(behind=50).peak == 130 + 50 + 6 + 9  # sampling ahead: both at once
@@ -358,7 +337,8 @@ def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
 
     pool = ("--judges.renderer.replicas=4", "--judges.renderer.resources={num_gpus: 1}")
     config = parse(["--config=prompt_enhancement_miniature", *pool])
-    first, second, third, host = cards.Planner(read_shape("miniature"), (16.0, 16.0, 16.0)).cards(config)
+    memory = policy_memory(config, read_shape("miniature"))
+    first, second, third, host = cards.plan_cards(config, memory, (16.0, 16.0, 16.0))
     assert [*first.parts] == ["policy", "runtime"] and [*second.parts] == ["scorer", "runtime"] and not third.parts
     assert host.name == "cpu" and "4 actors in a Ray cluster" in host.parts["renderer"][0].note
     places, _ = placement.resolve({name: where for name, where in config.requests.items() if name != "renderer"}, 3)

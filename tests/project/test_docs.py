@@ -20,19 +20,18 @@ from grpo_jax.config.run import JUDGES, TASKS, make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.planning import take_request
-from grpo_jax.tasks.recommendation import semantic_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-OTHERS = {command.__name__: command for command in (demo, evaluate, export, predict, recommend, report, semantic_ids)}
+OTHERS = {command.__name__: command for command in (demo, evaluate, export, predict, recommend, report)}
 TASK_NAMES = built_in_names(TASKS)
 TASK_CLASSES = [find_class(name, TASKS, "task") for name in TASK_NAMES]
 JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
 CONFIGS = list(dict.fromkeys(kind.config for kind in TASK_CLASSES))
 SECTIONS = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)}
 SHIPPED = (
-    *("prompt_enhancement_miniature", "prompt_recreation_miniature", "prompt_refinement_miniature"),
+    *("prompt_enhancement_miniature", "prompt_refinement_miniature"),
     *("prompt_enhancement_sdxl_turbo", "prompt_enhancement_flux_schnell"),
     *("recommendation_quick", "cartpole_grpo"),
 )

@@ -83,9 +83,8 @@ def test_the_end_of_a_run_is_shown_and_kept(tmp_path):
     finished = Finished(
         summary,
         lines=["solved by 3 of 4"],
-        tables=[Table("Ranks", ("user", "rank"), [("rising", 4)])],
+        tables=[Table("Ranks", ("user", "rank"), [("rising", 4)]), Table("Seeds", ("seed", "share"), [("last", 0.75)])],
         gallery=[GalleryEntry("p", "r", image, image, {"x": (0.1, 0.2)})],
-        tables_below=[Table("Most added words", ("word", "share"), [("sharp", 0.75)])],
     )
     with RunOutput(config, stream=stream) as output:
         output.truncate(0)
@@ -93,7 +92,7 @@ def test_the_end_of_a_run_is_shown_and_kept(tmp_path):
     run = RunDirectory(tmp_path / "run")
     assert json.loads(run.summary.read_text()) == summary
     page = run.report.read_text()
-    assert all(word in page for word in ("Ranks", "rising", "Most added words", "sharp", "0.75", "seed: 5"))
+    assert all(word in page for word in ("Ranks", "rising", "Seeds", "last", "0.75", "seed: 5"))
     assert (run.images / "000_after.png").is_file()
     assert stream.getvalue().endswith(f"solved by 3 of 4\nreport: {run.report}\n")
 

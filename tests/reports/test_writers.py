@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import grpo_jax
 from grpo_jax import train
@@ -111,24 +110,6 @@ def gallery():
     return [GalleryEntry("a dog", "a brown dog", *pictures, {}), GalleryEntry("a text", "another", None, None, {})]
 
 
-def test_tensorboard_shows_the_gallery(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = RunDirectory.open(tmp_path / "run")
-    (lines, board), _ = open_writers(run, ["tensorboard"])
-    lines.close()
-    board.write(7, {"loss": 1.0})
-    board.finish({}, [], gallery())
-    board.close()
-    found = EventAccumulator(str(run.tensorboard))
-    found.Reload()
-    assert found.Tags()["images"] == ["gallery/000/before", "gallery/000/after"]
-    (event,) = found.Images("gallery/000/after")
-    assert (event.step, event.width, event.height) == (7, 6, 4)
-    (run.path / "after.png").write_bytes(event.encoded_image_string)
-    assert np.asarray(Image.open(run.path / "after.png")).tolist() == gallery()[0].after.tolist()
-
-
 def test_wandb_gets_completions_and_pictures(tmp_path, monkeypatch):
     """By wandb itself, which writes to the disk where it is offline."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -139,16 +120,13 @@ def test_wandb_gets_completions_and_pictures(tmp_path, monkeypatch):
     columns = {"completion": ["a", "b"], "reward/x": np.array([0.5, 1.0], np.float32), "pictures": [[b"1"], [b"2"]]}
     writer.completions(1, columns)
     writer.write(1, {"loss": 1.0})
-    writer.finish({"reward": 1.0}, [], gallery())
+    writer.finish({"reward": 1.0}, gallery())
     writer.close()
     (media,) = (run.path / "wandb").glob("offline-run-*/files/media")
     (table,) = media.glob("table/completions*.json")
     found = json.loads(table.read_text())
     assert found["columns"] == ["completion", "reward/x"] and found["data"] == [["a", 0.5], ["b", 1.0]]
-    (table,) = media.glob("table/table/gallery*.json")
-    rows = json.loads(table.read_text())["data"]
-    assert [row[:2] for row in rows] == [["a dog", "a brown dog"], ["a text", "another"]]
-    assert [row[2:] for row in rows] == [["Image", "Image"], [None, None]]  # the pictures are in its artifact
+    assert len([*media.glob("images/gallery*.png")]) == 2
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

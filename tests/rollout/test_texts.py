@@ -22,7 +22,6 @@ from grpo_jax.rollout.texts import (
     completion_statistics,
     continued,
     make_decode,
-    most_added_words,
     policy_tokens,
 )
 from grpo_jax.train import main
@@ -131,6 +130,3 @@ def test_statistics_by_hand():
     result = completion_statistics(["a fox", "a dog"], texts, usable)
     by_hand = {"words": 14 / 6, "growth": 2 / 6, "duplicates": 1 / 6, "unchanged": 3 / 6, "unusable": 2 / 6}
     assert result == pytest.approx(by_hand)
-    prompts, written = ["a fox"] * 3 + ["a dog"] * 3, [text for group in texts for text in group]
-    assert most_added_words(prompts, written, top=3) == (("red", 3 / 6), ("bed", 1 / 6), ("dog's", 1 / 6))
-    assert most_added_words(["a", "b"], ["a b b", "b"]) == (("b", 0.5),)

@@ -1,6 +1,7 @@
 """What a finished run is good for: evaluate, export and predict; and the user's own task from the README."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -47,7 +48,14 @@ def test_a_run_directory_holds_what_is_promised(finished):
         assert name in logged
     page = (finished / "report.html").read_text()
     assert "KL to the reference" in page and "Clipped tokens" in page
-    assert "Of 5 of 6 iterations the first ones" in page
+    assert "The first of 5 of 6 iterations" in page
+    titles = [re.findall(r"<th>(.*?)</th>", table) for table in re.findall(r"<thead>.*?</thead>", page)]
+    numbers = ["step", "reward · letters", "reward · brief", "advantage", "length"]
+    assert titles == [
+        [*numbers, "truncated", "usable", "prompt", "completion"],
+        ["prompt", "completion", "letters", "brief"],
+    ]
+    assert "rewrite</" not in page and "added words" not in page and "unchanged prompts" not in page
     for name in ("mean_ratio", "reward/letters/mean", "reward/letters/std", "dead_groups/brief", "truncated"):
         assert name in logged
 

@@ -1,23 +1,22 @@
-"""`grpo demo`: what it says of a prompt is what `evaluate` measures; the page in a browser, the call over HTTP."""
+"""`grpo demo`: what it says of a prompt is what `evaluate` measures; the page in a browser, and what it refuses."""
 
-import base64
+import asyncio
+import http.client
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
 from support.text_task import ROOT, finished_run, wait_for
 
-from grpo_jax import demo, evaluate
+from grpo_jax import demo, evaluate, train
 from grpo_jax.errors import UserError
-from grpo_jax.runs.asking import Asker, checkpoint_names, episode_record
-from grpo_jax.runs.directory import encode_png
+from grpo_jax.runs.asking import Asker, checkpoint_names
 
 MINIATURE = (
     *(
@@ -76,8 +75,8 @@ def test_held_out_prompts_get_the_scores_of_evaluate(finished, asker, capsys, ch
 def test_a_typed_prompt_lacks_only_what_asks_for_columns(asker):
     assert asker.unchanged(asker.row("never seen", 7)) is None  # a text task's prompts are no completions
     (episode,) = asker.write(asker.row("never seen", 7), "final")
-    record = episode_record(episode)
-    assert record["scores"] == {"letters": None, "brief": pytest.approx(-len(record["prompt"]) / 10)}
+    rewards = episode.last.rewards
+    assert np.isnan(rewards["letters"]) and rewards["brief"] == pytest.approx(-len(episode.last.text) / 10)
     group = asker.write(asker.row("never seen", 7), "final", group=True)
     again = asker.write(asker.row("never seen", 7), "final", group=True)
     other = asker.write(asker.row("never seen", 8), "final", group=True)
@@ -105,11 +104,6 @@ def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_pat
             ("--run", str(finished), "--checkpoint=77"): "no checkpoint '77'",
             ("--run", str(finished), "--beside=77"): "--beside: expected one of final, best, 6, 3, start, none, got 77",
             ("--run", str(finished), f"--port={free}"): f"--port: cannot listen on 127.0.0.1:{free}",
-            (
-                "--run",
-                str(finished),
-                "--host=no.such.host.invalid",
-            ): "--port: cannot listen on no.such.host.invalid:7860",
             ("--run", str(finished), "--port=99999"): "--port: expected a number from 1 to 65535, got 99999",
         }
         for arguments, says in refused.items():
@@ -118,19 +112,48 @@ def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_pat
             assert line.startswith("error: ") and says in line
 
 
-def test_saved_answers_are_numbered_and_name_their_pictures(tmp_path):
-    picture = encode_png(np.full((4, 4, 3), 9, np.uint8))
-    turn = {"prompt": "a ring", "image": base64.b64encode(picture).decode()}
-    record = {"answers": {"final": {**turn, "turns": [{"prompt": "a", "image": None}]}}, "groups": {"final": [turn]}}
-    assert [demo.save(tmp_path / "kept", record).name for _ in range(2)] == ["1.json", "2.json"]
-    kept = json.loads((tmp_path / "kept" / "2.json").read_text())
-    assert kept["answers"]["final"] == {
-        "prompt": "a ring",
-        "image": "2_1.png",
-        "turns": [{"prompt": "a", "image": None}],
-    }
-    assert kept["groups"]["final"][0]["image"] == "2_2.png"
-    assert (tmp_path / "kept" / "2_2.png").read_bytes() == picture
+def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(asker, finished, monkeypatch, tmp_path, capsys):
+    """As typed, and as a row of a data file."""
+    from transformers import PreTrainedTokenizerFast
+
+    encode, lengths = PreTrainedTokenizerFast._encode_plus, []
+
+    def counted(self, text, *arguments, **options):
+        lengths.append(len(str(text)))
+        return encode(self, text, *arguments, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
+    with pytest.raises(UserError, match=r"has 3,000,000 bytes, too many for data\.max_prompt_tokens"):
+        asker.row("tree\n " * 500_000, 1)
+    rows = [{"prompt": letter * (3_000_000 if letter == "d" else 3), "wish": "a"} for letter in "abcd"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--config", str(finished / "config.yaml"), f"--data.prompts={tmp_path / 'prompts.jsonl'}"]
+    assert train.main([*words, f"--run_dir={tmp_path / 'run'}", "--data.held_out=0"]) == 2
+    assert "has 3,000,00" in capsys.readouterr().err
+    assert max(lengths, default=0) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "code"),
+    [
+        ("/gradio_api/upload", {}, 413),
+        ("/gradio_api/queue/join", {b"content-length": b"60000000"}, 413),
+        ("/gradio_api/queue/join", {b"content-length": b"many"}, 413),
+        ("/gradio_api/queue/join", {b"transfer-encoding": b"chunked"}, 413),
+        ("/gradio_api/queue/join", {b"content-length": b"200"}, 200),
+    ],
+)
+def test_uploads_and_long_requests_go_no_further(path, headers, code):
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(demo.Guard(app)({"type": "http", "path": path, "headers": [*headers.items()]}, None, send))
+    assert sent[0]["status"] == code
 
 
 # ------------------------------------------------------------------------------------------------ served by the command
@@ -166,26 +189,23 @@ def served(finished, free, tmp_path):
         yield serve
 
 
-def ask(address, *values):
-    """The call of docs/demo.md: the answer, or the error."""
-    body = json.dumps({"data": values}).encode()
-    request = urllib.request.Request(f"{address}/gradio_api/run/ask", body, {"Content-Type": "application/json"})
-    try:
-        return json.load(urllib.request.urlopen(request, timeout=600))["data"][0]
-    except urllib.error.HTTPError as error:
-        return json.load(error)["error"]
+def status_of(address, path, body=b"", **headers):
+    """The status that a request gets."""
+    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)) as connection:
+        connection.request("POST" if body else "GET", path, body or None, headers)
+        return connection.getresponse().status
 
 
 @pytest.mark.slow
-def test_the_call_over_http_answers_what_predict_and_evaluate_say(served, finished, capsys):
-    address = served(None, "--api")
-    with ExitStack() as leaving:
-        asker = Asker(finished, lambda *_: None, leaving)
-        for row in asker.parts.test_rows:
-            expected = episode_record(asker.write(asker.row(row.prompt, row.id), "final")[0])
-            assert ask(address, row.prompt, row.id, "final") == expected
-    assert ask(address, "", 1, "final") == "prompt: expected a text, got an empty one"
-    assert ask(address, "a tree", 1, "77").startswith("no checkpoint '77' in ")
+def test_other_names_and_uploads_are_refused(served):
+    address = served(None)
+    assert status_of(address, "/") == 200
+    assert status_of(address, "/", Host="evil.example") == 400  # a name that was made to lead here
+    part = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\nabc\r\n--b--\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    assert status_of(address, "/gradio_api/upload", part, **kind) == 413
+    assert status_of(address, "/upload", part, **kind) == 413
+    assert status_of(address, "/gradio_api/queue/join", b"x" * 2**21) == 413
 
 
 @pytest.mark.slow
@@ -200,7 +220,7 @@ def test_the_demo_in_a_browser(served, tmp_path, capsys):
     run = tmp_path / "run"
     assert main([*MINIATURE, f"--run_dir={run}"]) == 0
     capsys.readouterr()
-    address = served(run, "--save", str(tmp_path / "kept"))
+    address = served(run)
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=BROWSER)
         page = browser.new_page(viewport={"width": 1400, "height": 900})
@@ -216,8 +236,6 @@ def test_the_demo_in_a_browser(served, tmp_path, capsys):
         page.wait_for_selector("#shown .answer", timeout=600_000)
         shown = page.locator("#shown article").all_inner_texts()
         pictures = page.locator("#shown article img").count()
-        page.click("#save")
-        page.wait_for_function("document.querySelector('#line').innerText.includes('1.json')")
         widths = []
         for width in (1400, 390):
             page.set_viewport_size({"width": width, "height": 844})
@@ -226,13 +244,3 @@ def test_the_demo_in_a_browser(served, tmp_path, capsys):
     assert [text.split("\n")[0] for text in shown] == ["the prompt as typed", "final", "start"] and pictures == 3
     assert widths == [1400, 390]
     assert all(url.startswith((address, "data:", "blob:")) for url in requests)
-    kept = json.loads((tmp_path / "kept" / "1.json").read_text())
-    assert len([*(tmp_path / "kept").glob("1_*.png")]) == 3
-    scores = kept["answers"]["final"]["scores"]
-    with ExitStack() as leaving:
-        asker = Asker(run, lambda *_: None, leaving)
-        first, second = (asker.write(row, "final")[0].last.rewards for row in asker.parts.test_rows)
-    expected = measured(capsys, run)
-    assert scores == pytest.approx(dict(first), abs=1e-6)
-    for name, score in scores.items():
-        assert (score + second[name]) / 2 == pytest.approx(expected[name], abs=1e-5)

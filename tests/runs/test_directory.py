@@ -20,12 +20,11 @@ from grpo_jax.runs.directory import (
     AppendedFile,
     RunDirectory,
     RunLock,
-    encode_png,
     read_metrics,
     truncate_metrics,
     write_atomically,
 )
-from grpo_jax.tasks.display import GalleryEntry
+from grpo_jax.tasks.display import GalleryEntry, encode_png
 
 
 def test_a_run_directory_is_not_overwritten(tmp_path):

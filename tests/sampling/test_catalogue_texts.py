@@ -1,4 +1,4 @@
-"""Completions that are texts of a catalogue: drawn, searched for, and trained, against every text written out."""
+"""Completions that are texts of a catalogue: drawn, ranked and trained, against every text written out."""
 
 import itertools
 from dataclasses import replace
@@ -11,11 +11,10 @@ import pytest
 from support.tiny_decoders import LLAMA
 
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.core.trie import NARROW, children, make_trie, walk, widest_below
+from grpo_jax.core.trie import children, make_trie, walk
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling import ranking
-from grpo_jax.sampling.beams import make_beam_sampler
 from grpo_jax.sampling.ranking import levels_of, make_ranker
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -180,7 +179,7 @@ def test_a_ranking_of_all_texts_has_the_score_of_every_text_alone(model, trie, e
     policy, variables = model
     gaps = trie._replace(text=jnp.where(trie.text >= 0, 2 * trie.text + 1, -1))
     monkeypatch.setattr(ranking, "_MOST_NUMBERS", 1)
-    found = make_ranker(policy, 0, pad_id=PAD, trie=gaps)(variables, PROMPTS, MASK)
+    found = make_ranker(policy, pad_id=PAD, trie=gaps)(variables, PROMPTS, MASK)
     assert found.texts.shape == found.scores.shape == (2, len(TEXTS))
     best = np.argsort(-exact, axis=1)
     np.testing.assert_allclose(found.scores, np.take_along_axis(exact, best, 1), rtol=1e-4, atol=1e-5)
@@ -193,91 +192,27 @@ def test_what_is_certain_is_not_decoded():
     assert [level.texts.tolist() for level in levels] == [[-1, 2], [0, 1]]
 
 
-@pytest.mark.parametrize("group", [7, len(TEXTS)])
-def test_beams_are_the_best_texts_in_order(model, trie, exact, group):
-    policy, variables = model
-    search = make_beam_sampler(policy, SamplingParams(group, LENGTH), pad_id=PAD, trie=trie)
-    found = search(variables, PROMPTS, MASK, keys())
-    wide_enough = group == len(TEXTS)
-    for chosen, logs, own in zip(numbers(found), exact, np.asarray(found.logprobs).sum(-1), strict=True):
-        assert len(set(chosen.tolist())) == group
-        np.testing.assert_allclose(own, logs[chosen], rtol=1e-4, atol=1e-5)
-        assert (np.diff(own) <= 1e-6).all()
-        if wide_enough:
-            assert chosen.tolist() == np.argsort(-logs, kind="stable").tolist()
-
-
-@pytest.fixture(scope="module")
-def distinct(model, trie):
-    """Groups of a dozen distinct texts, 1,024 of one prompt."""
-    policy, variables = model
-    draw = make_beam_sampler(policy, SamplingParams(12, LENGTH), pad_id=PAD, trie=trie, without_replacement=True)
-    prompts, mask = (np.repeat(array[:1], 1024, axis=0) for array in (PROMPTS, MASK))
-    return draw(variables, prompts, mask, jax.random.split(jax.random.key(5), len(prompts)))
-
-
-def test_weighted_sums_over_distinct_texts_are_means_over_the_policy(distinct, exact):
-    """Of 1, and of what is large where texts are rare, as k3 is, whose plain mean over the group is another."""
-    texts, likely = numbers(distinct), np.exp(exact[0])
-    for values in (np.ones(len(TEXTS)), exact[0] ** 2):
-        sums = (np.asarray(distinct.weights, np.float64) * values[texts]).sum(-1)
-        error = sums.std() / len(sums) ** 0.5
-        assert sums.mean() == pytest.approx(likely @ values, abs=3 * error)
-    assert abs(values[texts].mean() - likely @ values) > 4 * error
-
-
-def test_beams_find_what_is_below_a_wide_node_too(model, monkeypatch):
-    """Against the exact scores, with the prompts taken one by one, and each level in a loop of its own."""
+def test_levels_of_several_widths_are_ranked_alike(model, monkeypatch):
+    """Each level in a loop of its own gives the same scores as levels of like width together."""
     policy, variables = model
     texts = [*TEXTS, *[(9, token, EOS) for token in range(10, 50)]]
     texts += [(60, *pair, EOS) for pair in itertools.product((2, 3, 4), (2, 3))]
     trie = make_trie(texts, vocab_size=LLAMA.vocab_size)
-    assert widest_below(trie) > NARROW >= widest_below(make_trie(TEXTS, vocab_size=LLAMA.vocab_size))
-    monkeypatch.setattr(ranking, "_MOST_NUMBERS", 1)
+    together = make_ranker(policy, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
     monkeypatch.setattr(ranking, "_width", lambda level: len(level.token))
     assert len(levels_of(trie)) == 3 and len(ranking.stages_of(levels_of(trie), 0)) == 2
-    every, best = (
-        make_ranker(policy, count, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK) for count in (0, len(texts))
-    )
-    np.testing.assert_allclose(best.scores, every.scores, rtol=1e-4, atol=1e-5)
-    assert (np.sort(best.texts, axis=1) == np.arange(len(texts))).all()
-    own = [np.take_along_axis(x.scores, np.argsort(x.texts, axis=1), axis=1) for x in (every, best)]
+    apart = make_ranker(policy, pad_id=PAD, trie=trie)(variables, PROMPTS, MASK)
+    own = [np.take_along_axis(x.scores, np.argsort(x.texts, axis=1), axis=1) for x in (together, apart)]
     np.testing.assert_allclose(*own, rtol=1e-4, atol=1e-5)
-
-
-def test_without_replacement_first_and_second_follow_plackett_and_luce(distinct, exact):
-    """P(first) = p1, P(first, second) = p1 · p2 / (1 - p1)."""
-    chosen = numbers(distinct)
-    many, group = chosen.shape
-    assert all(len(set(row)) == group for row in chosen.tolist())
-    first = np.exp(exact[0])
-    second = (first[:, None] * first[None] / (1 - first[:, None]) * (1 - np.eye(len(first)))).sum(0)
-    for drawn, law in zip(chosen.T, (first, second), strict=False):
-        counts, expected = np.bincount(drawn, minlength=len(law)), law * many
-        often = expected > 5
-        assert ((counts - expected)[often] ** 2 / expected[often]).sum() < 2 * often.sum()
-
-
-def test_a_drawn_group_depends_on_its_own_key_alone(model, trie):
-    policy, variables = model
-    search = make_beam_sampler(policy, SamplingParams(4, LENGTH), pad_id=PAD, trie=trie, without_replacement=True)
-    both = search(variables, PROMPTS, MASK, keys(3))
-    other = search(variables, PROMPTS[::-1], MASK[::-1], keys(3)[::-1])
-    assert (numbers(both) == numbers(other)[::-1]).all()
+    np.testing.assert_allclose(np.exp(own[0]).sum(1), 1, rtol=1e-4)
 
 
 def test_what_does_not_fit_is_refused(model, trie):
     policy, variables = model
-    with pytest.raises(ValueError, match=f"group_size must be at most {len(TEXTS)}"):
-        make_beam_sampler(policy, SamplingParams(len(TEXTS) + 1, LENGTH), pad_id=PAD, trie=trie)
-    longest = max(map(len, TEXTS))
-    with pytest.raises(ValueError, match=f"max_new_tokens must be at least {longest}"):
-        make_beam_sampler(policy, SamplingParams(2, longest - 1), pad_id=PAD, trie=trie)
     foreign = make_trie(TEXTS, vocab_size=LLAMA.vocab_size + 1)
-    for make in (make_beam_sampler, make_sampler):
-        ends = {} if make is make_beam_sampler else {"eos_ids": ()}
-        with pytest.raises(ValueError, match="trie must be of the policy's vocabulary of 64"):
-            make(policy, SamplingParams(2, LENGTH), pad_id=PAD, trie=foreign, **ends)(variables, PROMPTS, MASK, keys())
+    sample = make_sampler(policy, SamplingParams(2, LENGTH), pad_id=PAD, trie=foreign, eos_ids=())
+    with pytest.raises(ValueError, match="trie must be of the policy's vocabulary of 64"):
+        sample(variables, PROMPTS, MASK, keys())
     early = SamplingParams(2, LENGTH, min_new_tokens=1)
     with pytest.raises(ValueError, match="leave out allowed_tokens"):
         make_sampler(policy, early, eos_ids=(EOS,), pad_id=PAD, trie=trie)(variables, PROMPTS, MASK, keys())

@@ -91,29 +91,11 @@ def test_tokens_that_cannot_be_forbidden(forbidden, message):
         ({"stop": [""]}, "sampling.stop: expected texts that are not empty"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, r"sampling.min_new_tokens: expected a number in \[0, "),
         ({"repetition_penalty": 0}, "sampling.repetition_penalty: expected a number > 0"),
-        ({"group": "beams", "top_k": 5}, "sampling.top_k: expected 0: sampling.group beams knows temperature alone"),
-        ({"group": "distinct", "top_p": 0.9}, "sampling.top_p: expected 1: sampling.group distinct knows"),
-        ({"group": "beams", "min_p": 0.1}, "sampling.min_p: expected 0"),
-        ({"group": "distinct", "repetition_penalty": 1.2}, "sampling.repetition_penalty: expected 1"),
     ],
 )
 def test_values_out_of_range(section, message):
     with pytest.raises(UserError, match=message):
         make_config(task="text", sampling=section)
-
-
-@pytest.mark.parametrize("group", ["distinct", "beams"])
-def test_what_groups_that_are_no_samples_cannot_correct_is_refused(group):
-    """A lagging policy needs no cap there: the ratio is then taken against the one that sampled."""
-    made = {"task": "text", "sampling": {"group": group}}
-    for sections, field in (
-        ({"algorithm": {"importance_cap": 2.0}}, "algorithm.importance_cap"),
-        ({"ppo": {"kl_coef": 0.1}}, "ppo.kl_coef"),
-    ):
-        with pytest.raises(UserError, match=f"{field}: expected .*0 with sampling.group {group}, which are no samples"):
-            make_config(made, **sections)
-    assert make_config(made, training={"lag": 1}).algorithm.importance_cap == 0
-    assert make_config(task="text", training={"lag": 1}).algorithm.importance_cap > 0
 
 
 def test_stop_strings_that_no_text_shows():

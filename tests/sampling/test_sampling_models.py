@@ -1,6 +1,8 @@
 """The sampler on a real decoder: against transformers' generate and against the update's own forward."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,12 @@ from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.variables import numbered, unstack
-from grpo_jax.planning.hlo import parse_program, steps
 from grpo_jax.sampling.sampler import PromptBatch, cache_sizes, make_ends, make_sampler, write_completions
 from grpo_jax.sampling.token_choice import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "targets"))
+
+from launches import parse_program, steps
 
 NEW_TOKENS = 10
 TEXTS = ("a red disc", "two cats!", "sky")

@@ -90,31 +90,9 @@ def stable_diffusion_xl(folder) -> Path:
     )
 
 
-def instructed(folder) -> Path:
-    """InstructPix2Pix: Stable Diffusion's U-Net that reads the latents of a picture beside those that it denoises."""
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
-
-    torch.manual_seed(0)
-    tokenizer = clip_tokenizer()
-    return _save(
-        StableDiffusionInstructPix2PixPipeline(
-            vae=AutoencoderKL(**VAE),
-            text_encoder=_clip(CLIPTextModel, tokenizer, 16),
-            tokenizer=tokenizer,
-            unet=UNet2DConditionModel(**UNET | {"in_channels": 8}, cross_attention_dim=16, attention_head_dim=4),
-            scheduler=DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        ),
-        folder,
-    )
-
-
-def flux(folder, *, guidance_embeds: bool = False, kontext: bool = False) -> Path:
+def flux(folder, *, guidance_embeds: bool = False) -> Path:
     """A transformer over packed latents with a T5 and a pooled CLIP; schnell's has no embedding of the guidance."""
-    import diffusers
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
     torch.manual_seed(0)
     transformer = FluxTransformer2DModel(
@@ -132,7 +110,7 @@ def flux(folder, *, guidance_embeds: bool = False, kontext: bool = False) -> Pat
     tokenizer = clip_tokenizer()
     t5_tokenizer, t5_encoder = tiny_t5(d_model=24)
     return _save(
-        (diffusers.FluxKontextPipeline if kontext else diffusers.FluxPipeline)(
+        FluxPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(),
             vae=AutoencoderKL(**VAE, shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False),
             text_encoder=_clip(CLIPTextModel, tokenizer, 16),

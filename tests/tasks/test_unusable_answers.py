@@ -109,7 +109,7 @@ def test_the_command_knows_three_ways_and_says_what_they_are(capsys):
     from grpo_jax.train import main
 
     with pytest.raises(SystemExit):
-        main(["--task", "prompt_recreation", "--help", "task.unusable"])
+        main(["--task", "prompt_enhancement", "--help", "task.unusable"])
     assert "thinking that never ends" in " ".join(capsys.readouterr().out.split())
     assert main(["--task.unusable", "free"]) == 2
     assert capsys.readouterr().err.startswith("error: task.unusable: expected")

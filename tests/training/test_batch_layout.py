@@ -93,36 +93,6 @@ def test_an_update_is_the_same_cut_and_packed_and_split_or_as_wide_as_its_budget
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-def test_the_kl_of_a_group_that_lists_all_there_is_is_exact(rollout):
-    """Beams over every text: value and gradient are those of the KL written out, where a plain mean is none."""
-    tokens = np.tile(np.arange(VOCABULARY, dtype=np.int32)[:, None], (PROMPTS, 1, 1))
-    mask, prompts = np.ones(tokens.shape, bool), rollout.prompts
-    seen = make_forward(POLICY, temperature=1.0)(VARIABLES, Batch(*prompts, tokens, mask))
-    logprobs = np.asarray(seen.logprobs)
-    samples = Samples(tokens, mask, logprobs, logprobs, ~mask[..., 0], weights=np.exp(logprobs[..., 0]))
-    alike = np.zeros((*tokens.shape[:2], 1), np.float32)
-    section = AlgorithmSection(advantage="grpo", kl_coef=0.5, kl_estimator="k2")
-    batch = made(Rollout(prompts, samples, alike), section)
-
-    reference = jax.tree.map(lambda array: 0.3 * array, VARIABLES["params"])
-
-    def logs_of(params):
-        return jax.nn.log_softmax(jnp.tanh(params["table"][prompts[0][:, -1]]) @ params["head"].T)
-
-    def divergence(params):
-        logs = logs_of(params)
-        return (jnp.exp(logs) * (logs - logs_of(reference))).sum(-1).mean()
-
-    expected, slope = jax.value_and_grad(divergence)(VARIABLES["params"])
-    after = updated(batch, section, reference, accumulation=2)[0].variables["params"]
-    for name, pull in slope.items():
-        np.testing.assert_allclose(VARIABLES["params"][name] - after[name], 0.5 * pull, atol=1e-6)
-    # k3's value is exact, its gradient is another's.
-    section = AlgorithmSection(advantage="grpo", kl_coef=0.5)
-    kl = updated(batch, section, reference, accumulation=2)[1]["metrics"]["policy"].kl
-    assert kl.total / kl.weight == pytest.approx(float(expected), rel=1e-4)
-
-
 def test_dr_grpo_divides_by_the_budget_whatever_the_longest_completion_is(rollout):
     """A longer completion that pulls at nothing must not shrink the gradient of all others."""
     section, norms = AlgorithmSection(preset="dr_grpo", advantage="grpo"), {}

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax.reports.page import RunEnd, end_sections
+from grpo_jax.reports.page import RunEnd
 from grpo_jax.reports.report import render_report
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.measures import turn_measures, turns_table
-from grpo_jax.tasks.display import Display, EpisodeEntry, ShownTurn, of_turns
+from grpo_jax.tasks.display import EpisodeEntry, ShownTurn, of_turns
 
 nan = math.nan
 VALUES = [  # of each prompt, of each turn: a share that is right at 1, and a score that may be missing
@@ -99,7 +99,7 @@ def test_the_page_shows_episodes_as_they_went(tmp_path):
     measures = {"share": 1.0, **turn_measures(judged(), ["share"])}
     summary = {"evaluation": {name: {"before": 0.0, "after": value} for name, value in measures.items()}}
     metrics = [{"step": step, "reward/share@turn1": 0.5, "reward/share/mean": 0.6, "turns": 2.0} for step in (1, 2)]
-    end = RunEnd(end_sections([], [entry], [], Display()))
+    end = RunEnd(episodes=[entry])
     page = render_report("run", summary, rows=metrics, end=end)
     section = page[page.index("<h2>Episodes</h2>") :]
     order = ["red &amp; round", "a &lt;red&gt; disc", "mend it", "a red disc"]

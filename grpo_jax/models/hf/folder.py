@@ -313,6 +313,21 @@ def require_hub(repo: str) -> None:
         raise UserError("push_to_hub: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN")
 
 
+def write_card(folder: str | Path, *, base: str, adapters: bool = False) -> None:
+    """Write README.md, the model card, of a trained policy's folder; `base` is named if it is an id of the hub."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) is not None and not os.path.exists(base)
+    data = ModelCardData(
+        library_name="peft" if adapters else "transformers",
+        base_model=base if is_id else None,
+        tags=["grpo_jax", "reinforcement-learning"],
+    )
+    text = "LoRA adapters" if adapters else "A policy"
+    start = f" from {base}" if is_id else ""
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {text} trained with grpo_jax{start}\n").save(Path(folder) / "README.md")
+
+
 def push_folder(folder: str | Path, repo: str, *, private: bool = False) -> str:
     """Upload a folder as one commit to a repository "owner/name", made where there is none; returns its address."""
     require_hub(repo)

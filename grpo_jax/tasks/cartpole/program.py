@@ -135,7 +135,7 @@ class CartPoleProgram:
         rows = list(
             zip(seeds, before["episode_return"], after["episode_return"], after["distance"], until, strict=True)
         )
-        return Finished(summary, lines, tables_below=[Table("Seeds", columns, rows)])
+        return Finished(summary, lines, tables=[Table("Seeds", columns, rows)])
 
     def close(self) -> None:
         """Nothing runs beside it."""

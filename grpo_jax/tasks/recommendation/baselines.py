@@ -1,11 +1,10 @@
-"""Baselines: simple rankings of the whole catalogue, exact and without a network.
+"""Baselines and the prior: exact rankings of the whole catalogue without a network.
 
-Baselines that count (popularity, item-kNN, Markov) are `Scores`; `rank_and_recommend` turns them into ranks by block,
-so that no [U, I] array is ever held. Their statistics come from what training knows alone (`dataset.Split.known`): no
-validation or test target is known to them (the history that is asked with may hold validation targets). Baselines of
+Baselines that count (popularity, item-kNN, Markov) are `Scores`; `rank_all` turns them into ranks by block, so that no
+[U, I] array is ever held. Their statistics come from what training knows alone (`dataset.Split.known`). Baselines of
 titles ask the policy's own retriever, as the policy does.
 
-The prior is what is known of a user's next item without a policy, to be added to what the policy says of it:
+The prior is added to the policy's log-probability of an item:
 
     score(item) = log p(item) + a · cos(history, title) + b · Σ_{i in history} decay^age(i) · together(i, item)
                 + c · Σ_{i in history} decay^age(i) · P(item right after i)
@@ -13,8 +12,9 @@ The prior is what is known of a user's next item without a policy, to be added t
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,15 +22,11 @@ from scipy import sparse
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence
-from grpo_jax.tasks.recommendation.metrics import (
-    RECOMMENDED,
-    RankCounts,
-    count_better,
-    first_items,
-    users_at_once,
-)
+from grpo_jax.tasks.recommendation.metrics import RankCounts, count_better, users_at_once
 from grpo_jax.tasks.recommendation.task import PriorSection
 
+DECAY = 0.7
+"""Weight of each older item in the decayed baselines."""
 Scores = Callable[[int, int], np.ndarray]
 """score(start, stop) → the scores of all items for examples start … stop-1, [B, I]."""
 
@@ -42,8 +38,8 @@ class Ranks(Protocol):
     probability: np.ndarray
 
 
-Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]], Ranks]
-"""B texts, target rows and histories (rows, oldest first), rows left out → the targets' ranks."""
+Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Ranks]
+"""B texts, target rows and histories (rows, oldest first), which are left out → the targets' ranks."""
 
 
 class Retriever(Protocol):
@@ -64,26 +60,19 @@ class Retriever(Protocol):
         ...
 
 
-def rank_and_recommend(
-    score: Scores, rows: Sequence[Row], *, items: int, first: int = RECOMMENDED
-) -> tuple[RankCounts, np.ndarray]:
-    """Return the counts of items before and level with each target, and how often each item is recommended, i64 [I].
+def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> RankCounts:
+    """Return the counts of items before and level with each target.
 
-    An item is recommended where it is among the `first` of an example; 0 for none. Rows, U ≥ 1, have the columns
-    "target_row" and "excluded". Scores that differ by no more than 1e-6 are ties.
+    Rows, U ≥ 1, have the columns "target_row" and "history". Scores that differ by no more than 1e-6 are ties.
     """
     parts = []
-    recommended = np.zeros(items, np.int64)
     block = users_at_once(items)
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         targets = np.array([column["target_row"] for column in columns])
-        excluded = [column["excluded"] for column in columns]
-        scores = score(start, start + len(columns))
-        parts.append(count_better(scores, targets, excluded, tolerance=1e-6))
-        if first:
-            recommended += np.bincount(np.concatenate(first_items(scores, excluded, k=first)), minlength=items)
-    return RankCounts(*map(np.concatenate, zip(*parts, strict=True))), recommended
+        histories = [column["history"] for column in columns]
+        parts.append(count_better(score(start, start + len(columns)), targets, histories, tolerance=1e-6))
+    return RankCounts(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def popularity(users: Sequence[UserSequence], items: int) -> Scores:
@@ -114,17 +103,9 @@ def item_similarity(users: Sequence[UserSequence], items: int) -> sparse.csr_arr
     norms = np.sqrt(np.asarray(taken.sum(0), np.float64).ravel())
     scale = np.divide(1.0, norms, out=np.zeros(items), where=norms > 0)
     similarity = sparse.csr_array(taken.T @ taken)
-    for start in range(0, items, _SCALED_ROWS):  # in place: with millions of items no second copy fits
-        ends = similarity.indptr[start : start + _SCALED_ROWS + 1]
-        columns, values = (array[ends[0] : ends[-1]] for array in (similarity.indices, similarity.data))
-        rows = np.repeat(np.arange(start, start + len(ends) - 1), np.diff(ends))
-        values *= scale[rows]
-        values *= scale[columns]
-        values[rows == columns] = 0.0
+    rows = np.repeat(np.arange(items), np.diff(similarity.indptr))
+    similarity.data *= scale[rows] * scale[similarity.indices] * (rows != similarity.indices)
     return similarity
-
-
-_SCALED_ROWS = 2**14
 
 
 def markov(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> Scores:
@@ -152,10 +133,9 @@ def decayed(histories: Sequence[Sequence[int]], items: int, *, decay: float) -> 
 
 def weights_by_row(columns: Sequence[Sequence[int]], values: np.ndarray, items: int) -> sparse.csr_array:
     """Return values at some columns of each row, one row behind another: f64 [rows, items]."""
-    starts = np.cumsum([0, *(len(entry) for entry in columns)])
-    small = np.int32 if max(starts[-1], items) < 2**31 else np.int64  # products take the indices of their factors
-    indices = np.fromiter(itertools.chain.from_iterable(columns), small, starts[-1])
-    return sparse.csr_array((values, indices, starts.astype(small)), shape=(len(columns), items))
+    starts = np.cumsum([0, *(len(entry) for entry in columns)], dtype=np.int32)
+    indices = np.fromiter(itertools.chain.from_iterable(columns), np.int32, starts[-1])
+    return sparse.csr_array((values, indices, starts), shape=(len(columns), items))
 
 
 def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
@@ -164,52 +144,42 @@ def _taken(users: Sequence[UserSequence], items: int) -> sparse.csr_array:
     return weights_by_row(taken, np.ones(sum(map(len, taken))), items)
 
 
-def count_baselines(
-    users: Sequence[UserSequence], items: int, rows: Sequence[Row], *, decay: float = 0.7
-) -> dict[str, Scores]:
-    """Return popularity, item-kNN and Markov by their names in a report; `decay` is that of a second item-kNN."""
-    similarity = item_similarity(users, items)
+def count_baselines(users: Sequence[UserSequence], items: int, rows: Sequence[Row]) -> dict[str, Scores]:
+    """Return popularity, item-kNN and Markov by their names in a report."""
     return {
         "popularity": popularity(users, items),
-        "item-kNN": item_knn(similarity, rows),
-        f"item-kNN, decay {decay:g}": item_knn(similarity, rows, decay=decay),
+        f"item-kNN, decay {DECAY:g}": item_knn(item_similarity(users, items), rows, decay=DECAY),
         "Markov-1 + popularity": markov(users, items, rows),
     }
 
 
 def title_baselines(
-    retriever: Retriever,
-    catalogue: Catalogue,
-    rows: Sequence[Row],
-    *,
-    decay: float = 0.7,
-    ask: Ask | None = None,
-    block: int = 1024,
+    retriever: Retriever, catalogue: Catalogue, rows: Sequence[Row], *, ask: Ask | None = None, block: int = 1024
 ) -> dict[str, np.ndarray]:
     """Return the ranks f64 [U] by titles as queries: the last one, the history's with weights, the target's own.
 
-    The last is the ceiling of this retriever. NaN where the retriever failed; ties are counted by its own rule. A
-    title weighs decay^age; the newest has age 0. With `ask`, which ranks texts as the policy's are ranked, the own
+    The target's own is the ceiling of this retriever. NaN where the retriever failed; ties are counted by its own rule.
+    A title weighs DECAY^age; the newest has age 0. With `ask`, which ranks texts as the policy's are ranked, the own
     title is asked for so, and the empty text and the last title become rows of their own. One call has `block`
     examples.
     """
     parts: list[dict[str, np.ndarray]] = []
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
-        names = ("history", "target_row", "excluded", "last_title", "target_title")
-        histories, targets, left_out, last, own_items = ([column[name] for column in columns] for name in names)
+        names = ("history", "target_row", "last_title", "target_title")
+        histories, targets, last, own_items = ([column[name] for column in columns] for name in names)
         texts = [[catalogue.titles[item] for item in history] for history in histories]
-        weights = [[decay**age for age in reversed(range(len(history)))] for history in histories]
+        weights = [[DECAY**age for age in reversed(range(len(history)))] for history in histories]
         answers = {
-            "last title": retriever.score_ranks(last, targets, left_out),
-            f"history titles, decay {decay:g}": retriever.score_mixed_ranks(texts, weights, targets, left_out),
+            "last title": retriever.score_ranks(last, targets, histories),
+            f"history titles, decay {DECAY:g}": retriever.score_mixed_ranks(texts, weights, targets, histories),
         }
         if ask is None:
-            answers["oracle: own title"] = retriever.score_ranks(own_items, targets, left_out)
+            answers["oracle: own title"] = retriever.score_ranks(own_items, targets, histories)
         else:
-            answers["prior alone"] = ask([""] * len(columns), targets, histories, left_out)
-            answers["last title + prior"] = ask(last, targets, histories, left_out)
-            answers["oracle: own title"] = ask(own_items, targets, histories, left_out)
+            answers["prior alone"] = ask([""] * len(columns), targets, histories)
+            answers["last title + prior"] = ask(last, targets, histories)
+            answers["oracle: own title"] = ask(own_items, targets, histories)
         parts.append({name: np.asarray(answer.rank, np.float64) for name, answer in answers.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -230,8 +200,8 @@ class PriorParts(NamedTuple):
     similarity: sparse.csr_array
     successors: sparse.csr_array
 
-    def term(self, name: str, histories: Sequence[Sequence[int]], decay: float) -> np.ndarray:
-        """Return what the weight of this name is multiplied with, f32 [P, I]."""
+    def term(self, histories: Sequence[Sequence[int]], name: str, decay: float) -> np.ndarray:
+        """Return the factor of the weight of this name, f32 [P, I]."""
         table = {"history": self.vectors.T, "together": self.similarity, "following": self.successors}[name]
         weights = decayed(histories, self.vectors.shape[0], decay=decay)
         if name != "history":
@@ -254,23 +224,16 @@ def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[Use
     parts = make_parts(titles, users)
 
     def prior(histories: Sequence[Sequence[int]]) -> np.ndarray:
-        terms = {name: parts.term(name, histories, section.decay) for name in section.weights}
+        terms = functools.partial(parts.term, histories)
         return np.zeros((len(histories), len(titles)), np.float32) + weighted(section, terms)
 
     return prior
 
 
-def weighted(section: PriorSection, terms: Mapping[str, np.ndarray]) -> np.ndarray:
+def weighted(section: PriorSection, term: Callable[[str, float], np.ndarray]) -> np.ndarray:
     """Return the sum of the prior's terms by its weights, f32 [P, I], or a scalar 0 where all weights are 0."""
-    return sum((np.float32(weight) * terms[name] for name, weight in section.weights.items()), np.zeros((), np.float32))
-
-
-def fusion_baseline(titles: Sequence[str], users: Sequence[UserSequence], *, decay: float) -> Prior:
-    """Baseline of titles and counts together: cos(history, title) + 2 · co-occurrence.
-
-    The weight 2 was the best of 0, .1, .2, .3, .5, .7, 1 and 2 on 4,000 validation users of Amazon Beauty.
-    """
-    return make_prior(PriorSection(history=1.0, together=2.0, decay=decay), titles, users)
+    terms = (np.float32(weight) * term(name, section.decay) for name, weight in section.weights.items())
+    return sum(terms, np.zeros((), np.float32))
 
 
 def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
@@ -291,8 +254,11 @@ def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
     return sparse.csr_array(weighted, dtype=np.float32)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def fused_scores(listed: np.ndarray, scores: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """Add the prior [P, I] to log-probabilities of listed items [P, K]; items not listed have the least of these."""
-    policy = np.repeat(scores.min(1, keepdims=True), prior.shape[1], axis=1)
-    np.put_along_axis(policy, listed, scores, axis=1)
-    return policy + prior
+def item_scores(ranked: np.ndarray, scores: np.ndarray, items: int) -> np.ndarray:
+    """Return each item's log-probability f32 [P, I] from rankings, rows int [P, K] and scores [P, K], best first.
+
+    An item that shares another's title is not ranked and has the least of a ranking's scores.
+    """
+    by_item = np.repeat(scores[:, -1:], items, axis=1)
+    np.put_along_axis(by_item, ranked, scores, axis=1)
+    return by_item

@@ -36,13 +36,11 @@ class Problems:
         """Note a reason; `line` counts from 1, None is the file as a whole."""
         self.places.append(f"{self.path}: {reason}" if line is None else f"{self.path}:{line}: {reason}")
 
-    def check(self, instead: str = "") -> None:
-        """Raise a UserError with the first six places, if there are any, or with the one reason for them all."""
+    def check(self) -> None:
+        """Raise a UserError with the first six places, if there are any."""
         count = len(self.places)
         if not count:
             return
-        if instead:
-            raise UserError(f"{self.path}: {instead}")
         lines = [f"bad data ({count} place{'s' if count > 1 else ''}):", *self.places[:_SHOWN]]
         if count > _SHOWN:
             lines.append(f"… and {count - _SHOWN} more")
@@ -82,6 +80,11 @@ class Catalogue:
         """Number of items, I."""
         return len(self.ids)
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Return the I texts by which a policy writes items: their own words, or titles."""
+        return self.names or self.titles
+
 
 def make_catalogue(
     ids: Sequence[str], titles: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
@@ -97,12 +100,10 @@ def read_catalogue(
 ) -> Catalogue:
     """Read item identifiers and titles; a UserError names all bad lines at once.
 
-    ``.tsv`` (tabs, no quoting) and ``.csv`` (commas, quotes as usual) have a header line: the first column is the
-    identifier, the one called "title" the title, others are kept. ``.json`` is an object ``{id: title}`` or
-    ``{id: {"title": …, column: …}}``. Two items may share a title: no query can tell them apart, so they tie.
-
-    `columns` is {"title": what the file calls it}. With `blank_titles` "keep" an item without a title stays in the
-    ranking, as an empty text that no query resembles, and a prompt says "(no title)".
+    ``.tsv`` (tabs, no quoting) and ``.csv`` have a header line: the first column is the identifier, the one called
+    "title" the title, others are kept. ``.json`` is an object ``{id: title}`` or ``{id: {"title": …, column: …}}``.
+    `columns` is {"title": the file's name for it}. With `blank_titles` "keep" an item without a title is an empty text,
+    which no query resembles.
     """
     kind = Path(path).suffix.lower()
     if kind not in (".tsv", ".csv", ".json"):
@@ -117,14 +118,12 @@ def read_catalogue(
     lines: dict[str, int | None] = {}
     titles: list[str] = []
     further: dict[str, list[str]] = {}
-    repeated = 0
     for line, identifier, title, others in records:
         if not identifier:
             problems.add(line, "the item's id is blank")
         elif identifier in lines:
             first = f" (first on line {lines[identifier]})" if lines[identifier] is not None else ""
             problems.add(line, f"item {identifier} occurs twice{first}")
-            repeated += 1
         else:
             if not title.strip() and blank_titles == "error":
                 problems.add(line, f"item {identifier} has no title (blank_titles: keep allows it)")
@@ -132,13 +131,11 @@ def read_catalogue(
             titles.append(title)
             for name, value in others.items():
                 further.setdefault(name, []).append(value)
-    number = len(lines)
-    few = f"the first column must be the item's id, and has {number} different values in {number + repeated} lines"
-    problems.check(few if repeated > number else "")
+    problems.check()
     if not lines:
         wanted = "a line that names the columns id and title, and one for each item"
         raise UserError(f"{path} has no items: expected {wanted}")
-    further = {name: values for name, values in further.items() if len(values) == number}
+    further = {name: values for name, values in further.items() if len(values) == len(lines)}
     return make_catalogue(list(lines), titles, further)
 
 
@@ -191,7 +188,9 @@ def read_table(
                 missing = [name for name in needs if columns.get(name, name) not in header]
                 if missing:
                     reason = f"the header has no column {columns.get(missing[0], missing[0])!r}, it says {header}"
-                    problems.add(reader.line_num, f"{reason}: {_header_hint(header, missing[0], kind)}")
+                    separator = {".tsv": "tabs", ".csv": "commas"}[kind]
+                    hint = f"rename it with --data.columns.{missing[0]} NAME; a {kind} separates columns by {separator}"
+                    problems.add(reader.line_num, f"{reason}: {hint}")
                     return
                 continue
             if len(fields) != len(header):
@@ -200,20 +199,6 @@ def read_table(
             yield reader.line_num, rename_columns(dict(zip(header, fields, strict=True)), columns)
     except csv.Error as error:
         problems.add(reader.line_num, f"not {kind[1:].upper()} ({error})")
-
-
-def _header_hint(header: Sequence[str], missing: str, kind: str) -> str:
-    marks = {".tsv": "tabs", ".csv": "commas"}
-    if len(header) == 1 and any(mark in header[0] for mark in ",;\t|"):
-        return f"columns of a {kind} have {marks[kind]} between them"
-    near = next((name for name in header if name.lower() == missing.lower()), None)
-    if near is not None:
-        return f"call {near!r} {missing!r}, or say --data.columns.{missing} {near}"
-    first = ", the item's id first," if missing in ("title", "words") else ""
-    return (
-        f"the first line must name the columns{first} and data.columns what is called otherwise, "
-        f"as in --data.columns.{missing} {header[-1] or 'NAME'}"
-    )
 
 
 class _Pairs(list):
@@ -295,14 +280,11 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
     lines: dict[str, int] = {}
     users: list[UserSequence] = []
     named: set[str] = set()
-    short: list[str] = []  # lines of one item, or none
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         user, *items = line.split()
         named.update(items)
-        if len(items) < 2:
-            short.append(line.strip())
         if user in lines:
             problems.add(number, f"user {user} occurs twice (first on line {lines[user]})")
             continue
@@ -310,69 +292,29 @@ def read_sequences(path: str | Path, catalogue: Catalogue) -> Sequences:
         unknown = [item for item in items if item not in catalogue.rows]
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            header = " (a header? this file has none)" if number == 1 and len(unknown) == len(items) else ""
-            problems.add(number, f"user {user}: item {unknown[0]}{more} not in the catalogue{header}")
+            problems.add(number, f"user {user}: item {unknown[0]}{more} not in the catalogue")
         elif len(items) >= 2:
             users.append(UserSequence(user, tuple(catalogue.rows[item] for item in items)))
-    if reason := _short_lines(short, len(lines), len(users)):
-        raise UserError(f"{path}: {reason}")
-    problems.check(foreign_items(named, catalogue))
+    refuse_foreign_items(path, named, catalogue)
+    problems.check()
     if not users:
-        raise UserError(f"{path} has no users: expected a line for each, user_id item1 … itemN target")
-    return Sequences(tuple(users), _left_out(len(short), 2))
-
-
-def _short_lines(short: Sequence[str], users: int, good: int) -> str:
-    """Return why most lines hold no history; "" where they do, or where their users merely took one item."""
-    held = "one item" if short and short[0].split()[1:] else "no item"
-    merely_short = held == "one item" and good and users == good + len(short)
-    if len(short) <= good or merely_short:
-        return ""
-    wanted = "a line is user_id item1 … itemN, with white space between them"
-    reason = f"{len(short)} lines hold {held}, such as {one_line(repr(short[0]), 60)}: {wanted}"
-    if held == "no item":
-        return reason
-    return f"{reason}; {'one line for each user, not for each item' if users < len(short) else 'no user has two items'}"
+        raise UserError(f"{path}: no user has two items; a line is user_id item1 … itemN, separated by white space")
+    return Sequences(tuple(users), _left_out(len(lines) - len(users), 2))
 
 
 def _left_out(users: int, minimum_items: int) -> tuple[str, ...]:
     return (f"{users} users with fewer than {minimum_items} items are left out",) if users else ()
 
 
-def foreign_items(named: Collection[str], catalogue: Catalogue) -> str:
-    """Return the likely reason why more than half of a file's items are not in the catalogue; else ""."""
+def refuse_foreign_items(path: str | Path, named: Collection[str], catalogue: Catalogue) -> None:
+    """Raise one UserError where more than half of a file's items are not in the catalogue."""
     unknown = sorted(item for item in named if item not in catalogue.rows)
-    if 2 * len(unknown) <= len(named):
-        return ""
-    examples = " and ".join(one_line(repr(item), 40) for item in unknown[:2])
-    others = " and ".join(one_line(repr(item), 40) for item in catalogue.ids[:2])
-    counted = f"{len(unknown)} of {len(named)} items are not in the catalogue, such as {examples}; its ids are {others}"
-    return f"{counted}, …: {_why_foreign(unknown, catalogue)}"
-
-
-def _why_foreign(unknown: Sequence[str], catalogue: Catalogue) -> str:
-    def most(known: Collection[str]) -> bool:
-        return 2 * sum(item in known for item in unknown) > len(unknown)
-
-    for name, values in catalogue.columns.items():
-        if most(set(values)):
-            return f"they stand in its column {name!r}, which must be the first"
-    spaced = next((name for name in catalogue.ids if len(name.split()) > 1), None)
-    if spaced is not None:
-        return f"write its ids without white space, which separates items ({spaced!r})"
-    bare = {_bare(name): name for name in catalogue.ids}
-    alike = [item for item in unknown if _bare(item) in bare]
-    if 2 * len(alike) > len(unknown):
-        return f"write ids alike in both files: {alike[0]!r} here, {bare[_bare(alike[0])]!r} there"
-    if most({word for title in catalogue.titles for word in title.split()}):
-        return "lines must hold the ids of items, not their titles"
-    return "take the catalogue of these items, with their ids in its first column"
-
-
-def _bare(name: str) -> str:
-    """Return an id's number without leading zeros, or its letters, to match ids written in another way."""
-    digits = re.sub(r"\D", "", name)
-    return digits.lstrip("0") or digits[:1] or re.sub(r"\W", "", name).lower()
+    if 2 * len(unknown) > len(named):
+        here, there = (one_line(repr(ids[0]), 40) for ids in (unknown, catalogue.ids))
+        raise UserError(
+            f"{path}: {len(unknown)} of {len(named)} items are not in the catalogue, such as {here}; its first id is "
+            f"{there}, and the first column must hold the ids"
+        )
 
 
 def read_ratings(
@@ -423,7 +365,8 @@ def read_ratings(
     if len(forms) > 1:
         first, other = sorted(forms.values())
         problems.add(other, f"timestamps must be all numbers or all ISO 8601; see line {first}")
-    problems.check(foreign_items(named, catalogue))
+    refuse_foreign_items(path, named, catalogue)
+    problems.check()
     users = []
     repeated = 0
     for user, counted in events.items():

@@ -6,10 +6,9 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, compress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,9 +26,8 @@ from grpo_jax.tasks.recommendation.catalogue import (
     read_sequences,
     read_user_prompts,
 )
-from grpo_jax.tasks.recommendation.dummy import hearsay, make_world
-from grpo_jax.tasks.recommendation.semantic_ids import read_ids
-from grpo_jax.tasks.recommendation.task import NAMED, Recommendation
+from grpo_jax.tasks.recommendation.dummy import lessons, make_world
+from grpo_jax.tasks.recommendation.task import Recommendation
 
 
 class Target(NamedTuple):
@@ -67,12 +65,10 @@ def last_split(users: Sequence[UserSequence]) -> Split:
 
 
 def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float) -> Split:
-    """Cold start: items that training has never seen, neither as targets nor in histories.
+    """Hold out items: training sees them neither as targets nor in histories (cold start).
 
     A hash of its id says whether an item is held out for testing (a share of `share`), for validation (as many) or
-    known; other items of the catalogue change nothing about it. All interactions with known items are known, and no
-    others. Users whose last item is held out are asked about it, with their known items before it as the history:
-    held-out items that a user took earlier are neither in the history nor left out of the ranking.
+    known. Users whose last item is held out are asked about it, with their known items as the history.
     """
     draws = [int.from_bytes(hashlib.sha256(f"held out {name}".encode()).digest()[:8]) / 2**64 for name in ids]
     starts = _starts(users)
@@ -95,12 +91,11 @@ def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float)
 
 
 def time_split(users: Sequence[UserSequence], share: float) -> Split:
-    """A global temporal split: nothing that training knows is later than anything that is asked.
+    """Split by time: nothing that training knows is later than anything that is asked.
 
-    The interactions of all users in the order of time are cut twice: the first `share` of them are known, half of the
-    rest is for validation, the last half for testing; interactions of one second stay on one side. In each of the two
-    parts a user is asked about the last item of theirs in it, if any stands before that; the history is all that
-    does, known to training or not, as it would be at that moment. Users who came after the cut are asked too.
+    The first `share` of all interactions is known, half of the rest is for validation, the last half for testing;
+    interactions of one second stay on one side. In each of the two parts a user is asked about their last item in it;
+    the history is all that stands before, known to training or not.
     """
     ordered = sorted(time for user in users for time in user.times)
     begin, middle = (ordered[min(int(part * len(ordered)), len(ordered) - 1)] for part in (share, (1 + share) / 2))
@@ -122,15 +117,10 @@ def time_split(users: Sequence[UserSequence], share: float) -> Split:
     return Split(starts, tuple(known), tuple(validation), tuple(test), (note,))
 
 
-def known_targets(split: Split, which: Literal["every", "last", "but last"] = "every") -> list[Target]:
-    """Return the training targets of known sequences y1 … ym: all of y2 … ym, ym alone, or y2 … ym-1."""
-    targets = []
-    for start, user in zip(split.starts, split.known, strict=True):
-        count = len(user.items)
-        begin = max(count - 1, 1) if which == "last" else 1
-        end = count - 1 if which == "but last" else count
-        targets += [_target(start, user, place) for place in range(begin, end)]
-    return targets
+def known_targets(split: Split) -> list[Target]:
+    """Return the training targets y2 … ym of known sequences y1 … ym."""
+    known = zip(split.starts, split.known, strict=True)
+    return [_target(start, user, place) for start, user in known for place in range(1, len(user.items))]
 
 
 def _target(start: int, user: UserSequence, place: int) -> Target:
@@ -176,11 +166,11 @@ def cut_title(title: str, characters: int) -> str:
 
 
 def split_examples(split: Split, catalogue: Catalogue, task: Recommendation) -> PromptSet:
-    """Return examples of a split's targets, for training as `task.training_targets` says.
+    """Return examples of a split's targets.
 
     Validation and test rows are ordered by a hash of the user's name, so that the first few are a fair sample.
     """
-    train = known_targets(split, "every" if task.training_targets == "every" else "last")
+    train = known_targets(split)
     if not train:
         raise UserError("no user has four items, or two that training may know: a history and a target")
     rows, validation, test = (_examples(part, catalogue, task) for part in (train, split.validation, split.test))
@@ -212,10 +202,7 @@ def by_user(
 
 
 def example_columns(target: Target, catalogue: Catalogue) -> dict[str, object]:
-    """Return an example's columns for rewards.
-
-    Rankings leave out "excluded", the history (but see `ranking_everything`).
-    """
+    """Return an example's columns for rewards; rankings leave out the history."""
     return {
         "user": target.user,
         "target": catalogue.ids[target.item],
@@ -223,13 +210,7 @@ def example_columns(target: Target, catalogue: Catalogue) -> dict[str, object]:
         "last_title": catalogue.titles[target.history[-1]],
         "target_row": target.item,
         "history": tuple(target.history),
-        "excluded": tuple(target.history),
     }
-
-
-def ranking_everything(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the examples with nothing left out of their rankings: items of the history compete with the target."""
-    return tuple(replace(row, columns={**row.columns, "excluded": ()}) for row in rows)
 
 
 def _shuffled(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -242,7 +223,6 @@ class Dataset(NamedTuple):
     Attributes:
         users: All sequences, held-out items too: nothing that learns or counts may look at them.
         known: What training knows of each user (`Split`).
-        supervised: Examples of a warm start; those of training, or what stands before them.
         notes: What a rule left out or changed.
     """
 
@@ -250,67 +230,30 @@ class Dataset(NamedTuple):
     users: tuple[UserSequence, ...]
     known: tuple[UserSequence, ...]
     prompts: PromptSet
-    supervised: Sequence[Row]
     notes: tuple[str, ...]
 
 
-def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int, *, length: int = 1) -> list[tuple[str, str]]:
-    """Return the (prompt, text) pairs of `task.pairs`, without those whose text is empty.
+def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
+    """Return (prompt, text) pairs for the warm start.
 
-    A policy that writes lists of `length` items is taught the next item at any place of a list (`list_pairs`).
-
-    "forms": a hash of the seed and the row's id draws which of three forms of asking a row teaches, so that a group
-    of samples holds all of them; which one pays is left to reinforcement learning.
+    A policy that ranks is taught the next item. One that writes queries is taught the title most often taken together
+    with the last one, and in the dummy world the form of a title.
     """
-    rows = dataset.supervised
-    catalogue = dataset.catalogue
-    if task.writes_lists:
-        return list_pairs(rows, catalogue, length=length, seed=seed)
-    if catalogue.names:
-        return [(row.prompt, catalogue.names[row.columns["target_row"]]) for row in rows]
-    if task.pairs in ("lessons", "hearsay"):
-        return hearsay(rows, catalogue, told=0.0 if task.pairs == "lessons" else 0.25, seed=seed)
-    titles = [row.columns["target_title"] for row in rows]
-    if task.pairs == "together":
-        titles = together_titles(rows, catalogue, dataset.known)
-    texts = [cut_title(title, task.pair_characters) for title in titles]
-    if task.pairs == "forms":
-        for place, row in enumerate(rows):
-            last = cut_title(row.columns["last_title"], task.pair_characters)
-            forms = (last, texts[place], f"{last} {texts[place]}")
-            drawn = hashlib.sha256(f"{seed} {row.id}".encode()).digest()[0] % len(forms)
-            texts[place] = forms[drawn].strip()
+    rows, catalogue = dataset.prompts.train, dataset.catalogue
+    if task.writes == "query" and task.source == "dummy":
+        return lessons(rows, catalogue, seed=seed)
+    if task.writes == "query":
+        texts = together_titles(rows, catalogue, dataset.known)
+    else:
+        texts = [catalogue.written[row.columns["target_row"]] for row in rows]
     return [(row.prompt, text) for row, text in zip(rows, texts, strict=True) if text]
-
-
-def list_pairs(rows: Sequence[Row], catalogue: Catalogue, *, length: int, seed: int) -> list[tuple[str, str]]:
-    """Return the next item as the first of a list, and once more behind a random beginning of one.
-
-    The beginning stands in the prompt, behind which a list stands, and is not taught: whatever a
-    list holds, what goes on with it is the next item among those that are left. So the likeliest list is the best items
-    in order. The beginning is drawn from other rows' next items; a row whose next item stands in its history teaches
-    nothing.
-    """
-    generator = np.random.Generator(np.random.PCG64(seed))
-    targets = np.array([row.columns["target_row"] for row in rows])
-    pairs = []
-    for row, target in zip(rows, targets.tolist(), strict=True):
-        others = dict.fromkeys(targets[generator.integers(len(rows), size=length - 1)].tolist())
-        beginning = [item for item in others if item != target and item not in row.columns["history"]]
-        beginning = beginning[: generator.integers(1, length) if length > 1 else 0]
-        if target not in row.columns["history"]:
-            text = catalogue.names[target]
-            begun = " ".join([row.prompt, *(catalogue.names[item] for item in beginning)])
-            pairs += [(row.prompt, text), (begun, text)] if beginning else [(row.prompt, text)]
-    return pairs
 
 
 def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[UserSequence]) -> list[str]:
     """Return the title of the item most often taken together with each history's last; "" where there is none.
 
-    The next item is one of many and a guess at it is mostly wrong; what is taken together with an item is the same
-    for every user who took it. The history itself is left out, and its own user is not counted: their row knows what
-    they took later, as that of a user who is asked about does not. `users` is what training knows.
+    The history itself is left out, and its own user is not counted: their row knows what they took later. `users` is
+    what training knows.
     """
     similarity = item_similarity(users, len(catalogue))
     taken = taken_counts(users, len(catalogue))
@@ -340,7 +283,8 @@ def load_dataset(
     says what is held out. `columns` are `data.columns`.
     """
     catalogue, sequences = _load(task, columns or {})
-    catalogue = dataclasses.replace(catalogue, names=_names(task, catalogue))
+    if task.writes == "item":
+        catalogue = dataclasses.replace(catalogue, names=tuple(map(item_word, range(len(catalogue)))))
     ordered = task.order_column is None or task.order_column in catalogue.columns
     require(ordered, "task.order_column", f"one of {list(catalogue.columns)}", task.order_column)
     split = last_split(sequences.users)
@@ -353,18 +297,13 @@ def load_dataset(
         prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
     else:
         prompts = split_examples(split, catalogue, task)
-    supervised: Sequence[Row] = prompts.train
-    if task.training_targets == "apart" and not task.prompts:  # the last target is kept for reinforcement
-        supervised = _examples(known_targets(split, "but last"), catalogue, task)
-    if not task.exclude_history:
-        prompts = PromptSet(*map(ranking_everything, prompts))
     notes = (*sequences.notes, *split.notes, *_notes(catalogue))
-    return Dataset(catalogue, sequences.users, split.known, prompts, supervised, notes)
+    return Dataset(catalogue, sequences.users, split.known, prompts, notes)
 
 
 def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:
     """Return the task over another catalogue: all items of its own, and new ones, which are ranked like the old."""
-    require(task.writes not in NAMED, "catalogue", "the run's, whose items are the policy's own words", path)
+    require(task.writes != "item", "catalogue", "the run's, whose items are the policy's own words", path)
     require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
     read = functools.partial(read_catalogue, blank_titles=task.blank_titles, columns=columns)
     old, new = read(task.catalogue or ""), read(path)
@@ -379,14 +318,7 @@ def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) 
 
 def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, Sequences]:
     if task.source == "dummy":
-        world = make_world(
-            users=task.dummy_users,
-            items=task.dummy_items,
-            length=task.dummy_length,
-            fickle=task.dummy_fickle,
-            noise=task.dummy_noise,
-            seed=task.dummy_seed,
-        )
+        world = make_world(users=task.dummy_users, items=task.dummy_items)
         return world.catalogue, world.sequences
     if not task.source:
         both = "--task.source sequential.txt --task.catalogue items.tsv"
@@ -399,13 +331,6 @@ def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, 
         return catalogue, read_sequences(task.source, catalogue)
     least = {"minimum_rating": task.minimum_rating, "minimum_items": task.minimum_items}
     return catalogue, read_ratings(task.source, catalogue, **least, columns=columns)
-
-
-def _names(task: Recommendation, catalogue: Catalogue) -> tuple[str, ...]:
-    """Return each item's own words, or () where the policy has none."""
-    if task.writes == "ids":
-        return read_ids(task.semantic_ids or "", catalogue)
-    return tuple(map(item_word, range(len(catalogue)))) if task.writes in ("item", "slate") else ()
 
 
 def _notes(catalogue: Catalogue) -> list[str]:

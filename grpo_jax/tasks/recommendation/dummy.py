@@ -61,27 +61,22 @@ def vocabulary(catalogue: Catalogue) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for title in catalogue.titles for word in title.split()))
 
 
-def hearsay(
-    rows: Sequence[Row], catalogue: Catalogue, *, told: float = 0.25, copied: float = 0.4, seed: int = 0
-) -> list[tuple[str, str]]:
-    """Return (prompt, title) pairs that are mostly wrong: what a pretrained policy may have heard of such a world.
+def lessons(rows: Sequence[Row], catalogue: Catalogue, *, seed: int = 0) -> list[tuple[str, str]]:
+    """Return (prompt, title) pairs that teach the form of a title and nothing of the rules.
 
-    Each word is the right one with probability `told`, the last title's with `copied`, otherwise any of its kind.
-    A policy that learned from these finds the last title likeliest: colour and kind, which always change, are wrong.
-    Only the ranking shows what is better. With `told` 0 they teach the form of a title and nothing of the rules;
-    copying makes a policy tell the words it reads apart: without it, the first answer that earns something becomes
-    the answer to everything.
+    Each word is the last title's with probability 0.4, otherwise any of its kind. Copying makes a policy tell the words
+    it reads apart: without it, the first answer that earns something becomes the answer to everything.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     kinds = [tuple(dict.fromkeys(place)) for place in zip(*(title.split() for title in catalogue.titles), strict=True)]
     pairs = []
     for row in rows:
-        right, last = row.columns["target_title"].split(), row.columns["last_title"].split()
+        last = row.columns["last_title"].split()
         written = []
         for place, choices in enumerate(kinds):
-            draw = generator.random()
+            copied = generator.random() < 0.4
             any_word = choices[generator.integers(len(choices))]
-            written.append(right[place] if draw < told else last[place] if draw < told + copied else any_word)
+            written.append(last[place] if copied else any_word)
         pairs.append((row.prompt, " ".join(written)))
     return pairs
 
@@ -95,7 +90,7 @@ def make_world(
     noise: float = 0.02,
     seed: int = 0,
 ) -> World:
-    """Draw users; the fields `dummy_…` of the task are these arguments, and a user's items never repeat."""
+    """Draw users, whose items never repeat; `fickle` and `noise` are shares of the items."""
     catalogue = make_catalogue_of_words(items)
     generator = np.random.Generator(np.random.PCG64(seed))
     drawn = [_user(generator, len(catalogue), length, fickle, noise) for _ in range(users)]

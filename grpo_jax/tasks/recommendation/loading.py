@@ -17,10 +17,9 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.binding import TaskRewards
-from grpo_jax.tasks.recommendation.baselines import Ranks, make_prior, taken_counts, title_vectors
+from grpo_jax.tasks.recommendation.baselines import Ranks, make_prior, title_vectors
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
 from grpo_jax.tasks.recommendation.dataset import load_dataset, warm_start_pairs
-from grpo_jax.tasks.recommendation.metrics import RECOMMENDED
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.rewards import (
     completion_ranks,
@@ -30,7 +29,6 @@ from grpo_jax.tasks.recommendation.rewards import (
     task_rewards,
     where_ranked,
 )
-from grpo_jax.tasks.recommendation.slates import SLATE, ranks_of, slate_of, slate_rewards
 from grpo_jax.tasks.recommendation.task import (
     FUSED,
     PLACES,
@@ -44,7 +42,7 @@ from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabu
 def listed_texts(config: Config) -> Sequence[str]:
     """Return the items that a policy which ranks them itself may write."""
     catalogue = load_dataset(config.task, held_out=config.data.held_out, columns=config.data.columns).catalogue
-    return items_of(catalogue.names or catalogue.titles).texts
+    return items_of(catalogue.written).texts
 
 
 def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
@@ -61,43 +59,26 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     retriever, share = open_retriever(task.retrieval, catalogue.titles, retrieval, required=required)
     setup.say("retrieval", _retrieval_line(task.retrieval, share))
 
-    identity = retriever.fingerprint._asdict()
-    if task.writes == "ids":
-        identity["semantic_ids"] = own_package("bridges", "retrieval.encoders").titles_digest(catalogue.names)
-    items = None if task.writes == "query" else items_of(catalogue.names or catalogue.titles)
+    items = None if task.writes == "query" else items_of(catalogue.written)
     prior = make_prior(task.prior, catalogue.titles, dataset.known) if items and task.prior.used else None
 
-    def ask(
-        texts: Sequence[str],
-        targets: Sequence[int],
-        histories: Sequence[Sequence[int]],
-        excluded: Sequence[Sequence[int]],
-    ) -> Ranks:
+    def ask(texts: Sequence[str], targets: Sequence[int], histories: Sequence[Sequence[int]]) -> Ranks:
         """Rank by query = unit(text) + a · unit(history), a = `prior.history`."""
-        return retriever.score_ranks(texts, targets, excluded, prior_history(task.prior, histories, retrieval))
+        return retriever.score_ranks(texts, targets, histories, prior_history(task.prior, histories, retrieval))
 
     def ranked(completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        if items is not None and task.writes_lists:
-            slates = [slate_of(items, text) for text in completions]
-            ranks = ranks_of(slates, columns["target_row"], items=items.count)
-            return {**reward_columns(ranks, (ranks <= RECOMMENDED).astype(np.float64)), SLATE: slates}
         if items is not None:
             ranks = completion_ranks(items, completions, columns)
             return reward_columns(ranks, (ranks == 1).astype(np.float64))
-        answer = ask(completions, columns["target_row"], columns["history"], columns["excluded"])
+        answer = ask(completions, columns["target_row"], columns["history"])
         return reward_columns(answer.rank, answer.probability)
 
     fused = prior is not None
-    vectors = functools.partial(item_vectors, catalogue.titles) if task.item_start == "titles" else None
-    written = catalogue.names or catalogue.titles
-    rewards = task_rewards(len(catalogue), fused=fused, ranks=items is not None and not task.writes_lists)
-    if task.writes_lists:
-        rewards |= slate_rewards(catalogue, taken_counts(dataset.known, len(catalogue)))
     return TaskData(
         prompts=dataset.prompts,
         source=task.source,
         rewards=TaskRewards(
-            rewards,
+            task_rewards(len(catalogue), fused=fused),
             defaults=(RewardSection("ndcg"),),
             watched=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
             always_watched=(FUSED, RANK) if fused else (RANK,),
@@ -106,18 +87,18 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
             adapt=where_ranked,
         ),
         report=TaskReport(
-            references=lambda rows: {"oracle": [written[row.columns["target_row"]] for row in rows]},
+            references=lambda rows: {"oracle": [catalogue.written[row.columns["target_row"]] for row in rows]},
             remember=functools.partial(policy_ranks, fused=fused),
             findings=lambda remembered, rows: findings(task, dataset, retriever, rows, remembered, prior, ask),
             columns={"wanted": "target_title"},
         ),
-        pairs=lambda: warm_start_pairs(task, dataset, config.seed, length=config.sampling.max_new_tokens),
+        pairs=lambda: warm_start_pairs(task, dataset, config.seed),
         vocabulary=Vocabulary(
             lambda: policy_words(task, catalogue, limit=config.policy.new.vocabulary),
-            vectors if task.writes in ("item", "slate") else None,
+            functools.partial(item_vectors, catalogue.titles) if task.writes == "item" else None,
         ),
-        identity=identity,
-        choices=items and Choices(items.texts, task.listed, functools.partial(ranking_columns, items, prior)),
+        identity=retriever.fingerprint._asdict(),
+        choices=items and Choices(items.texts, functools.partial(ranking_columns, items, prior)),
     )
 
 

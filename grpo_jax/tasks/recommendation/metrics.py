@@ -17,8 +17,8 @@ import numpy as np
 TieRule = Literal["against", "average", "favour"]
 Measure = Callable[[np.ndarray], np.ndarray]
 
-Measure = Literal["ndcg", "mrr", "hit"]
-MIXED_WEIGHTS: Mapping[Measure, float] = {"ndcg": 0.5, "mrr": 0.3, "hit": 0.2}
+Gain = Literal["ndcg", "mrr", "hit"]
+MIXED_WEIGHTS: Mapping[Gain, float] = {"ndcg": 0.5, "mrr": 0.3, "hit": 0.2}
 """Weights of `mixed`; whichever are given are divided by their sum."""
 
 
@@ -57,7 +57,7 @@ def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
     return 1.0 + np.asarray(counts.better, np.float64) + shares[rule] * np.asarray(counts.ties, np.float64)
 
 
-def gain(name: Measure, rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
+def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:
     """Return a measure of ranks, which count from 1; NaN (unknown) stays NaN, ranks beyond `k` earn 0.
 
     "ndcg" is the normalised discounted cumulative gain with one relevant item, 1 / log2(1 + rank) (Järvelin &
@@ -82,7 +82,7 @@ def mixed(
     *,
     k: int | None = None,
     items: int = 0,
-    weights: Mapping[Measure, float] = MIXED_WEIGHTS,
+    weights: Mapping[Gain, float] = MIXED_WEIGHTS,
 ) -> np.ndarray:
     """Weighted mean of `gain`s: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights; absent ones are 0."""
     total = sum(weights.values())
@@ -92,47 +92,12 @@ def mixed(
     return sum(each, start=np.zeros(()))
 
 
-RECOMMENDED = 10
-"""Items of a ranking's beginning that count as recommended."""
 _MOST_SCORES, _MOST_USERS = 2**23, 512
 
 
 def users_at_once(items: int) -> int:
     """Return how many users' scores are held at once, so that memory does not grow with the catalogue."""
     return max(1, min(_MOST_USERS, _MOST_SCORES // items))
-
-
-def first_items(scores: np.ndarray, exclude: Sequence[Sequence[int]], *, k: int = RECOMMENDED) -> list[np.ndarray]:
-    """Return the k best items of each row, in the catalogue's order; of equal ones the first of the catalogue.
-
-    Scores [B, I] are not NaN; -inf and what `exclude` leaves out of a row are never among them.
-    """
-    left = np.array(scores, np.float32)
-    for line, rows in zip(left, exclude, strict=True):
-        line[list(rows)] = -np.inf
-    k = min(k, left.shape[1])
-    last = -np.partition(-left, k - 1, axis=1)[:, k - 1, None]  # the k-th best; from this end ten times as fast
-    chosen = left >= last
-    (crowded,) = np.nonzero(chosen.sum(1) > k)  # more than k: some of those level with the last stay out
-    above, level = left[crowded] > last[crowded], left[crowded] == last[crowded]
-    chosen[crowded] = above | (level & (level.cumsum(1) <= k - above.sum(1, keepdims=True)))
-    return [np.flatnonzero(line) for line in chosen & (left > -np.inf)]
-
-
-def coverage(counts: np.ndarray) -> float:
-    """Share of items that are recommended to somebody; `counts` [I] says how often each of them is."""
-    return float((np.asarray(counts) > 0).mean())
-
-
-def gini(counts: np.ndarray) -> float:
-    """Gini index of how unequally recommendations fall on the items (Fleder & Hosanagar 2009).
-
-    G = Σᵢ (2i − I − 1) xᵢ / (I Σᵢ xᵢ) with counts x₁ ≤ … ≤ x_I: 0 where all are recommended alike, 1 − 1/I where it
-    is always the same one. `counts` as in `coverage`, not all 0.
-    """
-    ordered = np.sort(np.asarray(counts, np.float64))
-    weights = 2.0 * np.arange(1, len(ordered) + 1) - len(ordered) - 1.0
-    return float(weights @ ordered / (len(ordered) * ordered.sum()))
 
 
 class Interval(NamedTuple):

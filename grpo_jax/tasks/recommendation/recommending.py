@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import heapq
 import itertools
 import unicodedata
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
-from grpo_jax.core.trie import text_count
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.data import Row
@@ -28,8 +23,7 @@ from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
     PriorParts,
-    fused_scores,
-    item_similarity,
+    item_scores,
     make_parts,
     make_prior,
     taken_counts,
@@ -38,52 +32,19 @@ from grpo_jax.tasks.recommendation.baselines import (
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence, items_of, plain, read_catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset, history_prompt, load_dataset
 from grpo_jax.tasks.recommendation.loading import open_retriever, prior_history
-from grpo_jax.tasks.recommendation.slates import values_of
 from grpo_jax.tasks.recommendation.task import PriorSection
 
 
 class Recommended(NamedTuple):
-    """One item, by its id in the catalogue; scores compare within one answer, higher is better.
-
-    `words` are those its title shares with the history's, rarest first; `together` are titles of the history that the
-    same users took, those of most of them first.
-    """
+    """One item, by its id in the catalogue; scores compare within one answer, higher is better."""
 
     item: str
     title: str
     score: float
-    words: tuple[str, ...]
-    together: tuple[str, ...]
 
 
-class Recommender(Protocol):
-    """recommend(titles or ids of a history, oldest first, how many) → the best items."""
-
-    def __call__(
-        self,
-        history: Sequence[str],
-        k: int = 10,
-        *,
-        allow: Sequence[str] | None = None,
-        exclude: Sequence[str] = (),
-        at_most: Mapping[str, int] = MappingProxyType({}),
-        note: Callable[[str], None] = warnings.warn,
-    ) -> list[Recommended]:
-        """Recommend k items, or as many as there are.
-
-        Args:
-            history: What is no item of the catalogue is skipped; without any item the most popular are the answer.
-            k: How many; a list (`task.writes: slate`) has no more than the policy was trained to write.
-            allow: The only items that may be recommended, by title or id; None for all.
-            exclude: Items that may not be.
-            at_most: Column of the catalogue → how many items with one value of it may stand in an answer.
-            note: Gets a line on what was skipped, and on an answer by popularity.
-        """
-        ...
-
-
-Admits = Callable[[int, Sequence[int]], bool]
-"""Whether an item (a row) may stand behind those that are chosen."""
+Recommender = Callable[..., list[Recommended]]
+"""recommend(history, k=10, *, exclude=(), note=warnings.warn) → the k best items, or as many as there are."""
 MakeWriter = Callable[[Sequence[Row]], Callable[[str], str]]
 """Rows whose longest prompt sets the width of all → prompt → what the policy writes greedily."""
 BestItems = Callable[[Row, int], list[tuple[int, float]]]
@@ -93,16 +54,16 @@ BestItems = Callable[[Row, int], list[tuple[int, float]]]
 def make_recommender(
     config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
 ) -> Recommender:
-    """Return the `Recommender` of a trained policy.
+    """Return recommend(history, k, exclude=…, note=…) of a trained policy.
 
-    An item that stands several times in a history counts once, in its last place. All questions have the width of the
-    run's longest test prompt, so that the first one compiles and a longer history does not compile again. Items of
-    the history are among them only where the run's own rankings have them (`task.exclude_history`).
+    A policy that ranks the catalogue is asked for its best items, with the run's prior; one that writes queries for a
+    query, by which the run's encoder ranks the catalogue. Items of another catalogue's file are ranked at once where
+    the policy writes queries or titles; a UserError otherwise. All questions have the width of the run's longest test
+    prompt: the first one compiles, a longer history does not compile again.
 
-    A policy that ranks the catalogue itself is asked for its best items, with the run's prior; one that writes
-    queries for a query, by which the run's encoder ranks the catalogue; one that writes lists for the best next item of
-    its list, again and again, so that a filter changes what comes behind as well. Items of another catalogue's file
-    are ranked at once where the policy writes queries or titles; a UserError where it cannot name them.
+    The history and `exclude` are titles or ids, the history oldest first. An item that stands several times counts
+    once, in its last place, and is not recommended. `note` gets a line on each name outside the catalogue, which is
+    skipped, and where no item is left, so that the most popular are the answer.
     """
     task = config.task
     dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
@@ -118,7 +79,6 @@ def make_recommender(
         best = _by_policy(config, policy, dataset)
     popular = taken_counts(dataset.known, len(items))
     most_popular = [(row, float(popular[row])) for row in np.argsort(-popular, kind="stable").tolist()]
-    explain = _explanations(items, dataset.known)
     row_of = _names(items)
 
     def rows_of(where: str, names: Sequence[str], note: Callable[[str], None]) -> list[int]:
@@ -134,76 +94,22 @@ def make_recommender(
         history: Sequence[str],
         k: int = 10,
         *,
-        allow: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
-        at_most: Mapping[str, int] = MappingProxyType({}),
         note: Callable[[str], None] = warnings.warn,
     ) -> list[Recommended]:
         rows = list(dict.fromkeys(reversed(rows_of("history", history, note))))[::-1]
-        left_out = {*(rows if task.exclude_history else ()), *rows_of("exclude", exclude, note)}
-        allowed = None if allow is None else set(rows_of("allow", allow, note))
-        admits = _admission(items, allowed, left_out, at_most)
+        left_out = {*rows, *rows_of("exclude", exclude, note)}
         if rows:
             names = [items.names[row] for row in rows] if items.names else ()
             prompt = history_prompt(task, [items.titles[row] for row in rows], names)
-            question = Row(0, prompt, {"history": tuple(rows)})
-            count = len(items) if exclude or at_most or allow is not None else k + len(left_out)
-            if task.writes_lists:
-                chosen = _listed(best, question, items.names, min(k, config.sampling.max_new_tokens), admits)
-            else:
-                chosen = _first(best(question, count), k, admits)
+            ranked = best(Row(0, prompt, {"history": tuple(rows)}), k + len(left_out))
         else:
             note("history: no item of the catalogue is in it; these are the most popular")
-            chosen = _first(most_popular, k, admits)
-        return [Recommended(items.ids[row], items.titles[row], score, *explain(row, rows)) for row, score in chosen]
+            ranked = most_popular
+        chosen = [pair for pair in ranked if pair[0] not in left_out][:k]
+        return [Recommended(items.ids[row], items.titles[row], score) for row, score in chosen]
 
     return recommend
-
-
-def _first(ranked: Iterable[tuple[int, float]], k: int, admits: Admits) -> list[tuple[int, float]]:
-    """Return the first k items of a ranking that may stand behind one another."""
-    chosen: list[tuple[int, float]] = []
-    for row, score in ranked:
-        if len(chosen) == k:
-            break
-        if admits(row, [row for row, _ in chosen]):
-            chosen.append((row, score))
-    return chosen
-
-
-def _listed(best: BestItems, question: Row, names: Sequence[str], k: int, admits: Admits) -> list[tuple[int, float]]:
-    """Return a list that the policy writes item by item, each the likeliest that may stand behind those before it."""
-    chosen: list[tuple[int, float]] = []
-    while len(chosen) < k:
-        rows = [row for row, _ in chosen]
-        begun = dataclasses.replace(question, prompt=" ".join([question.prompt, *(names[row] for row in rows)]))
-        following = (pair for pair in best(begun, len(names)) if pair[0] not in rows and admits(pair[0], rows))
-        if (pair := next(following, None)) is None:
-            break
-        chosen.append(pair)
-    return chosen
-
-
-def _admission(
-    catalogue: Catalogue, allowed: set[int] | None, left_out: set[int], at_most: Mapping[str, int]
-) -> Admits:
-    """Return the rule of what may be chosen; a UserError where the catalogue has no such column."""
-    values = {}
-    for column in at_most:
-        try:
-            values[column] = values_of(catalogue, column)
-        except ValueError as error:
-            raise UserError(f"at_most: {error}") from error
-
-    def admits(row: int, chosen: Sequence[int]) -> bool:
-        if row in left_out or (allowed is not None and row not in allowed):
-            return False
-        return all(
-            not values[column][row] or sum(values[column][other] == values[column][row] for other in chosen) < most
-            for column, most in at_most.items()
-        )
-
-    return admits
 
 
 def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...]:
@@ -215,7 +121,7 @@ def _carried_over(dataset: Dataset, items: Catalogue) -> tuple[UserSequence, ...
 
 
 def _names(catalogue: Catalogue) -> Callable[[str], int]:
-    """Return title or id → the first item of that name; a UserError with the nearest where there is none.
+    """Return title or id → the first item of that name; a UserError where there is none.
 
     A letter and its accent may be written as one character or as two; case and marks of titles do not matter.
     """
@@ -232,67 +138,42 @@ def _names(catalogue: Catalogue) -> Callable[[str], int]:
 
     def row_of(title: str) -> int:
         row = ids.get(title, ids.get(composed(title), titles.get(spelled(title))))
-        if row is not None:
-            return row
-        wanted = spelled(title)
-        pairs = set(itertools.pairwise(wanted))
-
-        def shared(name: str) -> float:
-            return len(pairs.intersection(itertools.pairwise(name))) / (len(wanted) + len(name))
-
-        # Of the 50 titles that share the most pairs of letters: comparing with all would take seconds.
-        near = difflib.get_close_matches(wanted, heapq.nlargest(50, titles, key=shared), n=1, cutoff=0.3)
-        hint = f"; the nearest is {one_line(repr(catalogue.titles[titles[near[0]]]), 80)}" if near else ""
-        raise UserError(f"no item is called {one_line(repr(title), 80)}{hint}")
+        if row is None:
+            raise UserError(f"no item is called {one_line(repr(title), 80)}")
+        return row
 
     return row_of
 
 
 def policy_ranking(
-    config: Config, policy: Policy, catalogue: Catalogue, prompts: Sequence[Row], *, listed: int
-) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
-    """Return rows → the policy's K = `listed` best catalogue rows (0: all), int [P, K], and their scores f32 [P, K].
-
-    The longest of `prompts` sets the width of all. The next item of a list is ranked as items are.
-    """
+    config: Config, policy: Policy, catalogue: Catalogue, prompts: Sequence[Row]
+) -> Callable[[Sequence[Row]], np.ndarray]:
+    """Return rows → the policy's log-probability of each item, f32 [P, I]; the longest prompt sets the width of all."""
     folder = policy.folder
-    items = items_of(catalogue.names or catalogue.titles)
-    trie = listed_trie(config, items.texts, folder)
-    rank = make_ranker(policy, min(listed, text_count(trie)), pad_id=folder.pad_id, trie=trie)
+    items = items_of(catalogue.written)
+    rank = make_ranker(policy, pad_id=folder.pad_id, trie=listed_trie(config, items.texts, folder))
     size = folder.config.vocab_size
     encode = make_encode(folder.tokenizer, config.data, pad_id=folder.pad_id, vocab_size=size, rows=prompts)
 
-    def ranked(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    def scores(rows: Sequence[Row]) -> np.ndarray:
         encoded = encode(rows)
-        listed = rank(policy.variables, encoded.tokens, encoded.mask)
-        return items.rows[np.asarray(listed.texts)], np.asarray(listed.scores)
+        ranking = rank(policy.variables, encoded.tokens, encoded.mask)
+        return item_scores(items.rows[np.asarray(ranking.texts)], np.asarray(ranking.scores), len(catalogue))
 
-    return ranked
+    return scores
 
 
 def _by_policy(config: Config, policy: Policy, dataset: Dataset) -> BestItems:
-    section, titles = config.task.prior, dataset.catalogue.titles
-    prompts = dataset.prompts.test
-    if config.task.writes_lists:  # which stand behind their prompts
-        room = config.sampling.max_new_tokens - 1
-        longest = " ".join(dataset.catalogue.names[:room])
-        prompts = [dataclasses.replace(row, prompt=f"{row.prompt} {longest}") for row in prompts]
-        data = dataclasses.replace(config.data, max_prompt_tokens=config.data.max_prompt_tokens + room)
-        config = dataclasses.replace(config, data=data)
-    prior = make_prior(section, titles, dataset.known) if section.used else None
-
-    @functools.cache
-    def ranking(listed: int) -> Callable[[Sequence[Row]], tuple[np.ndarray, np.ndarray]]:
-        return policy_ranking(config, policy, dataset.catalogue, prompts, listed=listed)
+    section = config.task.prior
+    scores_of = policy_ranking(config, policy, dataset.catalogue, dataset.prompts.test)
+    prior = make_prior(section, dataset.catalogue.titles, dataset.known) if section.used else None
 
     def best(row: Row, count: int) -> list[tuple[int, float]]:
-        everything = count >= len(titles)
-        listed, scores = ranking(0 if everything else config.task.listed)([row])
+        (scores,) = scores_of([row])
         if prior is not None:
-            fused = fused_scores(listed, scores, prior([row.columns["history"]]))
-            listed = np.argsort(-fused, axis=1, kind="stable")
-            scores = np.take_along_axis(fused, listed, axis=1)
-        return list(zip(listed[0, :count].tolist(), scores[0, :count].tolist(), strict=True))
+            scores = scores + prior([row.columns["history"]])[0]
+        order = np.argsort(-scores, kind="stable")[:count]
+        return list(zip(order.tolist(), scores[order].tolist(), strict=True))
 
     return best
 
@@ -310,24 +191,6 @@ def _by_query(config: Config, catalogue: Catalogue, write: Callable[[str], str])
     return best
 
 
-def _explanations(
-    catalogue: Catalogue, users: Sequence[UserSequence]
-) -> Callable[[int, Sequence[int]], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return (item, history) → words shared with the history's titles, and titles of the history taken with it."""
-    counts = Counter(word for title in catalogue.titles for word in set(plain(title).split()))
-    together = item_similarity(users, len(catalogue))
-
-    def explain(item: int, history: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        history_words = {word for other in history for word in plain(catalogue.titles[other]).split()}
-        shared = history_words & set(plain(catalogue.titles[item]).split())
-        near = {other: float(together[item, other]) for other in history}
-        taken = sorted((other for other in near if near[other] > 0), key=lambda other: -near[other])
-        words = sorted(shared, key=lambda word: (counts[word], word))
-        return tuple(words), tuple(catalogue.titles[other] for other in taken)
-
-    return explain
-
-
 HISTORY, TOGETHER, DECAYS = (0.0, 2.0, 5.0, 10.0, 20.0), (0.0, 5.0, 10.0, 20.0, 40.0), (0.5, 0.7, 0.9)
 FOLLOWING = (0.0, 2.0, 5.0, 10.0, 20.0, 40.0)
 """Tried beside the best of the others."""
@@ -343,10 +206,7 @@ class Weighed(NamedTuple):
 
 
 class ChosenPrior(NamedTuple):
-    """Results of the priors of a grid: lines to print, and a record for each prior that was tried, best first.
-
-    A record has its weights, "ndcg@10" and "hr@10".
-    """
+    """Lines to print, and a record of each prior that was tried, best first: its weights, "ndcg@10" and "hr@10"."""
 
     lines: list[str]
     records: list[dict[str, float]]
@@ -361,34 +221,21 @@ def grid() -> list[PriorSection]:
     return [PriorSection(), *(point for point in points if point.used)]
 
 
-def weigh(
-    score: Callable[[int, int], np.ndarray],
-    parts: PriorParts,
-    rows: Sequence[Row],
-    points: Sequence[PriorSection],
-    *,
-    items: int,
-) -> list[Weighed]:
-    """Measure each point on the same U rows (at least one), best first; of equal ones the earlier.
+def weigh(scores: np.ndarray, parts: PriorParts, rows: Sequence[Row], points: Sequence[PriorSection]) -> list[Weighed]:
+    """Measure each point on U rows (at least one) with the policy's scores f32 [U, I], best first; ties by their order.
 
-    `score`(start, stop) → the policy's scores of all `items` for these rows, f32 [B, I]. Histories are left out and
-    ties count against the target, as in `rewards.ranking_columns`. A decay is computed once for all its points.
+    Histories are left out and ties count against the target.
     """
     ranks = np.empty((len(points), len(rows)))
-    block = metrics.users_at_once(items)
+    block = metrics.users_at_once(scores.shape[1])
     for start in range(0, len(rows), block):
-        columns = [row.columns for row in rows[start : start + block]]
-        users = slice(start, start + len(columns))
-        histories = [column["history"] for column in columns]
-        targets = np.array([column["target_row"] for column in columns])
-        policy = score(users.start, users.stop)
-        for decay in dict.fromkeys(point.decay for point in points):
-            these = {place: point for place, point in enumerate(points) if point.decay == decay}
-            names = dict.fromkeys(itertools.chain.from_iterable(point.weights for point in these.values()))
-            terms = {name: parts.term(name, histories, decay) for name in names}
-            for place, point in these.items():
-                scores = policy + weighted(point, terms)
-                ranks[place, users] = metrics.rank_of(metrics.count_better(scores, targets, histories))
+        users = slice(start, start + block)
+        histories = [row.columns["history"] for row in rows[users]]
+        targets = np.array([row.columns["target_row"] for row in rows[users]])
+        term = functools.cache(functools.partial(parts.term, histories))
+        for place, point in enumerate(points):
+            fused = scores[users] + weighted(point, term)
+            ranks[place, users] = metrics.rank_of(metrics.count_better(fused, targets, histories))
     ndcg, hit = metrics.ndcg(ranks, k=10).mean(1).tolist(), metrics.hit(ranks, k=10).mean(1).tolist()
     return sorted(map(Weighed, points, ndcg, hit), key=lambda one: -one.ndcg)
 
@@ -400,31 +247,21 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     first few are a fair sample.
     """
     task = config.task
-    if task.writes in ("query", "slate"):
+    if task.writes == "query":
         raise UserError(
-            "task.writes: expected title, item or ids, whose rankings have log-probabilities to add a prior to; "
-            f"got {task.writes}"
+            "task.writes: expected title or item, whose rankings have log-probabilities to add a prior to; got query"
         )
     count = config.evaluation.validation_prompts if users is None else users
     dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
     rows, catalogue = dataset.prompts.validation[:count], dataset.catalogue
     if not rows:
         raise UserError(f"--users: expected a number >= 1, and data with validation users, got {count}")
-    listed, scores = policy_ranking(config, policy, catalogue, rows, listed=task.listed)(rows)
-
-    def policy_scores(start: int, stop: int) -> np.ndarray:
-        nothing = np.zeros((stop - start, len(catalogue)), np.float32)
-        return fused_scores(listed[start:stop], scores[start:stop], nothing)
-
-    points = grid()
-    if task.prior.used and task.prior not in points:
-        points.append(task.prior)
-    parts = make_parts(catalogue.titles, dataset.known)
-    measured = functools.partial(weigh, policy_scores, parts, rows, items=len(catalogue))
-    earned = measured(points)
-    best, known = earned[0].prior, {one.prior for one in earned}
-    near = [dataclasses.replace(best, following=weight) for weight in FOLLOWING]
-    earned = sorted([*earned, *measured([one for one in near if one not in known])], key=lambda one: -one.ndcg)
+    scores = policy_ranking(config, policy, catalogue, rows)(rows)
+    measured = functools.partial(weigh, scores, make_parts(catalogue.titles, dataset.known), rows)
+    earned = measured(list(dict.fromkeys([*grid(), task.prior])))
+    near = [dataclasses.replace(earned[0].prior, following=weight) for weight in FOLLOWING]
+    tried = {one.prior for one in earned}
+    earned = sorted([*earned, *measured([one for one in near if one not in tried])], key=lambda one: -one.ndcg)
     records = [{**vars(one.prior), "ndcg@10": one.ndcg, "hr@10": one.hit} for one in earned]
     return ChosenPrior(_prior_lines(earned, len(rows), task.prior), records)
 
@@ -439,10 +276,5 @@ def _prior_lines(earned: Sequence[Weighed], users: int, configured: PriorSection
         if place < _PRINTED or prior in names:
             weights = "  ".join(f"{weight:{len(name)}g}" for name, weight in vars(prior).items())
             lines.append(f"{ndcg:7.4f}  {hit:6.4f}  {weights}  {names.get(prior, '')}".rstrip())
-    best = earned[0].prior
-    lines.append("for the config, under task:")
-    lines.append("  prior: {" + ", ".join(f"{name}: {weight:g}" for name, weight in vars(best).items()) + "}")
-    for name, tried in zip(vars(best), (HISTORY, TOGETHER, FOLLOWING), strict=False):
-        if getattr(best, name) >= max(tried):
-            lines.append(f"{name} {max(tried):g} is the most that was tried")
-    return lines
+    best = ", ".join(f"{name}: {weight:g}" for name, weight in vars(earned[0].prior).items())
+    return [*lines, "for the config, under task:", f"  prior: {{{best}}}"]

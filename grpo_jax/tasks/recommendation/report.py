@@ -15,17 +15,14 @@ from grpo_jax.tasks.recommendation.baselines import (
     Ask,
     Prior,
     Retriever,
-    Scores,
     count_baselines,
-    fusion_baseline,
-    rank_and_recommend,
+    rank_all,
     taken_counts,
     title_baselines,
 )
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset
-from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, Interval, coverage, gini, rank_of
-from grpo_jax.tasks.recommendation.rewards import FUSED_FIRST, LISTED_FIRST
+from grpo_jax.tasks.recommendation.metrics import Interval, rank_of
 from grpo_jax.tasks.recommendation.task import Recommendation
 
 CUTOFFS = (5, 10, 20, 50, 100)
@@ -60,10 +57,7 @@ def measure_users(rank: np.ndarray) -> np.ndarray:
 def make_table(
     ranks: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray] | None = None, *, samples: int = 1000
 ) -> list[TableRow]:
-    """Measure every method's ranks f64 [U], NaN where there is none, on all users and on each group, bool [U].
-
-    Methods that miss no user see the same `samples` draws of the bootstrap.
-    """
+    """Measure every method's ranks f64 [U], NaN where there is none, on all users and on each group, bool [U]."""
     return _rows({method: measure_users(rank) for method, rank in ranks.items()}, groups or {}, samples)
 
 
@@ -81,27 +75,16 @@ def paired_table(ranks: Mapping[str, np.ndarray], pairs: Sequence[tuple[str, str
 
 def _rows(values: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray], samples: int = 1000) -> list[TableRow]:
     """Return a row for all users and each group of each method's values f64 [U, 16], NaN for missing users."""
-    ranked = {method: np.asarray(~np.isnan(measured).any(axis=1)) for method, measured in values.items()}
-    everybody = np.ones(len(next(iter(ranked.values()), ())), bool)
-    rows: dict[tuple[str, str], TableRow] = {}
-    for group, members in {ALL: everybody, **groups}.items():
-        # Methods that were measured on the same users are drawn together: draws take longer than their means.
-        alike: dict[bytes, list[str]] = {}
-        for method in values:
-            alike.setdefault((ranked[method] & members).tobytes(), []).append(method)
-        for methods in alike.values():
-            counted = ranked[methods[0]] & members
-            users, missing = int(counted.sum()), int((members & ~counted).sum())
-            intervals: list[Interval] = []
-            if users:
-                columns = np.concatenate([values[method][counted] for method in methods], axis=1)
-                intervals = metrics.bootstrap(columns, samples=samples)
-            for place, method in enumerate(methods):
-                measured = intervals[place * len(MEASURES) :][: len(MEASURES)]
-                rows[method, group] = TableRow(
-                    method, group, users, missing, dict(zip(MEASURES, measured, strict=False))
-                )
-    return [rows[method, group] for method in values for group in (ALL, *groups)]
+    rows = []
+    for method, measured in values.items():
+        ranked = ~np.isnan(measured).any(axis=1)
+        for group, members in {ALL: np.ones(len(ranked), bool), **groups}.items():
+            counted = ranked & members
+            users = int(counted.sum())
+            intervals = metrics.bootstrap(measured[counted], samples=samples) if users else []
+            measures = dict(zip(MEASURES, intervals, strict=False))
+            rows.append(TableRow(method, group, users, int(members.sum()) - users, measures))
+    return rows
 
 
 def direction_groups(rows: Sequence[Row], catalogue: Catalogue, column: str) -> dict[str, np.ndarray]:
@@ -191,30 +174,20 @@ def _cell(interval: Interval | None, signed: bool) -> str:
 
 
 PRIOR = "prior alone"
-_SPREAD = ("method", f"coverage@{RECOMMENDED}", f"Gini@{RECOMMENDED}")
 
 
-def policy_ranks(
-    name: str, judgements: Mapping[str, Judgement], *, fused: bool = False
-) -> dict[str, dict[str, list[float]]]:
+def policy_ranks(name: str, judgements: Mapping[str, Judgement], *, fused: bool = False) -> dict[str, list[float]]:
     """Return the ranks of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
 
     The last watched measure is the rank, NaN where there is none; with `fused` the one before it is the rank with the
-    prior. Where rankings list items there are also those "recommended", and how many "times" each of them is.
+    prior.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
-    ranks = {kinds[kind]: _remembered(one, -1, LISTED_FIRST) for kind, one in judgements.items() if kind in kinds}
-    if fused and "greedy" in judgements:
-        ranks[f"{name} + prior"] = _remembered(judgements["greedy"], -2, FUSED_FIRST)
+    watched = {kind: one.final_watched[:, 0] for kind, one in judgements.items()}
+    ranks = {kinds[kind]: values[:, -1].tolist() for kind, values in watched.items() if kind in kinds}
+    if fused and "greedy" in watched:
+        ranks[f"{name} + prior"] = watched["greedy"][:, -2].tolist()
     return ranks
-
-
-def _remembered(judgement: Judgement, measure: int, column: str) -> dict[str, list[float]]:
-    ranks = judgement.final_watched[:, 0, measure].tolist()
-    if column not in judgement.columns:
-        return {"rank": ranks}
-    items, times = np.unique([item for first in judgement.columns[column] for item in first], return_counts=True)
-    return {"rank": ranks, "recommended": items.astype(int).tolist(), "times": times.tolist()}
 
 
 def findings(
@@ -222,12 +195,12 @@ def findings(
     dataset: Dataset,
     retriever: Retriever,
     rows: Sequence[Row],
-    policies: Mapping[str, Mapping[str, list[float]]],
+    policies: Mapping[str, list[float]],
     prior: Prior | None = None,
     ask: Ask | None = None,
 ) -> Findings:
     """Return the results of the measured rows as tables, lines and records; arguments as of `_measure_methods`."""
-    ranks, recommended = _measure_methods(task, dataset, retriever, rows, policies, prior, ask)
+    ranks = _measure_methods(task, dataset, retriever, rows, policies, prior, ask)
     groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
     if task.order_column:
         groups = direction_groups(rows, dataset.catalogue, task.order_column) | groups
@@ -235,15 +208,9 @@ def findings(
     texts = [format_table(table), format_groups(table)]
     if paired:
         texts.append(f"Paired differences (* the 95 % interval is clear of zero)\n{format_table(paired, signed=True)}")
-    spread = [(name, coverage(counts), gini(counts)) for name, counts in recommended.items()]
-    texts.append(aligned([list(_SPREAD), *([name, *(f"{value:.4f}" for value in values)] for name, *values in spread)]))
-    records = {
-        "table": table_records(table),
-        "differences": table_records(paired),
-        "recommended": [dict(zip(_SPREAD, row, strict=True)) for row in spread],
-    }
+    records = {"table": table_records(table), "differences": table_records(paired)}
     lines = [line for text in texts if text for line in ("", *text.split("\n"))]
-    return Findings(_report_tables(table, paired, spread, task.exclude_history), lines, records)
+    return Findings(_report_tables(table, paired), lines, records)
 
 
 def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
@@ -262,67 +229,40 @@ def _measure_methods(
     dataset: Dataset,
     retriever: Retriever,
     rows: Sequence[Row],
-    policies: Mapping[str, Mapping[str, list[float]]],
+    policies: Mapping[str, list[float]],
     prior: Prior | None,
     ask: Ask | None,
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Rank by every baseline and policy: the targets' ranks f64 [U], and how often each item is recommended, i64 [I].
+) -> dict[str, np.ndarray]:
+    """Return the targets' ranks f64 [U] by every baseline and policy; ties as retrieval.ties says.
 
-    Rankings are full, ties as retrieval.ties says; the second result has methods that list items alone. `policies`
-    has the results of `policy_ranks` by name; the prior, where there is one, is a baseline too; `ask` ranks texts as
-    the policy's are ranked.
+    `policies` has the results of `policy_ranks` by name; `ask` ranks texts as the policy's are ranked.
     """
-    items = len(dataset.catalogue)
     histories = [row.columns["history"] for row in rows]
-    ranks: dict[str, np.ndarray] = {}
-    recommended: dict[str, np.ndarray] = {}
-
-    def measure(name: str, score: Scores) -> None:
-        counts, recommended[name] = rank_and_recommend(score, rows, items=items)
-        ranks[name] = rank_of(counts, rule=task.retrieval.ties)
-
-    # One after the other: each holds how alike the items are, of many items the most of a run's memory.
-    for name, score in count_baselines(dataset.known, items, rows, decay=task.decay).items():
-        measure(name, score)
-    fusion = fusion_baseline(dataset.catalogue.titles, dataset.known, decay=task.decay)
-    measure("titles + item-kNN", lambda start, stop: fusion(histories[start:stop]))
+    scores = count_baselines(dataset.known, len(dataset.catalogue), rows)
     if prior is not None:
-        measure(PRIOR, lambda start, stop: prior(histories[start:stop]))
+        scores[PRIOR] = lambda start, stop: prior(histories[start:stop])
+    ranks = {
+        name: rank_of(rank_all(score, rows, items=len(dataset.catalogue)), rule=task.retrieval.ties)
+        for name, score in scores.items()
+    }
     mixed_ask = ask if task.writes == "query" and task.prior.used else None
-    ranks |= title_baselines(retriever, dataset.catalogue, rows, decay=task.decay, ask=mixed_ask)
-    for name, measured in policies.items():
-        ranks[f"policy, {name}"] = np.asarray(measured["rank"], np.float64)
-        if "recommended" in measured:
-            times = np.zeros(items, np.int64)
-            times[np.asarray(measured["recommended"], int)] = measured["times"]
-            recommended[f"policy, {name}"] = times
-    return ranks, recommended
+    ranks |= title_baselines(retriever, dataset.catalogue, rows, ask=mixed_ask)
+    return ranks | {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
 
 
-def _report_tables(
-    table: Sequence[TableRow],
-    paired: Sequence[TableRow],
-    spread: Sequence[tuple[str, float, float]],
-    excluded: bool,
-) -> list[Table]:
-    """Return a table for each group of users, paired differences, and recommended items."""
-    left_out = "each user's history left out" if excluded else "items of the user's history among the others"
-    ranking_note = (
-        f"Full ranking of the catalogue, {left_out}; mean and 95 % interval of a bootstrap over users. The oracle asks "
-        "with the target's own title. Targets are told apart by how many users took them in training."
-    )
+def _report_tables(table: Sequence[TableRow], paired: Sequence[TableRow]) -> list[Table]:
+    """Return a table for each group of users, and paired differences."""
     columns = ("method", *MEASURES)
     tables = [Table(f"Ranking, {title}", columns, cells) for title, cells in table_cells(table)]
-    tables[0] = tables[0]._replace(note=ranking_note)
+    tables[0] = tables[0]._replace(
+        note="Full ranking of the catalogue, each user's history left out; mean and 95 % interval of a bootstrap over "
+        "users. The oracle asks with the target's own title. Targets are grouped by how many users took them in "
+        "training."
+    )
     paired_note = (
         "User by user, with the 95 % interval of a bootstrap over users who have both ranks; * where it is clear of "
         "zero. After − before is what reinforcement brought; + prior − prior alone is what the policy adds."
     )
-    tables += [
+    return tables + [
         Table("Paired differences", columns, cells, paired_note) for _, cells in table_cells(paired, signed=True)
     ]
-    spread_note = (
-        f"The first {RECOMMENDED} items of each user's ranking: the share of the catalogue that is recommended to "
-        "somebody, and the Gini coefficient of how often each item is (0: all alike, 1: always the same ones)."
-    )
-    return [*tables, Table("What is recommended", _SPREAD, spread, spread_note)]

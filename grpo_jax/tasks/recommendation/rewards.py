@@ -4,7 +4,7 @@ A reward is ``reward(prompts, completions, **columns) -> list[float | None]``. T
 
     rank            where the target stands among all items, from 1; NaN where the retriever gave no answer
     probability     of the target in the softmax over all items' similarities to the completion
-    user, target, target_title, last_title, target_row, history, excluded     of the example
+    user, target, target_title, last_title, target_row, history     of the example
 
 A missing rank gives a missing reward, never a 0. A text that is empty or makes no sense is no failure: it resembles
 nothing, ties count against the target, and it earns what the last place earns.
@@ -30,20 +30,18 @@ from grpo_jax.rollout.rewards import (
     finished,
 )
 from grpo_jax.tasks.recommendation import metrics
-from grpo_jax.tasks.recommendation.baselines import Prior, fused_scores
+from grpo_jax.tasks.recommendation.baselines import Prior, item_scores
 from grpo_jax.tasks.recommendation.catalogue import Items
-from grpo_jax.tasks.recommendation.metrics import RECOMMENDED, count_better, first_items, rank_of, users_at_once
-from grpo_jax.tasks.recommendation.task import FUSED, RANK, RANK_PENALTY
+from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
+from grpo_jax.tasks.recommendation.task import FUSED, RANK
 
 BUILT_IN = ("ndcg", "hit", "mrr", "mixed", "soft")
 _MEASURES = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
 
 
-def task_rewards(items: int, *, fused: bool, ranks: bool) -> dict[str, Reward | Maker]:
-    """Return the rewards by name: `fused` with a prior, `ranks` of a policy that ranks the items itself."""
+def task_rewards(items: int, *, fused: bool) -> dict[str, Reward | Maker]:
+    """Return the rewards by name; `fused` where rankings have a prior."""
     rewards: dict[str, Reward | Maker] = {name: Maker(functools.partial(make_reward, name, items)) for name in BUILT_IN}
-    if ranks:
-        rewards[RANK_PENALTY] = rank_penalty
     rewards[RANK] = _of_rank(lambda rank: rank)
     if fused:
         rewards[FUSED] = _fused
@@ -144,56 +142,31 @@ def where_ranked(reward: Reward) -> Reward:
     return ranked
 
 
-def rank_penalty(rank: Sequence[float], place_in_group: Sequence[int], **_: object) -> list[float | None]:
-    """Penalty of wrong items in a group that holds the target: the larger, the higher the policy puts them.
-
-        penalty_i = -d(ρ_i) / Σ_{j wrong} d(ρ_j),   d(ρ) = 1 / log2(1 + ρ)
-
-    ρ is an item's place in its group, `place_in_group` + 1: the likeliest first among beams, the first that was drawn
-    among distinct items. It is 0 for the target (`rank` 1), which `hit` rewards beside it, and for groups without the
-    target. This is the ranking reward of ReRe (https://arxiv.org/abs/2510.12211) and MiniOneRec
-    (https://arxiv.org/abs/2510.24431). Groups without the target are spared in MiniOneRec's code, which divides by
-    the sum over all places, the target's too. Completions of a group stand side by side.
-    """
-    wrong, place = np.asarray(rank) != 1, np.asarray(place_in_group)
-    group = np.cumsum(place == 0) - 1
-    share = np.where(wrong, 1 / np.log2(2.0 + place), 0.0)
-    has_hit, total = np.bincount(group, ~wrong)[group] > 0, np.bincount(group, share)[group]
-    return (0.0 - np.divide(share, total, out=np.zeros(len(share)), where=has_hit & (total > 0))).tolist()
-
-
 LISTED_RANK, FUSED_RANK = "listed_rank", "fused_rank"
 """Columns with the target's place in a row's ranking: by the policy alone, and with the prior."""
-LISTED_FIRST, FUSED_FIRST = "listed_first", "fused_first"
-"""Columns with the first items of these rankings, as rows of the catalogue."""
 
 
 def ranking_columns(
     items: Items, prior: Prior | None, rows: Sequence[Row], numbers: np.ndarray, scores: np.ndarray
 ) -> dict[str, Sequence[object]]:
-    """Return where each row's target stands in its ranking, from 1, and the recommended items.
+    """Return where each row's target stands in its ranking, from 1, with the history left out.
 
-    A row's column "excluded" is left out; a target that is not listed stands at the last place. `numbers`,
-    int [P, K], are the listed texts, best first, with `scores` f32 [P, K].
+    `numbers`, int [P, K], are all texts, best first, with `scores` f32 [P, K]. A target that shares another's title is
+    not ranked and stands at the last place.
     """
-    listed = items.rows[numbers]
-    places, first = [], []
-    for row, best in zip(rows, listed, strict=True):
-        target, left_out = row.columns["target_row"], set(row.columns["excluded"])
-        others = [item for item in best.tolist() if item == target or item not in left_out]
-        places.append(others.index(target) + 1 if target in others else items.count)
-        first.append([item for item in others if item not in left_out][:RECOMMENDED])
-    columns: dict[str, Sequence[object]] = {LISTED_RANK: places, LISTED_FIRST: first}
+    ranked = items.rows[numbers]
+    place = np.full((len(rows), items.count), items.count - 1)
+    np.put_along_axis(place, ranked, np.broadcast_to(np.arange(ranked.shape[1]), ranked.shape), axis=1)
+    targets = [row.columns["target_row"] for row in rows]
+    histories = [row.columns["history"] for row in rows]
+    places = []
+    for own, target, history in zip(place, targets, histories, strict=True):
+        before = sum(own[item] < own[target] for item in {*history} - {target})
+        places.append(int(own[target] - before) + 1)
     if prior is None:
-        return columns
-    names = ("history", "target_row", "excluded")
-    ranks, lists, block = [], [], users_at_once(items.count)
-    for part in (slice(start, start + block) for start in range(0, len(rows), block)):
-        histories, targets, excluded = ([row.columns[name] for row in rows[part]] for name in names)
-        fused = fused_scores(listed[part], scores[part], prior(histories))
-        ranks += rank_of(count_better(fused, np.array(targets), excluded)).tolist()
-        lists += [one.tolist() for one in first_items(fused, excluded)]
-    return columns | {FUSED_RANK: ranks, FUSED_FIRST: lists}
+        return {LISTED_RANK: places}
+    fused = item_scores(ranked, scores, items.count) + prior(histories)
+    return {LISTED_RANK: places, FUSED_RANK: rank_of(count_better(fused, np.array(targets), histories)).tolist()}
 
 
 def completion_ranks(items: Items, completions: Sequence[str], columns: Mapping[str, Sequence[object]]) -> np.ndarray:

@@ -15,15 +15,10 @@ pytest.importorskip("ray")
 pytest.importorskip("diffusers")
 pytest.importorskip("open_clip")
 
-from support import tiny_pipelines  # noqa: E402
 from support.text_task import rows  # noqa: E402
-from support.vision.folders import picture  # noqa: E402
 
 from bridges.pool import stored  # noqa: E402
-from grpo_jax.config import make_config  # noqa: E402
-from grpo_jax.rollout.data import Row  # noqa: E402
 from grpo_jax.rollout.episodes import as_uint8  # noqa: E402
-from grpo_jax.tasks.pictures import make_render, with_sources  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
@@ -82,25 +77,6 @@ def test_anything_else_is_done_with_the_values(pictures):
     assert torch.equal(there, plain + 1)
     narrow = stored.as_stored(plain.bfloat16())
     assert narrow.dtype == torch.bfloat16 and torch.equal(narrow + 0, plain.bfloat16())
-
-
-def test_a_pool_draws_from_each_rows_own_picture(cluster, tmp_path):
-    folder = tiny_pipelines.stable_diffusion(tmp_path / "pipeline")
-    judge = {"kind": "image_to_image", "path": str(folder), "size": 32, "steps": 2, "eval_steps": 2, "batch_size": 2}
-    sources = [picture(number, 32, 32) for number in range(2)]
-    prompts = [Row(number, "a dog", {}, (source,)) for number, source in enumerate(sources)]
-    drawn = []
-    for pool in ({}, {"replicas": 1}):
-        config = make_config(task="prompt_enhancement", watch=[], judges={"renderer": judge | pool})
-        renderer = config.judges["renderer"].load("cpu")
-        render = make_render({"renderer": renderer}, config, baselines=True)
-        drawn.append(render(with_sources(prompts, seen=False), [["a dog", "a cat"]] * 2, 0, False))
-        if pool:
-            renderer.close()
-    for here, pooled in zip(*(one[:2] for one in drawn), strict=True):
-        assert here.shape == (4, 3, 32, 32)
-        torch.testing.assert_close(pooled + 0, here, atol=1e-5, rtol=0)
-    assert (drawn[0].baseline_images[0] - drawn[0].baseline_images[2]).abs().max() > 1e-3  # another picture
 
 
 def kill_a_child_that_draws(run: Path, killed: list[int]) -> None:

@@ -30,7 +30,7 @@ def test_a_shipped_config_draws(name, tmp_path):
     judge = parse([f"--config={name}", *small]).judges["renderer"]
     judge.check()
     renderer = judge.load("cpu")
-    assert f": {kind} with " in renderer.summary and f", 4 steps, window {window} tokens" in renderer.summary
+    assert f": {kind}, 4 steps, window {window} tokens" in renderer.summary
     images = renderer.draw(["a red dog", "two cats"], [1, 1], evaluation=True)
     assert images.shape == (2, 3, 32, 32) and torch.isfinite(images).all()
     assert renderer.pipeline.vae.dtype == torch.bfloat16
@@ -59,7 +59,7 @@ def test_a_run_with_another_pipeline(tmp_path):
     options = [f"--{name}={value}" for name, value in small.items()]
     assert train.main(["--judges.renderer=text_to_image", *options, f"--run_dir={run}"]) == 0
     log = (run / "train.log").read_text()
-    assert f"{folder}: StableDiffusionXLPipeline with EulerAncestralDiscreteScheduler, 2 steps, window 77" in log
+    assert f"{folder}: StableDiffusionXLPipeline, 2 steps, window 77" in log
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and all(math.isfinite(row["reward/alignment/mean"]) for row in rows)
     assert sorted(path.name for path in (run / "images").glob("*.png")) == ["000_after.png", "000_before.png"]

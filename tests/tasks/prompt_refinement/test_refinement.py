@@ -82,7 +82,6 @@ def summary_of(run_dir):
     return json.loads((run_dir / "summary.json").read_text())
 
 
-@pytest.mark.wide  # pictures between turns: turns/test_pictures_in_answers.py; real kinds of models: test_recreation.py
 @pytest.mark.slow
 def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
     run_dir = tmp_path / "run"

@@ -1,7 +1,6 @@
 """Reading recommendation data: formats, every kind of bad line, splits and prompts."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -140,7 +139,7 @@ def test_all_bad_lines_of_sequences_are_said_at_once(tmp_path):
         "s.txt:2: user u2: item x and 1 more not in the catalogue",
         "s.txt:3: user u1 occurs twice (first on line 1)",
     ]
-    with pytest.raises(UserError, match="has no users"):
+    with pytest.raises(UserError, match="no user has two items"):
         read_sequences(write(tmp_path, "empty.txt", "\n"), LETTERS)
 
 
@@ -299,9 +298,7 @@ def test_split_examples_trains_on_what_precedes_the_held_out_items():
     assert len(set(ids)) == len(ids)
 
 
-def test_only_the_last_training_position_on_request():
-    split = split_examples(last_split(USERS), LETTERS, Recommendation(training_targets="last"))
-    assert shape(split.train) == {("long", (0, 1), 2)}
+def test_users_with_nothing_to_train_on_are_refused():
     with pytest.raises(UserError, match="no user has four items"):
         split_examples(last_split(USERS[1:]), LETTERS, Recommendation())
 
@@ -326,17 +323,14 @@ def test_given_prompts_are_split_by_user():
     assert all(row.columns["history"] == (0, 1) for part in split for row in part)
 
 
-def test_pairs_for_a_warm_start_are_prompts_and_next_titles():
+def test_a_policy_that_ranks_is_taught_next_items():
     blank = make_catalogue(list("abcd"), ["one two", "two three four", "", "five"])
-    task = Recommendation(separator="/", pair_characters=10)
+    task = Recommendation(separator="/", writes="title")
     split = split_examples(last_split([UserSequence("u", (0, 1, 2, 3, 0, 1))]), blank, task)
-    data = Dataset(blank, (), (), split, split.train, ())
-    assert warm_start_pairs(task, data, 0) == [
-        ("one two", "two three"),
+    assert warm_start_pairs(task, Dataset(blank, (), (), split, ()), 0) == [
+        ("one two", "two three four"),
         (f"one two/two three four/{examples.NO_TITLE}", "five"),
     ]
-    forms = {text for seed in range(40) for _, text in warm_start_pairs(replace(task, pairs="forms"), data, seed)}
-    assert {"one two", "two three", "one two two three"} <= forms
 
 
 def test_pairs_of_what_is_taken_together_with_the_last_item():
@@ -396,7 +390,7 @@ def test_what_a_rule_does_is_said(tmp_path):
     ("fields", "message"),
     [
         ({"catalogue": "items.tsv"}, "the dummy world has its own"),
-        ({"dummy_length": 3}, "task.dummy_length: expected a number >= 4"),
+        ({"dummy_users": 0}, "task.dummy_users: expected a number"),
     ],
 )
 def test_a_bad_field_is_an_error_of_the_user(fields, message):

@@ -121,26 +121,6 @@ def test_mixed_takes_the_measures_that_are_named():
             metrics.mixed(rank, k=3, weights=weights)
 
 
-# what is recommended
-
-
-def test_coverage_and_gini_of_hand_made_counts():
-    assert metrics.coverage(np.array([0, 3, 0, 1])) == 0.5
-    assert metrics.gini(np.array([2, 2, 2])) == 0
-    assert metrics.gini(np.array([0, 0, 0, 7])) == 1 - 1 / 4
-    counts = np.random.default_rng(0).integers(0, 9, 30)
-    apart = np.abs(counts[:, None] - counts).mean() / (2 * counts.mean())  # half the relative mean difference
-    assert metrics.gini(counts) == pytest.approx(apart, rel=1e-12)
-
-
-def test_the_first_items_leave_out_what_is_excluded_and_spare_no_tie():
-    scores = np.array([[1.0, 5, 5, 5, 0], [1, 2, 3, 4, -np.inf], [1, 2, 3, 4, 5]])
-    first = metrics.first_items(scores, [(1,), (), (0, 1, 2, 3)], k=2)
-    assert [one.tolist() for one in first] == [[2, 3], [2, 3], [4]]
-    assert metrics.first_items(scores[:1], [()], k=2)[0].tolist() == [1, 2]
-    assert metrics.first_items(scores[1:2], [()], k=9)[0].tolist() == [0, 1, 2, 3]
-
-
 # bootstrap
 
 

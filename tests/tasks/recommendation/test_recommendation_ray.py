@@ -20,7 +20,6 @@ TRAINING = 16  # completions of one batch; evaluations have others
 OPTIONS = {
     "report_to": "[]",
     "task.writes": "query",
-    "sampling.group": "samples",
     "sampling.max_new_tokens": 5,
     "data.max_prompt_tokens": 32,
     "task.dummy_users": 40,

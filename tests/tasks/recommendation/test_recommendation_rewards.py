@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from grpo_jax.config.named import load_object
-from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 from grpo_jax.tasks.recommendation import metrics, rewards
 
@@ -72,26 +70,6 @@ def test_a_reward_without_a_cut_off_tells_all_ranks_apart():
 def test_bad_options_are_refused_before_the_first_step(name, options, message):
     with pytest.raises(ValueError, match=message):
         rewards.make_reward(name, 100, **options)
-
-
-def test_wrong_items_pay_for_their_place_where_the_target_is_in_the_group():
-    """By hand: 1 / log2(1 + ρ) is 1, .5, .4307 and .3869 at the places 1, 3, 4 and 5, together 2.3175."""
-    groups = {
-        "twabc": [0, 0, 0, 0, 0],  # the target of the other prompt is none of its own
-        "atbcd": [-0.4315, 0, -0.2157, -0.1858, -0.1669],
-    }
-    targets, texts = ["x", "t"], [list(group) for group in groups]
-    rows = [Row(number, "p", {"target": target}) for number, target in enumerate(targets)]
-
-    def columns_of(completions, columns):
-        ranks = [1 if text == wanted else 9 for text, wanted in zip(completions, columns["target"], strict=True)]
-        return rewards.reward_columns(np.array(ranks), np.zeros(len(ranks)))
-
-    score = make_score({"rank_penalty": rewards.rank_penalty}, {}, missing=False, columns_of=columns_of)
-    found, _ = score(rows, texts, None)
-    np.testing.assert_allclose(found[..., 0], list(groups.values()), atol=1e-4)
-    alone, _ = score(rows, [["x"], ["y"]], None)
-    assert (alone == 0).all()
 
 
 OWN = '''

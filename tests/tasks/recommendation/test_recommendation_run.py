@@ -1,6 +1,5 @@
 """A tiny recommendation run from its config to its table, and what stops one: other data, a retriever that dies."""
 
-import dataclasses
 import json
 import os
 import re
@@ -35,7 +34,6 @@ TASK = {
     "separator": " | ",
     "dummy_users": 40,
     "dummy_items": 280,
-    "pairs": "hearsay",
     "prior": {"history": 0.5, "decay": 0.6},
     "retrieval": {"attempts": 1, "budget": 0},
 }
@@ -83,7 +81,7 @@ def rows_of(path):
 
 
 def test_the_table_stands_in_console_report_and_summary(folder, summary):
-    methods = ["popularity", "item-kNN", "item-kNN, decay 0.7", "Markov-1 + popularity", "titles + item-kNN"]
+    methods = ["popularity", "item-kNN, decay 0.7", "Markov-1 + popularity"]
     methods += ["last title", "history titles, decay 0.7", "prior alone", "last title + prior", "oracle: own title"]
     methods += ["policy, untrained"]
     methods += ["policy, before", "policy, before, sampled", "policy, after", "policy, after, sampled"]
@@ -254,7 +252,7 @@ def data(folder):
 
 def test_no_rank_is_no_reward_and_never_a_number(data):
     """Of the first of two texts the retriever said nothing."""
-    rows = [Row(1, "a", {"target_row": 0, "history": (1,), "excluded": (1,)})]
+    rows = [Row(1, "a", {"target_row": 0, "history": (1,)})]
     found = resolve_rewards([RewardSection("ndcg"), RewardSection("soft")], ["hr@5"], data.rewards, ())
     rewards, watched = ({one.name: bind(one, {}) for one in some} for some in (found.maximised, found.watched))
     answer = reward_columns(np.array([np.nan, 3.0]), np.array([np.nan, 0.3], np.float32))
@@ -263,18 +261,6 @@ def test_no_rank_is_no_reward_and_never_a_number(data):
     assert np.isnan(rewards[0, 0]).all() and np.isnan(measures[0, 0]).all()
     np.testing.assert_allclose(rewards[0, 1], [0.5, 0.3], rtol=1e-6)
     np.testing.assert_array_equal(measures[0, 1], [1, 3])  # the rank is always watched, last
-
-
-def test_rewards_rank_the_history_where_the_task_does(folder, data):
-    """A completion that is the last title word for word: first comes the last item itself, unless it is left out."""
-    shown = load_dataset(dataclasses.replace(config_of(folder, "x").task, exclude_history=False)).prompts.test[:8]
-    hidden = data.prompts.test[:8]
-    assert [row.columns["history"] for row in shown] == [row.columns["history"] for row in hidden]
-    ranks = []
-    for rows in (shown, hidden):
-        columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
-        ranks.append(data.rewards.columns(columns["last_title"], columns)["rank"])
-    assert all(one > other for one, other in zip(*ranks, strict=True))
 
 
 def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):

@@ -1,11 +1,10 @@
-"""What a compiled program does, read from XLA's optimised text: kernels, copies, collectives, FLOPs and bytes.
+"""Kernels, copies and collectives of a compiled program, read from XLA's optimised text.
 
 A loop counts as often as it turns: XLA writes down how often where it knows, and decoding turns once for each token.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -14,22 +13,24 @@ from typing import NamedTuple
 
 import jax
 
+from grpo_jax.config.run import Config
+from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.joined import apart_and_joined
+from grpo_jax.sampling.sampler import bucket_size, cache_sizes
+from grpo_jax.training.memory import state_shapes, tree_bytes
+
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"opt-barrier", "add-dependency", "async-update"}
 _VIEWS = {"reshape", "bitcast", "broadcast"}
 _MOVES = {"copy", "transpose", "convert", "slice", "dynamic-slice", "concatenate", "pad"}
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-_LIBRARY = ('"kind":"__triton', '"kind":"__cudnn', '"kind":"__cublas')
-_SLICES = ("dynamic-slice", "slice", "gather")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16}
 _BITS |= {"f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64, "u64": 64, "c64": 64, "token": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 _ON_CHIP = "S(1)"  # a TPU's memory beside its products
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ", re.MULTILINE)
-# Products of queries and keys in the kernels of `models.flash`, whose scores the backward ones compute again.
-_FLASH = {"/mha_forward/": 2, "(flash_attention)/pallas_call": 2, "/mha_backward/": 7, "_bwd_dkv_": 4, "_bwd_dq_": 3}
-_DECODING = "/decode_attention/"  # the kernel of `models.decode_attention`, whose last two operands are the caches
+_SMALLEST = 2**14  # elements of a matrix whose copies are counted
 _LAYER = re.compile(r"/layers?_?\d*[/.]")
 
 
@@ -97,9 +98,6 @@ class Reading(NamedTuple):
         weight_copies: Copies, transposes and casts of an array as large as a weight matrix in a turn of a loop.
         cache_copies: The same of an array as large as a layer's keys or values.
         collectives: By kind.
-        flops: Of products and of attention in library kernels.
-        bytes: Read and written by kernels; of what is sliced or updated in place, only the part.
-        library_flops: Those of `flops` in library products or fused attention.
     """
 
     kernels: int
@@ -107,9 +105,6 @@ class Reading(NamedTuple):
     weight_copies: int
     cache_copies: int
     collectives: tuple[Collective, ...]
-    flops: float
-    bytes: float
-    library_flops: float
 
 
 class Sizes(NamedTuple):
@@ -250,27 +245,18 @@ def read_program(compiled: jax.stages.Compiled, sizes: Sizes) -> Reading:
     listed = steps(computations, entry, sizes.turns)
     launched: Counter[str] = Counter()
     moved: Counter[str] = Counter()
-    flops = library = traffic = 0.0
     for step in listed:
         line, times = step.instruction, step.times
         kind = line.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
             launched[kind] += times
             moved[kind] += times * moved_bytes(line)
-        one = _flops(line, step.computation, computations)
-        flops += times * one
-        if line.opcode == "custom-call" or any(name in line.attributes for name in _LIBRARY):
-            library += times * one
-        traffic += times * _bytes(step, computations)
     return Reading(
         kernels=sum(step.times for step in listed),
         layer_kernels=_layer_kernels(listed, sizes),
         weight_copies=_copies(listed, computations, sizes.weights, sizes),
         cache_copies=_copies(listed, computations, sizes.caches, sizes),
         collectives=tuple(Collective(kind, moved[kind], count) for kind, count in sorted(launched.items())),
-        flops=flops,
-        bytes=traffic,
-        library_flops=library,
     )
 
 
@@ -332,108 +318,22 @@ def _only_moves(line: Instruction, computations: Mapping[str, Computation]) -> b
     return opcodes <= _MOVES | _VIEWS and bool(opcodes & _MOVES)
 
 
-def _flops(line: Instruction, computation: Computation, computations: Mapping[str, Computation]) -> float:
-    if line.opcode == "fusion":
-        (called,) = line.called("calls")
-        inside = computations[called]
-        return sum(_flops(inner, inside, computations) for inner in inside.values())
-    if line.opcode == "convolution":
-        return _convolution(line, computation)
-    if line.opcode == "dot":
-        return _product(line, computation, _dimensions(line.attributes, "lhs_contracting_dims"))
-    if line.opcode != "custom-call":
-        return 0.0
-    target = re.search(r'custom_call_target="([^"]*)"', line.attributes)
-    if target and target[1].startswith("__cublas"):
-        settings = json.loads(line.attributes[line.attributes.index("backend_config=") + len("backend_config=") :])
-        numbers = settings["gemm_backend_config"]["dot_dimension_numbers"]
-        return _product(line, computation, [int(axis) for axis in numbers["lhs_contracting_dimensions"]])
-    if _DECODING in line.attributes:
-        prompt, own = (computation[line.operands[place]].arrays[0].shape[-1] for place in (1, -2))
-        return 2 * 2.0 * line.arrays[0].size * (prompt + own / 2)
-    products = next((count for name, count in _FLASH.items() if name in line.attributes), 0)
-    return products * _causal_product(line, computation) if products else 0.0
-
-
-def _dimensions(attributes: str, name: str) -> list[int]:
-    listed = re.search(rf"{name}=\{{([\d,]*)\}}", attributes)
-    return [int(axis) for axis in listed[1].split(",") if axis] if listed else []
-
-
-def _product(line: Instruction, computation: Computation, contracted: list[int]) -> float:
-    left = computation[line.operands[0]].arrays[0].shape
-    return 2.0 * line.arrays[0].size * math.prod(left[axis] for axis in contracted)
-
-
-def _convolution(line: Instruction, computation: Computation) -> float:
-    """Count a product, which a TPU makes as a convolution; an axis of the batch is one of its windows."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
-    if labels is None:
-        return 0.0
-    left, right = (dict(zip(labels[i], computation[line.operands[i - 1]].arrays[0].shape, strict=True)) for i in (1, 2))
-    result = dict(zip(labels[3], line.arrays[0].shape, strict=True))
-    windows = [size for label, size in right.items() if label.isdigit() and left[label] != result[label]]
-    return 2.0 * line.arrays[0].size * right["i"] * math.prod(windows)
-
-
-def _causal_product(line: Instruction, computation: Computation) -> float:
-    """Count a product of each query with half of the keys."""
-    query, key = (computation[name].arrays[0] for name in line.operands[:2])
-    return float(query.size * max(key.shape[1:3]))
-
-
-def _bytes(step: Step, computations: Mapping[str, Computation]) -> float:
-    line = step.instruction
-    read = [step.computation[name].bytes for name in line.operands if name in step.computation]
-    if line.opcode in _SLICES:
-        return 2.0 * line.bytes
-    if line.opcode == "dynamic-update-slice":
-        return 2.0 * step.computation[line.operands[1]].bytes
-    if _DECODING in line.attributes:  # caches are read as far as they are written: half of one that fills
-        return float(sum(read) - sum(read[-2:]) / 2 + line.arrays[0].bytes)
-    if line.opcode == "copy-start":  # into the chip's memory or out of it
-        return float(max(read[0], line.arrays[0].bytes))
-    if line.opcode != "fusion":
-        return float(sum(read) + line.bytes)
-    (called,) = line.called("calls")
-    inside = computations[called]
-    read = [_read_bytes(parameter, inside, computations) for parameter in _parameters(inside)]
-    return float(sum(read) + _written_bytes(inside))
-
-
-def _parameters(inside: Computation) -> list[Instruction]:
-    """Return a computation's parameters in their order."""
-    lines = [line for line in inside.values() if line.opcode == "parameter"]
-    return sorted(lines, key=lambda line: int(line.attributes[1 : line.attributes.index(")")]))
-
-
-def _read_bytes(parameter: Instruction, inside: Computation, computations: Mapping[str, Computation]) -> int:
-    """Bytes that a fusion reads of a parameter: of one that is only sliced, the slices; of one updated, none."""
-    names = {parameter.name}
-    for line in inside.values():
-        if line.opcode == "bitcast" and line.operands[0] in names:
-            names.add(line.name)
-    read = 0
-    for line in inside.values():
-        places = [place for place, name in enumerate(line.operands) if name in names and line.opcode != "bitcast"]
-        if not places:
-            continue
-        if line.opcode in _SLICES and places == [0]:
-            read += line.bytes
-        elif line.opcode == "fusion":
-            nested = computations[line.called("calls")[0]]
-            read += sum(_read_bytes(_parameters(nested)[place], nested, computations) for place in places)
-        elif line.opcode != "dynamic-update-slice" or places != [0]:
-            return parameter.bytes
-    return min(read, parameter.bytes)
-
-
-def _written_bytes(inside: Computation) -> int:
-    root = next(line for line in inside.values() if line.is_root)
-    parts = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    total = 0
-    for part in parts:
-        while part.opcode == "bitcast":
-            part = inside[part.operands[0]]
-        total += inside[part.operands[1]].bytes if part.opcode == "dynamic-update-slice" else part.bytes
-    return total
+def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Sizes:
+    """Return what counts as a copy of weights or of caches on one device."""
+    state = state_shapes(config, model, mesh, platform="cpu")  # whose layers are stacked
+    layers = state.variables["params"].get("layers", {})
+    weights = {tree_bytes(leaf) // leaf.dtype.itemsize // model.num_layers for leaf in jax.tree.leaves(layers)}
+    if mesh is None:
+        decoded = jax.eval_shape(lambda params: apart_and_joined(params, model), state.variables["params"])
+        weights |= {leaf.size for leaf in jax.tree.leaves(decoded.get("layers_0", {}))}
+    section = config.sampling
+    chunk = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
+    per_token = chunk * model.num_kv_heads * model.head_dim
+    lengths = {size * section.written_completions for size in cache_sizes(section.max_new_tokens)}
+    caches = {per_token * length for length in (*lengths, bucket_size(config.data.max_prompt_tokens, smallest=8))}
+    split = 1 if mesh is None else mesh.size
+    return Sizes(
+        frozenset(size for size in weights if size >= _SMALLEST),
+        frozenset(size // split for size in caches) | frozenset(caches),
+        model.num_layers,
+    )

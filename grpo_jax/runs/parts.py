@@ -21,7 +21,7 @@ from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import broadcast, is_main_process, meet, others_wait, process_count
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.policy import Policy, precision_of
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, require_columns, resolve_rewards
 from grpo_jax.rollout.data import (
     SPLITS,
@@ -126,6 +126,9 @@ def load_parts(
     """
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
+    if config.judges and is_main_process():
+        section = config.policy
+        own_package("bridges", "loading").match_precision(precision_of(section.compute_dtype, section.matmul_precision))
     placement = place_parts(config, say)
     data = config.task.load(TaskSetup(config, prompts, say))
     sizes = ", ".join(f"{len(part)} {split}" for part, split in zip(data.prompts, SPLITS, strict=True))
@@ -225,9 +228,21 @@ def place_parts(config: Config, say: Say) -> dict[str, str]:
     requests = config.requests if is_main_process() else {POLICY: config.requests[POLICY]}
     away = {name: requests.pop(name) for name in config.elsewhere if name in requests}
     places, notes = placement.place(requests, policy_count=config.policy.mesh.size // process_count())
-    for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
+    cards = places[POLICY].split(",")
+    shared = [config.judges[name] for name, where in places.items() if name != POLICY and where in cards]
+    prepared = placement.prepare_jax(places)
+    prepared += placement.share_memory(places, _bytes_of(shared)) if shared and cards != ["cpu"] else []
+    for note in [*(notes if config.judges else ()), *prepared]:
         say("devices", note)
     return {**places, **away}
+
+
+def _bytes_of(judges: Sequence[object]) -> int | None:
+    """Return the bytes that judges say they take; None if one does not say."""
+    try:
+        return sum(size for judge in judges for _, size, _ in judge.memory())  # pyright: ignore[reportAttributeAccessIssue]
+    except (AttributeError, UserError):
+        return None
 
 
 def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[jax.Device]:

@@ -146,9 +146,24 @@ def restore_policy(
     """Restore a run's config, its policy from a checkpoint (without judges, on one device), and the meta."""
     config = run_config(run_dir)
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
-    policy = load_run_policy(config, jax.devices()[:1], lambda *_: None, pictures=pictures)
+    policy = load_run_policy(config, [_policy_device(config)], lambda *_: None, pictures=pictures)
     variables, meta = restore_variables(policy.variables, run_dir, checkpoint)
     return config, policy.replace(variables=variables), meta
+
+
+def _policy_device(config: Config) -> jax.Device:
+    """Return the first device that devices.policy names, or one of this machine's if it has none of that name.
+
+    JAX is shown no other card, of which it would claim the memory.
+    """
+    placement = own_package("bridges", "placement")
+    try:
+        places, _ = placement.place({placement.POLICY: config.requests[placement.POLICY]})
+    except UserError:  # the run was trained on another machine
+        places, _ = placement.place({placement.POLICY: "auto"})
+    first = {placement.POLICY: places[placement.POLICY].split(",")[0]}
+    placement.prepare_jax(first)
+    return placement.policy_devices(first)[0]
 
 
 def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str) -> tuple[Variables, Record]:

@@ -515,8 +515,6 @@ class RewardSection:
             the threshold. Left out: as the task has it, mostly always. "none": always.
         threshold: The threshold of a condition_on that names a reward.
         options: Keyword arguments of the reward.
-        isolated: Call a reward of an import path in a process of its own: one that crashes, hangs beyond judge_timeout
-            or takes all memory ends that process alone, and the next call gets a new one.
         messages: Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an
             import path alone.
         group: Call it once for each prompt, with all completions of its group and what was drawn of them, to compare
@@ -533,7 +531,6 @@ class RewardSection:
     condition_on: str | None = None
     threshold: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
-    isolated: bool = may_change(False)
     messages: bool = False
     group: bool = False
     label: str = ""

@@ -45,6 +45,7 @@ from grpo_jax.runs.policy import (
     make_prepare,
     make_see,
     policy_folder,
+    unused_chat_mark,
 )
 from grpo_jax.runs.progress import SCORE
 from grpo_jax.runs.sameness import data_facts, require_same_facts
@@ -138,9 +139,7 @@ def load_parts(
         data.rewards,
         tuple(config.judges),
         rewards,
-        timeout=config.judge_timeout or None,
         trainer=trainer,
-        drawn=data.render is not None,
     )
     require_names(config, resolved, data.environment.controls)
     say("rewards", resolved.describe())
@@ -168,6 +167,9 @@ def load_parts(
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
     )  # before the weights: a prompt that is too long is found in seconds
+    if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
+        told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
+        say("policy", told)
     if devices[0].platform == "cpu" and process_count() == 1:
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -285,7 +286,10 @@ def load_program(
     parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
     learner = make_learner(parts)
     learner = learner._replace(update=_announced(learner.update, output.say))
-    return LanguageProgram(source.config, parts, learner, output.say, clock)
+    config = dataclasses.replace(source.config, data=parts.config.data)
+    if config != source.config and not config.resume and is_main_process():  # data.template_date is filled in
+        output.directory.write_config(to_yaml(config))
+    return LanguageProgram(config, parts, learner, output.say, clock)
 
 
 def _announced(update: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Any]:

@@ -1,9 +1,11 @@
 """Arrays from JAX to torch and back, through dlpack: the same memory on one device, one copy across devices.
 
 An array handed over without a copy is lent, and read-only by contract: neither side may write to it while the
-other may still read, and it must not be given to a jitted function that donates it (a living torch view makes
-XLA copy instead of reusing the buffer). Where that cannot be promised, ask for `copy=True`.
+other may still read, and it must not be given to a jitted function that donates it (with a living torch view XLA
+copies on a CPU, and refuses on a card). Where that cannot be promised, ask for `copy=True`.
 """
+
+from contextlib import nullcontext
 
 import jax
 import torch
@@ -76,9 +78,20 @@ def to_jax(tensor: torch.Tensor, device: jax.Device | None = None, *, copy: bool
             lent = lent.cpu()
         elif lent.is_pinned():
             lent = lent.clone()  # dlpack presents pinned memory as a card's
-        array = jax.dlpack.from_dlpack(lent)
+        array = _lend(lent)
         return array if target in array.devices() else jax.device_put(array, target)
-    return jax.dlpack.from_dlpack(lent.to(torch.device("cuda", target.local_hardware_id)))
+    return _lend(_aligned(lent.to(torch.device("cuda", target.local_hardware_id))))
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor that does not begin on 16 bytes: a program on a card refuses such a parameter."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def _lend(tensor: torch.Tensor) -> jax.Array:
+    """Export a tensor where its card is torch's current one: torch refuses it elsewhere."""
+    with torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext():
+        return jax.dlpack.from_dlpack(tensor)
 
 
 def _target(source: torch.device, device: jax.Device | None) -> jax.Device:

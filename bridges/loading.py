@@ -44,6 +44,16 @@ def torch_device(name: str | torch.device) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
+def match_precision(precision: str | None) -> None:
+    """Let torch's float32 products and convolutions on a card round as the policy's do: "highest" is full float32.
+
+    Any other precision allows TF32. A process has one setting.
+    """
+    rounds = precision != "highest"
+    torch.backends.cuda.matmul.allow_tf32 = rounds
+    torch.backends.cudnn.allow_tf32 = rounds
+
+
 def local_folder(path: str) -> Path | None:
     """The folder that `path` names; None where it can only be a hub id, UserError where a path does not exist."""
     folder = Path(path).expanduser()

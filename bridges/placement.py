@@ -4,6 +4,7 @@ By default each has a card of its own, `gpu:0`, `gpu:1`, …; with fewer cards t
 CPU. Cards are numbered as torch and JAX see them, that is after `CUDA_VISIBLE_DEVICES`.
 """
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -86,6 +87,44 @@ def prepare_jax(placement: Mapping[str, str]) -> list[str]:
     elif _jax_has_gpus():
         jax.config.update("jax_platforms", "cpu")
     return []
+
+
+def share_memory(placement: Mapping[str, str], needed: int | None) -> list[str]:
+    """Give JAX and torch a share each of a card that the policy shares with judges; return a line that says so.
+
+    Must come before JAX's backend starts. Nothing is claimed ahead (`prepare_jax`): a share is the most that either
+    may take. `needed` are the bytes that the judges on the policy's cards say they take, None if one does not say. A
+    user's own `XLA_PYTHON_CLIENT_MEM_FRACTION` is kept, and torch gets the rest.
+    """
+    judges = {where for part, where in placement.items() if part != POLICY}
+    shared = [card for card in policy_cards(placement) if f"gpu:{card}" in judges]
+    if not shared or _jax_has_started():
+        return []
+    import torch
+
+    total = min(torch.cuda.get_device_properties(card).total_memory for card in shared)
+    ours, theirs = memory_shares(needed, total)
+    name = "XLA_CLIENT_MEM_FRACTION" if "XLA_CLIENT_MEM_FRACTION" in os.environ else "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    if name in os.environ:
+        ours = float(os.environ[name])
+        theirs = max(_ALLOCATED - ours, 0.05)
+    os.environ[name] = str(ours)
+    for card in shared:
+        torch.cuda.set_per_process_memory_fraction(theirs, card)
+    cards = ", ".join(f"gpu:{card}" for card in shared)
+    return [f"memory of {cards}: at most {ours:.0%} for the policy and {theirs:.0%} for judges, taken as needed"]
+
+
+_ALLOCATED = 0.92  # the rest of a card is for contexts and libraries
+
+
+def memory_shares(needed: int | None, total: int) -> tuple[float, float]:
+    """Shares of a card of `total` bytes for JAX and for torch, whose judges need so many bytes (None: not known).
+
+    Torch gets half as much again as its judges say, but a fifth of the card at least, and two thirds at most.
+    """
+    theirs = _ALLOCATED / 2 if needed is None else min(max(1.5 * needed / total, 0.2), 2 / 3)
+    return round(_ALLOCATED - theirs, 2), round(theirs, 2)
 
 
 def policy_devices(placement: Mapping[str, str]) -> list[jax.Device]:
@@ -189,6 +228,21 @@ def _torch_cards() -> tuple[bool, int]:
 def _count_cards() -> int:
     """NVIDIA cards as the driver lists them, for when torch cannot be asked."""
     listing = Path("/proc/driver/nvidia/gpus")
-    count = len(list(listing.iterdir())) if listing.is_dir() else 0
+    # Sandboxes have no listing but the devices, WSL2 has neither but the management library.
+    count = len(list(listing.iterdir())) if listing.is_dir() else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    count = count or _managed_cards()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if visible is None else min(count, len([name for name in visible.split(",") if name.strip()]))
+
+
+def _managed_cards() -> int:
+    """Cards that NVIDIA's management library counts; 0 without it."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if library.nvmlInit_v2() == 0:
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        library.nvmlShutdown()
+    return count.value

@@ -116,6 +116,11 @@ def is_own_doing(error: BaseException) -> bool:
     return not interrupt and not isinstance(error, StopRun | Stopped)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the memory of a device ran out, by JAX's error or torch's."""
+    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
+
+
 def short_repr(value: object, most: int = 60) -> str:
     """A value as an error line shows it: its repr, in so many characters at most."""
     try:
@@ -170,45 +175,39 @@ def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
             raise UserError(f"{short_name(name)}: no such option; {hint}")
 
 
-def mend_streams() -> None:
-    """Reopen closed standard streams to the null device: the next file would take their place."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            _open_nowhere(descriptor)
-        if getattr(getattr(sys, name), "closed", False):
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 lasts as long as Python
-
-
-def _open_nowhere(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere != descriptor:
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-
-
 def guarded(function: Callable[[], object], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
     """Run a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
     An int that `function` returns is the exit code. `debug` lets tracebacks through. `silent` says that another
     process prints the line.
     """
-    mend_streams()
     try:
         with extras_named():
             result = function()
-    except (UserError, StageError) as error:
-        if debug or (isinstance(error, StageError) and error.stage.startswith("sample")):
-            raise
-        lines = error.args if isinstance(error, UserError) else [error]
-        for line in () if silent() else lines:  # on one line each, whatever a user's file or a library put into them
-            complain(f"error: {' '.join(str(line).split())}")
-        return 2
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
+    except Exception as error:
+        lines = _lines_of(error)
+        if debug or lines is None:
+            raise
+        for line in () if silent() else lines:  # on one line each, whatever a user's file or a library put into them
+            complain(f"error: {' '.join(str(line).split())}")
+        return 2
     return result if isinstance(result, int) else 0
+
+
+def _lines_of(error: Exception) -> Sequence[object] | None:
+    """Return the lines of an error that its message explains; None for one whose traceback is needed."""
+    if isinstance(error, UserError):
+        return error.args
+    sampling = isinstance(error, StageError) and error.stage.startswith("sample")
+    if isinstance(error, StageError) and not sampling:
+        return [error]
+    if not is_out_of_memory(error):
+        return None
+    whose = "the policy" if sampling or "RESOURCE_EXHAUSTED" in str(error) else "a judge in PyTorch"
+    return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` says what a run needs"]
 
 
 def carry_out(
@@ -241,9 +240,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # its reader went away; Python would complain of it at the exit
-            with suppress(OSError, ValueError, AttributeError):
-                _open_nowhere(stream.fileno())
+        except OSError:  # its reader went away, and Python would complain of it at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     def end_anyway() -> None:
         time.sleep(_LEAVING_SECONDS)

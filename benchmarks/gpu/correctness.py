@@ -1,4 +1,4 @@
-"""The same results on the card as on the CPU, and as transformers' on the CPU: decoder, sampler, update and the rest.
+"""The same results on the card as on the CPU, and as transformers' on the CPU: kernels, decoder, update and more.
 
 Products are float32 in full where nothing else is said (`jax.default_matmul_precision("highest")`; a card would
 round them to TF32). What is compared with transformers here the tests compare on the CPU, for more families and fields.
@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
 from outcome import Figures, Measurements, compared, needs
 from support import tiny_decoders, tiny_update
@@ -50,7 +51,7 @@ def measurements(tiny: bool) -> Measurements:
         rows[f"{family}, logits and gradients, against transformers"] = functools.partial(transformers_text, family)
     for family in towers:
         rows[f"vision tower {family}, against transformers"] = functools.partial(transformers_tower, family)
-    return {name: functools.partial(exactly, measure) for name, measure in rows.items()}
+    return {**kernels.measurements(tiny), **{name: functools.partial(exactly, row) for name, row in rows.items()}}
 
 
 def exactly(measure: Callable[[], Figures]) -> Figures:

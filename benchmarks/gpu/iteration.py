@@ -23,7 +23,7 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.policy import configured_functions, lora_config, weight_dtype
+from grpo_jax.models.policy import configured_functions, keeps_layers_apart, lora_config, weight_dtype
 from grpo_jax.planning.policy import policy_memory, read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
@@ -76,7 +76,8 @@ def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
         max_new_tokens=section.written_tokens,
         ppo=config.ppo,
     )
-    variables = shapes.variables(model, weight_dtype(config.policy), lora=lora_config(config.policy.lora, model))
+    lora, apart = lora_config(config.policy.lora, model), keeps_layers_apart(config.policy)
+    variables = shapes.variables(model, weight_dtype(config.policy), lora, apart=apart)
     reference = needs_reference(config.algorithm, config.ppo)
     return sample, update, commit_to_device(init_state(variables, optimizer, keep_reference=reference, take_over=True))
 

@@ -1,4 +1,4 @@
-"""Qwen2.5's shapes with random weights, ours and transformers', as the iteration benchmark's `Case` says them."""
+"""Shapes of Qwen2.5 and Qwen3 with random weights, ours and transformers', as the iteration benchmark's `Case` says."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.joined import apart_and_joined
 from grpo_jax.models.lora import LoraConfig, init_adapters
 
 _TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=256)
 SIZES = {
     "0.5B": dict(hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864, vocabulary=151_936),
+    "0.6B": dict(hidden=1024, layers=28, heads=16, kv_heads=8, mlp=3072, vocabulary=151_936, head=128),
     "1.5B": dict(hidden=1536, layers=28, heads=12, kv_heads=2, mlp=8960, vocabulary=151_936),
     "7B": dict(hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18_944, vocabulary=152_064),
 }
@@ -28,18 +30,19 @@ def case(size: str, tiny: bool, **work: int) -> iteration_work.Case:
     return iteration_work.Case(size, **work, **(_TINY if tiny else SIZES[size]))
 
 
-def variables(config: Any, dtype: str, lora: LoraConfig | None = None) -> dict[str, Any]:
-    """Random weights and fresh adapters on the first device.
+def variables(config: Any, dtype: str, lora: LoraConfig | None = None, *, apart: bool = False) -> dict[str, Any]:
+    """Random weights and fresh adapters on the first device; `apart` as `keeps_layers_apart` says of a run.
 
     Weights are made leaf by leaf in their own type, with nothing beside them: what JAX's generators need for a stack of
     7 B's matrices would be the peak of the whole process.
     """
     key = jax.random.key(0)
-    shapes = jax.eval_shape(lambda: init_variables(config, key, param_dtype=dtype))["params"]
+    stacks = jax.eval_shape(lambda: init_variables(config, key, param_dtype=dtype))["params"]
+    shapes = jax.eval_shape(lambda params: apart_and_joined(params, config), stacks) if apart else stacks
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     params = [_fill(path[-1].key, leaf.shape, leaf.dtype, number) for number, (path, leaf) in enumerate(leaves)]
     found = {"params": jax.block_until_ready(jax.tree_util.tree_unflatten(structure, params))}
-    return found if lora is None else found | {"lora": init_adapters(found["params"], key, lora)}
+    return found if lora is None else found | {"lora": init_adapters(stacks, key, lora)}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -15,7 +15,6 @@ import floor
 import iteration_work
 import jax
 import jax.numpy as jnp
-import memory
 import numpy as np
 import shapes
 import timing
@@ -23,7 +22,7 @@ from outcome import Figures, Measurements, needs, needs_torch_beside_jax
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import configured_functions
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
@@ -66,10 +65,10 @@ def tokens_of(case: iteration_work.Case) -> tuple[np.ndarray, np.ndarray, np.nda
     return prompts, completions, rng.normal(size=rows).astype(np.float32)
 
 
-def ours(case: iteration_work.Case, tiny: bool) -> Figures:
-    """The compiled step of a run."""
-    config, section = iteration_work.decoder_config(case), OptimizerSection(learning_rate=LEARNING_RATE)
-    policy = make_policy(config, compute_dtype="bfloat16", remat=PolicySection().remat)
+def ours(case: iteration_work.Case, tiny: bool, config: Any = None, **options: Any) -> Figures:
+    """The compiled step of a run; `config` is of another decoder than the case's, `options` are of its section."""
+    config, section = config or iteration_work.decoder_config(case), OptimizerSection(learning_rate=LEARNING_RATE)
+    policy = configured_functions(PolicySection(compute_dtype="bfloat16", **options), config, None)
     optimizer = make_optimizer(section, make_schedule(section, 1))
     algorithm, training = AlgorithmSection(advantage="grpo"), TrainingSection(prompts_per_batch=case.prompts)
     forward = make_forward(policy, temperature=1.0)
@@ -121,7 +120,9 @@ def plain_torch(case: iteration_work.Case, tiny: bool) -> Figures:
 
 def logprobs(way: str, tiny: bool) -> Figures:
     """Loss and gradients of states and head from hidden states in bfloat16, with the seconds and temporary bytes."""
-    length, vocabulary, width = (64, 2048, 32) if tiny else (4096, memory.VOCABULARY, memory.WIDTH)
+    length, vocabulary, width = (
+        (64, 2048, 32) if tiny else (4096, shapes.SIZES["0.5B"]["vocabulary"], shapes.SIZES["0.5B"]["hidden"])
+    )
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(1, length, width)).astype(np.float32)
     head = rng.normal(size=(vocabulary, width)).astype(np.float32) / width**0.5

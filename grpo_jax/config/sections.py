@@ -131,7 +131,8 @@ class PolicySection:
         new: The small untrained policy that "new" makes, where the task has words for one.
         compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
         matmul_precision: Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype
-            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else.
+            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in
+            PyTorch follow it: full float32 with "highest", TF32 otherwise.
         attn_implementation: "auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device
             (docs/targets.md); "eager" never does.
         frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
@@ -514,8 +515,6 @@ class RewardSection:
             the threshold. Left out: as the task has it, mostly always. "none": always.
         threshold: The threshold of a condition_on that names a reward.
         options: Keyword arguments of the reward.
-        isolated: Call a reward of an import path in a process of its own: one that crashes, hangs beyond judge_timeout
-            or takes all memory ends that process alone, and the next call gets a new one.
         messages: Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an
             import path alone.
         group: Call it once for each prompt, with all completions of its group and what was drawn of them, to compare
@@ -532,7 +531,6 @@ class RewardSection:
     condition_on: str | None = None
     threshold: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
-    isolated: bool = may_change(False)
     messages: bool = False
     group: bool = False
     label: str = ""

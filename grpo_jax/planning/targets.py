@@ -195,6 +195,6 @@ def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compi
     try:
         return lowered.compile(compiler_options=_UNTIMED)
     except jax.errors.JaxRuntimeError as error:
-        if "output tile sizes" not in str(error):
+        if not any(words in str(error) for words in ("output tile sizes", "No supported config found")):
             raise
         return lowered.compile(compiler_options=_WITHOUT_TRITON)

@@ -13,15 +13,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
 from grpo_jax.config.build import require_known
+from grpo_jax.config.given import IN_PYTHON
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
-from grpo_jax.errors import UserError, is_own_doing, one_line, short_name
+from grpo_jax.errors import UserError, is_out_of_memory, is_own_doing, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS
-from grpo_jax.rollout.isolated import isolate
 from grpo_jax.rollout.rewards import (
-    IN_PYTHON,
-    PICTURES,
     Columns,
     Maker,
     Reward,
@@ -204,18 +202,14 @@ def resolve_rewards(
     judges: Sequence[str],
     functions: Mapping[str, Reward] = MappingProxyType({}),
     *,
-    timeout: float | None = None,
     trainer: Trainer | None = None,
-    drawn: bool = False,
 ) -> ResolvedRewards:
-    """Find the rewards of a config and bind their options; UserError if one does not exist or cannot be isolated.
+    """Find the rewards of a config and bind their options; UserError if one does not exist.
 
     Args:
         judges: Names of the judges there are.
         functions: By label, in place of what sections name.
-        timeout: Seconds that one call of an isolated reward may take.
         trainer: Asked by rewards with an argument `trainer_state` or `log_metric`.
-        drawn: Whether pictures are made of completions, which an isolated reward cannot get.
     """
     sections = source.conditions(sections or source.defaults)
     if not sections:
@@ -224,8 +218,6 @@ def resolve_rewards(
     maximised = []
     for section in sections:
         function = functions.get(section.called)
-        if section.isolated:
-            function = _isolated(section, judges, timeout, drawn=drawn)
         if function is not None:
             reward = resolver.of_user(section.called, function, section.options)
         else:
@@ -276,29 +268,9 @@ def judge_named(name: str) -> Iterator[None]:
     except BaseException as error:
         if not is_own_doing(error):
             raise
+        if is_out_of_memory(error):
+            raise UserError(f"judges.{name} ran out of its device's memory: {one_line(error, 150)}") from error
         raise UserError(f"judges.{name}: loading it raised {type(error).__name__}: {one_line(error, 150)}") from error
-
-
-def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None, *, drawn: bool) -> Reward:
-    """Return a user's reward in a process of its own, which gets only texts and columns."""
-    where = f"rewards.{section.called}.isolated"
-    place, _, label = section.name.rpartition(":")
-    if not place:
-        raise UserError(
-            f"{where}: expected package.module:function or file.py:function; {label} is the task's own and stays in "
-            "the run's process"
-        )
-    if place == IN_PYTHON:
-        raise UserError(
-            f"{where}: run() was given {label} in Python and a process of its own cannot import it: keep it at the "
-            "top level of a module, under this name"
-        )
-    reward = isolate(section.name, timeout)
-    stays = (*judges, LOG, *(PICTURES if drawn else ()))
-    here = [name for name in arguments_of(reward) if name in stays]
-    if here:
-        raise UserError(f"{where}: {label} asks for {', '.join(here)}, which stay in the run's process: leave it false")
-    return reward
 
 
 class _Resolver(NamedTuple):

@@ -39,6 +39,11 @@ from grpo_jax.runs.results import versions
 from grpo_jax.tasks.task import Program, State
 
 Row = Mapping[str, Any]
+_AT_FAULT = {"render": "the renderer", "respond": "the environment"}  # by stage
+_KILLABLE = (
+    ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
+    "(judges.NAME.replicas: 1, docs/judges.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -254,7 +259,7 @@ class Run:
         asked, failure = broadcast([asked, failure])
         if failure:
             self.save(wait=True)
-            saved = f"Saved after iteration {self._now.iteration}; mend it and go on with {self.again}"
+            saved = f"Saved after iteration {self._now.iteration}; fix it and go on with {self.again}"
             raise UserError(f"{failure}. {saved}") from cause
         if asked and not self._is_over():
             self.output.say(f"{name} asks to stop")
@@ -340,7 +345,7 @@ class Run:
 
     @contextmanager
     def _saved_where_it_ends(self) -> Iterator[None]:
-        """Save the state before an exception ends the run; report a failed judge in one line."""
+        """Save the state before an exception ends the run; report a failed reward in one line."""
         try:
             yield
         except Stopped as stopped:
@@ -360,18 +365,20 @@ class Run:
             again = f"go on with {self.again}" if resumable else "start again"
             cause = error if isinstance(error, StopRun) else error.__cause__
             if isinstance(cause, StopRun):
-                raise StopRun(f"{' '.join(str(cause).split())}. {saved}; {again} when that is mended") from error
+                raise StopRun(f"{' '.join(str(cause).split())}. {saved}; {again} when that is fixed") from error
             assert isinstance(error, StageError)
-            if error.stage == "sample":  # the policy's own stage: there is no judge to mend
+            if error.stage == "sample":  # the policy's own stage: no reward is at fault
                 if isinstance(cause, UserError):
-                    raise UserError(f"{' '.join(str(cause).split())}. {saved}; {again} when that is mended") from error
+                    raise UserError(f"{' '.join(str(cause).split())}. {saved}; {again} when that is fixed") from error
                 raise
             if isinstance(error, StageTimeout):
-                hint = ", or give it a process that can be ended: isolated: true"
+                hint = _KILLABLE
             else:
                 hint = "" if self.config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
+                hint += "" if resumable else "; --debug shows the traceback"
             reason = cause if isinstance(cause, UserError) else error  # a reward names itself
-            raise UserError(f"{' '.join(str(reason).split())}. {saved}; mend the judge and {again}{hint}") from error
+            at_fault = _AT_FAULT.get(error.stage.partition(" ")[0], "the reward")
+            raise UserError(f"{' '.join(str(reason).split())}. {saved}; fix {at_fault} and {again}{hint}") from error
 
 
 def _is_own_failure(error: StageError) -> bool:

@@ -19,7 +19,7 @@ from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import broadcast, is_main_process, meet, others_wait, process_count
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.policy import Policy, precision_of
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.data import (
     SPLITS,
@@ -45,6 +45,7 @@ from grpo_jax.runs.policy import (
     make_prepare,
     make_see,
     policy_folder,
+    unused_chat_mark,
 )
 from grpo_jax.runs.progress import SCORE
 from grpo_jax.runs.sameness import data_facts, require_same_facts
@@ -122,6 +123,9 @@ def load_parts(
     """
     if config.deterministic:
         ask_for_determinism(torch_too=bool(config.judges))
+    if config.judges and is_main_process():
+        section = config.policy
+        own_package("bridges", "loading").match_precision(precision_of(section.compute_dtype, section.matmul_precision))
     placement = place_parts(config, say)
     data = config.task.load(TaskSetup(config, prompts, say))
     sizes = ", ".join(f"{len(part)} {split}" for part, split in zip(data.prompts, SPLITS, strict=True))
@@ -135,9 +139,7 @@ def load_parts(
         data.rewards,
         tuple(config.judges),
         rewards,
-        timeout=config.judge_timeout or None,
         trainer=trainer,
-        drawn=data.render is not None,
     )
     require_names(config, resolved, data.environment.controls)
     say("rewards", resolved.describe())
@@ -165,6 +167,9 @@ def load_parts(
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
     )  # before the weights: a prompt that is too long is found in seconds
+    if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
+        told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
+        say("policy", told)
     if devices[0].platform == "cpu" and process_count() == 1:
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
@@ -208,9 +213,21 @@ def place_parts(config: Config, say: Say) -> dict[str, str]:
     requests = config.requests if is_main_process() else {POLICY: config.requests[POLICY]}
     away = {name: requests.pop(name) for name in config.elsewhere if name in requests}
     places, notes = placement.place(requests, policy_count=config.policy.mesh.size // process_count())
-    for note in [*(notes if config.judges else ()), *placement.prepare_jax(places)]:
+    cards = places[POLICY].split(",")
+    shared = [config.judges[name] for name, where in places.items() if name != POLICY and where in cards]
+    prepared = placement.prepare_jax(places)
+    prepared += placement.share_memory(places, _bytes_of(shared)) if shared and cards != ["cpu"] else []
+    for note in [*(notes if config.judges else ()), *prepared]:
         say("devices", note)
     return {**places, **away}
+
+
+def _bytes_of(judges: Sequence[object]) -> int | None:
+    """Return the bytes that judges say they take; None if one does not say."""
+    try:
+        return sum(size for judge in judges for _, size, _ in judge.memory())  # pyright: ignore[reportAttributeAccessIssue]
+    except (AttributeError, UserError):
+        return None
 
 
 def policy_devices(places: Mapping[str, str], section: PolicySection) -> list[jax.Device]:

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -32,6 +32,9 @@ from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.progress import Record
 from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.state import trained_collections
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NEW = "new"
 """As policy.path: a small policy with random weights, made of the task's words."""
@@ -71,6 +74,17 @@ def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
             plain_words=True,
             vectors=vocabulary.vectors and vocabulary.vectors(section.width),
         )
+
+
+_CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
+
+
+def unused_chat_mark(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a chat mark that the tokenizer has as a token, if no chat template writes it; else ""."""
+    if getattr(tokenizer, "chat_template", None):
+        return ""
+    known = tokenizer.get_vocab()
+    return next((mark for mark in _CHAT_MARKS if mark in known), "")
 
 
 def load_run_policy(
@@ -146,9 +160,24 @@ def restore_policy(
     """Restore a run's config, its policy from a checkpoint (without judges, on one device), and the meta."""
     config = run_config(run_dir)
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
-    policy = load_run_policy(config, jax.devices()[:1], lambda *_: None, pictures=pictures)
+    policy = load_run_policy(config, [_policy_device(config)], lambda *_: None, pictures=pictures)
     variables, meta = restore_variables(policy.variables, run_dir, checkpoint)
     return config, policy.replace(variables=variables), meta
+
+
+def _policy_device(config: Config) -> jax.Device:
+    """Return the first device that devices.policy names, or one of this machine's if it has none of that name.
+
+    JAX is shown no other card, of which it would claim the memory.
+    """
+    placement = own_package("bridges", "placement")
+    try:
+        places, _ = placement.place({placement.POLICY: config.requests[placement.POLICY]})
+    except UserError:  # the run was trained on another machine
+        places, _ = placement.place({placement.POLICY: "auto"})
+    first = {placement.POLICY: places[placement.POLICY].split(",")[0]}
+    placement.prepare_jax(first)
+    return placement.policy_devices(first)[0]
 
 
 def restore_variables(variables: Variables, run_dir: str | Path, checkpoint: str) -> tuple[Variables, Record]:

@@ -13,7 +13,7 @@ from support.xla import devices
 
 torch = pytest.importorskip("torch")
 
-from bridges.dlpack import to_jax, to_torch  # noqa: E402 (only where torch is installed)
+from bridges.dlpack import _aligned, _lend, to_jax, to_torch  # noqa: E402 (only where torch is installed)
 
 DTYPES = ["float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8", "bool"]
 
@@ -75,6 +75,36 @@ def test_misaligned_memory_is_copied():
     array = to_jax(tensor)
     assert pointer(array) != tensor.data_ptr()
     np.testing.assert_array_equal(np.asarray(array), tensor.numpy())
+
+
+def test_a_tensor_off_16_bytes_is_copied_for_a_card():
+    tensor = aligned(torch.arange(32.0))
+    assert _aligned(tensor[4:]).data_ptr() == tensor[4:].data_ptr()
+    moved = _aligned(tensor[1:])
+    assert moved.data_ptr() % 16 == 0 and torch.equal(moved, tensor[1:])
+
+
+class OnCard(torch.Tensor):
+    """A tensor that says it lies on the second card, for torch's own export."""
+
+    device = torch.device("cuda", 1)
+
+
+def test_a_tensor_is_exported_where_its_card_is_torchs_current_one(monkeypatch):
+    current = [0]
+
+    def exchange(card):
+        before, current[0] = current[0], card
+        return before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchange)
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda tensor: torch.Tensor.__dlpack__(tensor) and "exported")
+    tensor = torch.arange(4.0).as_subclass(OnCard)
+    with pytest.raises(BufferError, match="different CUDA device"):
+        torch.Tensor.__dlpack__(tensor)
+    assert _lend(tensor) == "exported" and current == [0]
 
 
 def test_inference_tensors_are_taken():

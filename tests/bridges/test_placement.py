@@ -3,13 +3,23 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from bridges.placement import place, policy_cards, policy_devices, prepare_jax, resolve  # noqa: E402
+from bridges import placement  # noqa: E402
+from bridges.placement import (  # noqa: E402
+    memory_shares,
+    place,
+    policy_cards,
+    policy_devices,
+    prepare_jax,
+    resolve,
+    share_memory,
+)
 from grpo_jax.errors import UserError  # noqa: E402
 
 PARTS = ("policy", "renderer", "scorer")
@@ -97,6 +107,58 @@ def test_place_asks_this_machine():
     assert place(asked("cpu", "cpu", "cpu")) == (asked("cpu", "cpu", "cpu"), [])
     with pytest.raises(UserError, match="no gpu:99"):
         place(asked(scorer="gpu:99"))
+
+
+@pytest.mark.parametrize(
+    ("files", "managed", "count"),
+    [
+        (["proc/driver/nvidia/gpus/a", "proc/driver/nvidia/gpus/b", "dev/nvidia0"], 0, 2),
+        (["dev/nvidia0", "dev/nvidia11", "dev/nvidiactl", "dev/nvidia-uvm"], 0, 2),  # a sandbox
+        (["dev/dxg"], 1, 1),  # WSL2
+        ([], 0, 0),
+    ],
+)
+def test_cards_are_counted_without_the_drivers_listing(files, managed, count, tmp_path, monkeypatch):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+
+    def tell(pointer):
+        pointer._obj.value = managed
+
+    def library(name):
+        if not managed:
+            raise OSError(name)
+        return SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=tell, nvmlShutdown=lambda: 0)
+
+    monkeypatch.setattr(placement, "Path", lambda name: tmp_path / name.lstrip("/"))
+    monkeypatch.setattr(placement.ctypes, "CDLL", library)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert placement._count_cards() == count
+
+
+@pytest.mark.parametrize(
+    ("needed", "shares"), [(None, (0.46, 0.46)), (1, (0.72, 0.2)), (16, (0.62, 0.3)), (79, (0.25, 0.67))]
+)
+def test_judges_on_the_policys_card_get_what_they_say_and_the_policy_the_rest(needed, shares):
+    assert memory_shares(needed, 80) == shares
+
+
+def test_a_shared_card_has_a_share_for_each_and_a_line(monkeypatch):
+    given = {}
+    monkeypatch.setattr(placement, "_jax_has_started", lambda: False)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda card: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, card: given.update({card: share}))
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "0")  # back afterwards: the function sets it
+        monkeypatch.delenv(name)
+    assert share_memory(asked("gpu:0", "gpu:1", "cpu"), 16) == [] and not given
+    assert share_memory(asked("gpu:0", "gpu:0", "gpu:1"), 16) == [
+        "memory of gpu:0: at most 62% for the policy and 30% for judges, taken as needed"
+    ]
+    assert given == {0: 0.3} and os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.62"
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the user's own
+    assert "50% for the policy and 42% for judges" in share_memory(asked("gpu:0", "gpu:0", "gpu:0"), 16)[0]
 
 
 def test_started_backend_is_left_alone_and_said():

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 
+import jax.numpy as jnp
 import pytest
 import yaml
 
@@ -13,6 +14,7 @@ from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.files import read_yaml
 from grpo_jax.errors import UserError, guarded, short_repr
 from grpo_jax.predict import load_rewriter
+from grpo_jax.rollout.binding import judge_named
 from grpo_jax.train import main
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -171,3 +173,28 @@ def test_a_config_with_a_byte_order_mark(tmp_path):
     path.write_bytes(b"\xef\xbb\xbftask: text\nseed: 5\n")
     assert load_config(path).seed == 5
     assert read_yaml("a: &x {b: 1}\nc: {<<: *x, d: 2}\n")["c"] == {"b": 1, "d": 2}
+
+
+def test_memory_that_runs_out_is_one_line_that_says_whose_it_was(capsys):
+    """With JAX's own error; torch's has a name of its own."""
+
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def judge():
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
+
+    for fails, whose in ((lambda: jnp.zeros(2**50).block_until_ready(), "the policy"), (judge, "a judge in PyTorch")):
+        assert guarded(fails) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"error: {whose} ran out of its device's memory (") and line.count("\n") == 1
+        with pytest.raises(RuntimeError):
+            guarded(fails, debug=True)
+
+
+def test_a_judge_that_finds_no_memory_is_named():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    with pytest.raises(UserError, match=r"judges\.scorer ran out of its device's memory: CUDA"), judge_named("scorer"):
+        raise OutOfMemoryError("CUDA out of memory")

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import yaml
-from support.text_task import final_state, finished_run, rows
+from support.text_task import final_state, finished_run, rows, train_here
 from support.tiny_models import causal_lm
 
+from bridges import placement
 from grpo_jax import evaluate, export
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
@@ -71,6 +73,42 @@ def test_six_steps_at_once_have_something_to_restore(finished):
     assert sorted(path.name for path in finished.glob("checkpoints/step_*")) == ["step_3", "step_6"]
     state, progress = final_state(finished)
     assert state["reference"] is not None and progress["iteration"] == 6 and progress["best_score"] is not None
+
+
+@pytest.mark.parametrize(("cards", "shown"), [(2, "gpu:1"), (0, "cpu")])
+def test_commands_show_jax_the_card_of_the_policy_alone(cards, shown, finished, tmp_path, monkeypatch, capsys):
+    """As devices.policy says; a machine without that card asks the policy where it can."""
+    run, seen = shutil.copytree(finished, tmp_path / "run"), []
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"devices": {"policy": "gpu:1"}}))
+    monkeypatch.setattr(placement, "_count_cards", lambda: cards)
+    monkeypatch.setattr(placement, "_jax_has_gpus", lambda: True)
+    monkeypatch.setattr(placement, "prepare_jax", lambda places: seen.append(places["policy"]) or [])
+    assert export.main(["--run", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert load_rewriter(run)("q") is not None
+    if cards:
+        capsys.readouterr()
+        measured(capsys, run, "--prompts", "1")
+    assert seen == [shown] * (3 if cards else 2)
+
+
+@pytest.mark.parametrize(("precision", "rounds"), [("highest", False), ("default", True)])
+def test_judges_round_products_as_the_policy_does(precision, rounds, place, tmp_path):
+    torch = pytest.importorskip("torch")
+    (tmp_path / "mine.py").write_text("def mine(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
+    small = ["--training.max_steps=1", "--training.inner_epochs=1", "--evaluation.every=0", "--data.held_out=0"]
+    judge = ["--judges.mine=function", f"--judges.mine.name={tmp_path / 'mine.py'}:mine"]
+    parts = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [part.allow_tf32 for part in parts]
+    try:
+        for part in parts:
+            part.allow_tf32 = not rounds
+        options = [*small, *judge, f"--policy.matmul_precision={precision}"]
+        assert train_here(place.config, tmp_path / "run", *options) == 0
+        assert [part.allow_tf32 for part in parts] == [rounds] * 2
+    finally:
+        for part, allowed in zip(parts, before, strict=True):
+            part.allow_tf32 = allowed
 
 
 def test_evaluate_repeats_what_the_run_measured(finished, capsys):

@@ -359,6 +359,7 @@ def objectives_of(
         weights=parts.rewards.weights,
         conditions=parts.rewards.conditions,
         overlong_buffer=parts.config.algorithm.overlong_buffer,
+        overlong_weight=parts.config.algorithm.overlong_weight,
         max_new_tokens=parts.config.sampling.max_new_tokens,
         usable=None if parts.task_data.unusable == "prompt" else usable,
         fill=parts.task_data.unusable == "worst",

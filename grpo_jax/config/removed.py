@@ -5,7 +5,7 @@ REMOVED: dict[str, str] = {
     "task.isolated": "left: environments run in threads of the run, with judge_timeout as their limit",
     "recommendation_slates": "left: take recommendation_quick, whose policy ranks the catalogue",
     "sampling.group": "left: a group is always made of independent samples",
-    "task.listed": "left: rankings score every item of the catalogue",
+    "task.listed": "left: rankings score every item of the catalogue; beside a prior 100 places count",
     "task.semantic_ids": "left: task.writes title or item",
     "task.item_start": "left: items' own words begin as the vectors of their titles",
     "task.training_targets": "left: every position of a history is trained",

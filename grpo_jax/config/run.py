@@ -163,11 +163,6 @@ class Config:
         section, algorithm = self.sampling, self.algorithm
         enough = section.group_size >= 2 or not algorithm.compares_groups
         require(enough, "sampling.group_size", "at least 2 (a group is compared)", section.group_size)
-        if section.keep_prompt:
-            unjudged = "0 with this task, in which an unchanged prompt is no answer"
-            require(type(self.task).judges_prompts, "sampling.keep_prompt", unjudged, section.keep_prompt)
-            alone = f"0 with advantage {algorithm.advantage!r}, which compares no groups"
-            require(algorithm.compares_groups, "sampling.keep_prompt", alone, section.keep_prompt)
         buffer, longest = algorithm.overlong_buffer, section.max_new_tokens
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
         tools = type(self.task).calls_tools or not self.data.tool_names

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, is_out_of_memory, is_own_doing, one_line, short_name
-from grpo_jax.rollout.data import RESERVED_COLUMNS
+from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
 from grpo_jax.rollout.rewards import (
     Columns,
     Maker,
@@ -26,6 +26,7 @@ from grpo_jax.rollout.rewards import (
     arguments_of,
     by_group,
     check_options,
+    required_arguments,
     with_arguments,
 )
 
@@ -110,6 +111,7 @@ class TaskRewards:
         always_watched: Names among `functions` that are watched in every run, last.
         measures: name → a reward that is only watched, for names that follow a pattern (NAME@K); None for others.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
+        column_names: Names of these.
         adapt: Makes a reward function of the user's own fit the task's.
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
     """
@@ -120,6 +122,7 @@ class TaskRewards:
     always_watched: tuple[str, ...] = ()
     measures: Callable[[str], Reward | None] = lambda name: None
     columns: Callable[[Sequence[str], Columns], Columns] | None = None
+    column_names: tuple[str, ...] = ()
     adapt: Callable[[Reward], Reward] = lambda reward: reward
     conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]] = lambda sections: sections
 
@@ -234,6 +237,30 @@ def resolve_rewards(
         for section in sections
     )
     return ResolvedRewards(without_none, tuple(maximised), watched, names)
+
+
+def require_columns(
+    rewards: ResolvedRewards, source: TaskRewards, judges: Collection[str], rows: Iterable[Row]
+) -> None:
+    """Raise UserError for an argument of a user's own reward that nothing of the run and no column fills."""
+    if source.columns is not None and not source.column_names:  # the task adds others
+        return
+    filled = {*RESERVED_COLUMNS, "messages", *judges, *source.column_names}
+    missing: dict[str, str] = {}
+    for reward in (*rewards.maximised, *rewards.watched):
+        own = required_arguments(reward.function) if reward.adapt is not None else []
+        missing |= {name: reward.name for name in own if name not in {*filled, *reward.options, *reward.providers}}
+    columns: dict[str, None] = {}
+    for row in rows if missing else ():
+        columns |= dict.fromkeys(row.columns)
+        missing = {name: reward for name, reward in missing.items() if name not in row.columns}
+        if not missing:
+            return
+    for name, reward in missing.items():
+        raise UserError(
+            f"reward {reward}: no column fills its argument {name!r}; the data has {', '.join(columns) or 'none'}: "
+            f"name one by data.columns.{name}, or give the argument a default"
+        )
 
 
 def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:

@@ -233,6 +233,12 @@ def arguments_of(reward: Reward) -> list[str]:
     return [parameter.name for parameter in _parameters(reward) or () if parameter.kind in kinds]
 
 
+def required_arguments(reward: Reward) -> list[str]:
+    """Return the names of a reward's arguments that have no default."""
+    named = arguments_of(reward)
+    return [one.name for one in _parameters(reward) or () if one.name in named and one.default is one.empty]
+
+
 def with_arguments(
     reward: Reward,
     constants: Mapping[str, object],

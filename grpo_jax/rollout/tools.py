@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import inspect
 import json
@@ -36,6 +37,7 @@ _BARE = re.compile(rf'\s*(?:<\|python_tag\|>)?\s*(\{{\s*"name"\s*:\s*"[^"]*"\s*,
 _FORM = '{"name": …, "arguments": {…}}'
 _TOO_LONG = "error: the result is too long to be read"
 _ID = "row_id"  # column by which a row's episodes are known
+_OBJECTS = ("environment", "environments")  # columns: the class's name, and for rewards the object of each episode
 
 
 class Call(NamedTuple):
@@ -242,6 +244,11 @@ def _loaded(name: str) -> Any:
 def template_options(section: DataSection) -> dict[str, Any]:
     """Return the options of the chat template, the same for all rows."""
     options = section.template_options
+    if section.template_date:
+        try:
+            options["today"] = datetime.date.fromisoformat(section.template_date)
+        except ValueError:
+            raise UserError(f"data.template_date: expected YYYY-MM-DD, got {section.template_date!r}") from None
     if section.tool_names:
         options["tools"] = [*options.get("tools", ()), *toolbox(section.tool_names).schemas]
     return options
@@ -292,8 +299,8 @@ class ToolEpisodes:
 
     def begun(self, row: Row, prompt: object) -> Row:
         """Return a row with what its object, which is told the prompt, says at the beginning behind it."""
-        if _ID in row.columns:
-            raise UserError(f"row {row.id}: column {_ID!r} is a name that tools use: rename it")
+        if clashes := [name for name in (_ID, *_OBJECTS) if name in row.columns]:
+            raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
         self._given[row.id] = {**row.columns, "prompt": prompt}
         shown, messages = self.shown(row.id), row.messages
         if messages and shown:

@@ -21,6 +21,7 @@ import numpy as np
 from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
 from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
+from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import (
@@ -173,6 +174,10 @@ class Run:
         # Before the state, which may not fit.
         progress = Progress.read(self.checkpoints.read_meta("latest"), self.checkpoints.folder)
         require_same(progress.identity, self.config, self.program.identity, self.checkpoints.folder)
+        identity = identity_of(self.config, self.program.identity)
+        before, now = (one["task"].get(TRAINING_ROWS) for one in (progress.identity, identity))
+        if before != now:
+            self.output.note(f"the training rows have changed: {before} → {now}; the run goes on with the new ones")
         iterations = self.program.iterations
         if progress.iteration > iterations:
             raise UserError(f"--resume: {progress.iteration} iterations are done, and the run is to have {iterations}")
@@ -193,7 +198,8 @@ class Run:
             self.output.note("there is no sound best checkpoint any more: the next validation makes one")
             progress = progress._replace(best_score=None, best_iteration=0)
         self.state = self.program.restored(saved, template)
-        self.progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
+        starts = [*progress.starts, progress.iteration]
+        self.progress = progress._replace(iterations=iterations, starts=starts, identity=identity)
 
     def _remove(self, folder: Path) -> None:
         if is_main_process():

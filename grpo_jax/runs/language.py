@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -285,4 +286,7 @@ def load_program(
         source = source._replace(prompts=kept_prompts(output.directory))
     given = {"prompts": source.prompts, "rewards": source.rewards}
     parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
-    return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock)
+    config = dataclasses.replace(source.config, data=parts.config.data)
+    if config != source.config and not config.resume and is_main_process():  # data.template_date is filled in
+        output.directory.write_config(to_yaml(config))
+    return LanguageProgram(config, parts, make_learner(parts), output.say, clock)

@@ -100,7 +100,12 @@ class Text(Task):
             made = [[episodes.row(n) for n in range(*part)] for part in itertools.pairwise(ends)]
             prompts, source = make_prompt_set(*made), f"{self.seeds} of {episodes.name}"
         reward = {"reward": episodes.stepper.reward} if tools.judges else {}
-        rewards = TaskRewards(reward, defaults=[*map(RewardSection, reward)], columns=episodes.environments)
+        rewards = TaskRewards(
+            reward,
+            defaults=[*map(RewardSection, reward)],
+            columns=episodes.environments,
+            column_names=("environments",),
+        )
         return TaskData(
             prompts,
             rewards,

@@ -112,37 +112,14 @@ def finished_run(place: Place) -> Path:
     return run
 
 
-REWRITING = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-from grpo_jax.tasks.text_task import Text
-
-
-@dataclass(frozen=True)
-class Rewriting(Text):
-    judges_prompts: ClassVar[bool] = True
-"""
-
-
-def rewriting(place: Place) -> dict:
-    """A config of one update of a task whose prompts can be judged."""
-    file = place.folder / "rewriting.py"
-    file.write_text(REWRITING)
-    values = yaml.safe_load(place.config.read_text())
-    values["task"] = {"kind": f"{file}:Rewriting"}
-    values["algorithm"] = {}
-    values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
-    return values
-
-
 def steered_run(place: Place) -> Path:
     """One step in which all is named that changes how completions are drawn and measured; by the first who asks."""
     run = place.folder / "steered" / "run"
     if not (run / "summary.json").exists():
-        values = rewriting(place)
-        values["sampling"] = {"group_size": 12, "keep_prompt": 2, "max_new_tokens": 12, "min_new_tokens": 3}
-        values["sampling"] |= {"stop": [*"0123456789", "aa", *"ABCDEFGH"], "repetition_penalty": 1.5}
+        values = yaml.safe_load(place.config.read_text())
+        values["algorithm"] = {}
+        values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
+        values["sampling"] = {"group_size": 10, "max_new_tokens": 12, "stop": [*"0123456789", "aa", *"ABCDEFGH"]}
         values["data"] |= {"forbidden_tokens": ["b", *"cdefg", 40]}
         values["evaluation"] = {"every": 0, "samples": 6, "temperature": 0.7, "top_k": 50, "pass_threshold": 0.375}
         run.parent.mkdir()

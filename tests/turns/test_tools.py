@@ -229,8 +229,7 @@ def values(home, tools, *words, rewards=(), **sampling):
         "policy": {"path": str(home / "policy")},
         "data": {"tools": [f"{home}/tools.py:{name}" for name in tools], "forbidden_tokens": forbidden}
         | {"max_prompt_tokens": 200},
-        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "min_new_tokens": 1, "max_answer_tokens": 200}
-        | sampling,
+        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 200} | sampling,
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
         "evaluation": {"every": 1, "sampled": False},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
@@ -298,6 +297,15 @@ def test_a_class_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_p
                 assert row["answer"] == answer
                 answers.add(answer)
     assert {"3", "error: so many are not left"} <= answers
+
+
+@pytest.mark.parametrize("name", ["environment", "environments", "row_id"])
+def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys, name):
+    given = values(home, ["Countdown"], "take", rewards=["left"])
+    given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Count.", "start": 1, name: "mine"}) + "\n")
+    train_values(given, tmp_path / "run", expected=2)
+    assert f"row 1: column '{name}' is a name that tools use: rename it" in capsys.readouterr().err
 
 
 def test_functions_alone_answer_and_what_is_too_long_is_said_to_be(home, tmp_path):

@@ -102,7 +102,7 @@ def _file(name: str, base: Path | None) -> File:
     path = path if base is None or path.is_absolute() else base / path
     if not name or not os.path.isfile(path):
         raise ValueError(f"there is no picture {short_name(path) if name else 'without a name'}")
-    return File(path, name)
+    return File(path.absolute(), name)  # a reward may change the current folder
 
 
 def _check_array(value: Source) -> None:

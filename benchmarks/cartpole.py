@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from importlib.metadata import version
 from pathlib import Path
 
 import cartpole_torch
+import grpo_iteration
 import jax
 import numpy as np
 import torch
@@ -36,16 +36,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "gymnasium", "numpy")
 
 def machine() -> dict:
     """Where this ran."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {
-        "processor": model,
-        "cores": torch.multiprocessing.cpu_count(),
-        "jax_device": jax.devices()[0].device_kind,
-        "versions": {name: version(name) for name in PACKAGES},
-        "date": time.strftime("%Y-%m-%d"),
-        "load_before": round(os.getloadavg()[0], 2),  # of others: above 0.5 the figures are those of a busy machine
-    }
+    versions = {name: version(name) for name in PACKAGES}
+    return grpo_iteration.machine() | {"jax_device": jax.devices()[0].device_kind, "versions": versions}
 
 
 def outcome(run: dict, solved: float) -> dict:

@@ -40,7 +40,6 @@ PLAN = {
     "large-vocab": (1, 1),
     "long-prompt": (2, 2),
     "pictures": (2, 2),
-    "group": (1, 1),
     "unequal": (2, 3),
     "tiny-unequal": (1, 1),
     "tiny": (1, 1),
@@ -289,7 +288,7 @@ def machine() -> dict:
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["small", "long-prompt", "large-vocab", "group"])
+    parser.add_argument("--cases", nargs="+", choices=list(work.CASES), default=["small", "long-prompt", "large-vocab"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, help="instead of the case's own")
     parser.add_argument("--iterations", type=int, help="instead of the case's own")
@@ -300,23 +299,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--python", default=sys.executable, help="with grpo_jax")
     parser.add_argument("--trl_python", default=sys.executable, help="with the extra `oracles`")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "grpo_iteration.json")
-    chosen = parser.parse_args(arguments)
-    chosen.cases = [name for given in chosen.cases for name in expand(given)]
-    return chosen
-
-
-def expand(name: str) -> list[str]:
-    """The cases of a name; "group" stands for all its sizes."""
-    names = [case for case in work.CASES if case == name or (name == "group" and case.startswith("group-"))]
-    if not names:
-        raise SystemExit(f"--cases: expected names among {list(work.CASES)} or group, got {name!r}")
-    return names
-
-
-def plan(case: str, threads: list[int]) -> tuple[int, int, list[int]]:
-    """Rounds, timed iterations, and numbers of threads: growth with G is looked at with the most alone."""
-    kind = case.split("-")[0] if case.startswith("group-") else case
-    return (*PLAN[kind], threads[-1:] if kind == "group" else threads)
+    return parser.parse_args(arguments)
 
 
 def main() -> int:
@@ -326,9 +309,9 @@ def main() -> int:
     outcome = {"machine": machine(), "clock": chosen.clock, "tunables": TUNABLES, "results": []}
     with tempfile.TemporaryDirectory() as root:
         for name in chosen.cases:
-            rounds, iterations, threads = plan(name, chosen.threads)
+            rounds, iterations = PLAN[name]
             rounds, iterations = chosen.rounds or rounds, chosen.iterations or iterations
-            for count in threads:
+            for count in chosen.threads:
                 runs = measure(work.CASES[name], count, libraries, rounds, iterations, chosen.clock, Path(root))
                 rows = {library: summary(reports) for library, reports in runs.items()}
                 outcome["results"].append(

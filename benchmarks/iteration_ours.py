@@ -65,15 +65,11 @@ def read(given: work.Assignment):
     return loaded, reader.from_pretrained(str(given.folder))
 
 
-def iterate(given: work.Assignment, loaded, processor, phases=None) -> list[dict[str, float]]:
-    """Seconds of each iteration; where lengths differ, of a second time, when all their shapes are compiled.
-
-    The phases are those of `make_phases`, or others such as those that watch what they do.
-    """
+def iterate(given: work.Assignment, loaded, processor) -> list[dict[str, float]]:
+    """Seconds of each iteration; where lengths differ, of a second time, when all their shapes are compiled."""
     case, now = given.case, given.now
     tokenizer = processor.tokenizer if case.picture else processor
-    phases = phases or make_phases(case, loaded, given.variant or PolicySection().remat)
-    sample, see, prepare, step, state = phases
+    sample, see, prepare, step, state = make_phases(case, loaded, given.variant or PolicySection().remat)
     rows = []
     for iteration in [*range(given.iterations)] * (2 if case.ends else 1):
         start = now()

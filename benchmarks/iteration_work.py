@@ -98,14 +98,12 @@ def decoder_config(case: Case) -> Any:
     )
 
 
-GROUPS = (2, 4, 16, 64)
 CASES = {
     case.name: case
     for case in [
         Case("small"),
         Case("large-vocab", 4, 8, 64, 128, hidden=512, layers=8, heads=8, kv_heads=2, mlp=1408, vocabulary=32000),
         Case("long-prompt", 4, 8, 256, 32),
-        *[Case(f"group-{group}", 2, group) for group in GROUPS],
         Case("unequal", new_tokens=512, ends=64),
         Case("pictures", 4, 8, 32, 32, picture=448),
         Case("tiny", 2, 4, 8, 8, hidden=32, layers=2, mlp=48, vocabulary=64),

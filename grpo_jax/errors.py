@@ -175,31 +175,12 @@ def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
             raise UserError(f"{short_name(name)}: no such option; {hint}")
 
 
-def mend_streams() -> None:
-    """Reopen closed standard streams to the null device: the next file would take their place."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            _open_nowhere(descriptor)
-        if getattr(getattr(sys, name), "closed", False):
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 lasts as long as Python
-
-
-def _open_nowhere(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere != descriptor:
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-
-
 def guarded(function: Callable[[], object], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
     """Run a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
 
     An int that `function` returns is the exit code. `debug` lets tracebacks through. `silent` says that another
     process prints the line.
     """
-    mend_streams()
     try:
         with extras_named():
             result = function()
@@ -259,9 +240,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # its reader went away; Python would complain of it at the exit
-            with suppress(OSError, ValueError, AttributeError):
-                _open_nowhere(stream.fileno())
+        except OSError:  # its reader went away, and Python would complain of it at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     def end_anyway() -> None:
         time.sleep(_LEAVING_SECONDS)

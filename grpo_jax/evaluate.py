@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.config import MeshSection
-    from grpo_jax.rollout.rewards import IN_PYTHON
+    from grpo_jax.config.given import IN_PYTHON
+    from grpo_jax.rollout.data import data_identity
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
@@ -73,7 +74,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
         variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
         folder = RunDirectory(options.run).checkpoints
-        grown = {"catalogue"} if options.catalogue is not None else set()
+        grown = {"catalogue", *data_identity(parts.prompts)} if options.catalogue is not None else set()
         same = {name: value for name, value in parts.task_data.identity.items() if name not in grown}
         if options.checkpoint != START:
             require_same_task(Progress.read(meta, folder).identity["task"], same, folder)

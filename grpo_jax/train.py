@@ -84,19 +84,14 @@ def run(
 def _run(config: Any, callbacks: Callbacks, stop: StopRequests, *, prompts: Any, rewards: Any) -> dict[str, Any]:
     from grpo_jax.models.broadcast import is_main_process
     from grpo_jax.reports.output import NoOutput, RunOutput
-    from grpo_jax.rollout.watchdog import last_words
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run
     from grpo_jax.runs.language import load_program
     from grpo_jax.runs.sameness import require_shared
 
-    again = (
-        f"; the last checkpoint is sound: mend the judge and go on with --resume --run_dir {config.run_dir}, "
-        "or give it a process that can be ended: isolated: true"
-    )
     clock = time.monotonic()
     opened = RunOutput(config) if is_main_process() else NoOutput(config)
-    with opened as output, ExitStack() as leaving, last_words(again, output.directory.log):
+    with opened as output, ExitStack() as leaving:
         require_shared(output.directory.path)
         try:
             with stop.at_once() if is_main_process() else nullcontext():

@@ -1,4 +1,4 @@
-"""Kernels, copies and collectives of a compiled program, read from XLA's optimised text.
+"""Kernels and copies of a compiled program, read from XLA's optimised text.
 
 A loop counts as often as it turns: XLA writes down how often where it knows, and decoding turns once for each token.
 """
@@ -23,7 +23,6 @@ _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "afte
 _FREE |= {"opt-barrier", "add-dependency", "async-update"}
 _VIEWS = {"reshape", "bitcast", "broadcast"}
 _MOVES = {"copy", "transpose", "convert", "slice", "dynamic-slice", "concatenate", "pad"}
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16}
 _BITS |= {"f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64, "u64": 64, "c64": 64, "token": 0}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
@@ -81,14 +80,6 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
-class Collective(NamedTuple):
-    """A collective's kind, bytes of its results in one run of the program, and how often it runs."""
-
-    kind: str
-    bytes: int
-    count: int
-
-
 class Reading(NamedTuple):
     """What one run of a program does.
 
@@ -97,14 +88,12 @@ class Reading(NamedTuple):
         layer_kernels: Those of one layer: in each token of decoding, or of its forward and backward pass.
         weight_copies: Copies, transposes and casts of an array as large as a weight matrix in a turn of a loop.
         cache_copies: The same of an array as large as a layer's keys or values.
-        collectives: By kind.
     """
 
     kernels: int
     layer_kernels: float
     weight_copies: int
     cache_copies: int
-    collectives: tuple[Collective, ...]
 
 
 class Sizes(NamedTuple):
@@ -243,29 +232,12 @@ def read_program(compiled: jax.stages.Compiled, sizes: Sizes) -> Reading:
     """Read what a compiled program does."""
     computations, entry = parse_program(compiled.as_text() or "")
     listed = steps(computations, entry, sizes.turns)
-    launched: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
-    for step in listed:
-        line, times = step.instruction, step.times
-        kind = line.opcode.removesuffix("-start")
-        if kind in _COLLECTIVES:
-            launched[kind] += times
-            moved[kind] += times * moved_bytes(line)
     return Reading(
         kernels=sum(step.times for step in listed),
         layer_kernels=_layer_kernels(listed, sizes),
         weight_copies=_copies(listed, computations, sizes.weights, sizes),
         cache_copies=_copies(listed, computations, sizes.caches, sizes),
-        collectives=tuple(Collective(kind, moved[kind], count) for kind, count in sorted(launched.items())),
     )
-
-
-def moved_bytes(line: Instruction) -> int:
-    """Bytes of a collective's results; the start of one that is awaited later also names its operands, before them."""
-    arrays = line.arrays
-    if line.opcode.endswith("-start") and len(arrays) > len(line.operands):
-        arrays = arrays[len(line.operands) : 2 * len(line.operands)]
-    return sum(array.bytes for array in arrays)
 
 
 def _copies(listed: list[Step], computations: Mapping[str, Computation], counted: frozenset[int], sizes: Sizes) -> int:

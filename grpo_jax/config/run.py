@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from grpo_jax.config.build import Named, build, merged, require_known, to_dict
 from grpo_jax.config.fields import may_change, require
 from grpo_jax.config.files import Fields, Values
+from grpo_jax.config.given import with_named_tools
 from grpo_jax.config.named import KEY, find_class
 from grpo_jax.config.sections import (
     AlgorithmSection,
@@ -218,7 +219,7 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
     Raises:
         UserError: An unknown or missing field, a value of another type, or one out of range.
     """
-    laid_over = with_defaults(merged(values or {}, sections))
+    laid_over = with_defaults(with_named_tools(merged(values or {}, sections)))
     return build(find_task(laid_over["task"][KEY]).config, laid_over)
 
 

@@ -28,7 +28,7 @@ MOST_TURNS = 64
 _TEMPLATE_ARGUMENTS = (
     *("tools", "enable_thinking", "conversation", "messages", "chat_template", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "today"),
 )
 """Arguments of `apply_chat_template` that are not for the template, and what has a field of its own."""
 
@@ -187,6 +187,8 @@ class DataSection:
             which are called (task: text), and of JSON schemas; or the name of the column that has each row's schemas,
             as a list or as JSON text.
         chat_template_options: Further variables of the chat template, by name.
+        template_date: Date (YYYY-MM-DD) that a chat template writes which asks for today's; empty: that of the run's
+            first start.
         max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
         picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
             Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
@@ -207,6 +209,7 @@ class DataSection:
     enable_thinking: bool = False
     tools: list[dict[str, Any] | str] | str = field(default_factory=list)
     chat_template_options: dict[str, Any] = field(default_factory=dict)
+    template_date: str = ""
     max_prompt_tokens: Length = 256
     picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
@@ -515,8 +518,6 @@ class RewardSection:
             the threshold. Left out: as the task has it, mostly always. "none": always.
         threshold: The threshold of a condition_on that names a reward.
         options: Keyword arguments of the reward.
-        isolated: Call a reward of an import path in a process of its own: one that crashes, hangs beyond judge_timeout
-            or takes all memory ends that process alone, and the next call gets a new one.
         messages: Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an
             import path alone.
         group: Call it once for each prompt, with all completions of its group and what was drawn of them, to compare
@@ -533,7 +534,6 @@ class RewardSection:
     condition_on: str | None = None
     threshold: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
-    isolated: bool = may_change(False)
     messages: bool = False
     group: bool = False
     label: str = ""

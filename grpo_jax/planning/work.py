@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from grpo_jax.training.memory import Program, tree_bytes
 
@@ -36,7 +37,8 @@ def count_work(program: Program, devices: int = 1) -> Work:
     A loop of unknown length writes tokens: `program.turns` in all, over the loops of most rows. Those over fewer rows
     go on where half of the prompts are done, and do not turn.
     """
-    jaxpr = program.function.trace(*program.arguments).jaxpr.jaxpr
+    traced = program.function.trace(*program.arguments).jaxpr.jaxpr
+    jaxpr, _ = dce_jaxpr(traced, [True] * len(traced.outvars))  # without products that nothing reads
     loops = list(_token_loops(jaxpr))
     most = max(map(_rows, loops), default=0)
     full = sum(_rows(loop) == most for loop in loops)

@@ -124,16 +124,10 @@ def curves_section(rows: Rows, starts: Sequence[int], display: Display) -> str:
 
     `starts` are the iterations done when a process began: the one after compiles.
     """
-    planned = charts_of(rows, display)
-    charted = {"step", *(curve.metric for chart in planned for curve in chart.curves)}
-    others = [name for name in _names(rows) if name not in charted and not name.startswith("seconds/")]
-    moving = [name for name in others if any(row.get(name) for row in rows)]
-    further = [Chart(name, (Curve(name, name, sparse=name.startswith("validation/")),)) for name in moving]
-    charts = [*(_drawn(chart, rows) for chart in planned), _seconds_chart(rows, starts)]
-    if not any(charts) and not others:
+    charts = [*(_drawn(chart, rows) for chart in charts_of(rows, display)), _seconds_chart(rows, starts)]
+    if not any(charts):
         return ""
-    still = [name for name in others if name not in moving]
-    content = render("charts", charts, [_drawn(chart, rows) for chart in further], still)
+    content = render("charts", charts)
     note = (
         "Faint: each iteration. Bold: smoothed. Figures beside the names are the last ones; under the pointer, those "
         "of an iteration."
@@ -206,11 +200,6 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         chart("Completion length, tokens", [("completion_tokens", "mean"), ("completion_tokens_max", "longest")]),
         chart("Turns of an episode", [("turns", "mean")]),
         chart("Groups without signal", group("dead_groups/")),
-        chart(
-            "Different advantages in a group",
-            [("distinct_advantages/grpo", "rewards summed (GRPO)"), ("distinct_advantages/gdpo", "kept apart (GDPO)")],
-            note="What each estimator can tell apart in the same rewards, whichever is used.",
-        ),
         chart(
             "Shares",
             [

@@ -29,34 +29,27 @@ class LastingStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write as long as that is possible."""
-        self._try(lambda stream: stream.write(text))
+        self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
         """Flush as long as that is possible."""
-        self._try(lambda stream: stream.flush())
+        self._try("flush")
 
     def isatty(self) -> bool:
         """Whether somebody may be watching."""
-        return bool(self._try(lambda stream: stream.isatty()))
-
-    def fileno(self) -> int:
-        """The stream's."""
-        return self._target().fileno()
+        return bool(self._try("isatty"))
 
     @property
     def encoding(self) -> str:
         """The stream's."""
-        return getattr(self._target(), "encoding", None) or "utf-8"
+        return getattr(self._stream or sys.stdout, "encoding", None) or "utf-8"
 
-    def _target(self) -> TextIO:
-        return sys.stdout if self._stream is None else self._stream
-
-    def _try(self, act: Callable[[TextIO], object]) -> object:
+    def _try(self, name: str, *arguments: str) -> object:
         if self.lost:
             return None
         try:
-            return act(self._target())
+            return getattr(self._stream or sys.stdout, name)(*arguments)
         except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: there is none
             self.lost = True
             return None

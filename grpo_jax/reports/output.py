@@ -17,6 +17,8 @@ from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.page import RunEnd, write_end
 from grpo_jax.reports.report import write_final_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
+from grpo_jax.rollout.episodes import AnswerError
+from grpo_jax.rollout.rewards import RewardError
 from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.tasks.task import Finished
 
@@ -190,9 +192,17 @@ class NoOutput:
         """Leave the folder to process 0."""
 
 
+def _raised_by_a_reward(error: BaseException | None) -> BaseException | None:
+    """Return what a user's reward or environment raised, if that is the cause."""
+    while error is not None and not isinstance(error, RewardError | AnswerError):
+        error = error.__cause__
+    return None if error is None else error.__cause__
+
+
 def _error_text(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, UserError | StageError):
-        return f"error: {error}"
+        raised = _raised_by_a_reward(error)
+        return "".join([*(traceback.format_exception(raised) if raised else ()), f"error: {error}"])
     return "".join(traceback.format_exception(error)).rstrip()

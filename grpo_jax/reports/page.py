@@ -91,7 +91,7 @@ def _macros() -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, stroke, _label, _value, _picture, _trend, _cell, _fact)
+    filters = (number, stroke, _label, _value, _picture, _cell, _fact)
     environment.filters.update({function.__name__.removeprefix("_"): function for function in filters})
     return environment.get_template("page.html").module
 
@@ -191,12 +191,6 @@ def _gallery_note(gallery: Sequence[GalleryEntry]) -> str:
     if all(entry.before is None for entry in gallery):
         return "Left: the prompt's picture. Right: the trained policy's."
     return "Left: the prompt as it was typed. Right: the trained policy's rewrite of it. Both from the same noise."
-
-
-def _trend(before: float | None, after: float | None) -> str:
-    if before is None or after is None or before == after or math.isnan(before) or math.isnan(after):
-        return "same"
-    return "better" if after > before else "worse"
 
 
 def _picture(image: np.ndarray | None, kind: str) -> Markup:

@@ -6,28 +6,27 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
 from grpo_jax.config.build import require_known
+from grpo_jax.config.given import IN_PYTHON
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, is_out_of_memory, is_own_doing, one_line, short_name
-from grpo_jax.rollout.data import RESERVED_COLUMNS
-from grpo_jax.rollout.isolated import isolate
+from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
 from grpo_jax.rollout.rewards import (
-    IN_PYTHON,
-    PICTURES,
     Columns,
     Maker,
     Reward,
     arguments_of,
     by_group,
     check_options,
+    required_arguments,
     with_arguments,
 )
 
@@ -112,6 +111,7 @@ class TaskRewards:
         always_watched: Names among `functions` that are watched in every run, last.
         measures: name → a reward that is only watched, for names that follow a pattern (NAME@K); None for others.
         columns: (completions, columns) → further columns for the rewards, asked once for all of them.
+        column_names: Names of these.
         adapt: Makes a reward function of the user's own fit the task's.
         conditions: Fills in conditions that rewards have by default: reward sections → reward sections.
     """
@@ -122,6 +122,7 @@ class TaskRewards:
     always_watched: tuple[str, ...] = ()
     measures: Callable[[str], Reward | None] = lambda name: None
     columns: Callable[[Sequence[str], Columns], Columns] | None = None
+    column_names: tuple[str, ...] = ()
     adapt: Callable[[Reward], Reward] = lambda reward: reward
     conditions: Callable[[Sequence[RewardSection]], Sequence[RewardSection]] = lambda sections: sections
 
@@ -204,18 +205,14 @@ def resolve_rewards(
     judges: Sequence[str],
     functions: Mapping[str, Reward] = MappingProxyType({}),
     *,
-    timeout: float | None = None,
     trainer: Trainer | None = None,
-    drawn: bool = False,
 ) -> ResolvedRewards:
-    """Find the rewards of a config and bind their options; UserError if one does not exist or cannot be isolated.
+    """Find the rewards of a config and bind their options; UserError if one does not exist.
 
     Args:
         judges: Names of the judges there are.
         functions: By label, in place of what sections name.
-        timeout: Seconds that one call of an isolated reward may take.
         trainer: Asked by rewards with an argument `trainer_state` or `log_metric`.
-        drawn: Whether pictures are made of completions, which an isolated reward cannot get.
     """
     sections = source.conditions(sections or source.defaults)
     if not sections:
@@ -224,8 +221,6 @@ def resolve_rewards(
     maximised = []
     for section in sections:
         function = functions.get(section.called)
-        if section.isolated:
-            function = _isolated(section, judges, timeout, drawn=drawn)
         if function is not None:
             reward = resolver.of_user(section.called, function, section.options)
         else:
@@ -243,6 +238,30 @@ def resolve_rewards(
         for section in sections
     )
     return ResolvedRewards(without_none, tuple(maximised), watched, names)
+
+
+def require_columns(
+    rewards: ResolvedRewards, source: TaskRewards, judges: Collection[str], rows: Iterable[Row]
+) -> None:
+    """Raise UserError for an argument of a user's own reward that nothing of the run and no column fills."""
+    if source.columns is not None and not source.column_names:  # the task adds others
+        return
+    filled = {*RESERVED_COLUMNS, "messages", *judges, *source.column_names}
+    missing: dict[str, str] = {}
+    for reward in (*rewards.maximised, *rewards.watched):
+        own = required_arguments(reward.function) if reward.adapt is not None else []
+        missing |= {name: reward.name for name in own if name not in {*filled, *reward.options, *reward.providers}}
+    columns: dict[str, None] = {}
+    for row in rows if missing else ():
+        columns |= dict.fromkeys(row.columns)
+        missing = {name: reward for name, reward in missing.items() if name not in row.columns}
+        if not missing:
+            return
+    for name, reward in missing.items():
+        raise UserError(
+            f"reward {reward}: no column fills its argument {name!r}; the data has {', '.join(columns) or 'none'}: "
+            f"name one by data.columns.{name}, or give the argument a default"
+        )
 
 
 def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
@@ -279,28 +298,6 @@ def judge_named(name: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise UserError(f"judges.{name} ran out of its device's memory: {one_line(error, 150)}") from error
         raise UserError(f"judges.{name}: loading it raised {type(error).__name__}: {one_line(error, 150)}") from error
-
-
-def _isolated(section: RewardSection, judges: Sequence[str], timeout: float | None, *, drawn: bool) -> Reward:
-    """Return a user's reward in a process of its own, which gets only texts and columns."""
-    where = f"rewards.{section.called}.isolated"
-    place, _, label = section.name.rpartition(":")
-    if not place:
-        raise UserError(
-            f"{where}: expected package.module:function or file.py:function; {label} is the task's own and stays in "
-            "the run's process"
-        )
-    if place == IN_PYTHON:
-        raise UserError(
-            f"{where}: run() was given {label} in Python and a process of its own cannot import it: keep it at the "
-            "top level of a module, under this name"
-        )
-    reward = isolate(section.name, timeout)
-    stays = (*judges, LOG, *(PICTURES if drawn else ()))
-    here = [name for name in arguments_of(reward) if name in stays]
-    if here:
-        raise UserError(f"{where}: {label} asks for {', '.join(here)}, which stay in the run's process: leave it false")
-    return reward
 
 
 class _Resolver(NamedTuple):

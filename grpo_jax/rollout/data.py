@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -76,11 +77,14 @@ def size_of_row(row: Row) -> tuple[int, int, int]:
 class Rows(Sequence[Row]):
     """Rows that are made each time they are asked for; what they are made of stays where it lies."""
 
-    def __init__(self, make: Callable[[int], Row], places: np.ndarray, sizes: np.ndarray):
-        """Rows make(place) for i64 places [n], and their `ROW_SIZES` [n]."""
+    def __init__(
+        self, make: Callable[[int], Row], places: np.ndarray, sizes: np.ndarray, contents: np.ndarray | None = None
+    ):
+        """Rows make(place) for i64 places [n], their `ROW_SIZES` [n], and perhaps their `row_content` S16 [n]."""
         self.make = make
         self.places = places
         self.sizes = sizes
+        self.contents = contents
 
     def __len__(self) -> int:
         return len(self.places)
@@ -104,7 +108,8 @@ class Rows(Sequence[Row]):
 
     def take(self, which: np.ndarray) -> Rows:
         """Return some of them, by place or by mask."""
-        return Rows(self.make, self.places[which], self.sizes[which])
+        contents = None if self.contents is None else self.contents[which]
+        return Rows(self.make, self.places[which], self.sizes[which], contents)
 
 
 def row_sizes(rows: Sequence[Row]) -> np.ndarray:
@@ -145,13 +150,43 @@ def row_digest(row: Row) -> bytes:
     return hashlib.sha256(row.key.encode()).digest()
 
 
+CONTENT = np.dtype("S16")
+
+
+def row_content(row: Row) -> bytes:
+    """Return a hash of 16 bytes of a row's texts and columns; values that JSON does not have count as null."""
+    messages = [(message.role, message.parts) for message in row.messages]
+    content = (row.prompt, messages, len(row.pictures), row.columns)
+    text = json.dumps(content, default=lambda value: None, skipkeys=True)
+    return hashlib.blake2b(text.encode(), digest_size=CONTENT.itemsize).digest()
+
+
+TRAINING_ROWS = "training rows"
+
+
+def data_identity(prompts: PromptSet) -> dict[str, str]:
+    """Return a digest of the rows of each part, by which a resumed run knows its data."""
+    digests = {}
+    for name, rows in zip((TRAINING_ROWS, "validation rows", "test rows"), prompts, strict=True):
+        contents = getattr(rows, "contents", None)
+        if contents is None:
+            contents = np.array([row_content(row) for row in rows], CONTENT)
+        digests[name] = f"{len(rows)} of digest {hashlib.sha256(contents.tobytes()).hexdigest()[:12]}"
+    return digests
+
+
+def one_prompt(rows: Sequence[Row]) -> bool:
+    """Return whether all rows have the same prompt."""
+    return len(rows) > 0 and all(rows[place].key == rows[0].key for place in range(1, len(rows)))
+
+
 def split_places(digests: np.ndarray, *, held_out: int | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the places of the rows to train on, to validate with and to test with, each in order.
 
     Prompts are ranked by their hashes (`DIGEST` [n], of text and pictures); the first are for testing, as many next
     for validation. The choice depends on no order and no seed, a prompt's duplicates follow it, and adding rows to a
-    file moves few others. `held_out` is the number of different prompts (int) or the share of them (float, rounded;
-    at least one if above 0) that each of the two parts gets.
+    file moves few others. `held_out` is the number of different prompts (int) or the share of them (float, rounded; at
+    least one if above 0) that each of the two parts gets. One prompt that all rows repeat is not held out.
     """
     is_share = isinstance(held_out, float) and 0.0 <= held_out < 0.5
     is_count = isinstance(held_out, int) and not isinstance(held_out, bool) and held_out >= 0
@@ -159,7 +194,7 @@ def split_places(digests: np.ndarray, *, held_out: int | float) -> tuple[np.ndar
         raise ValueError(f"held_out must be a share in [0, 0.5) or a count, got {held_out!r}")
     prompts, ranks = np.unique(digests, return_inverse=True)
     share = held_out if is_count else round(held_out * len(prompts))
-    count = max(share, 1) if held_out > 0 else 0
+    count = max(share, 1) if held_out > 0 and len(prompts) > 1 else 0
     if 2 * count >= len(prompts):
         raise UserError(
             f"{len(prompts)} different prompts are too few to keep {count} for testing and {count} for validation: "

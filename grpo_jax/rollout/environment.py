@@ -245,8 +245,9 @@ def collect_answers(
 ) -> list[Answer | None]:
     """Ask the environment for its answer to each episode; None where it failed to give one.
 
-    An environment fails if it raises (SystemExit too), gives another number of answers, or something that is none:
-    "raise" raises AnswerError then; "missing" gives None, for all in the first two cases. `StopRun` always passes.
+    An environment fails if it raises (SystemExit too) or returns another number of answers, for all episodes; with an
+    exception or anything else that is no answer, for one. "raise" raises AnswerError then, "missing" gives None.
+    `StopRun` always passes.
     """
     at_work("the environment")
     try:
@@ -261,6 +262,11 @@ def collect_answers(
         raise AnswerError(str(error) if isinstance(error, UserError) else reason_of(error)) from error
     answers: list[Answer | None] = []
     for number, answer in enumerate(returned):
+        if isinstance(answer, BaseException):
+            if on_error == "raise":
+                raise AnswerError(reason_of(answer)) from answer
+            answers.append(None)
+            continue
         try:
             answers.append(checked(answer))
         except ValueError as error:

@@ -88,38 +88,31 @@ class AnswerError(UserError):
         super().__init__(f"the environment: {reason}")
 
 
-Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | ValueError | None]]
-"""respond(rows, episodes) → an answer for each of them, its text alone, or None where the episode is done."""
+Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | BaseException | None]]
+"""respond(rows, episodes) → for each an answer, its text alone, None if the episode is done, or why it failed."""
 
 
 def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[object]:
     """Return an environment's answers; raises BadReturn unless they are a list with one entry for each episode."""
     answers = respond(list(rows), list(episodes))
-    expected = f"it must return a list of {len(episodes)} answers, one for each completion"
-    if isinstance(answers, str | bytes | Answer) or not isinstance(answers, Sequence):
-        raise BadReturn(f"{expected}, got {one_line(type(answers).__name__, 40)}")
-    if len(answers) != len(episodes):
-        raise BadReturn(f"{expected}, got {len(answers)}")
+    listed = isinstance(answers, Sequence) and not isinstance(answers, str | bytes | Answer)
+    if not listed or len(answers) != len(episodes):
+        got = len(answers) if listed else one_line(type(answers).__name__, 40)
+        raise BadReturn(f"it must return a list of {len(episodes)} answers, one for each completion, got {got}")
     return list(answers)
 
 
 def checked(answer: object) -> Answer:
-    """Return an answer whatever form it came in; raises ValueError, which describes it, for anything else.
-
-    An isolated environment gives a ValueError itself in place of an answer that is none.
-    """
+    """Return an answer whatever form it came in; raises ValueError, which describes it, for anything else."""
     if answer is None:
         return Answer(done=True)
-    if isinstance(answer, ValueError):
-        raise answer
     if isinstance(answer, str):
         answer = Answer(answer)
     if not isinstance(answer, Answer):
         raise ValueError(f"{one_line(answer, 60)}, not an Answer, a text or None")
-    if not isinstance(answer.text, str):
-        raise ValueError(f"a {type(answer.text).__name__} as its text")
-    if isinstance(answer.pictures, str | bytes) or not isinstance(answer.pictures, Sequence):
-        raise ValueError(f"a {type(answer.pictures).__name__} as its pictures, not a tuple")
+    for value, expected in ((answer.text, str), (answer.pictures, tuple | list)):
+        if not isinstance(value, expected):
+            raise ValueError(f"an Answer with a {type(value).__name__} in place of its text or its tuple of pictures")
     require_text(answer.text)
     return replace(answer, pictures=tuple(answer.pictures), done=bool(answer.done))
 
@@ -128,12 +121,7 @@ def remembered(episode: Episode, *, pictures: bool) -> Episode:
     """Return an episode with its pictures as uint8 [H, W, 3] on the host, or without them."""
     turns = []
     for turn in episode.turns:
-        image = None
-        try:
-            if pictures and turn.image is not None:
-                image = as_uint8(turn.image)
-        except ValueError as error:
-            raise UserError(f"judges.renderer drew a picture that cannot be shown: {error}") from error
+        image = as_uint8(turn.image) if pictures and turn.image is not None else None
         answer = turn.answer
         if answer is not None:
             answer = replace(answer, pictures=tuple(map(as_uint8, answer.pictures)) if pictures else ())

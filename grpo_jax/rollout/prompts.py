@@ -16,6 +16,7 @@ from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import Problems, UserError, short_name, short_repr
 from grpo_jax.models.hf.chat import PICTURE, Message, Part
 from grpo_jax.rollout.data import (
+    CONTENT,
     DIGEST,
     PICTURE_MARK,
     RESERVED_COLUMNS,
@@ -24,6 +25,7 @@ from grpo_jax.rollout.data import (
     PromptSet,
     Row,
     Rows,
+    row_content,
     row_digest,
     size_of_row,
     split_places,
@@ -293,11 +295,11 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
 
     def parse(record: Fields | str | None, number: int) -> tuple[Row, str | None]:
         if not isinstance(record, dict):
-            raise ValueError(record or "gone")
+            raise ValueError(record)
         return _parse(rename_columns(record, columns), number + first, records.base)
 
     places, numbers, sizes = array("q"), array("q"), array("q")
-    digests, splits = bytearray(), array("b")
+    digests, contents, splits = bytearray(), bytearray(), array("b")
     problems = Problems()
     names: dict[str, None] = {}
     for place, (number, record) in enumerate(records.all()):
@@ -315,19 +317,18 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
         places.append(place)
         numbers.append(number)
         sizes.extend(size_of_row(row))
+        contents += row_content(row)
         splits.append(_NO_SPLIT if split is None else SPLITS.index(split))
     if names:
         _check_columns(list(names), columns, subject)
 
     def make(place: int) -> Row:
         ((number, record),) = records.read(place, place + 1)
-        try:
-            return parse(record, number)[0]
-        except ValueError as error:
-            where = f"{short_name(subject)}: {records.unit} {number}"
-            raise UserError(f"{where}: {error}; it has changed since it was read") from error
+        return parse(record, number)[0]
 
-    rows = Rows(make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES))
+    rows = Rows(
+        make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES), np.frombuffer(contents, CONTENT)
+    )
     scanned = _Scanned(rows, np.frombuffer(digests, DIGEST), np.frombuffer(splits, np.int8))
     if hashed:
         _check_splits(scanned, numbers, records.unit, problems)

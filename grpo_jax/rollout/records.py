@@ -1,37 +1,28 @@
-"""Open a data set as numbered records: text files where they lie, tables through Hugging Face `datasets`.
+"""Open a data set as numbered records, mapped into memory by Hugging Face `datasets`.
 
-JSON lines are not read by `datasets`: it makes 1 of a column's 1 and 2.5 a float, dates of texts that look like one,
-takes NaN, and names no line of a file in its errors. What a line holds goes to the rewards as it stands.
+A line of JSON stays text there and is parsed when it is read. In a table `datasets` would make 1 beside 2.5 a float
+and a date of a text that looks like one, and no error would name a line.
 """
 
 from __future__ import annotations
 
 import csv
 import glob
-import io
-import itertools
-import mmap
 import os
-import re
-from array import array
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.config.files import checked, read_bytes, read_json
+from grpo_jax.config.files import checked, read_json
 from grpo_jax.errors import UserError, one_line, short_name
 
 HUB = "hub:"
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_TEXT_KINDS = (".jsonl", ".txt", *DELIMITERS)
-_MAPPED = 2**26  # bytes of a file that is not copied into memory
-_LONGEST = 2**26  # bytes of a line, which becomes text and then a record
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _BATCH_ROWS = 4096  # records that are read at once where all are looked at
 _BATCH_BYTES = 2**26
-_BOM = b"\xef\xbb\xbf"
-_LINE_END = re.compile(rb"\r\n?|\n")
 
 Fields = dict[Any, Any]
 """A record: columns by name, which a file may spell with other keys than texts."""
@@ -71,12 +62,16 @@ def read_records(place: str) -> Records:
         return _loaded(lambda: load_hub(place), place, None)
     path = Path(place)
     kind = path.suffix.lower()
-    if kind == ".parquet" or os.path.isdir(path):
-        return _table(path)
-    if kind in DELIMITERS:
-        return _sheet(path, DELIMITERS[kind])
-    if kind in _TEXT_KINDS:
-        return read_lines(path, (lambda text: {"prompt": text}) if kind == ".txt" else parse_object)
+    if os.path.isdir(path):
+        return _saved(path)
+    if kind == ".jsonl":
+        return read_lines(path, parse_object)
+    if kind == ".txt":
+        return read_lines(path, lambda text: {"prompt": text})
+    if kind == ".parquet":
+        return _loaded(lambda: _load_file("parquet", path), path, path.parent)
+    if kind in _DELIMITERS:
+        return _sheet(path, _DELIMITERS[kind])
     raise UserError(
         f"{short_name(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
         f"folder, from {HUB}OWNER/NAME, or from builtin[:TIER]"
@@ -89,80 +84,15 @@ def listed(unit: str, base: Path | None, records: Sequence[tuple[int, Record]]) 
 
 
 def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
-    """Open a file of lines; parse(text of a line that is not blank) → its record, or the text of an error.
+    """Open a file of lines; parse(text of a line that is not blank) → its record, or the text of an error."""
+    lines = _loaded(lambda: _load_file("text", path, encoding="utf-8-sig"), path, path.parent)
 
-    Up to 64 MB are copied, so that the file may change afterwards; a larger file is mapped, and its lines are read
-    again when they are drawn.
-    """
-    content = _content(path)
-    starts = _line_starts(path, content)
+    def parsed(number: int, record: Record) -> tuple[int, Record]:
+        assert isinstance(record, dict)
+        text = record["text"].strip()
+        return number + 1, parse(text) if text else None
 
-    def record(data: bytes) -> Record:
-        try:
-            text = data.decode("utf-8").strip()
-        except UnicodeDecodeError:
-            return "not UTF-8 text"
-        return parse(text) if text else None
-
-    def read(start: int, stop: int) -> list[tuple[int, Record]]:
-        return [(place + 1, record(content[starts[place] : starts[place + 1]])) for place in range(start, stop)]
-
-    return Records("line", path.parent, len(starts) - 1, read)
-
-
-def _sheet(path: Path, delimiter: str) -> Records:
-    """Read rows under a heading, whose cells are texts; a row's number is that of its last line."""
-    try:
-        text = io.StringIO(bytes(_content(path)).decode("utf-8-sig"), newline="")
-    except UnicodeDecodeError:
-        raise UserError(f"{short_name(path)}: not UTF-8 text; save it as UTF-8") from None
-    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
-    try:
-        columns = reader.fieldnames or []
-        records = [(reader.line_num, filled(row)) for row in reader]
-    except csv.Error as error:
-        raise UserError(f"{short_name(path)}: line {reader.reader.line_num}: {one_line(error)}") from error
-    if len(set(columns)) != len(columns):
-        raise UserError(f"{short_name(path)}: its first line names a column twice; it must name each one once")
-    return listed("line", path.parent, records)
-
-
-def filled(row: Fields) -> Record:
-    """Return a row of a sheet without its empty cells; cells behind the last column stand under None."""
-    further = row.pop(None, [])
-    if further:
-        return f"{len(row) + len(further)} cells, and the first line names {len(row)} columns"
-    try:
-        return checked({name: cell for name, cell in row.items() if cell})
-    except ValueError as error:
-        return str(error)
-
-
-def _content(path: Path) -> bytes | mmap.mmap:
-    try:
-        if os.path.getsize(path) <= _MAPPED:
-            return read_bytes(path, _MAPPED)
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise UserError(f"{short_name(path)} does not exist: give a .jsonl, .csv or .txt file with prompts") from None
-    except (OSError, ValueError) as error:  # NUL in a path is a ValueError
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{short_name(path)} cannot be read: {reason}") from None
-
-
-def _line_starts(path: Path, content: bytes | mmap.mmap) -> array[int]:
-    """Return where the lines of a file begin, and its end, without a byte order mark; a line may be too long."""
-    first = len(_BOM) if content[: len(_BOM)] == _BOM else 0
-    starts = array("q", [first])
-    starts.extend(match.end() for match in _LINE_END.finditer(content, first))
-    if starts[-1] < len(content):
-        starts.append(len(content))
-    for number, (start, end) in enumerate(itertools.pairwise(starts), 1):
-        if end - start > _LONGEST:
-            where = f"{short_name(path)}: line {number}"
-            raise UserError(f"{where} is longer than {_LONGEST >> 20} MB; a row has a line of its own")
-    return starts
+    return lines._replace(unit="line", read=lambda start, stop: [parsed(*one) for one in lines.read(start, stop)])
 
 
 def parse_object(text: str) -> Record:
@@ -176,13 +106,44 @@ def parse_object(text: str) -> Record:
     return record
 
 
-def _table(path: Path) -> Records:
-    """Open a parquet file (converted once to Arrow in the cache of `datasets`), or a folder of `save_to_disk`."""
+def _sheet(path: Path, delimiter: str) -> Records:
+    """Read rows under a heading, which is row 1; cells are texts, an empty one is none."""
+
+    def load() -> Any:
+        import datasets
+
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            names = next(csv.reader(file, delimiter=delimiter), [])
+        if len(set(names)) != len(names):
+            raise UserError(f"{short_name(path)}: its first line names a column twice; it must name each one once")
+        features = datasets.Features({name: datasets.Value("string") for name in names})
+        as_text = {"keep_default_na": False, "na_values": [""], "skip_blank_lines": False, "index_col": False}
+        return _load_file("csv", path, sep=delimiter, features=features, encoding="utf-8-sig", **as_text)
+
+    rows = _loaded(load, path, path.parent)
+
+    def filled(number: int, record: Record) -> tuple[int, Record]:
+        assert isinstance(record, dict)
+        cells = {name: cell for name, cell in record.items() if cell is not None}
+        try:
+            return number + 2, checked(cells) or None
+        except ValueError as error:
+            return number + 2, str(error)
+
+    return rows._replace(read=lambda start, stop: [filled(*one) for one in rows.read(start, stop)])
+
+
+def _load_file(builder: str, path: Path, **options: Any) -> Any:
+    """Convert a file once to Arrow, in the cache of `datasets`, and map that."""
     import datasets
 
-    file = glob.escape(str(path))
-    if not os.path.isdir(path):
-        return _loaded(lambda: datasets.load_dataset("parquet", data_files=file, split="train"), path, path.parent)
+    return datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
+
+
+def _saved(path: Path) -> Records:
+    """Open a folder of `save_to_disk`."""
+    import datasets
+
     if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
         raise UserError(
             f"{short_name(path)} is a folder without prompts: give a file, or what Dataset.save_to_disk wrote"
@@ -190,47 +151,69 @@ def _table(path: Path) -> Records:
     return _loaded(lambda: datasets.load_from_disk(str(path)), path, path.parent)
 
 
-def load_hub(place: str, split: str | None = None, **options: Any) -> Any:
-    """Load "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT behind it; else `split`."""
+def load_hub(place: str) -> Any:
+    """Load "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT behind it."""
     name, config, named, *more = [*place.removeprefix(HUB).split(":"), "", ""]
     if not name or any(more):
         raise UserError(f"{short_name(place)}: expected {HUB}OWNER/NAME, with :CONFIG or :CONFIG:SPLIT behind it")
     import datasets
 
-    return datasets.load_dataset(name, config or None, split=named or split, **options)
+    return datasets.load_dataset(name, config or None, split=named or None)
 
 
 @contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Keep the package datasets from logging what it also raises."""
+def _quiet_datasets() -> Iterator[None]:
+    """Keep the package datasets from logging what it also raises, and from drawing progress bars."""
     import datasets
 
-    level = datasets.logging.get_verbosity()
+    level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets.logging.set_verbosity(level)
-
-
-@contextmanager
-def loading(subject: str | Path) -> Iterator[None]:
-    """Raise UserError, which names the data, for whatever goes wrong when the package datasets loads them inside."""
-    try:
-        with quiet_datasets():
-            yield
-    except UserError:
-        raise
-    except Exception as error:  # of the network, of the hub, of pyarrow, of its own
-        raise UserError(f"{short_name(subject)} cannot be loaded: {one_line(error.__cause__ or error, 150)}") from error
+        if bars:
+            datasets.enable_progress_bars()
 
 
 def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) -> Records:
-    with loading(subject):
-        records = dataset_records(load(), str(subject), base)
+    """Return the records of the data set that load() returns; UserError, which names `subject`, if that fails."""
+    name = short_name(subject)
+    if isinstance(subject, Path) and not os.path.exists(subject):
+        raise UserError(f"{name} does not exist: give a .jsonl, .csv, .txt or .parquet file with prompts")
+    if isinstance(subject, Path) and os.path.isfile(subject) and not os.path.getsize(subject):
+        raise UserError(f"{name}: expected at least one prompt")
+    try:
+        with _quiet_datasets(), warnings.catch_warnings(action="error", category=_cells_lost()):
+            records = dataset_records(load(), str(subject), base)
+    except UserError:
+        raise
+    except Exception as error:  # of the network, of the hub, of pandas, of pyarrow, of its own
+        cause = error.__cause__ or error
+        if isinstance(subject, Path) and isinstance(cause, UnicodeDecodeError):
+            raise UserError(f"{name}: line {_undecodable_line(subject)}: not UTF-8 text; save it as UTF-8") from error
+        raise UserError(f"{name} cannot be loaded: {one_line(cause, 150)}") from error
     if records is None:
-        raise UserError(f"{short_name(subject)} cannot be loaded: it has no rows")
+        raise UserError(f"{name} cannot be loaded: it has no rows")
     return records
+
+
+def _cells_lost() -> type[Warning]:
+    """Return what pandas warns of before it drops cells behind the last column."""
+    from pandas.errors import ParserWarning
+
+    return ParserWarning
+
+
+def _undecodable_line(path: Path) -> int:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def dataset_records(value: Any, subject: str, base: Path | None = None) -> Records | None:

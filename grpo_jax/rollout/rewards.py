@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import sys
+import os
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,9 +30,6 @@ T = TypeVar("T")
 Reward = Callable[..., Any]
 Columns = Mapping[str, Any]
 """Arguments of rewards by name, P·G values each: lists, or what was drawn as one tensor."""
-
-IN_PYTHON = "<given>"
-"""Stands in a config for data given to `run` in Python: as data.prompts, and as the place of a function."""
 
 PICTURES = ("images", "baseline_images")
 """Arguments of rewards that look at what was drawn; they stay on the scorer's device."""
@@ -83,13 +82,6 @@ def collect_rewards(
         f32[P, G, N]; NaN where a reward is missing.
     """
     count = len(completions)
-    if len(prompts) != count or group_size < 1 or count % group_size:
-        raise ValueError(
-            f"prompts and completions must both have P·G texts with G = {group_size}, got {len(prompts)} and {count}"
-        )
-    for name, values in columns.items():
-        if len(values) != count:
-            raise ValueError(f"column {name!r} must have {count} values, got {len(values)}")
     arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
     lenient = on_error == "missing"
     forgiven = suppress(RewardError) if lenient else nullcontext()
@@ -133,6 +125,8 @@ def _read(returned: object, function: Reward, name: str, completions: list[str],
         number = None if value is None else as_number(value)
         if number is not None:
             numbers[i] = number
+        elif isinstance(value, BaseException) and not lenient:  # of one episode
+            raise RewardError(name, reason_of(value)) from value
         elif value is not None and not lenient:
             short = one_line(repr(value[:100]) if type(value) is str else value, 60)
             text = one_line(repr(completions[i][:40]), 50)
@@ -168,10 +162,6 @@ def _blamed(function: Reward, name: str) -> Iterator[None]:
     """Raise whatever a reward raises inside as RewardError; `StopRun` passes."""
     try:
         yield
-    except RewardError as error:  # of a process of its own
-        if not (how := _messages_hint(function, name, error.reason)):
-            raise
-        raise RewardError(error.reward, f"{error.reason}{how}") from error
     except BaseException as error:
         if not is_own_doing(error):
             raise
@@ -190,11 +180,22 @@ def _messages_hint(function: Reward, name: str, reason: str) -> str:
     )
 
 
+_PACKAGE = Path(__file__).parents[1]
+_INSTALLED = tuple(
+    f"{folder}{os.sep}"
+    for folder in (_PACKAGE, _PACKAGE.parent / "bridges", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+)
+
+
 def reason_of(error: BaseException) -> str:
-    """Describe in one line the error that a reward raised."""
+    """Describe in one line the error that a reward raised, with the user's line that it comes from."""
     if isinstance(error, BadReturn):
         return str(error)
-    return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error, 80)}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    places = [(file, line) for file, line in frames if not file.startswith((*_INSTALLED, "<frozen"))]
+    here = f"{os.getcwd()}{os.sep}"
+    place = f" ({places[-1][0].removeprefix(here)}:{places[-1][1]})" if places else ""
+    return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error, 80)}{place}"
 
 
 def _copied(value: object) -> object:
@@ -230,6 +231,12 @@ def arguments_of(reward: Reward) -> list[str]:
     """Return the names of a reward's arguments that can be given by name; none of a builtin."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [parameter.name for parameter in _parameters(reward) or () if parameter.kind in kinds]
+
+
+def required_arguments(reward: Reward) -> list[str]:
+    """Return the names of a reward's arguments that have no default."""
+    named = arguments_of(reward)
+    return [one.name for one in _parameters(reward) or () if one.name in named and one.default is one.empty]
 
 
 def with_arguments(
@@ -302,24 +309,18 @@ def as_list(returned: Any) -> list[object]:
     Raises:
         BadReturn: It is anything else.
     """
-    expected = "it must return a list or an array with one axis"
-    if isinstance(returned, (str, bytes, bytearray, memoryview, Mapping)):
-        raise BadReturn(f"{expected}, got {type(returned).__name__}")
-    if hasattr(returned, "shape") and len(returned.shape) != 1:
-        raise BadReturn(f"{expected}, got shape {one_line(tuple(returned.shape))}")
-    if getattr(getattr(returned, "dtype", None), "kind", "") in _TIMES:
-        raise BadReturn(f"{expected}, got {returned.dtype}")
-    if hasattr(returned, "tolist"):
-        returned = returned.tolist()
-    if not isinstance(returned, Sequence):
-        raise BadReturn(f"{expected}, got {one_line(type(returned).__name__, 40)}")
+    got = type(returned).__name__
+    if hasattr(returned, "shape"):
+        got = f"shape {tuple(returned.shape)}"
+        returned = returned.tolist() if len(returned.shape) == 1 else None
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Sequence):
+        raise BadReturn(f"it must return a list or an array with one axis, got {one_line(got, 60)}")
     return [None if value is np.ma.masked else value for value in returned]
 
 
 _LARGEST = float(np.finfo(np.float32).max)
 """Numbers are compared as they are stored: what overflows float32 is not finite there."""
-_TIMES = ("m", "M")  # NumPy's kinds of a duration and a date: `tolist` makes integers of nanoseconds
-_NO_NUMBERS = (str, bytes, bytearray, memoryview, complex, np.complexfloating, np.datetime64, np.timedelta64)
+_NO_NUMBERS = (str, bytes, bytearray, complex, np.complexfloating, np.datetime64, np.timedelta64)
 """Types that `float` takes, or NumPy turns into a number with a warning."""
 
 
@@ -349,22 +350,6 @@ def check_options(label: str, function: Reward, options: Mapping[str, object], o
                 f"rewards.{label}.options: expected arguments of the reward ({', '.join(names) or 'it has none'}), "
                 f"got {option!r}"
             )
-
-
-def import_path(function: Reward, label: str) -> str:
-    """Return the path that imports a function again, "module:function", else "<given>:label".
-
-    A function of a script that was run, a lambda, a method or an object has no such path.
-    """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    home = sys.modules.get(module or "")
-    file = Path(getattr(home, "__file__", None) or "")
-    stem = file.parent.name if file.name == "__init__.py" else file.stem
-    importable = module != "__main__" and name and getattr(home, name, None) is function
-    # A file that was loaded under another name, as a config's file.py is, is not found by that name.
-    if module is None or not importable or stem != module.rpartition(".")[2]:
-        return f"{IN_PYTHON}:{label}"
-    return f"{module}:{name}"
 
 
 MISSING_ITERATIONS = 3
@@ -402,6 +387,33 @@ def no_reward_yet(streaks: Mapping[str, int], iteration: int, iterations: int) -
     if not names or len(names) == len(streaks) or iteration != min(MISSING_ITERATIONS, iterations):
         return ""
     return f"no completion got the reward {join_names(names)} in the first {iteration} iterations"
+
+
+CONSTANT_ITERATIONS = 5
+"""Iterations in a row with one value of a reward, after which the run warns."""
+
+
+def constant_streaks(
+    before: Mapping[str, tuple[float | None, int]], values: Mapping[str, np.ndarray], weights: Mapping[str, float]
+) -> dict[str, tuple[float | None, int]]:
+    """Return, for each maximised reward, its value if all completions have the same, and for how many iterations."""
+    streaks: dict[str, tuple[float | None, int]] = {}
+    for name in _maximised(weights):
+        present = values[name][~np.isnan(values[name])]
+        value = float(present[0]) if present.size and (present == present[0]).all() else None
+        last, count = before.get(name, (None, 0))
+        streaks[name] = (value, 0 if value is None else count + 1 if value == last else 1)
+    return streaks
+
+
+def constant_rewards(streaks: Mapping[str, tuple[float | None, int]]) -> list[str]:
+    """Return a warning for each reward that has just been constant for `CONSTANT_ITERATIONS`."""
+    return [
+        f"warning: the reward {name} was {value:g} for every completion of the last {count} iterations; the policy "
+        "learns nothing from it"
+        for name, (value, count) in streaks.items()
+        if count == CONSTANT_ITERATIONS
+    ]
 
 
 def _maximised(weights: Mapping[str, float]) -> list[str]:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from grpo_jax.errors import one_line
+from grpo_jax.errors import is_own_doing, one_line
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Answer, Episode
 from grpo_jax.rollout.rewards import as_number, finished
@@ -19,7 +19,7 @@ Prompt = str | list[dict[str, Any]]
 Stepped = tuple[str | Answer | None, float | None, bool]
 """(reply, reward, done)."""
 
-_STEPS, _WAITING = 65_536, 4_096  # that are remembered: what steps returned, and environments after their last one
+_STEPS, _WAITING = 65_536, 4_096  # most remembered results of steps, and environments after their last step
 
 
 class SteppedEnvironment(Protocol):
@@ -52,29 +52,34 @@ class Stepper(Generic[Environment]):
     """Steps environments along the episodes of a rollout.
 
     Nothing else remembers where an episode stands: the environment of an episode that is asked for its next step is
-    at hand, or is made again and led through the texts of the episode, as after a resume.
+    at hand, or is made again and led through the texts of the episode, as after a resume. One that raises fails its
+    own episode alone: the exception stands in place of its answer and of its reward.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Environment]], seed: str = "seed"):
         """Environments by kind, which rows have as a column "environment", and the name of their seeds' column."""
         self._makers = makers
         self._seed = seed
-        self._steps: OrderedDict[tuple, Step] = OrderedDict()
+        self._steps: OrderedDict[tuple, Step | BaseException] = OrderedDict()
         self._waiting: OrderedDict[tuple, Environment] = OrderedDict()
 
     def prompt(self, kind: str, seed: int) -> Prompt:
         """Return what the episode of a seed begins with."""
         return finished(awaited(self._makers[kind]().reset(seed)))
 
-    def respond(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | str | None]:
-        """Reply to the last text of each episode; None where it is done."""
+    def respond(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | str | BaseException | None]:
+        """Reply to the last text of each episode; None if it is done."""
         texts = [tuple(turn.text for turn in episode.turns) for episode in episodes]
         places = [(row.columns["environment"], row.columns[self._seed]) for row in rows]
-        return [None if step.done else step.reply for step in self._taken(places, texts)]
+        steps = self._taken(places, texts)
+        return [step if isinstance(step, BaseException) else None if step.done else step.reply for step in steps]
 
-    def reward(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
-        """Of each text, what the environment gave for it; not for anything before."""
-        return [step.reward for step in self._taken(*self._judged(completions, **columns))]
+    def reward(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> list[float | BaseException | None]:
+        """Return the environment's reward of each text, without those of earlier texts."""
+        steps = self._taken(*self._judged(completions, **columns))
+        return [step if isinstance(step, BaseException) else step.reward for step in steps]
 
     def environments(self, completions: Sequence[str], **columns: Any) -> list[Environment]:
         """Return the environment of each text as it is after it; equal texts of a row share one."""
@@ -91,11 +96,11 @@ class Stepper(Generic[Environment]):
             texts = [tuple(turn.text for turn in episode.turns) for episode in episodes]
         return [*zip(columns["environment"], columns[self._seed], strict=True)], texts
 
-    def _taken(self, places: Sequence[tuple[str, int]], texts: Sequence[tuple[str, ...]]) -> list[Step]:
+    def _taken(self, places: Sequence[tuple[str, int]], texts: Sequence[tuple[str, ...]]) -> list[Step | BaseException]:
         keys = [(*place, text) for place, text in zip(places, texts, strict=True)]
         return finished(self._all(keys))
 
-    async def _all(self, keys: Sequence[tuple[str, int, tuple[str, ...]]]) -> list[Step]:
+    async def _all(self, keys: Sequence[tuple[str, int, tuple[str, ...]]]) -> list[Step | BaseException]:
         new = [key for key in dict.fromkeys(keys) if key not in self._steps]
         steps = dict(zip(new, await asyncio.gather(*(self._step(*key) for key in new)), strict=True))
         taken = [steps.get(key) or self._steps[key] for key in keys]
@@ -105,13 +110,19 @@ class Stepper(Generic[Environment]):
                 remembered.popitem(last=False)
         return taken
 
-    async def _step(self, kind: str, seed: int, texts: tuple[str, ...]) -> Step:
+    async def _step(self, kind: str, seed: int, texts: tuple[str, ...]) -> Step | BaseException:
         environment = self._waiting.pop((kind, seed, texts[:-1]), None)  # of a group's equal texts one gets it
-        if environment is None:
-            environment = await self._led(kind, seed, texts[:-1])
-        step = _checked(await awaited(environment.step(texts[-1])))
-        self._waiting[kind, seed, texts] = environment
-        return step
+        try:
+            if environment is None:
+                environment = await self._led(kind, seed, texts[:-1])
+            return _checked(await awaited(environment.step(texts[-1])))
+        except BaseException as error:
+            if not is_own_doing(error):
+                raise
+            return error
+        finally:
+            if environment is not None:
+                self._waiting[kind, seed, texts] = environment
 
     async def _led(self, kind: str, seed: int, texts: tuple[str, ...]) -> Environment:
         environment = self._makers[kind]()
@@ -127,13 +138,10 @@ async def awaited(returned: Any) -> Any:
 
 
 def _checked(returned: object) -> Step:
-    """Return what a step returned; TypeError where it is no (reply, reward, done)."""
-    if not isinstance(returned, tuple) or len(returned) != 3:
-        raise TypeError(f"step must return (reply, reward, done), got {one_line(repr(returned), 60)}")
-    reply, reward, done = returned
+    """Return the result of a step; TypeError unless it is (reply, reward, done)."""
+    reply, reward, done = returned if isinstance(returned, tuple) and len(returned) == 3 else (None, None, False)
     number = None if reward is None else as_number(reward)
-    if reward is not None and number is None:
-        raise TypeError(f"step must return a finite number or None as its reward, got {one_line(repr(reward), 40)}")
-    if not done and reply is None:
-        raise TypeError("step must return a reply where the episode is not done, got None")
+    if (reply is None and not done) or (number is None and reward is not None):
+        expected = "(reply, reward, done), the reward finite or None, the reply no None unless it is done"
+        raise TypeError(f"step must return {expected}, got {one_line(repr(returned), 60)}")
     return Step(reply, number, bool(done))

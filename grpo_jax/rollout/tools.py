@@ -8,16 +8,18 @@ it.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import inspect
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from grpo_jax.config.given import GIVEN_TOOLS, IN_PYTHON
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, is_own_doing, one_line
@@ -29,10 +31,13 @@ from grpo_jax.rollout.stepping import Stepper, awaited
 
 _RESERVED = ("reset", "get_reward")  # methods that are no tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_BARE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(\{\s*\"name\".*)", re.DOTALL)
+# Only an object with arguments is a call; one that was cut off before them may be one.
+_ARGUMENTS = r'(?:"(?:arguments|parameters)".*|"\w*)'
+_BARE = re.compile(rf'\s*(?:<\|python_tag\|>)?\s*(\{{\s*"name"\s*:\s*"[^"]*"\s*,\s*{_ARGUMENTS})', re.DOTALL)
 _FORM = '{"name": …, "arguments": {…}}'
 _TOO_LONG = "error: the result is too long to be read"
 _ID = "row_id"  # column by which a row's episodes are known
+_OBJECTS = ("environment", "environments")  # columns: the class's name, and for rewards the object of each episode
 
 
 class Call(NamedTuple):
@@ -47,7 +52,7 @@ def calls_in(text: str) -> list[Call]:
     """Return the calls of a text, behind its thoughts; without any it is an answer.
 
     They have Qwen's form, <tool_call>{"name": …, "arguments": {…}}</tool_call>, or Llama's: the text is nothing but
-    {"name": …, "parameters": {…}}, one object after another. What looks like a call and is none has a `problem`.
+    {"name": …, "parameters": {…}}, one object after another. A malformed call has a `problem`.
     """
     text = text.rpartition("</think>")[2]
     written = _TAGGED.findall(text)
@@ -88,36 +93,55 @@ class Toolbox:
     Attributes:
         schemas: What the chat template offers.
         make: Makes the object of an episode, whose methods are tools too; None where all are functions.
+        made: The name of that object's class.
         judges: Whether that object has a reward.
     """
 
-    def __init__(self, names: Iterable[str]):
+    def __init__(self, paths: Sequence[str], tools: Sequence[Any]):
+        """Take functions and at most one class, with their names in the config."""
         self.schemas: list[Mapping[str, Any]] = []
         self.make: Callable[[], Any] | None = None
+        self.made = ""
+        self.judges = False
         self._functions: dict[str, Callable[..., Any]] = {}
         self._methods: dict[str, Callable[..., Any]] = {}
-        self.judges = False
-        for path in names:
-            loaded = load_object(path, "tool")
-            if inspect.isfunction(loaded):
-                self._add(path, loaded, loaded, self._functions)
-                continue
-            if self.make is not None or not callable(loaded):
+        for path, tool in zip(paths, tools, strict=True):
+            inner = tool.func if isinstance(tool, functools.partial) else tool
+            if inspect.isclass(inner) and self.make is None:
+                self._add_class(path, tool)
+            elif not inspect.isclass(inner) and callable(inner) and hasattr(inner, "__name__"):
+                self._add(path, tool, _plain(tool), self._functions)
+            else:
                 raise UserError(f"data.tools: expected functions, and one class at most, got {path}")
-            self.make, example = loaded, loaded()
-            if not callable(getattr(example, "reset", None)):
-                raise UserError(f"data.tools: {path} must have a method reset(**row)")
-            for name, method in inspect.getmembers(type(example), inspect.isfunction):
-                if name not in _RESERVED and not name.startswith("_"):
-                    self._add(f"{path}.{name}", getattr(example, name), method, self._methods)
-            self.judges = hasattr(example, "get_reward")
+
+    def _add_class(self, path: str, make: Callable[[], Any]) -> None:
+        try:
+            example = make()
+        except BaseException as error:
+            if not is_own_doing(error):
+                raise
+            raise UserError(
+                f"data.tools: {path} is made without arguments, which raised {type(error).__name__}: "
+                f"{one_line(error, 100)}; give its arguments defaults, or name a functools.partial of it"
+            ) from error
+        kind = type(example)
+        if not callable(getattr(example, "reset", None)):
+            raise UserError(f"data.tools: {path} must have a method reset(**row)")
+        for name in dir(kind):
+            member, shown = inspect.getattr_static(kind, name), getattr(kind, name)
+            if name in _RESERVED or name.startswith("_"):
+                continue
+            if isinstance(member, staticmethod | classmethod):
+                self._add(f"{path}.{name}", shown, shown, self._functions)
+            elif inspect.isfunction(member):
+                self._add(f"{path}.{name}", getattr(example, name), member, self._methods)
+        self.make, self.made, self.judges = make, kind.__name__, hasattr(example, "get_reward")
 
     def _add(self, path: str, shown: Any, called: Callable[..., Any], among: dict[str, Callable[..., Any]]) -> None:
         from pydantic import PydanticUserError, validate_call
-        from transformers.utils import get_json_schema
 
         try:
-            schema = get_json_schema(shown)
+            schema = _schema(shown)
         except Exception as error:  # it has several
             raise UserError(f"data.tools: {path}: {one_line(error, 150)}") from error
         name = schema["function"]["name"]
@@ -168,15 +192,63 @@ def _reason(error: BaseException) -> str:
     return one_line(error, 200) or type(error).__name__
 
 
-@functools.lru_cache(maxsize=8)
-def toolbox(names: tuple[str, ...]) -> Toolbox:
-    """Return the tools of import paths; UserError for what cannot be one."""
-    return Toolbox(names)
+def _schema(tool: Any) -> Mapping[str, Any]:
+    """Return the JSON schema of a function, without what a partial has set and what no call by name can give."""
+    from transformers.utils import get_json_schema
+
+    function = tool.func if isinstance(tool, functools.partial) else tool
+    schema = get_json_schema(function)
+    parameters = inspect.signature(function).parameters
+    hidden = {name for name, one in parameters.items() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    if function is not tool:
+        hidden |= {*tool.keywords, *[*parameters][: len(tool.args)]}
+    shown = schema["function"]["parameters"]
+    shown["properties"] = {name: one for name, one in shown["properties"].items() if name not in hidden}
+    if "required" in shown:
+        shown["required"] = [name for name in shown["required"] if name not in hidden]
+    return schema
+
+
+def _plain(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in place of a cached one, which pydantic does not take."""
+    if inspect.isfunction(tool) or isinstance(tool, functools.partial):
+        return tool
+
+    @functools.wraps(tool)
+    def called(*args: object, **kwargs: object) -> object:
+        return tool(*args, **kwargs)
+
+    return called
+
+
+def toolbox(names: Sequence[str]) -> Toolbox:
+    """Return the tools of these names; UserError for what cannot be one."""
+    return _toolbox(tuple(names), tuple(map(_loaded, names)))
+
+
+_toolbox = functools.lru_cache(maxsize=8)(Toolbox)
+
+
+def _loaded(name: str) -> Any:
+    if not name.startswith(IN_PYTHON):
+        return load_object(name, "tool")
+    if name not in GIVEN_TOOLS:
+        label = name.rpartition(":")[2]
+        raise UserError(
+            f"data.tools: {label} was given in Python and nothing here can import it: call make_config(data={{'tools': "
+            f"[{label}]}}, …) with it again, or keep it in a module"
+        )
+    return GIVEN_TOOLS[name]
 
 
 def template_options(section: DataSection) -> dict[str, Any]:
     """Return the options of the chat template, the same for all rows."""
     options = section.template_options
+    if section.template_date:
+        try:
+            options["today"] = datetime.date.fromisoformat(section.template_date)
+        except ValueError:
+            raise UserError(f"data.template_date: expected YYYY-MM-DD, got {section.template_date!r}") from None
     if section.tool_names:
         options["tools"] = [*options.get("tools", ()), *toolbox(section.tool_names).schemas]
     return options
@@ -227,8 +299,8 @@ class ToolEpisodes:
 
     def begun(self, row: Row, prompt: object) -> Row:
         """Return a row with what its object, which is told the prompt, says at the beginning behind it."""
-        if _ID in row.columns:
-            raise UserError(f"row {row.id}: column {_ID!r} is a name that tools use: rename it")
+        if clashes := [name for name in (_ID, *_OBJECTS) if name in row.columns]:
+            raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
         self._given[row.id] = {**row.columns, "prompt": prompt}
         shown, messages = self.shown(row.id), row.messages
         if messages and shown:

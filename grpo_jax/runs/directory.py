@@ -127,11 +127,6 @@ def retry_write(
 def _unwritable(path: Path, error: OSError) -> UserError:
     if isinstance(error, FileNotFoundError) and not path.parent.exists():
         return UserError(f"{path.parent} is gone: it was deleted under the run, and nothing more can be saved")
-    if error.errno == errno.EBADF:
-        return UserError(
-            f"{path} was closed under the run, by a reward or judge that closes files which it did not open: mend that "
-            "(a reward can be `isolated`), then continue with --resume, or start again if nothing was saved yet"
-        )
     reason = error.strerror or str(error)
     return UserError(
         f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume, "

@@ -21,6 +21,7 @@ import numpy as np
 from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
 from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
+from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import (
@@ -39,6 +40,11 @@ from grpo_jax.runs.results import versions
 from grpo_jax.tasks.task import Program, State
 
 Row = Mapping[str, Any]
+_AT_FAULT = {"render": "the renderer", "respond": "the environment"}  # by stage
+_KILLABLE = (
+    ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
+    "(judges.NAME.replicas: 1, docs/judges.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,10 @@ class Run:
         # Before the state, which may not fit.
         progress = Progress.read(self.checkpoints.read_meta("latest"), self.checkpoints.folder)
         require_same(progress.identity, self.config, self.program.identity, self.checkpoints.folder)
+        identity = identity_of(self.config, self.program.identity)
+        before, now = (one["task"].get(TRAINING_ROWS) for one in (progress.identity, identity))
+        if before != now:
+            self.output.note(f"the training rows have changed: {before} → {now}; the run goes on with the new ones")
         iterations = self.program.iterations
         if progress.iteration > iterations:
             raise UserError(f"--resume: {progress.iteration} iterations are done, and the run is to have {iterations}")
@@ -188,7 +198,8 @@ class Run:
             self.output.note("there is no sound best checkpoint any more: the next validation makes one")
             progress = progress._replace(best_score=None, best_iteration=0)
         self.state = self.program.restored(saved, template)
-        self.progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
+        starts = [*progress.starts, progress.iteration]
+        self.progress = progress._replace(iterations=iterations, starts=starts, identity=identity)
 
     def _remove(self, folder: Path) -> None:
         if is_main_process():
@@ -254,7 +265,7 @@ class Run:
         asked, failure = broadcast([asked, failure])
         if failure:
             self.save(wait=True)
-            saved = f"Saved after iteration {self._now.iteration}; mend it and go on with {self.again}"
+            saved = f"Saved after iteration {self._now.iteration}; fix it and go on with {self.again}"
             raise UserError(f"{failure}. {saved}") from cause
         if asked and not self._is_over():
             self.output.say(f"{name} asks to stop")
@@ -340,7 +351,7 @@ class Run:
 
     @contextmanager
     def _saved_where_it_ends(self) -> Iterator[None]:
-        """Save the state before an exception ends the run; report a failed judge in one line."""
+        """Save the state before an exception ends the run; report a failed reward in one line."""
         try:
             yield
         except Stopped as stopped:
@@ -360,18 +371,20 @@ class Run:
             again = f"go on with {self.again}" if resumable else "start again"
             cause = error if isinstance(error, StopRun) else error.__cause__
             if isinstance(cause, StopRun):
-                raise StopRun(f"{' '.join(str(cause).split())}. {saved}; {again} when that is mended") from error
+                raise StopRun(f"{' '.join(str(cause).split())}. {saved}; {again} when that is fixed") from error
             assert isinstance(error, StageError)
-            if error.stage == "sample":  # the policy's own stage: there is no judge to mend
+            if error.stage == "sample":  # the policy's own stage: no reward is at fault
                 if isinstance(cause, UserError):
-                    raise UserError(f"{' '.join(str(cause).split())}. {saved}; {again} when that is mended") from error
+                    raise UserError(f"{' '.join(str(cause).split())}. {saved}; {again} when that is fixed") from error
                 raise
             if isinstance(error, StageTimeout):
-                hint = ", or give it a process that can be ended: isolated: true"
+                hint = _KILLABLE
             else:
                 hint = "" if self.config.on_judge_error == "missing" else ", or choose --on_judge_error missing"
+                hint += "" if resumable else "; --debug shows the traceback"
             reason = cause if isinstance(cause, UserError) else error  # a reward names itself
-            raise UserError(f"{' '.join(str(reason).split())}. {saved}; mend the judge and {again}{hint}") from error
+            at_fault = _AT_FAULT.get(error.stage.partition(" ")[0], "the reward")
+            raise UserError(f"{' '.join(str(reason).split())}. {saved}; fix {at_fault} and {again}{hint}") from error
 
 
 def _is_own_failure(error: StageError) -> bool:

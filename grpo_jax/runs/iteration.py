@@ -36,7 +36,6 @@ from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iteration
 from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.pipeline import Pipeline, Slot
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
-from grpo_jax.rollout.watchdog import unseen_interrupts_end
 from grpo_jax.runs.measures import present_mean, turn_metrics
 from grpo_jax.runs.parts import RunContext, objectives_of
 from grpo_jax.runs.progress import Record
@@ -420,9 +419,8 @@ class Prefetcher:
         self._threads.clear()
 
     def _await(self, drawn: list[Future[Sampled]]) -> None:
-        with unseen_interrupts_end():
-            while wait(drawn, _POLL_SECONDS).not_done:
-                pass
+        while wait(drawn, _POLL_SECONDS).not_done:
+            pass
 
     def _draw(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.config.build import to_yaml
+from grpo_jax.config.given import IN_PYTHON
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.broadcast import broadcast, is_main_process, meet
 from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.rewards import (
-    IN_PYTHON,
+    constant_rewards,
+    constant_streaks,
     join_names,
     missing_rewards,
     missing_streaks,
@@ -53,8 +56,9 @@ class LanguageProgram:
     Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
     and of the policy before a warm start ("untrained"); "samples", `evaluation.sample_measures` of the start;
     "watched", what was watched of each test and validation prompt then; "remembered", for the task's findings;
-    "absent", the number of consecutive iterations without a reward, by its name; and "remark", the task's one remark on
-    completions. `config` also names the Python input; `parts.config` is this machine's.
+    "absent", the number of consecutive iterations without a reward, by its name; "constant", the only value of a reward
+    and for how many iterations, by its name; and "remark", the task's one remark on completions. `config` also names
+    the Python input; `parts.config` is this machine's.
     """
 
     config: Config
@@ -186,11 +190,14 @@ class LanguageProgram:
         absent = missing_streaks(notes.get("absent", {}), values, self.parts.rewards.weights)
         if single := no_reward_yet(absent, iteration + 1, self.iterations):
             self.say(f"note: {single}")
+        constant = constant_streaks(notes.get("constant", {}), values, self.parts.rewards.weights)
+        for warning in constant_rewards(constant):
+            self.say(warning)
         remark = notes.get("remark") or self.parts.config.task.remark(result.completions["completion"])
         if remark and "remark" not in notes:
             self.say(f"note: {remark}")
         failure = self._nothing_learned(result.state, iteration + 1) or self._nothing_judged(absent, iteration + 1)
-        noted = {**notes, "absent": absent} | ({"remark": remark} if remark else {})
+        noted = {**notes, "absent": absent, "constant": constant} | ({"remark": remark} if remark else {})
         return Advanced(result.state, [result.row], result.seconds, noted, result.completions, failure)
 
     def _nothing_judged(self, absent: Mapping[str, int], iteration: int) -> str:
@@ -199,7 +206,7 @@ class LanguageProgram:
         if not silence:
             return ""
         saved = f"Saved after iteration {iteration}"
-        return f"{silence}. {saved}; mend the rewards, or what they ask, and {self._again(iteration)}"
+        return f"{silence}. {saved}; fix the rewards, or what they ask, and {self._again(iteration)}"
 
     def _nothing_learned(self, state: TrainState, iteration: int) -> str:
         """Failure message if every update of a few iterations was left out, or most of a short run."""
@@ -210,7 +217,7 @@ class LanguageProgram:
         where = self.parts.config.run_dir
         return (
             f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
-            f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, mend it and "
+            f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, fix it and "
             f"{self._again(iteration)}; else give a new run a lower optimizer.learning_rate, and these "
             f"weights: python -m grpo_jax.export --run {where} --checkpoint {iteration} --out FOLDER, --policy.path "
             "FOLDER"
@@ -279,4 +286,7 @@ def load_program(
         source = source._replace(prompts=kept_prompts(output.directory))
     given = {"prompts": source.prompts, "rewards": source.rewards}
     parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
-    return LanguageProgram(source.config, parts, make_learner(parts), output.say, clock)
+    config = dataclasses.replace(source.config, data=parts.config.data)
+    if config != source.config and not config.resume and is_main_process():  # data.template_date is filled in
+        output.directory.write_config(to_yaml(config))
+    return LanguageProgram(config, parts, make_learner(parts), output.say, clock)

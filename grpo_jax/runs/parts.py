@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,14 +22,16 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import broadcast, is_main_process, meet, others_wait, process_count
 from grpo_jax.models.policy import Policy, precision_of
-from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, resolve_rewards
+from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, require_columns, resolve_rewards
 from grpo_jax.rollout.data import (
     SPLITS,
     PromptSet,
     Row,
     all_rows,
     batches_per_epoch,
+    data_identity,
     iterations_in_all,
+    one_prompt,
     row_sizes,
 )
 from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
@@ -45,6 +49,7 @@ from grpo_jax.runs.policy import (
     make_prepare,
     make_see,
     policy_folder,
+    unused_chat_mark,
 )
 from grpo_jax.runs.progress import SCORE
 from grpo_jax.runs.sameness import data_facts, require_same_facts
@@ -129,6 +134,9 @@ def load_parts(
     data = config.task.load(TaskSetup(config, prompts, say))
     sizes = ", ".join(f"{len(part)} {split}" for part, split in zip(data.prompts, SPLITS, strict=True))
     say("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
+    if config.data.held_out and not any(map(len, data.prompts[1:])) and one_prompt(data.prompts.train):
+        say("prompts", "note: all rows have the same prompt, so none is held out (as with data.held_out 0)")
+    data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same_facts("data", lambda: data_facts(data.prompts))
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
@@ -138,11 +146,10 @@ def load_parts(
         data.rewards,
         tuple(config.judges),
         rewards,
-        timeout=config.judge_timeout or None,
         trainer=trainer,
-        drawn=data.render is not None,
     )
     require_names(config, resolved, data.environment.controls)
+    require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
     say("rewards", resolved.describe())
     judge_sections = config.judges if is_main_process() else {}
     for name, judge in judge_sections.items():
@@ -158,6 +165,7 @@ def load_parts(
     pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
     check_tools(config.data, rows)
     folder = hf.read_folder(policy_folder(config))
+    config = with_template_date(config, folder.tokenizer)
     encode = make_encode(
         folder.tokenizer,
         config.data,
@@ -168,6 +176,9 @@ def load_parts(
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
     )  # before the weights: a prompt that is too long is found in seconds
+    if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
+        told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
+        say("policy", told)
     if devices[0].platform == "cpu" and process_count() == 1:
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
@@ -203,6 +214,14 @@ def load_parts(
         trainer=trainer,
         stopping=stopping if is_main_process() else lambda: False,
     )
+
+
+def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
+    """Fill in today as data.template_date if the chat template writes a date: a resumed run keeps that of its start."""
+    if config.data.template_date or "strftime_now" not in str(getattr(tokenizer, "chat_template", "")):
+        return config
+    today = broadcast(datetime.date.today().isoformat())
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, template_date=today))
 
 
 def place_parts(config: Config, say: Say) -> dict[str, str]:

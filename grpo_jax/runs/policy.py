@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -32,6 +32,9 @@ from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.progress import Record
 from grpo_jax.tasks.task import Vocabulary
 from grpo_jax.training.state import trained_collections
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NEW = "new"
 """As policy.path: a small policy with random weights, made of the task's words."""
@@ -71,6 +74,17 @@ def make_new_policy(config: Config, vocabulary: Vocabulary | None) -> None:
             plain_words=True,
             vectors=vocabulary.vectors and vocabulary.vectors(section.width),
         )
+
+
+_CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
+
+
+def unused_chat_mark(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a chat mark that the tokenizer has as a token, if no chat template writes it; else ""."""
+    if getattr(tokenizer, "chat_template", None):
+        return ""
+    known = tokenizer.get_vocab()
+    return next((mark for mark in _CHAT_MARKS if mark in known), "")
 
 
 def load_run_policy(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from grpo_jax.config.build import differences, identity
 from grpo_jax.config.sections import TrainingSection
 from grpo_jax.errors import UserError
+from grpo_jax.rollout.data import TRAINING_ROWS
 
 Record = dict[str, Any]
 """A JSON object."""
@@ -72,8 +73,12 @@ def require_same(saved: Mapping[str, Record], config: object, task: Mapping[str,
 
 
 def require_same_task(saved: Record, task: Mapping[str, object], folder: Path) -> None:
-    """Raise UserError naming what differs, where a checkpoint is of other data."""
-    changed = [f"{name}: {saved.get(name)} → {value}" for name, value in task.items() if saved.get(name) != value]
+    """Raise UserError that names the differences if a checkpoint is of other data; training rows may differ."""
+    changed = [
+        f"{name}: {saved.get(name)} → {value}"
+        for name, value in task.items()
+        if name != TRAINING_ROWS and saved.get(name) != value
+    ]
     if changed:
         raise UserError(
             f"the checkpoint in {folder} was made with other data or models ({'; '.join(changed)}): give it those again"

@@ -19,6 +19,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import parse_json
+from grpo_jax.config.given import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
@@ -27,7 +28,7 @@ from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_r
 from grpo_jax.rollout.pictures import File, Source, as_text, size_of, source_of
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.records import dataset_records, read_lines
-from grpo_jax.rollout.rewards import IN_PYTHON, Reward, import_path
+from grpo_jax.rollout.rewards import Reward
 from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.runs.progress import Record
 

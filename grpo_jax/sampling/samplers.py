@@ -15,7 +15,8 @@ from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
-from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids, token_pieces
+from grpo_jax.models.hf.pieces import token_pieces
+from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree

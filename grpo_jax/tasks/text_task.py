@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from grpo_jax.config.fields import may_change, require
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
@@ -17,7 +17,6 @@ from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet, all_rows, row_sizes
 from grpo_jax.rollout.encoding import as_chat_messages
 from grpo_jax.rollout.episodes import Respond
-from grpo_jax.rollout.isolated import ENVIRONMENT, isolate_environment
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.texts import Reading, as_written, continued
 from grpo_jax.rollout.tools import Toolbox, ToolEpisodes, toolbox
@@ -33,15 +32,12 @@ class Text(Task):
             file.py:function: respond(rows, episodes) → an answer for each, its text alone, or None where it is done.
             Tools that data.tools names answer by themselves.
         pictures: Whether the environment shows pictures, which prompts need not: loads the policy's vision tower.
-        isolated: Call the environment in a process of its own: one that crashes, hangs beyond judge_timeout or takes
-            all memory ends that process alone, and the next call gets a new one.
         seeds: Without data.prompts, how often a class of data.tools is asked for a prompt; a sixteenth as often for
             held-out ones.
     """
 
     environment: str = ""
     pictures: bool = False
-    isolated: bool = may_change(False)
     seeds: int = 1024
 
     calls_tools: ClassVar[bool] = True
@@ -59,7 +55,6 @@ class Text(Task):
             None,
         )
         require(not (self.environment and tools), "task.environment", "nothing with data.tools by name", tools)
-        require(not (self.isolated and tools), "task.isolated", "false with data.tools by name", True)
         require(self.seeds > 0, "task.seeds", "at least 1", self.seeds)
 
     def reader(self, config: Config) -> Callable[[str, str], Reading]:
@@ -78,7 +73,7 @@ class Text(Task):
         section, prompts = setup.config.data, setup.prompts
         tools = toolbox(section.tool_names) if section.tool_names else None
         if tools is not None and tools.make is not None:
-            return self._load_class(setup, tools, ToolEpisodes(tools, getattr(tools.make, "__name__", "environment")))
+            return self._load_class(setup, tools, ToolEpisodes(tools, tools.made))
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(section)
@@ -86,9 +81,7 @@ class Text(Task):
             return TaskData(prompts, environment=TurnEnvironment(tools.respond, role="tool"))
         return TaskData(
             prompts,
-            environment=TurnEnvironment(
-                self._respond(setup.config) if self.environment else None, shows_pictures=self.pictures
-            ),
+            environment=TurnEnvironment(self._respond() if self.environment else None, shows_pictures=self.pictures),
         )
 
     def _load_class(self, setup: TaskSetup, tools: Toolbox, episodes: ToolEpisodes) -> TaskData:
@@ -107,7 +100,12 @@ class Text(Task):
             made = [[episodes.row(n) for n in range(*part)] for part in itertools.pairwise(ends)]
             prompts, source = make_prompt_set(*made), f"{self.seeds} of {episodes.name}"
         reward = {"reward": episodes.stepper.reward} if tools.judges else {}
-        rewards = TaskRewards(reward, defaults=[*map(RewardSection, reward)], columns=episodes.environments)
+        rewards = TaskRewards(
+            reward,
+            defaults=[*map(RewardSection, reward)],
+            columns=episodes.environments,
+            column_names=("environments",),
+        )
         return TaskData(
             prompts,
             rewards,
@@ -115,10 +113,8 @@ class Text(Task):
             environment=TurnEnvironment(episodes.stepper.respond, role="tool"),
         )
 
-    def _respond(self, config: Config) -> Respond:
-        if self.isolated:
-            return isolate_environment(self.environment, config.judge_timeout or None)
-        respond = load_object(self.environment, ENVIRONMENT)
+    def _respond(self) -> Respond:
+        respond = load_object(self.environment, "environment")
         if not callable(respond):
             raise UserError(f"environment {self.environment!r}: it is a {type(respond).__name__}, not a function")
         return cast(Respond, respond)

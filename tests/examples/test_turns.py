@@ -186,7 +186,6 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
     (tmp_path / "mine.py").write_text("def brief(completions, episodes):\n    return [-len(t) for t in completions]\n")
     options = {
         "task.environment": f"{CALCULATOR}:respond",
-        "task.isolated": "true",
         "algorithm.turn_advantage": "return",
         "algorithm.dead_groups": "resample",
         "policy.path": calculated / "policy",
@@ -197,7 +196,7 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
         "warm_start.steps": 0,
         "training.max_steps": 1,
         "evaluation.every": 0,
-        "rewards": json.dumps([{"name": f"{tmp_path}/mine.py:brief", "isolated": True}]),
+        "rewards": json.dumps([{"name": f"{tmp_path}/mine.py:brief"}]),
     }
     assert main(command("text", tmp_path / "run", **options)) == 0
     table = episodes(tmp_path / "run", 1)

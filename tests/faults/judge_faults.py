@@ -1,36 +1,15 @@
-"""What a reward can do wrong, by name: the text of a module whose `judged` does it, and what must become of it.
-
-A module misbehaves while JUDGE_FAULT is set, from the moment on that metrics.jsonl of JUDGE_RUN has a row; before it,
-`judged` gives 1 to every completion.
-"""
+"""What a reward can do wrong, by name: the text of a module whose `judged` does it, and the rewards that remain."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 HEAD = """
-import asyncio, collections, collections.abc, ctypes, decimal, fractions, os, pathlib, signal, sys, threading, time
+import collections, decimal, fractions, sys
 import numpy as np
-
-ON = "JUDGE_FAULT" in os.environ
-
-def due():
-    if not ON or "JUDGE_RUN" not in os.environ:
-        return ON
-    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
-    return metrics.is_file() and bool(metrics.read_text())
-
-class Having:
-    def __init__(self, **methods):
-        for name, method in methods.items():
-            setattr(self, name, method)
 
 def throw(error):
     raise error
-
-def is_pipe(fd):
-    try: return pathlib.Path(f"/proc/self/fd/{fd}").readlink().name.startswith("socket")
-    except OSError: return False
 
 def of(base=object, **methods):
     return type("Odd", (base,), methods)
@@ -39,8 +18,6 @@ def of(base=object, **methods):
 BODY = """
 def judged(prompts, completions, wish, **columns):
     n = len(completions)
-    if not due():
-        return [1.0] * n
 """
 
 
@@ -52,18 +29,14 @@ class Fault(NamedTuple):
         source: The module's text.
         missing: Which completions have no reward where rewards may fail: "all", "first", or "none" of what is legal.
         number: What the others have.
-        early: It is there from the start: "import" before anything ran, "call" at the first call, "" only when due.
-        isolated: The reward has a process of its own.
-        timeout: Seconds it may take; 0 for no limit.
+        early: Importing it fails.
     """
 
     name: str
     source: str
     missing: Literal["all", "first", "none"] = "all"
     number: float = 1.0
-    early: Literal["", "import", "call"] = ""
-    isolated: bool = False
-    timeout: float = 0.0
+    early: bool = False
 
 
 def _doing(name: str, body: str, **more) -> Fault:
@@ -100,16 +73,12 @@ WRONG_VALUES = [
         "nan": "float('nan')",
         "inf": "float('inf')",
         "beyond float32": "1e39",
-        "beyond what prints": "10**5000",
         "a number as text": "'0.5'",
         "a list": "[1.0]",
-        "Decimal sNaN": "decimal.Decimal('sNaN')",
-        "a Fraction beyond float64": "fractions.Fraction(10**400)",
         "100 kB of text": "'x' * 100_000",
         "text of control characters": "'\\x1b[2J\\r\\n\\x00\\udc80\\u202e'",
         "whose float raises": "of(__float__=lambda self: throw(OSError('no')))()",
         "whose float exits": "of(__float__=lambda self: sys.exit(0))()",
-        "whose repr is 1 MB": "of(__repr__=lambda self: '\\n' * 1000 + 'x' * 10**6)()",
     }.items()
 ]
 
@@ -118,7 +87,6 @@ RAISES = [
     for name, text in {
         "RuntimeError": "raise RuntimeError('the judge is away')",
         "ModuleNotFoundError": "import no_such_module",
-        "ModuleNotFoundError of an extra": "raise ModuleNotFoundError('away', name='torch')",
         "KeyboardInterrupt": "raise KeyboardInterrupt",
         "SystemExit 0": "sys.exit(0)",
         "BaseException": "raise BaseException('all of it')",
@@ -126,35 +94,19 @@ RAISES = [
         "RecursionError": "def f(): return f() + 1\nreturn f()",
         "an ExceptionGroup": "raise ExceptionGroup('two', [ValueError(1), ValueError(2)])",
         "an error whose text exits": "raise of(Exception, __str__=lambda self: sys.exit(0))()",
-        "many lines": "raise ValueError('one\\ntwo\\r\\nthree')",
         "1 MB": "raise ValueError('x' * 10**6)",
         "control characters": "raise ValueError('\\x1b[2J\\x00\\x07\\b')",
-        "a name of 1 MB": "raise type('X' * 10**6, (Exception,), {})('long')",
-        "UserError": "from grpo_jax.errors import UserError\nraise UserError('mine')",
-        "StageTimeout": "from grpo_jax.errors import StageTimeout\nraise StageTimeout('score', 0, 'mine')",
     }.items()
 ]
-
-OBJECTS = _returns({
-    "a sequence whose length raises": "of(collections.abc.Sequence, __getitem__=lambda s, i: 1.0,"
-    " __len__=lambda s: 1 / 0, __iter__=lambda s: 1 / 0)()",
-    "a list that lies about its length": "of(list, __len__=lambda s: n)([1.0])",
-    "what has a tolist that raises": "Having(tolist=lambda: 1 / 0)",
-    "what has a tolist that exits": "Having(tolist=lambda: sys.exit(0))",
-    "what has a shape of text": "Having(shape='x' * 10**6, tolist=lambda: [1.0] * n)",
-    "what exits for every name": "of(__getattr__=lambda s, name: sys.exit(0))()",
-})  # fmt: skip
 
 MUTATIONS = [
     _doing("empties its lists and raises", "completions.clear(); wish.clear()\nraise ValueError('gone')"),
     _doing("empties its lists", "completions.clear(); prompts.clear(); wish.clear()\nreturn [1.0] * n", missing="none"),
-    _doing("empties its lists and counts them", "completions.clear()\nreturn [1.0] * len(completions)"),
-    _doing("lowers everybody's recursion limit", "sys.setrecursionlimit(90)\nreturn [1.0] * n", missing="none"),
     _doing("changes its columns", "wish[:] = [None] * n\ncolumns.clear()\nreturn [1.0] * n", missing="none"),
 ]  # fmt: skip
 
 SIGNATURES = [
-    Fault(f"is {name}", f"{HEAD}\n{text}\n", early="call")
+    Fault(f"is {name}", f"{HEAD}\n{text}\n")
     for name, text in {
         "a function of positions": "def judged(prompts, completions, /): return [1.0] * len(completions)",
         "a function of a column that is missing": "def judged(completions, no_column): return [1.0] * len(completions)",
@@ -166,7 +118,7 @@ SIGNATURES = [
 ]
 
 IMPORTS = [
-    Fault(f"at import: {name}", text, early="import")
+    Fault(f"at import: {name}", text, early=True)
     for name, text in {
         "sys.exit(0)": "import sys; sys.exit(0)",
         "KeyboardInterrupt": "raise KeyboardInterrupt",
@@ -178,49 +130,6 @@ IMPORTS = [
         "an error whose text exits": "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E",
         "another name": "def judge(completions): return []",
     }.items()
-]
-
-ISOLATED = [
-    *(
-        _doing(f"isolated: {name}", text, isolated=True)
-        for name, text in {
-            "segfault": "ctypes.string_at(0)",
-            "kills itself": "os.kill(os.getpid(), signal.SIGKILL)",
-            "closes its pipe": "os.closerange(0, 256)\nreturn [1.0] * n",
-            "forks and dies": "os.fork() or time.sleep(60)\nos._exit(4)",
-            "writes into its pipe": "[os.write(fd, b'\\0\\0\\0\\4junk') for fd in range(3, 9) if is_pipe(fd)]",
-            "raises": "raise RuntimeError('the judge is away')",
-            "memory up to a limit": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**30,) * 2)\n"
-            "x = []\nwhile True: x.append(bytearray(2**27))",
-        }.items()
-    ),
-    *(
-        _doing(f"isolated: {name}", text, isolated=True, timeout=1.0)
-        for name, text in {
-            "sleeps": "time.sleep(600)",
-            "holds the interpreter lock": "ctypes.PyDLL(None).sleep(600)",
-            "ignores SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)",
-        }.items()
-    ),
-    _doing("isolated: a value nan", "return [float('nan')] + [1.0] * (n - 1)", missing="first", isolated=True),
-    *(
-        _doing(f"isolated: {name}", text, missing="none", isolated=True)
-        for name, text in {
-            "works": "return [1.0] * n",
-            "prints megabytes": "os.write(1, b'x' * 2**22); os.write(2, b'x' * 2**22)\nreturn [1.0] * n",
-            "reads the terminal": "assert not sys.stdin.read()\nreturn [1.0] * n",
-            "closes its outputs": "os.closerange(0, 3)\nreturn [1.0] * n",
-            "returns a tensor": "return __import__('torch').ones(n)",
-        }.items()
-    ),
-    *(
-        Fault(f"isolated, at import: {name}", text, early="import", isolated=True)
-        for name, text in {
-            "os._exit(0)": "import os; os._exit(0)",
-            "segfault": "import ctypes; ctypes.string_at(0)",
-            "closes its pipe": "import os; os.closerange(0, 256)",
-        }.items()
-    ),
 ]
 
 LEGAL = [
@@ -245,5 +154,5 @@ LEGAL = [
 ]  # fmt: skip
 
 FAULTS = (
-    *WRONG_TYPES, *WRONG_VALUES, *RAISES, *OBJECTS, *MUTATIONS, *SIGNATURES, *IMPORTS, *ISOLATED, *LEGAL,
+    *WRONG_TYPES, *WRONG_VALUES, *RAISES, *MUTATIONS, *SIGNATURES, *IMPORTS, *LEGAL,
 )  # fmt: skip

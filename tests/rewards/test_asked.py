@@ -57,8 +57,6 @@ def plain(prompts, completions, **kwargs):
     return [len(text) for text in completions]
 """
 TRL = {"format_reward": True, "asked": True, "beside": False, "plain": False}  # whether each takes messages
-APART = {1: "asked", 3: "plain"}
-"""Those of them that also run in a process of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +73,12 @@ def finished(place, own, tmp_path_factory):
     trl = [{"name": f"{own}:{name}", "messages": messages} for name, messages in TRL.items()]
     rewards = [
         f"{own}:seen",
-        {"name": f"{own}:late", "isolated": True},
+        f"{own}:late",
         {**length, "options": {"target": 3, "unit": "tokens"}, "label": "three"},
         {**length, "options": {"target": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
         *trl,
         {"name": f"{own}:best", "group": True},
         {"name": f"{own}:best_later", "group": True, "messages": False},
-        {"name": f"{own}:best", "group": True, "isolated": True, "label": "best_apart"},
-        *({**trl[place], "isolated": True, "label": f"apart_{name}"} for place, name in APART.items()),
     ]
     home = tmp_path_factory.mktemp("asked")
     lines = []
@@ -106,25 +102,24 @@ def test_a_reward_is_told_the_tokens_and_how_far_the_run_is(finished):
     for step, row in enumerate(rows(finished)):
         assert (row["log/done"], row["log/of"]) == (step, 2)
         assert row["reward/seen/mean"] == pytest.approx(row["completion_tokens"])
-        assert row["reward/late/mean"] == step  # in a process of its own
+        assert row["reward/late/mean"] == step
     evaluation = json.loads((finished / "summary.json").read_text())["evaluation"]
     assert evaluation["late"]["before"] == evaluation["late"]["after"] == 12  # as at the end, at any time
     assert evaluation["seen"]["after"] == pytest.approx(evaluation["completion_tokens"]["after"])
 
 
 def test_rewards_that_want_messages_get_them_and_others_texts(table):
-    """In the run's process and in one of their own."""
     lengths, chats = [len(text) for text in table["completion"]], [one[0] == one[1] for one in table["prompt"]]
     assert len({*chats}) == 2
-    assert table["reward/format_reward"] == table["reward/plain"] == table["reward/apart_plain"] == lengths
-    assert table["reward/asked"] == table["reward/apart_asked"] == [4.0 if chat else 2.0 for chat in chats]
+    assert table["reward/format_reward"] == table["reward/plain"] == lengths
+    assert table["reward/asked"] == [4.0 if chat else 2.0 for chat in chats]
     assert set(table["reward/beside"]) == {1.0}
 
 
 def test_a_group_is_judged_at_once(table):
     """One call for each prompt: of each group one completion is the best, however it is called."""
-    best = np.array([table[f"reward/{name}"] for name in ("best", "best_later", "best_apart")])
-    np.testing.assert_array_equal(best[1:], best[:1].repeat(2, 0))
+    best = np.array([table[f"reward/{name}"] for name in ("best", "best_later")])
+    np.testing.assert_array_equal(best[1], best[0])
     groups = np.array(table["prompt"])
     assert all(best[0, groups == prompt].sum() == 1 for prompt in set(groups)) and len(set(groups)) == 8
 
@@ -185,7 +180,6 @@ def test_rewards_are_named_by_plain_texts():
             [{"name": "{own}:seen", "label": "total"}],
             "rewards.total: expected a name that no other measure of the run has",
         ),
-        ([{"name": "{own}:seen", "isolated": True}], "rewards.seen.isolated: seen asks for log_metric, which stay"),
         ([{"name": "{own}:seen", "options": {"trainer_state": 1}}], "expected arguments of the reward .it has none."),
     ],
 )

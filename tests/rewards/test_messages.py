@@ -83,12 +83,11 @@ def knows(completions, completion_messages):
 """
 
 
-@pytest.mark.parametrize("isolated", [False, True])
-def test_only_texts_taken_for_messages_are_told_of_them(tmp_path, isolated):
+def test_only_texts_taken_for_messages_are_told_of_them(tmp_path):
     file = tmp_path / "taken.py"
     file.write_text(TAKEN)
     for name, helped in {"get": True, "first": True, "other": False, "knows": False}.items():
-        section = RewardSection(f"{file}:{name}", isolated=isolated)
+        section = RewardSection(f"{file}:{name}")
         (found,) = resolve_rewards([section], (), TaskRewards(), ()).maximised
         columns = {"completion_messages": [[{"role": "assistant", "content": "text"}]]}
         with pytest.raises(RewardError, match=f"reward {name}: it raised") as caught:

@@ -75,8 +75,9 @@ def test_a_parquet_file_of_any_name_that_changes_or_is_broken(tmp_path):
     for number in range(2):
         pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"p{number}"]}), path)
         assert load_prompts(path, held_out=0).train[0].prompt == f"p{number}"
-    path.write_bytes(b"PAR1 nonsense")
-    for name, reason in (("odd [a] *x.parquet", "Parquet magic bytes"), ("none.parquet", "Unable to find")):
+    for name in (path.name, "cut.parquet"):
+        (tmp_path / name).write_bytes(b"PAR1 nonsense")
+    for name, reason in (("odd [a] *x.parquet", "Parquet magic bytes"), ("cut.parquet", "Parquet")):
         with pytest.raises(UserError, match=f"cannot be loaded: {reason}") as error:
             load_prompts(tmp_path / name)
         assert "\n" not in str(error.value)
@@ -218,3 +219,29 @@ def test_a_trained_policy_is_asked_as_it_was_trained(place, tmp_path, capsys):
     ):
         assert predict.main(["--run", str(run), *words]) == 2
         assert wrong in capsys.readouterr().err
+
+
+REWARDS = """
+def exact(completions, answer, **columns):
+    return [0.0] * len(completions)
+
+def known(completions, wish, trainer_state, scale=1):
+    return [0.0] * len(completions)
+"""
+
+
+def test_a_reward_that_asks_for_no_column_is_found_before_anything_loads(place, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    words = [f"--rewards={tmp_path}/mine.py:known,{tmp_path}/mine.py:exact", f"--policy.path={tmp_path / 'absent'}"]
+    assert train_here(place.config, tmp_path / "run", *words) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "reward exact: no column fills its argument 'answer'; the data has wish: name one by data.columns.a" in line
+
+
+def test_one_prompt_repeated_is_trained_on_without_held_out_prompts(place, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": "a tree", "wish": c}) + "\n" for c in "abcd"))
+    short = {"training.max_steps": 1, "training.inner_epochs": 1, "training.minibatches": 1}
+    words = [f"--{name}={value}" for name, value in {"data.prompts": tmp_path / "p.jsonl", **short}.items()]
+    assert train_here(place.config, tmp_path / "run", *words) == 0
+    shown = capsys.readouterr().out
+    assert "4 train, 0 validation, 0 test" in shown and "note: all rows have the same prompt, so none is held" in shown

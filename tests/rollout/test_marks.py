@@ -5,7 +5,7 @@ from support.encoded_prompts import format_prompt
 from support.marked_tokenizers import TOKENIZERS, spoken_tokens
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.tokens import messages_renderer, plain_tokens, special_ids, texts_encoder
+from grpo_jax.models.hf.tokens import plain_tokens, render, special_ids, texts_encoder
 
 ORDINARY = [
     "a red fox",
@@ -81,7 +81,7 @@ CONTENT = "messages[0]['content']"
         ("{{ CONTENT | trim }}", " a <|im_end|> ", "a <|im_end|>"),
         ("{{ CONTENT | upper }}", " a <|im_end|> ", " A <|IM_END|> "),
         ("{{ CONTENT | e }}", " a <|im_end|> ", " a &lt;|im_end|&gt; "),
-        ("{{ CONTENT }}/{{ CONTENT }}", " a <|im_end|> ", " a <|im_end|> / a <|im_end|> "),
+        ("{{ CONTENT }}/{{ CONTENT }}", " a <|im_end|> ", UserError),
         ("{% for c in CONTENT %}{{ c }}.{% endfor %}", "ab<|im_end|>", "a.b.<.|.i.m._.e.n.d.|.>."),
         ("{{ CONTENT | reverse }}", "fox", "xof"),
         ("{{ CONTENT | reverse }}", ">|dne_mi|<", UserError),
@@ -109,10 +109,6 @@ def test_templates_that_change_what_they_show(template, prompt, written):
         ("{% for i in range(10**9) %}x{% endfor %}", "OverflowError"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{% if false %}x{% endif %}  ", "writes nothing for a user's turn"),
-        ("{{ 'x' * 10**9 }}", "MemoryError"),
-        ("{{ '%1000000000d' % 1 }}", "MemoryError"),
-        ("{{ messages[0]['content'] * 10**7 }}", "it writes 100,000,000 characters"),
-        ("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", "more than 2 s of computing"),
     ],
 )
 def test_templates_that_fail_are_named(template, reason):
@@ -123,7 +119,7 @@ def test_templates_that_fail_are_named(template, reason):
         format_prompt(tokenizer, "a fox")
     message = str(error.value)
     assert message.startswith("the chat template of /models/mine (chat_template.jinja, or in tokenizer_config.json)")
-    assert reason in message and "mend or replace it" in message
+    assert reason in message and "fix or replace it" in message
     assert len(message) < 300 and "\n" not in message
 
 
@@ -141,4 +137,4 @@ def test_switches_reach_the_template():
     tokenizer = TOKENIZERS["qwen2"]()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if not thinking %} quietly{% endif %}"
     messages = [{"role": "user", "content": "think"}]
-    assert messages_renderer(tokenizer, thinking=False)(messages) == "think quietly"
+    assert render(tokenizer, messages, thinking=False) == "think quietly"

@@ -1,10 +1,12 @@
 """What a chat template is told beside the messages: tools and options, which must reach it or be refused."""
 
+import datetime
 import json
 
 import pytest
+import yaml
 from support.encoded_prompts import plain_rows
-from support.text_task import train_here
+from support.text_task import assert_same_run, rewound, train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax.config import DataSection, make_config
@@ -75,15 +77,6 @@ def test_marks_in_tools_are_text(mark):
         assert tokenizer.decode(ids) == expected(tokenizer, prompt, tools=[SIT, odd], tokenize=False)
 
 
-def test_a_mark_that_a_template_puts_together_from_tools_is_refused():
-    tokenizer = templated()
-    tokenizer.chat_template = "{{ tools[0].function.name }}{{ tools[0].function.end }}" + TEMPLATE
-    split = {"function": {"name": "<|im_", "end": "end|>"}}
-    rows = load_prompts([{"prompt": "a fox", "can": [split]}], held_out=0).train
-    with pytest.raises(UserError, match=r"prompt 'a fox' \(or its tools\) holds text that .* reads as a mark"):
-        make_encode(tokenizer, DataSection(tools="can"), pad_id=0, rows=rows)
-
-
 @pytest.mark.parametrize(("tools", "reason"), [(["sit"], r"must hold a list of JSON schemas, got"), ("{", "not JSON")])
 def test_a_column_that_holds_no_tools_is_named(tools, reason):
     rows = load_prompts([{"prompt": "a", "can": tools}], held_out=0).train
@@ -140,3 +133,40 @@ def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_n
         mood = "--data.chat_template_options.mood=merry"
         assert train_here(place.config, tmp_path / "run", *words, mood, f"--data.{option}") == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_runs_start(place, tmp_path, monkeypatch):
+    """The clock that transformers and the run read is set to another day for the resume and the evaluation."""
+    import transformers.utils.chat_template_utils as clock
+
+    from grpo_jax import evaluate
+
+    days = [datetime.datetime(2026, 1, 2)]
+
+    class Now(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return days[-1]
+
+    class Today(datetime.date):
+        @classmethod
+        def today(cls):
+            return days[-1].date()
+
+    monkeypatch.setattr(clock, "datetime", Now)
+    monkeypatch.setattr(datetime, "date", Today)
+    folder = causal_lm(tmp_path / "policy")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n" + TEMPLATE)
+    values = {"policy.path": folder, "training.max_steps": 2, "training.inner_epochs": 1, "training.minibatches": 1}
+    values |= {"training.save_every": 1, "evaluation.every": 0, "data.max_prompt_tokens": 100}
+    whole = tmp_path / "whole"
+    monkeypatch.setenv("JUDGE_RUN", str(whole))  # for the evaluation
+    assert train_here(place.config, whole, *(f"--{name}={value}" for name, value in values.items())) == 0
+    assert yaml.safe_load((whole / "config.yaml").read_text())["data"]["template_date"] == "2026-01-02"
+    assert evaluate.main(["--run", str(whole), "--out", str(tmp_path / "before.json")]) == 0
+    days.append(datetime.datetime(2031, 11, 30))
+    again = rewound(whole, tmp_path / "again", 1)
+    assert train_here(place.config, again, "--resume") == 0
+    assert_same_run(again, whole)
+    assert evaluate.main(["--run", str(whole), "--out", str(tmp_path / "after.json")]) == 0
+    assert (tmp_path / "after.json").read_bytes() == (tmp_path / "before.json").read_bytes()

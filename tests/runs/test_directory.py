@@ -17,7 +17,6 @@ import pytest
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs.directory import (
-    AppendedFile,
     RunDirectory,
     RunLock,
     read_metrics,
@@ -75,17 +74,6 @@ def test_what_a_run_has_forked_does_not_hold_its_folder(tmp_path):
         process.wait(60)
         RunDirectory.open(tmp_path / "run").close()
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_files_that_a_judge_has_closed_are_said(tmp_path):
-    lock, file = RunLock(tmp_path), AppendedFile(tmp_path / "metrics.jsonl")
-    os.close(file._file.fileno())
-    os.close(lock._handle)
-    with pytest.raises(UserError, match=r"metrics.jsonl was closed under the run, by a reward or judge"):
-        file.write("row")
-    lock.release()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        file.close()
 
 
 def test_of_many_that_want_it_at_once_one_has_it(tmp_path):

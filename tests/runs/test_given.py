@@ -153,7 +153,7 @@ def test_tables_are_read_by_their_rows(config, tmp_path, library):
     table = pytest.importorskip(library)
     given = table.DataFrame(RECORDS) if library == "pandas" else table.Dataset.from_list(RECORDS)
     seen = []
-    with pytest.raises(UserError, match="Nothing was trained yet; mend the judge and start again"):
+    with pytest.raises(UserError, match="Nothing was trained yet; fix the reward and start again"):
         run(config(tmp_path / "run"), prompts=given, rewards={"mine": failing(seen)})
     assert seen == [("k tree", "k"), ("l tree", "l")]
     assert not (tmp_path / "run").exists()

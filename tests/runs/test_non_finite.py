@@ -83,7 +83,7 @@ def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(train, cap
     run, call = train
     assert call(GRPO, "--training.max_steps=1", wild="0") == 2
     error = capsys.readouterr().err
-    assert "not finite in 1 updates in a row" in error and "mend it and start again" in error
+    assert "not finite in 1 updates in a row" in error and "fix it and start again" in error
     assert not (run / "summary.json").exists() and not (run / "policy").exists()
 
 

@@ -7,6 +7,8 @@ import pytest
 import yaml
 from support.text_task import rewound, rows, train_here
 
+from grpo_jax import evaluate
+
 JUDGE = '''
 from dataclasses import dataclass
 from grpo_jax.config.fields import may_change
@@ -109,3 +111,30 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, t
     # The third update of a cosine over 3, behind a warm-up of 1.
     assert row["step"] == 3 and row["learning_rate"] == pytest.approx(0.005 * (1 + np.cos(np.pi / 2)), rel=1e-5)
     assert json.loads((run / "summary.json").read_text())["iterations"] == 3
+
+
+def test_changed_held_out_rows_are_refused_and_changed_training_rows_are_noted(config, tmp_path, capsys):
+    def write(name, records):
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    train = [{"prompt": f"{c} tree", "answer": c} for c in "abcdefgh"]
+    held_out = [{"prompt": f"{c} tree", "answer": c} for c in "xyz"]
+    write("p.jsonl", train)
+    write("t.jsonl", held_out)
+    run = tmp_path / "run"
+    words = [f"--data.prompts={tmp_path}/p.jsonl", f"--data.test={tmp_path}/t.jsonl", "--training.max_steps=1"]
+    assert train_here(config, run, *words) == 0
+    write("t.jsonl", [held_out[0] | {"answer": "y"}, *held_out[1:]])
+    capsys.readouterr()
+    for refused in (
+        lambda: train_here(config, run, "--resume", "--training.max_steps=2"),
+        lambda: evaluate.main(["--run", str(run)]),
+    ):
+        assert refused() == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert "made with other data or models (test rows: 3 of digest" in line
+    write("t.jsonl", held_out)
+    write("p.jsonl", [*train, {"prompt": "i tree", "answer": "i"}])
+    assert train_here(config, run, "--resume", "--training.max_steps=2") == 0
+    assert "note: the training rows have changed: 8 of digest" in capsys.readouterr().out
+    assert evaluate.main(["--run", str(run)]) == 0

@@ -38,6 +38,15 @@ class Later(Count):
         return Count.step(self, text)
 
 
+class Fragile(Count):
+    """Raises at "b"."""
+
+    def step(self, text):
+        if text == "b":
+            raise OSError("the world is gone")
+        return Count.step(self, text)
+
+
 class Broken(Count):
     def step(self, text):
         return "seen"
@@ -128,6 +137,28 @@ def test_one_step_for_each_text_and_a_new_environment_where_none_is_at_hand():
     assert asked(Stepper({"World": World}), "acf") == [None] and steps[7:] == ["a", "c", "f"]  # as after a resume
 
 
+def test_one_that_raises_costs_its_own_episode_alone(home, tmp_path, capsys):
+    """Its rewards are missing; the default stops the run and names the line."""
+    file = config(home, "Fragile")
+    assert train_here(file, tmp_path / "run", "--on_judge_error", "missing") == 0
+    seen = set()
+    for step in (1, 2):
+        episodes = {}
+        table = tmp_path / "run" / "completions" / f"step_{step:06d}.parquet"
+        for row in pyarrow.parquet.read_table(table).to_pylist():
+            episodes.setdefault((row["prompt"], row["episode"]), []).append(row)
+        for turns in episodes.values():
+            missing = [math.isnan(row["reward/reward"]) for row in turns]
+            failed = turns[-1]["text"] == "b"
+            assert missing == [failed] * len(turns) or (len(turns) == 3 and missing == [False, False, failed])
+            assert "b" not in [row["text"] for row in turns[:-1]]
+            seen.add(failed)
+    assert seen == {False, True}
+    assert train_here(file, tmp_path / "stopped") == 2
+    error = capsys.readouterr().err
+    assert f"reward reward: it raised OSError: the world is gone ({home}/worlds.py:" in error and error.count("\n") == 1
+
+
 def test_shares_are_kept_as_evenly_as_can_be(home):
     task = make_config(
         task={"kind": "environment", "environment": {"a.py:A": 3, "b.py:B": 1}},
@@ -162,7 +193,7 @@ def test_processes_compare_what_a_file_with_a_share_holds(tmp_path):
         (("Missing",), (), "has no Missing"),
         (("Count", "Missing"), (1, 2), "has no Missing"),
         (("Count", "Count"), (), "task.environment: expected classes of different names"),
-        (("Broken",), (), "step must return (reply, reward, done), got 'seen'"),
+        (("Broken",), (), "step must return (reply, reward, done), the reward finite or None, the"),
     ],
 )
 def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names, shares, message):

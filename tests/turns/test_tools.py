@@ -10,13 +10,16 @@ from support.text_task import assert_same_run, rewound, train_here, train_values
 from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
+from grpo_jax.__main__ import main
 from grpo_jax.config import DataSection, make_config
+from grpo_jax.config.given import GIVEN_TOOLS
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import answer_encoder
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.episodes import Episode, Turn
-from grpo_jax.rollout.tools import Toolbox, ToolEpisodes, calls_in
+from grpo_jax.rollout.tools import ToolEpisodes, calls_in, toolbox
+from grpo_jax.train import run
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.
 TEMPLATE = (
@@ -31,6 +34,7 @@ TEMPLATE = (
 )
 
 TOOLS = '''
+import functools
 import random
 
 from pydantic import BaseModel
@@ -64,6 +68,32 @@ async def echo(text: str) -> str:
 
 def unexplained(a: int) -> int:
     return a
+
+
+@functools.lru_cache
+def remembered(a: int) -> int:
+    """
+    Doubles a number.
+
+    Args:
+        a: The number.
+    """
+    return 2 * a
+
+
+ten_more = functools.partial(add, b=10)
+
+
+def total(a: int, *args: int, **kwargs: int) -> int:
+    """
+    Adds numbers.
+
+    Args:
+        a: The first number.
+        args: Further numbers.
+        kwargs: Further numbers.
+    """
+    return a + sum(args)
 
 
 # The example of TRL's documentation (GRPOTrainer, Agent training, Environments).
@@ -113,6 +143,39 @@ class Countdown:
 
     def _said(self):
         return f"{self.left} left"
+
+
+class Sized:
+    """Has to be told how large it is; none of its tools is a method of an object."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def reset(self, **row):
+        return "go"
+
+    @staticmethod
+    def half(n: int) -> int:
+        """
+        Halves a number.
+
+        Args:
+            n: The number.
+        """
+        return n // 2
+
+    @classmethod
+    def name(cls) -> str:
+        """
+        Says what this is.
+        """
+        return cls.__name__
+
+    def get_reward(self) -> float:
+        return float(self.size)
+
+
+three = functools.partial(Sized, 3)
 
 
 def left(completions, environments, start, **columns):
@@ -237,6 +300,15 @@ def test_a_class_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_p
     assert {"3", "error: so many are not left"} <= answers
 
 
+@pytest.mark.parametrize("name", ["environment", "environments", "row_id"])
+def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys, name):
+    given = values(home, ["Countdown"], "take", rewards=["left"])
+    given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Count.", "start": 1, name: "mine"}) + "\n")
+    train_values(given, tmp_path / "run", expected=2)
+    assert f"row 1: column '{name}' is a name that tools use: rename it" in capsys.readouterr().err
+
+
 def test_functions_alone_answer_and_what_is_too_long_is_said_to_be(home, tmp_path):
     given = values(home, ["echo"], "long", "add", "end", rewards=["said"], turns=2)
     given["data"]["prompts"] = str(home / "rows.jsonl")
@@ -258,6 +330,8 @@ def test_functions_alone_answer_and_what_is_too_long_is_said_to_be(home, tmp_pat
         ('<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": null}', [("a", {}), ("b", {})]),
         ("It is 3.", []),
         ('{"sum": 3}', []),
+        ('{"name": "Bob", "age": 3}', []),
+        ('{"name": "Bob"}', []),
         ('{"name": "add", "para', ["a call must be JSON"]),
         ("<tool_call>add(1, 2)</tool_call>", ["a call must be JSON"]),
         ('<tool_call>["add"]</tool_call>', ['expected {"name": …']),
@@ -276,7 +350,7 @@ def test_calls_of_both_forms(text, found):
 
 
 def test_whatever_a_call_does_is_answered(home):
-    tools = Toolbox([f"{home}/tools.py:{name}" for name in ("add", "echo")])
+    tools = toolbox([f"{home}/tools.py:{name}" for name in ("add", "echo")])
     answers = {
         call("add", a=1, b=2): "3",
         call("add", a="4"): "5",
@@ -297,8 +371,66 @@ def test_whatever_a_call_does_is_answered(home):
     assert replies[0].messages == ("2",) and replies[1] is None
 
 
+def test_functions_of_all_kinds_are_tools(home):
+    """Static and class methods, partial and cached functions; what no call by name can give is not offered."""
+    tools = toolbox([f"{home}/tools.py:{name}" for name in ("remembered", "ten_more", "total", "three")])
+    offered = {one["function"]["name"]: one["function"]["parameters"].get("required", []) for one in tools.schemas}
+    assert offered == {"remembered": ["a"], "add": ["a"], "total": ["a"], "half": ["n"], "name": []}
+    shown = [{*one["function"]["parameters"]["properties"]} for one in tools.schemas]
+    assert not {"args", "kwargs", "b"} & set.union(*shown)
+    episode = tools.make()
+    calls = {
+        call("remembered", a="3"): "6",
+        call("add", a=1): "11",
+        call("total", a=3): "3",
+        call("half", n=9): "4",
+        call("name"): "Sized",
+    }
+    assert {text: asyncio.run(tools.answer(text, episode)).text for text in calls} == calls
+
+
+def test_tools_of_python_are_taken_as_they_are(home, tmp_path, capsys):
+    """A class that nothing can import is not found by another process, in one line."""
+
+    class Here:
+        def reset(self, **row):
+            return "Go."
+
+        def increment(self, step: int) -> str:
+            """
+            Says a step.
+
+            Args:
+                step: The step.
+            """
+            return f"stepped by {step}"
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    def add(a: int) -> str:
+        """
+        Says a number.
+
+        Args:
+            a: The number.
+        """
+        return f"added {a}"
+
+    given = values(home, [], "one", "add", "end")
+    given["data"]["tools"] = [Here, add]
+    given["training"]["max_steps"] = 1
+    run(make_config(given | {"run_dir": str(tmp_path / "run")}))
+    answers = {row["answer"] for turns in episodes_of(tmp_path / "run") for row in turns[:-1]}
+    assert answers == {"stepped by 1", "added 2"}
+    assert main(["evaluate", "--run", str(tmp_path / "run")]) == 0
+    GIVEN_TOOLS.clear()
+    assert main(["evaluate", "--run", str(tmp_path / "run")]) == 2
+    assert "error: data.tools: Here was given in Python and nothing here can import it" in capsys.readouterr().err
+
+
 def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home):
-    tools = Toolbox([f"{home}/tools.py:{name}" for name in ("add", "IncrementEnv")])
+    tools = toolbox([f"{home}/tools.py:{name}" for name in ("add", "IncrementEnv")])
     assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "increment"]
     assert tools.schemas[1]["function"]["parameters"]["required"] == ["step"]
     tokenizer = AutoTokenizer.from_pretrained(home / "policy")
@@ -318,7 +450,7 @@ def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home)
 
 
 def test_random_numbers_of_a_reset_are_the_seeds(home):
-    tools = Toolbox([f"{home}/tools.py:IncrementEnv"])
+    tools = toolbox([f"{home}/tools.py:IncrementEnv"])
     state = random.getstate()
     shown = [ToolEpisodes(tools, "env").shown(seed) for seed in (*range(20), *range(20))]
     assert shown[:20] == shown[20:] and len({*shown}) == 6
@@ -333,6 +465,7 @@ def test_random_numbers_of_a_reset_are_the_seeds(home):
         (["IncrementEnv", "Countdown"], "data.tools: expected functions, and one class at most"),
         (["add", "add"], "data.tools: expected different names, got add twice"),
         (["TOOLS"], "has no TOOLS"),
+        (["Sized"], "tools.py:Sized is made without arguments, which raised TypeError: Sized.__init__() missing 1"),
     ],
 )
 def test_what_a_tool_cannot_be_is_one_line(home, tmp_path, capsys, tools, message):
@@ -345,7 +478,6 @@ def test_what_a_tool_cannot_be_is_one_line(home, tmp_path, capsys, tools, messag
     [
         ({"sampling": {"turns": 1}}, "sampling.turns: expected at least 2 with tools that are called"),
         ({"task": {"kind": "text", "environment": "a.py:b"}}, "task.environment: expected nothing with data.tools"),
-        ({"task": {"kind": "text", "isolated": True}}, "task.isolated: expected false"),
         ({"task": "prompt_enhancement"}, "data.tools: expected JSON schemas with this task, which calls no functions"),
     ],
 )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from grpo_jax.errors import UserError, short_name, short_repr
-from grpo_jax.models.hf import templates
-from grpo_jax.models.hf.templates import Json
-from grpo_jax.models.hf.tokens import Tokenizer, failures_named, messages_renderer, text_marks, texts_encoder
+from grpo_jax.models.hf.tokens import Json, Tokenizer, failures_named, render, text_marks, texts_encoder
 from grpo_jax.models.vision.config import VisionConfig
 
 PICTURE = None  # among the parts of a message
@@ -55,40 +53,13 @@ class PictureTokens(NamedTuple):
     video: int
 
 
-class _Tools:
-    """Tools for a template, and the texts in them that look like marks."""
-
-    def __init__(self, tools: Sequence[Mapping[str, Json]], marks: Sequence[str]):
-        signs = {sign for mark in marks for sign in mark if not (sign.isalnum() or sign in "_ ")}
-        self._tools = tools
-        self._mark = _any_of(marks)
-        self.marks: list[str] = []
-
-        def note(match: re.Match[str]) -> str:
-            self.marks.append(match.group())
-            return match.group()
-
-        self._replaced(self._mark, note)
-        self.harmless = self._replaced(_any_of(signs), lambda _: " ")
-        """Without any sign of which marks are made: not even texts that a template puts together become one."""
-
-    def showing(self, texts: Iterator[str]) -> Json:
-        return self._replaced(self._mark, lambda _: next(texts))
-
-    def _replaced(self, pattern: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Json:
-        def replaced(value: Json) -> Json:
-            if isinstance(value, str):
-                return pattern.sub(by, value)
-            if isinstance(value, Mapping):
-                return {replaced(key): replaced(entry) for key, entry in value.items()}
-            return [replaced(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-        return replaced(self._tools)
-
-
-def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """A pattern of any of these texts, the longest first; of none it matches nothing."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+def _replaced(value: Json, marks: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Json:
+    """Return tools with the marks in their texts replaced, in keys too."""
+    if isinstance(value, str):
+        return marks.sub(by, value)
+    if isinstance(value, Mapping):
+        return {_replaced(key, marks, by): _replaced(entry, marks, by) for key, entry in value.items()}
+    return [_replaced(entry, marks, by) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def picture_tokens(vision: VisionConfig) -> PictureTokens:
@@ -114,16 +85,16 @@ def conversation_encoder(
     Without `chat` there is one message, and its text is continued. `switches` are variables of the template beside
     the messages; in `tools` text that looks like a mark is text.
     """
-    listed_tools = switches.pop("tools", None)
-    render = messages_renderer(tokenizer, **switches) if chat else _continued
+    tools = switches.pop("tools", None)
+    as_text: Callable[..., str] = functools.partial(render, tokenizer, **switches) if chat else _continued
     names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
     mark = "".join(names)
-    knows_pictures = chat and tokens is not None and _shows_pictures(render, names[1])
+    knows_pictures = chat and tokens is not None and _shows_pictures(as_text, names[1])
     further = () if tokens is None else tokens
-    tools = None
-    if listed_tools:
-        tools = _Tools(listed_tools, tokenizer.convert_ids_to_tokens(sorted(text_marks(tokenizer).union(further))))
-    marks_in_tools = tools.marks if tools else []
+    marks = tokenizer.convert_ids_to_tokens(sorted(text_marks(tokenizer).union(further))) if tools else []
+    any_mark = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
+    marks_in_tools: list[str] = []
+    _replaced(tools, any_mark, lambda match: marks_in_tools.append(match.group()) or "")
     encoders: dict[tuple[object, ...], Callable[[Sequence[str]], list[int]]] = {}
 
     def content(parts: Sequence[Part]) -> Json:
@@ -132,15 +103,13 @@ def conversation_encoder(
         return "".join(mark if part is PICTURE else _text_of(part) for part in parts)
 
     def encoder_of(messages: Sequence[Message], count: int) -> Callable[[Sequence[str]], list[int]]:
-        def rendered(texts: Sequence[str], harmless: bool = False) -> str:
+        def rendered(texts: Sequence[str]) -> str:
             rest = iter(texts)
             turns = []
             for message in messages:
                 parts = [next(rest) if isinstance(part, str) else part for part in message.parts]
                 turns.append({"role": message.role, "content": content(parts)})
-            if tools is None:
-                return render(turns)
-            return render(turns, tools=tools.harmless if harmless else tools.showing(rest))
+            return as_text(turns, tools=_replaced(tools, any_mark, lambda _: next(rest))) if tools else as_text(turns)
 
         return texts_encoder(
             tokenizer,
@@ -149,7 +118,6 @@ def conversation_encoder(
             add_special_tokens=not chat,
             vocab_size=vocab_size,
             further_marks=further,
-            harmless=None if tools is None else functools.partial(rendered, harmless=True),
         )
 
     def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:
@@ -164,7 +132,14 @@ def conversation_encoder(
         if form not in encoders:
             encoders[form] = encoder_of(messages, len(texts))
         ids = encoders[form]([*texts, *marks_in_tools])
-        return ids if tokens is None else _expanded(ids, tokens.picture, lengths, texts)
+        if tokens is None:
+            return ids
+        if ids.count(tokens.picture) != len(lengths):
+            raise UserError(
+                f"prompt {short_repr(max(texts, key=len, default=''))} has {len(lengths)} pictures, and the policy's "
+                f"chat template writes {ids.count(tokens.picture)} placeholders: fix or replace it"
+            )
+        return _repeated(ids, tokens.picture, lengths)
 
     return encode
 
@@ -203,16 +178,6 @@ def _shows_pictures(render: Callable[..., str], picture: str) -> bool:
     return text.count(picture) == 1 and text.count(_PROBE) == 1 and "{'type'" not in text
 
 
-def _expanded(ids: Sequence[int], picture: int, lengths: Sequence[int], texts: Sequence[str]) -> list[int]:
-    """Repeat each picture's placeholder as often as the picture has tokens; refuse other numbers of pictures."""
-    if ids.count(picture) != len(lengths):
-        raise UserError(
-            f"prompt {short_repr(max(texts, key=len, default=''))} has {len(lengths)} pictures, and the policy's chat "
-            f"template writes {ids.count(picture)} placeholders: mend or replace it"
-        )
-    return _repeated(ids, picture, lengths)
-
-
 def answer_encoder(
     tokenizer: Tokenizer,
     eos_ids: Sequence[int],
@@ -238,14 +203,8 @@ def answer_encoder(
     def tail_of(*contents: Json) -> str:
         """The template's text behind the policy's where this is said then."""
         turns = (("user", _PROBE), ("assistant", _WRITTEN), *((role, content) for content in contents))
-        try:
-            text = templates.render(tokenizer, [{"role": who, "content": what} for who, what in turns], **switches)
-        except templates.TemplateFailed as error:
-            raise UserError(
-                f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} failed on a conversation "
-                f"({error}): mend it, or leave sampling.turns at 1"
-            ) from error
-        return text.partition(_WRITTEN)[2]
+        messages = [{"role": who, "content": what} for who, what in turns]
+        return render(tokenizer, messages, **switches).partition(_WRITTEN)[2]
 
     def knows_pictures(count: int) -> bool:
         try:
@@ -264,11 +223,11 @@ def answer_encoder(
             return encoder(render=lambda texts: marks + "\n".join(texts)), False
         in_parts = count > 0 and knows_pictures(count)
 
-        def render(texts: Sequence[str]) -> str:
+        def rendered(texts: Sequence[str]) -> str:
             first = _content_parts([PICTURE] * count + [texts[0]]) if in_parts else marks + texts[0]
             return tail_of(first, *texts[1:])
 
-        head, answer, _ = render([_ANSWERED] * messages).partition(_ANSWERED)
+        head, answer, _ = rendered([_ANSWERED] * messages).partition(_ANSWERED)
         if not answer:
             raise UserError(
                 f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} shows no second turn of a "
@@ -276,7 +235,7 @@ def answer_encoder(
             )
         with failures_named(tokenizer):
             before = tokenizer(head, add_special_tokens=False)["input_ids"]
-        return encoder(render=render), not set(eos_ids).isdisjoint(before)
+        return encoder(render=rendered), not set(eos_ids).isdisjoint(before)
 
     def encode(answer: str | Sequence[str], ended: bool, pictures: Sequence[int] = ()) -> list[int]:
         messages = (answer,) if isinstance(answer, str) else answer

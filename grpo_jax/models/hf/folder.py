@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
 from grpo_jax.models.families import ModelConfig, read_config
 from grpo_jax.models.fields import Fields
-from grpo_jax.models.hf import templates
 from grpo_jax.models.hf.tokens import Tokenizer, is_failure
 from grpo_jax.models.hf.weights import (
     INDEX,
@@ -121,7 +120,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = resolve_folder(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer; copy the model's tokenizer files into it")
-    templates.prepare()  # beside what follows, which takes as long
     from transformers import AutoTokenizer
 
     try:

@@ -7,157 +7,46 @@ marks switched off.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from datetime import date
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.hf import templates
-from grpo_jax.models.hf.templates import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 else:
     Tokenizer = object
 
+Json = Any
+
 _PLACEHOLDER = "7316940582"
-"""Placeholder of a prompt; templates that trim, capitalise or escape leave digits alone."""
-
-
+"""Placeholder of a text; templates that trim, capitalise or escape leave digits alone."""
 _UNKNOWN = "\ue000 \U00012000 qzxwvkj"
 """Words that no vocabulary has: of nobody's script, of cuneiform, of Latin letters."""
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of all marks: those that it has a name for, and reserved ones, chat marks and the like."""
+    """Return the ids of all marks: those with a name, and reserved ones, chat marks and the like."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(tokenizer.all_special_ids) | {token for token, what in added if what.special}
 
 
-def messages_renderer(tokenizer: Tokenizer, **switches: Json) -> Callable[..., str]:
-    """render(messages, **more) → the chat template's text, with the answer left open; `more` are its variables."""
+def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the special ids that no text may become.
 
-    def render(messages: Sequence[dict[str, Json]], **more: Json) -> str:
-        try:
-            text = templates.render(tokenizer, messages, **switches, **more)
-        except templates.TemplateFailed as error:
-            raise UserError(f"{_template(tokenizer)} failed ({error}): mend or replace it") from error
-        if not text.strip():
-            raise UserError(f"{_template(tokenizer)} writes nothing for a user's turn: mend or replace it")
-        return text
-
-    return render
-
-
-def texts_encoder(
-    tokenizer: Tokenizer,
-    render: Callable[[Sequence[str]], str],
-    count: int,
-    *,
-    add_special_tokens: bool,
-    vocab_size: int | None = None,
-    further_marks: Collection[int] = (),
-    harmless: Callable[[Sequence[str]], str] | None = None,
-) -> Callable[[Sequence[str]], list[int]]:
-    """encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts and no others.
-
-    `render` puts `count` texts into their frame: a chat template, an instruction. `harmless` does so where the frame
-    itself holds others' text, without all in it that could be a mark. No text may become one of `further_marks`, as
-    of the special tokens. UserError where the tokenizer fails, a text has no tokens or one beyond `vocab_size`, or
-    text like a mark stands inside a template that does not keep it apart.
+    That is all but one that the tokenizer gives for unknown words. Some tokenizers name one and never give it: those
+    of bytes, to which no text is unknown.
     """
-    marks = text_marks(tokenizer) | frozenset(further_marks)
-
-    def tokens_of(text: str, **choices: bool) -> list[int]:
-        with failures_named(tokenizer):
-            return list(tokenizer(text, **choices)["input_ids"])
-
-    def marks_in(ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if token in marks]
-
-    def whole(text: str) -> list[int]:
-        return tokens_of(text, add_special_tokens=add_special_tokens)
-
-    fillers = [_PLACEHOLDER] if count == 1 else [f"{_PLACEHOLDER}{number:04d}" for number in range(count)]
-    frame = render(fillers)
-    expected = marks_in(whole((harmless or render)(fillers)))
-
-    def apart(text: str, texts: Sequence[str]) -> list[int] | None:
-        """Encode the texts' parts of a rendered text by themselves; None where the template does not show them."""
-        cut = _around_one(frame, text) if count == 1 else _around_several(frame, fillers, text, texts)
-        if cut is None:
-            return None
-        before, after = _added(whole(frame), tokens_of(frame, add_special_tokens=False))
-        ids = list(before)
-        for place, part in enumerate(cut):
-            if place % 2:
-                ids += plain_tokens(tokenizer, part)
-            elif part:
-                ids += tokens_of(part, add_special_tokens=False)
-        ids += after
-        return ids if marks_in(ids) == expected else None
-
-    def encode(texts: Sequence[str]) -> list[int]:
-        text = render(texts)
-        ids = whole(text)
-        if marks_in(ids) != expected:
-            ids = apart(text, texts)
-        if ids is None:
-            where = " (or its tools)" if harmless else ""
-            raise UserError(
-                f"prompt {short_repr(_longest(texts))}{where} holds text that the tokenizer of {_folder(tokenizer)} "
-                "reads as a mark, and its template does not keep them apart: take it out"
-            )
-        if not ids:
-            raise UserError(
-                f"prompt {short_repr(_longest(texts))} has no tokens in the tokenizer of {_folder(tokenizer)}"
-            )
-        if vocab_size is not None and max(ids) >= vocab_size:
-            raise UserError(
-                f"the tokenizer of {_folder(tokenizer)} gives token {max(ids)}, and the model has {vocab_size} "
-                "(config.json, vocab_size): it is another model's tokenizer"
-            )
-        return ids
-
-    return encode
-
-
-def _longest(texts: Sequence[str]) -> str:
-    return max(texts, key=len, default="")
-
-
-def _around_one(frame: str, text: str) -> tuple[str, str, str] | None:
-    head, placeholder, rest = frame.partition(_PLACEHOLDER)
-    tail = rest.rpartition(_PLACEHOLDER)[2]
-    if not (placeholder and len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail)):
-        return None
-    return head, text[len(head) : len(text) - len(tail)], tail
-
-
-def _around_several(frame: str, fillers: Sequence[str], text: str, texts: Sequence[str]) -> list[str] | None:
-    """Split a rendered text into frame, text, frame, …; None unless each text stands there once, perhaps stripped."""
-    places = sorted((frame.find(one), number) for number, one in enumerate(fillers))
-    if any(place < 0 for place, _ in places) or any(frame.count(one) != 1 for one in fillers):
-        return None
-    parts, position, start = [], 0, 0
-    for place, number in places:
-        outer = frame[start:place]
-        if not text.startswith(outer, position):
-            return None
-        position, start = position + len(outer), place + len(fillers[number])
-        tail = frame[start : min((p for p, _ in places if p > place), default=len(frame))]
-        inner = next(
-            (one for one in (texts[number], texts[number].strip()) if text.startswith(one + tail, position)), None
-        )
-        if inner is None:
-            return None
-        parts += [outer, inner]
-        position += len(inner)
-    tail = frame[start:]
-    return [*parts, tail] if text[position:] == tail else None
+    unknown, ends = tokenizer.unk_token_id, (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    if unknown is None or unknown in ends:
+        return special_ids(tokenizer)
+    with failures_named(tokenizer):
+        unknown_ids = tokenizer(_UNKNOWN, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return frozenset(mark for mark in special_ids(tokenizer) if mark != unknown or mark not in unknown_ids)
 
 
 def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -173,6 +62,117 @@ def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     return [piece for token in ids for piece in (unknown if token in marks else [token])]
 
 
+_DATE = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+
+def render(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Json]], *, today: date | None = None, **switches: Json
+) -> str:
+    """Render a conversation by the chat template in jinja's sandbox, with the answer left open.
+
+    A template that writes the date writes `today`, if given. `switches` are variables of the template. UserError if it
+    fails or writes nothing.
+    """
+    where = f"the chat template of {_folder(tokenizer)} (chat_template.jinja, or in tokenizer_config.json)"
+    try:
+        template = tokenizer.get_chat_template(tools=switches.get("tools"))
+        if today is not None:
+            template = _DATE.sub(lambda call: repr(today.strftime(call[2])), template)
+        text = tokenizer.apply_chat_template(
+            [*messages], chat_template=template, tokenize=False, add_generation_prompt=True, **switches
+        )
+    except Exception as error:  # a template raises what it likes
+        raise UserError(f"{where} failed ({type(error).__name__}: {one_line(error)}): fix or replace it") from error
+    if not text.strip():
+        raise UserError(f"{where} writes nothing for a user's turn: fix or replace it")
+    return text
+
+
+def texts_encoder(
+    tokenizer: Tokenizer,
+    render: Callable[[Sequence[str]], str],
+    count: int,
+    *,
+    add_special_tokens: bool,
+    vocab_size: int | None = None,
+    further_marks: Collection[int] = (),
+) -> Callable[[Sequence[str]], list[int]]:
+    """Return encode(texts) → the tokens of ``render(texts)``, with the marks of the frame around the texts alone.
+
+    `render` puts `count` texts into their frame: a chat template, an instruction. No text becomes a special token or
+    one of `further_marks`. UserError where the tokenizer fails, a text has no tokens or one beyond `vocab_size`, or
+    text like a mark stands inside a template that does not keep it apart.
+    """
+    marks = text_marks(tokenizer) | frozenset(further_marks)
+
+    def tokens_of(text: str, *, special: bool) -> list[int]:
+        with failures_named(tokenizer):
+            return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def marks_in(ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in marks]
+
+    fillers = [f"{_PLACEHOLDER}{number:04d}" for number in range(count)]
+    frame = render(fillers)
+    whole_frame = tokens_of(frame, special=add_special_tokens)
+    expected = marks_in(whole_frame)
+
+    def apart(text: str, texts: Sequence[str]) -> list[int] | None:
+        """Encode the texts by themselves; None where the template does not show them as they are."""
+        cut = _around(frame, fillers, text, texts)
+        if cut is None:
+            return None
+        before, after = _added(whole_frame, tokens_of(frame, special=False))
+        ids = list(before)
+        for place, part in enumerate(cut):
+            ids += plain_tokens(tokenizer, part) if place % 2 else tokens_of(part, special=False)
+        ids += after
+        return ids if marks_in(ids) == expected else None
+
+    def encode(texts: Sequence[str]) -> list[int]:
+        text = render(texts)
+        ids: list[int] | None = tokens_of(text, special=add_special_tokens)
+        if marks_in(ids or ()) != expected:
+            ids = apart(text, texts)
+        prompt = f"prompt {short_repr(max(texts, key=len, default=''))}"
+        if ids is None:
+            raise UserError(
+                f"{prompt} (or its tools) holds text that the tokenizer of {_folder(tokenizer)} reads as a mark, and "
+                "its template does not keep them apart: take it out"
+            )
+        if not ids:
+            raise UserError(f"{prompt} has no tokens in the tokenizer of {_folder(tokenizer)}")
+        if vocab_size is not None and max(ids) >= vocab_size:
+            raise UserError(
+                f"the tokenizer of {_folder(tokenizer)} gives token {max(ids)}, and the model has {vocab_size} "
+                "(config.json, vocab_size): it is another model's tokenizer"
+            )
+        return ids
+
+    return encode
+
+
+def _around(frame: str, fillers: Sequence[str], text: str, texts: Sequence[str]) -> list[str] | None:
+    """Split a rendered text into frame, text, frame, …; None unless each text stands there once, perhaps stripped."""
+    any_filler = "|".join(fillers) or r"(?!)"
+    shown = re.findall(any_filler, frame)
+    if sorted(shown) != [*fillers]:
+        return None
+    given = [texts[fillers.index(filler)] for filler in shown]
+    frames = [f"({re.escape(part)})" for part in re.split(any_filler, frame)]
+    parts = [f"({re.escape(one)}|{re.escape(one.strip())})" for one in given]
+    match = re.fullmatch("".join(map("".join, itertools.zip_longest(frames, parts, fillvalue=""))), text)
+    return None if match is None else [*match.groups()]
+
+
+def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before and behind a text."""
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
 @contextmanager
 def failures_named(tokenizer: Tokenizer) -> Iterator[None]:
     """Make a tokenizer's failure a UserError; in Rust it is a panic, which is no ``Exception``."""
@@ -186,108 +186,9 @@ def failures_named(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an exception is a failure, a panic among them, rather than an end that is asked for."""
+    """Return whether an exception is a failure, a panic among them, rather than an end that is asked for."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
-    """Special ids that no text may become: all but one that the tokenizer gives for unknown words and nothing else.
-
-    Some tokenizers name one for them and never give it: those of bytes, to which no text is unknown.
-    """
-    unknown, ends = tokenizer.unk_token_id, (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    if unknown is None or unknown in ends:
-        return special_ids(tokenizer)
-    with failures_named(tokenizer):
-        unknown_ids = tokenizer(_UNKNOWN, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return frozenset(mark for mark in special_ids(tokenizer) if mark != unknown or mark not in unknown_ids)
-
-
-def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start], whole[start + len(bare) :]
-    return [], []
 
 
 def _folder(tokenizer: Tokenizer) -> str:
     return getattr(tokenizer, "name_or_path", "") or "the policy"
-
-
-def _template(tokenizer: Tokenizer) -> str:
-    return f"the chat template of {_folder(tokenizer)} (chat_template.jinja, or in tokenizer_config.json)"
-
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by itself, in SentencePiece's way
-_CHECKS = 16  # random texts that must come out as their tokens say
-_CHECKED = 24  # tokens of each
-
-
-class Pieces(NamedTuple):
-    """Bytes by token id, V of each; special tokens and ids without a token add nothing.
-
-    `first` are those of a token that begins a text, `later` of a token behind others.
-    """
-
-    first: list[bytes]
-    later: list[bytes]
-
-
-def token_pieces(tokenizer: Tokenizer, vocab_size: int) -> Pieces | None:
-    """Bytes that tokens add to the text that decoding them gives (special tokens skipped, no spaces cleaned up).
-
-    A byte-level tokenizer's tokens, and SentencePiece's bytes, may hold parts of a character: hence bytes. V is the
-    model's, which may exceed the tokenizer's. None for a tokenizer whose texts are not their tokens' one after
-    another.
-    """
-    special = special_ids(tokenizer)
-    size = min(len(tokenizer), vocab_size)
-    names = tokenizer.convert_ids_to_tokens(list(range(size)))
-    ordinary = [token for token in range(size) if token not in special and names[token] is not None]
-    byte_level = "ByteLevel" in str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
-    pieces = Pieces([b""] * vocab_size, [b""] * vocab_size)
-    if byte_level:
-        of_character = _byte_alphabet()
-        for token in ordinary:
-            name = names[token]
-            spelled = all(character in of_character for character in name)
-            piece = bytes(map(of_character.__getitem__, name)) if spelled else name.encode()
-            pieces.first[token] = pieces.later[token] = piece
-    else:
-        _read_pieces(tokenizer, ordinary, names, pieces)
-    # Bytes that are no character together come out as decoders like, each in its own way.
-    whole = ordinary if byte_level else [token for token in ordinary if not _BYTE.fullmatch(names[token])]
-    return pieces if whole and _holds(tokenizer, whole, pieces) else None
-
-
-def _read_pieces(tokenizer: Tokenizer, ordinary: Sequence[int], names: Sequence[str], pieces: Pieces) -> None:
-    anchor = next((token for token in ordinary if names[token].isascii() and names[token].isalpha()), ordinary[0])
-    start = _decoded(tokenizer, [anchor])
-    for token in ordinary:
-        if byte := _BYTE.fullmatch(names[token]):
-            pieces.first[token] = pieces.later[token] = bytes([int(byte.group(1), 16)])
-        else:
-            pieces.first[token] = _decoded(tokenizer, [token]).encode()
-            pieces.later[token] = _decoded(tokenizer, [anchor, token]).removeprefix(start).encode()
-
-
-def _holds(tokenizer: Tokenizer, ordinary: Sequence[int], pieces: Pieces) -> bool:
-    """Whether random texts are the pieces of their tokens, one after another."""
-    random = np.random.default_rng(0)
-    for _ in range(_CHECKS):
-        tokens = random.choice(np.asarray(ordinary), _CHECKED).tolist()
-        text = pieces.first[tokens[0]] + b"".join(pieces.later[token] for token in tokens[1:])
-        if _decoded(tokenizer, tokens) != text.decode(errors="replace"):
-            return False
-    return True
-
-
-def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

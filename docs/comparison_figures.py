@@ -125,25 +125,18 @@ def draw_signal(results: dict[str, Any], target: Path) -> None:
     """What the episodes of a group teach when their rewards are joined by sum and by GDPO."""
     curves = results["GRPO on the sum"]["curves"]
     steps = np.median([x[1:] for x in curves["environment_steps"]], axis=0) / THOUSAND
-    figure, axes = plt.subplots(1, 3, figsize=(11.0, 3.5))
-    for axis, objective in zip(axes, ("upright", "centred"), strict=False):
+    figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.5))
+    for axis, objective in zip(axes, ("upright", "centred"), strict=True):
         for name, how in (("GRPO on the sum", "sum"), ("GDPO", "gdpo")):
             values = [smoothed(seed, 7) for seed in np.array(curves[f"share/{how}/{objective}"], float)]
             draw(axis, name, _over_seeds(steps, np.array(values)))
         axis.set(title=f"agreement of the advantage with {objective}")
-    lowest = min(axis.get_ylim()[0] for axis in axes[:2])
-    for axis in axes[:2]:
-        axis.set_ylim(np.floor(lowest * 5) / 5, 1.02)
+    lowest = min(axis.get_ylim()[0] for axis in axes)
     axes[0].set_ylabel("correlation within the group")
-    for name, how in (("GRPO on the sum", "sum"), ("GDPO", "gdpo")):
-        counts = np.array(curves[f"distinct_passed/{how}"], float).mean(axis=0)
-        colour, style = STYLES[name]
-        axes[2].plot(steps, smoothed(list(counts), 7), color=colour, linestyle=style, linewidth=1.9)
-    axes[2].set(title="distinct advantages, yes-or-no rewards", ylim=(0.9, 4.1), yticks=(1, 2, 3, 4))
-    axes[2].set_ylabel("values in a group, mean")
     for axis in axes:
+        axis.set_ylim(np.floor(lowest * 5) / 5, 1.02)
         axis.set(xlabel="environment steps (thousands)", xlim=(0, None))
-    finish(figure, list(axes[:2]), target)
+    finish(figure, list(axes), target)
 
 
 def _over_seeds(x: np.ndarray, values: np.ndarray) -> Band:

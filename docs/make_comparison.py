@@ -30,7 +30,6 @@ from comparison_page import write_page
 
 from grpo_jax.config.command_line import load_config
 from grpo_jax.core.advantages import (
-    distinct_advantages,
     gdpo_advantages,
     group_advantages,
     groups_without_signal,
@@ -101,8 +100,6 @@ def make_signal(config: CartPoleConfig):
         passed = jnp.stack([upright >= 475, centred >= 0.6 * upright], axis=-1).astype(jnp.float32)
         figures = {}
         for kind, given in (("", rewards), ("_passed", passed)):
-            for how, advantages in joined(given).items():
-                figures[f"distinct{kind}/{how}"] = distinct_advantages(advantages, axis=1)[0]
             for name, dead in zip(task.OBJECTIVES, groups_without_signal(given)[0], strict=True):
                 figures[f"dead{kind}/{name}"] = dead
             figures[f"dead{kind}/sum"] = groups_without_signal(sum_rewards(given))[0]

@@ -63,7 +63,7 @@ def shipped(tiny: bool) -> tuple[Any, Any]:
 def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
     """The sampler, the update and the state, by the constructors that a run calls."""
     policy, section = configured_functions(config.policy, model, None), config.sampling
-    params = sampling_params(section, section.written_completions, section.temperature)
+    params = sampling_params(section, section.group_size, section.temperature)
     sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
     rate = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
     optimizer = make_optimizer(rate, make_schedule(rate, config.training.max_steps))

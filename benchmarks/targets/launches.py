@@ -301,7 +301,7 @@ def program_sizes(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | 
     section = config.sampling
     chunk = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
     per_token = chunk * model.num_kv_heads * model.head_dim
-    lengths = {size * section.written_completions for size in cache_sizes(section.max_new_tokens)}
+    lengths = {size * section.group_size for size in cache_sizes(section.max_new_tokens)}
     caches = {per_token * length for length in (*lengths, bucket_size(config.data.max_prompt_tokens, smallest=8))}
     split = 1 if mesh is None else mesh.size
     return Sizes(

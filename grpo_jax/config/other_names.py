@@ -48,9 +48,9 @@ GRPO_CONFIG = {
     "top_p": "sampling.top_p; the cuts act on drawing alone, the whole distribution is trained (docs/sampling.md)",
     "top_k": "sampling.top_k; as top_p",
     "min_p": "sampling.min_p; as top_p",
-    "generation_kwargs": "sampling.stop, sampling.min_new_tokens, data.forbidden_tokens; the rest has no place",
+    "generation_kwargs": "sampling.stop, data.forbidden_tokens; the rest has no place",
     "chat_template_kwargs": "data.chat_template_options, data.enable_thinking, data.tools",
-    "repetition_penalty": "sampling.repetition_penalty; as top_p",
+    "repetition_penalty": f"{NOT_HERE}data.forbidden_tokens forbids tokens altogether",
     "cache_implementation": f"{NOT_HERE}there is one cache, whose prompt a group shares",
     "use_vllm, vllm_mode, vllm_model_impl, vllm_enable_sleep_mode, vllm_server_base_url, vllm_server_host, "
     "vllm_server_port, vllm_server_timeout, vllm_group_port, vllm_gpu_memory_utilization, vllm_max_model_length, "

@@ -250,16 +250,11 @@ class SamplingSection:
 
     Args:
         group_size: Completions per prompt (G).
-        keep_prompt: How many of them are the unchanged prompt instead: their rewards count in the group, and nothing is
-            trained on them. For tasks in which the prompt itself can be judged, such as its rewriting.
         max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
         temperature: Softmax temperature of the trained distribution.
         top_k: Draw among the k likeliest tokens; 0 for all.
         top_p: Draw within the smallest set of this probability; 1 for all.
         min_p: Drop tokens below this share of the likeliest token's probability; 0 for none.
-        min_new_tokens: Shortest completion: no end token is drawn before; a stop string may end it all the same.
-        repetition_penalty: Divide the positive logits, and multiply the negative ones, of tokens that the prompt or
-            the completion holds already, by this, when drawing; 1 for none.
         stop: Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including
             the one that completes such a text are kept and trained.
         turns: How often the policy writes in an episode, at most: above 1 what the task answers stands between.
@@ -268,33 +263,18 @@ class SamplingSection:
     """
 
     group_size: Length = 8
-    keep_prompt: Annotated[int, Ge(0)] = 0
     max_new_tokens: Length = 32
     temperature: Positive = 1.0
     top_k: Count = 0
     top_p: Annotated[Positive, Le(1)] = 1.0
     min_p: Annotated[NonNegative, Lt(1)] = 0.0
-    min_new_tokens: Annotated[int, Ge(0)] = 0
-    repetition_penalty: Positive = 1.0
     stop: list[str] = field(default_factory=list)
     turns: Annotated[int, Ge(1), Le(MOST_TURNS)] = 1
     max_answer_tokens: Length = 64
 
     def __post_init__(self) -> None:
         check_ranges(self, "sampling")
-        expected = f"a number in [0, group_size - 1 = {self.group_size - 1}], for something must be written"
-        require(self.keep_prompt < self.group_size, "sampling.keep_prompt", expected, self.keep_prompt)
-        one_turn = self.keep_prompt == 0 or self.turns == 1
-        expected = "0 with sampling.turns above 1: a prompt is not written in turns"
-        require(one_turn, "sampling.keep_prompt", expected, self.keep_prompt)
-        expected = f"a number in [0, max_new_tokens = {self.max_new_tokens}]"
-        require(self.min_new_tokens <= self.max_new_tokens, "sampling.min_new_tokens", expected, self.min_new_tokens)
         require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
-
-    @property
-    def written_completions(self) -> int:
-        """Completions of a prompt that the policy writes."""
-        return self.group_size - self.keep_prompt
 
     @property
     def written_tokens(self) -> int:
@@ -319,6 +299,8 @@ class AlgorithmSection:
         scale: What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the
             preset's.
         whiten: What GDPO whitens over the batch: "sequence", "token" or "none".
+        advantage_eps: Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread
+            loses its voice: lower it, or scale the reward.
         clip_low: Lower clip bound; null takes the preset's.
         clip_high: Upper clip bound; null takes the preset's.
         kl_coef: Weight of the KL term of the loss against the reference; with 0 here (and in ppo) it never runs.
@@ -333,7 +315,8 @@ class AlgorithmSection:
         update_ref_every: Refresh the reference every so many iterations; 0 keeps the start.
         mask_truncated: Leave completions that hit max_new_tokens out of the loss.
         overlong_buffer: Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an
-            objective of its own called "overlong", of weight 1; 0 for no penalty.
+            objective of its own called "overlong"; 0 for no penalty.
+        overlong_weight: Weight of "overlong" among the rewards.
         dead_groups: Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep"
             them as zeros, "drop" them out of the loss and its denominators, or "resample" other prompts for them.
         resample_rounds: Further draws of one iteration, at most, with dead_groups "resample".
@@ -346,6 +329,7 @@ class AlgorithmSection:
     advantage: Literal["gdpo", "grpo", "rloo", "raft", "batch", "gae"] = "gdpo"
     scale: Literal["group", "batch", "none"] | None = None
     whiten: Literal["sequence", "token", "none"] = "sequence"
+    advantage_eps: NonNegative = 1e-4
     clip_low: Annotated[Positive, Le(1)] | None = None
     clip_high: Positive | None = None
     kl_coef: Coefficient = 0.0
@@ -358,6 +342,7 @@ class AlgorithmSection:
     update_ref_every: Count = 0
     mask_truncated: bool = False
     overlong_buffer: Count = 0
+    overlong_weight: Positive = 1.0
     dead_groups: Literal["keep", "drop", "resample"] = "keep"
     resample_rounds: PositiveCount = 3
     turn_advantage: Literal["last", "return"] = "last"
@@ -472,8 +457,6 @@ class TrainingSection:
             (docs/scaling.md); 0 samples each with the newest.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside best and final.
-        keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never best, final and the
-            newest. While one is written there is one more. 0 for no bound.
         max_hours: Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for
             never.
         early_stopping_patience: End training after so many validations in a row without a better one; 0 for never.
@@ -492,7 +475,6 @@ class TrainingSection:
     lag: Annotated[int, Ge(0), Le(1)] = 0
     save_every: Count = may_change(25)
     keep_checkpoints: PositiveCount = may_change(2)
-    keep_gib: NonNegative = may_change(0.0)
     max_hours: NonNegative = may_change(0.0)
     early_stopping_patience: Count = may_change(0)
     early_stopping_threshold: NonNegative = 0.0

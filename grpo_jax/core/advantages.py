@@ -13,7 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.core.masking import as_float, as_mask, count, masked_mean, masked_std, masked_whiten, safe_divide, select
+from grpo_jax.core.masking import (
+    as_float,
+    as_mask,
+    binary_scale,
+    count,
+    masked_mean,
+    masked_std,
+    masked_whiten,
+    safe_divide,
+    select,
+)
 
 
 class Condition(NamedTuple):
@@ -73,8 +83,11 @@ def _centred(rewards: jax.Array) -> jax.Array:
 
 def _scaled(rewards: jax.Array, eps: float, axis: int | None) -> jax.Array:
     """`_centred` rewards over the standard deviation along an axis, or of all."""
-    std = masked_std(rewards, ~jnp.isnan(rewards), axis=axis, keepdims=True)
-    return safe_divide(_centred(rewards), jnp.where(std == 0, 0, std + eps))
+    present = ~jnp.isnan(rewards)
+    scale = binary_scale(rewards, present, axis=axis)
+    rewards = rewards / scale
+    std = masked_std(rewards, present, axis=axis, keepdims=True)
+    return safe_divide(_centred(rewards), jnp.where(std == 0, 0, std + eps / scale))
 
 
 def group_advantages(rewards: ArrayLike, *, scale: str = "group", eps: float = 1e-4) -> jax.Array:
@@ -203,14 +216,14 @@ def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | No
         s[p, g] = Σ_n w[n] · (r[p, g, n], or the mean of objective n over the others of group p where that is missing)
 
     A judge that failed thus neither punishes nor rewards: 0 in its place would be a reward like any other. What is
-    missing in a whole group adds nothing to any row of it.
+    missing in a whole group adds nothing to any row of it. An objective of weight 0 is as good as absent.
 
     Args:
         rewards: `[P, G, N]`, floating; NaN is missing.
         weights: `[N]`; ones by default.
 
     Returns:
-        `[P, G]`; NaN where every objective is missing.
+        `[P, G]`; NaN where every objective of non-zero weight is missing.
 
     Raises:
         ValueError: another rank, or weights of another length.
@@ -219,7 +232,7 @@ def sum_rewards(rewards: ArrayLike, *, weights: Sequence[float] | ArrayLike | No
     present = ~jnp.isnan(rewards)
     weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
     total = jnp.sum(jnp.where(present, rewards, group_mean(rewards, present)) * weights, axis=-1)
-    return jnp.where(present.any(axis=-1), total, jnp.nan)
+    return jnp.where((present & (weights != 0)).any(axis=-1), total, jnp.nan)
 
 
 def gdpo_advantages(
@@ -309,46 +322,6 @@ def groups_without_signal(rewards: ArrayLike) -> jax.Array:
     return ~jnp.squeeze(_signal(rewards), axis=1)
 
 
-def distinct_advantages(
-    advantages: ArrayLike, *, mask: ArrayLike | None = None, axis: int | None = None, tolerance: float = 1e-4
-) -> jax.Array:
-    """Number of different values among the advantages.
-
-    Rewards that are summed first and normalised then (GRPO) collapse: (1, 0) and (0, 1) become one value. GDPO
-    keeps them apart (https://arxiv.org/abs/2601.05242, section 3). Each group has its own mean and standard
-    deviation, so compare within groups: `axis=1` of `[P, G]`.
-
-    Args:
-        advantages: floating, any shape.
-        mask: bool of the same shape, the values that count; all by default. NaN never counts.
-        axis: the axis along which values are compared; all of them together by default.
-        tolerance: neighbours closer than this share of the spread (largest less smallest) are one value.
-
-    Returns:
-        int32, one count, or one for each place of the other axes.
-
-    Raises:
-        ValueError: a mask of another shape, an axis that does not exist, a tolerance outside [0, 1).
-    """
-    advantages = as_float("advantages", advantages)
-    counted = ~jnp.isnan(advantages)
-    if mask is not None:
-        counted &= as_mask("mask", mask, advantages.shape)
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must be in [0, 1), got {tolerance}")
-    if axis is None:
-        advantages, counted, axis = advantages.reshape(-1), counted.reshape(-1), 0
-    if not -advantages.ndim <= axis < advantages.ndim:
-        raise ValueError(f"axis must be one of the {advantages.ndim} axes of advantages, got {axis}")
-    some = counted.any(axis=axis, keepdims=True)
-    highest = select(some, jnp.max(advantages, axis=axis, keepdims=True, where=counted, initial=-jnp.inf))
-    lowest = select(some, jnp.min(advantages, axis=axis, keepdims=True, where=counted, initial=jnp.inf))
-    # What does not count takes the largest value that does: it adds no step between neighbours.
-    ordered = jnp.sort(jnp.where(counted, advantages, highest), axis=axis)
-    steps = jnp.diff(ordered, axis=axis) > tolerance * (highest - lowest)
-    return jnp.sum(steps, axis=axis, dtype=jnp.int32) + jnp.squeeze(some, axis).astype(jnp.int32)
-
-
 def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[tuple[int, float]]]:
     """All (hard, threshold) pairs that each easy objective waits for, its chain followed to the end."""
     waits: dict[int, set[tuple[int, float]]] = {}
@@ -374,7 +347,10 @@ def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[t
 def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> jax.Array:
     """Count an easy objective only where the hard one it waits for reaches its threshold.
 
-        r'[p, g, easy] = r[p, g, easy] if r[p, g, hard] ≥ threshold else 0
+        r'[p, g, easy] = r[p, g, easy] if r[p, g, hard] ≥ threshold else min(0, lowest present r[p, :, easy])
+
+    For rewards of at least 0 that is the paper's 0. For penalties 0 would be the best value, and missing the condition
+    would pay; the group's lowest value never does.
 
     Conditions compare raw rewards. They may form chains: if `a` waits for `b` and `b` for `c`, then `a` counts only
     where both are reached. An easy objective is missing where it, or any reward its chain asks for, is missing. From
@@ -392,6 +368,7 @@ def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> ja
     """
     rewards = as_float("rewards", rewards, ndim=3)
     columns = [rewards[..., n] for n in range(rewards.shape[-1])]
+    lowest = jnp.min(rewards, axis=1, keepdims=True, where=~jnp.isnan(rewards), initial=0)
     for easy, waits in _chains(conditions, rewards.shape[-1]).items():
         column = rewards[..., easy]
         missing = jnp.isnan(column)
@@ -399,5 +376,5 @@ def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> ja
         for hard, threshold in sorted(waits):
             missing = missing | jnp.isnan(rewards[..., hard])
             reached = reached & (rewards[..., hard] >= threshold)
-        columns[easy] = jnp.where(missing, jnp.nan, jnp.where(reached, column, 0))
+        columns[easy] = jnp.where(missing, jnp.nan, jnp.where(reached, column, lowest[..., easy]))
     return jnp.stack(columns, axis=-1)

@@ -65,6 +65,17 @@ def masked_mean(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: b
     return safe_divide(total, count(mask, axis=axis, keepdims=keepdims, dtype=x.dtype))
 
 
+def binary_scale(x: jax.Array, mask: jax.Array, *, axis: Axis = None) -> jax.Array:
+    """Return the power of two next to the largest |x| under the mask, reduced axes kept; a constant to gradients.
+
+    Divide by it before squaring: the division is exact, and squares of the quotients neither overflow nor vanish.
+    """
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, where=mask, initial=0)
+    bound = jnp.finfo(x.dtype).maxexp - 2  # the scale and its inverse are normal numbers
+    exponent = jnp.clip(jnp.frexp(largest)[1], -bound, bound)
+    return jax.lax.stop_gradient(jnp.ldexp(jnp.ones_like(largest), exponent))
+
+
 def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bool = False, ddof: int = 1) -> jax.Array:
     """Standard deviation of `x` over the places where `mask` is True.
 
@@ -84,17 +95,20 @@ def masked_std(x: jax.Array, mask: jax.Array, *, axis: Axis = None, keepdims: bo
     number = count(mask, axis=axis, keepdims=True, dtype=x.dtype)
     varies = (lowest != highest) & (number > ddof)  # true for a NaN too, which must not become a quiet 0
     # Deviations are taken from the smallest value first: 1000.1, 1000.2, ... would lose digits in their mean.
-    shifted = select(mask & varies, x - jax.lax.stop_gradient(select(varies, lowest)))
+    scale = binary_scale(x, mask, axis=axis)
+    shifted = select(mask & varies, x / scale - jax.lax.stop_gradient(select(varies, lowest / scale)))
     deviation = select(mask, shifted - masked_mean(shifted, mask, axis=axis, keepdims=True))
     variance = jnp.sum(jnp.square(deviation), axis=axis, keepdims=True)
     variance = safe_divide(variance, jnp.maximum(number - ddof, 0))
-    std = jnp.where(varies, jnp.sqrt(jnp.where(varies, variance, 1)), 0)
+    std = jnp.where(varies, scale * jnp.sqrt(jnp.where(varies, variance, 1)), 0)
     return std if keepdims else jnp.squeeze(std, axis)
 
 
 def masked_whiten(x: jax.Array, mask: jax.Array, *, axis: Axis = None, eps: float = 1e-4) -> jax.Array:
     """(x - mean) / (std + eps) over the True places, 0 at the others and where all values are equal."""
     mask = jnp.broadcast_to(mask, x.shape)
+    scale = binary_scale(x, mask, axis=axis)
+    x, eps_scaled = x / scale, eps / scale
     std = masked_std(x, mask, axis=axis, keepdims=True)
     centred = select(mask, x) - masked_mean(x, mask, axis=axis, keepdims=True)
-    return select(mask & (std != 0), safe_divide(centred, jnp.where(std != 0, std + eps, 0)))
+    return select(mask & (std != 0), safe_divide(centred, jnp.where(std != 0, std + eps_scaled, 0)))

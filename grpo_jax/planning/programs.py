@@ -106,7 +106,7 @@ def compile_program(program: Program, target: Target | None, device: jax.Device)
 
 
 def _params(config: Config) -> SamplingParams:
-    return sampling_params(config.sampling, config.sampling.written_completions, config.sampling.temperature)
+    return sampling_params(config.sampling, config.sampling.group_size, config.sampling.temperature)
 
 
 def _chunk(config: Config) -> int:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.errors import StageError, Stopped
-from grpo_jax.models.broadcast import broadcast, is_main_process, others_wait, process_count, together
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
@@ -235,7 +235,6 @@ def collect(
     *,
     key: jax.Array,
     iteration: int | None,
-    keep_prompt: int = 0,
     scheduling: Scheduling = Scheduling(),
 ) -> tuple[Episodes, Judgement]:
     """Sample and judge one batch; the stages work at once on different chunks.
@@ -245,15 +244,13 @@ def collect(
             the prompts have some. An `EpisodeSampler` where the environment answers.
         key: The run's key.
         iteration: Chooses the random numbers in training; None in evaluation, whose numbers are fixed.
-        keep_prompt: How often the unchanged prompt is added to each group's completions; not where the environment
-            answers.
 
     Raises:
         Stopped: A stop was asked for.
         StageError: A stage failed.
     """
     keys = prompt_keys(key, EVALUATION_STREAM if iteration is None else iteration, rows)
-    stages = _Stages(environment, iteration, rows, sample, variables, keys, keep_prompt)
+    stages = _Stages(environment, iteration, rows, sample, variables, keys)
     answering = environment.answering
     in_flight = None
     if answering is not None:  # processes take part in one turn at a time
@@ -292,7 +289,6 @@ class _Stages:
     sample: Sample | None = None
     variables: PyTree = None
     keys: jax.Array | None = None
-    keep_prompt: int = 0
     device: threading.Lock = field(default_factory=threading.Lock)  # two of the sampler's programs need two memories
     waited: list[float] = field(default_factory=list)  # seconds for `device`
     ended: threading.Event = field(default_factory=threading.Event)  # process 0 has told the others so
@@ -314,15 +310,14 @@ class _Stages:
         try:
             prompts = len(self.rows)
             size = scheduling.chunk_prompts or prompts
-            with others_wait():
-                chunks, seconds = run_pipeline(
-                    [(start, min(start + size, prompts)) for start in range(0, prompts, size)],
-                    stages,
-                    timeout=scheduling.timeout,
-                    in_flight=in_flight,
-                    stopping=scheduling.stopping,
-                    slot=scheduling.slot,
-                )
+            chunks, seconds = run_pipeline(
+                [(start, min(start + size, prompts)) for start in range(0, prompts, size)],
+                stages,
+                timeout=scheduling.timeout,
+                in_flight=in_flight,
+                stopping=scheduling.stopping,
+                slot=scheduling.slot,
+            )
             judgement = _judgement(chunks)
             judged = self._share([judgement.rewards, judgement.watched, judgement.last])
         except (StageError, Stopped, _Ended) as error:
@@ -353,8 +348,7 @@ class _Stages:
         with self.device:
             self.waited.append(time.perf_counter() - started)
             self._share(None)
-            with together("sampling"):
-                yield
+            yield
 
     def sampled(self) -> list[Stage]:
         """Stages from (first row, row behind the last) to an `EpisodeChunk`."""
@@ -411,18 +405,12 @@ class _Stages:
             else:
                 samples, carried = self.sample(*given, **shown), None
             samples = on_host(samples)
-        if self.keep_prompt:
-            samples = jax.tree.map(self._with_prompts, samples)
         empty = [[Episode(())] * samples.truncated.shape[1] for _ in range(start, stop)]
         chunk = self._chunk(start, empty, self.turns)
         chunk.prompt = prompt
         chunk.carried = carried
         self._read_turn(chunk, samples)
         return chunk
-
-    def _with_prompts(self, array: np.ndarray) -> np.ndarray:
-        """Add rows for unchanged prompts behind each group's completions [P, G, ..], without a token."""
-        return np.pad(array, ((0, 0), (0, self.keep_prompt), *[(0, 0)] * (array.ndim - 2)))
 
     def go_on(self, turn: int, chunk: EpisodeChunk) -> EpisodeChunk:
         carried, chunk.carried = chunk.carried, None
@@ -453,16 +441,12 @@ class _Stages:
         return states, None if self.iteration is None else trained_on
 
     def _read_turn(self, chunk: EpisodeChunk, samples: Samples) -> None:
-        """Add a turn to the active episodes: what was sampled or, where the prompt is kept, the prompt."""
+        """Add the sampled turn to the active episodes."""
         chunk.samples.append(samples)
-        kept = chunk.active.shape[1] - self.keep_prompt
         for p, g in chunk.places:
-            prompt = chunk.rows[p].prompt
-            turn = Turn(prompt, prompt)
-            if g < kept:
-                written, reading = self.environment.decode(chunk.written((p, g)), prompt)
-                cut_off = bool(samples.truncated[p, g])
-                turn = Turn(reading.text, written, reading.usable, cut_off)
+            written, reading = self.environment.decode(chunk.written((p, g)), chunk.rows[p].prompt)
+            cut_off = bool(samples.truncated[p, g])
+            turn = Turn(reading.text, written, reading.usable, cut_off)
             chunk.episodes[p][g] = Episode((*chunk.episodes[p][g].turns, turn))
 
     def render(self, chunk: EpisodeChunk) -> EpisodeChunk:

@@ -102,7 +102,6 @@ def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> T
         ("data.allowed_tokens", config.data.allowed_tokens != "all"),
         ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
         ("sampling.stop", bool(config.sampling.stop)),
-        ("sampling.min_new_tokens", config.sampling.min_new_tokens > 0),
     ):
         require(not changed, name, f"its default: {why}", "another")
     gap = follows_text(config, folder.tokenizer)

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 from grpo_jax.errors import ABANDONED, Stopped
-from grpo_jax.models.broadcast import process_count, run_together
+from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.models.variables import Variables
@@ -113,7 +113,7 @@ def make_learner(parts: RunContext) -> Learner:
         return state._replace(behind=stale_copy(state)) if config.training.lag else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
-        return run_together("update", lambda: update(state, shard_batch(batch, policy.mesh), key))
+        return jax.block_until_ready(update(state, shard_batch(batch, policy.mesh), key))
 
     return Learner(learn_from, schedule, iterations, per_iteration, start, refresh_reference)
 
@@ -191,7 +191,7 @@ def run_iteration(
     }
     if state.loss_scale is not None:
         row["loss_scale"] = float(state.loss_scale.scale)
-    written = config.training.prompts_per_batch * row.get("draws", 1) * config.sampling.written_completions
+    written = config.training.prompts_per_batch * row.get("draws", 1) * config.sampling.group_size
     row |= {f"seconds/{name}": value for name, value in seconds.items()}
     row["seconds/total"] = time.monotonic() - started
     row["tokens_per_second"] = row["completion_tokens"] * written / max(seconds["sample"], 1e-9)
@@ -221,7 +221,6 @@ def sample_batch(
         [rows[place] for place in places],
         key=key,
         iteration=iteration,
-        keep_prompt=config.sampling.keep_prompt,
         scheduling=parts.scheduling(config.training.chunk_prompts, slot),
     )
     objectives = objectives_of(parts, judgement.rewards, episodes.lengths, episodes.usable_turns)
@@ -240,7 +239,6 @@ def batch_of(parts: RunContext, episodes: Episodes, judgement: Judgement) -> Bat
         parts.config.algorithm,
         pictures=episodes.pictures,
         mesh=parts.policy.mesh if process_count() == 1 else None,  # each process takes its share
-        kept=parts.config.sampling.keep_prompt,
     )
 
 
@@ -277,25 +275,17 @@ def update_metrics(report: Record) -> Record:
 
 
 def rollout_metrics(parts: RunContext, episodes: Episodes, judgement: Judgement) -> dict[str, float]:
-    """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts.
-
-    Kept prompts (sampling.keep_prompt) are only in the signal, and in a total of their own.
-    """
+    """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts."""
     objectives, usable = judgement.objectives, episodes.usable
     assert objectives is not None
-    wrote = slice(usable.shape[1] - parts.config.sampling.keep_prompt)
-    samples = jax.tree.map(lambda array: array[:, wrote], episodes.samples)
-    rewards, watched = judgement.final_rewards[:, wrote], judgement.final_watched[:, wrote]
+    samples, rewards, watched = episodes.samples, judgement.final_rewards, judgement.final_watched
     row: dict[str, float] = {}
     for index, name in enumerate(parts.environment.reward_names):
         row |= _spread(f"reward/{name}", rewards[..., index])
         row[f"missing/{name}"] = float(np.isnan(rewards[..., index]).mean())
-    totals = total_rewards(objectives)
-    row |= _spread("reward/total", totals[:, wrote])
-    if parts.config.sampling.keep_prompt:
-        row |= _spread("kept_prompt/total", totals[:, wrote.stop :])
+    row |= _spread("reward/total", total_rewards(objectives))
     if OVERLONG in objectives.names:
-        row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[:, wrote, -1]))
+        row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
     row |= signal_metrics(objectives)
     for index, name in enumerate(parts.environment.watch_names):
         row |= _spread(f"watch/{name}", watched[..., index])
@@ -307,8 +297,7 @@ def rollout_metrics(parts: RunContext, episodes: Episodes, judgement: Judgement)
     }
     row |= turn_metrics(episodes, judgement, parts.environment.reward_names, parts.environment.watch_names)
     prompts = [row.prompt for row in episodes.rows]
-    texts = [group[wrote] for group in episodes.texts]
-    return row | parts.task_data.report.statistics(prompts, texts, usable[:, wrote].tolist())
+    return row | parts.task_data.report.statistics(prompts, episodes.texts, usable.tolist())
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -325,7 +314,6 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
     names = [f"reward/{name}" for name in parts.environment.reward_names]
     names += [f"watch/{name}" for name in parts.environment.watch_names]
     values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
-    kept_prompts = episodes.lengths[..., 0] == 0
     entries: list[Record] = []
     rows = []
     for p, g in np.ndindex(advantages.shape[:2]):
@@ -340,8 +328,6 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
                 answer = None if turn.answer is None or turn.answer.done else turn.answer.text
                 entry |= {"episode": p * group + g, "turn": number + 1, "answer": answer}
             entry |= dict(zip(names, values[p, g, number], strict=True))
-            if kept_prompts.any():
-                entry["kept_prompt"] = bool(kept_prompts[p, g])
             entry |= {
                 "advantage": np.float32(advantage),
                 "length": int(episodes.lengths[p, g, number]),

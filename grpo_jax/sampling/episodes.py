@@ -31,7 +31,6 @@ from grpo_jax.sampling.sampler import (
     pad_to_bucket,
     run,
     shares_of,
-    tokens_in,
     write_completions,
 )
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -44,8 +43,6 @@ class Carried(NamedTuple):
     cache: Cache  # of each completion without its last token
     last: jax.Array  # i32 [P, G], that token
     spoke: jax.Array  # bool [P, G], false where a completion wrote nothing in this turn
-    # bool [P, G, V], the tokens in prompt and completion so far, or None where no repetition is penalised
-    seen: jax.Array | None = None
 
 
 class EpisodeSampler(NamedTuple):
@@ -100,10 +97,8 @@ def make_episode_sampler(
         cache = _grown(carried.cache, policy.init_cache(count, group, size))
         hidden, cache = policy.extend(writer.unstacked, prefix, tokens, mask, cache, pictures)
         assert cache.rows is not None
-        rows, seen = cache.rows, carried.seen
-        if seen is not None:
-            seen |= tokens_in(tokens, mask, seen.shape[-1])
-        loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache, seen)
+        rows = cache.rows
+        loop = begin(prefix, group_keys(keys, group), ~active, length, ends, cache)
         loop = writer.record(loop, writer.logits(hidden.reshape(count * group, -1)))
         loop = run(writer.step, loop, length, halves(count, length, ends))
         return loop.samples, _carried(loop, Rows(rows.mask[..., : size - length], rows.advance))
@@ -137,7 +132,7 @@ def _carried(loop: Loop, rows: Rows) -> Carried:
     rows = Rows(jnp.concatenate([rows.mask, read_mask], axis=-1), rows.advance + read)
     last = jnp.take_along_axis(loop.tokens, read[..., None], axis=-1)[..., 0]
     size = jnp.int32(rows.mask.shape[-1])
-    return Carried(loop.prefix, loop.cache._replace(length=size, rows=rows), last, written > 0, loop.seen)
+    return Carried(loop.prefix, loop.cache._replace(length=size, rows=rows), last, written > 0)
 
 
 def _grown(cache: Cache, larger: Cache) -> Cache:

@@ -86,7 +86,6 @@ class Loop(NamedTuple):
     logprobs: jax.Array
     sampler_logprobs: jax.Array
     place: jax.Array | None = None  # int32 [P, G], state among the stop strings; None without any
-    seen: jax.Array | None = None  # bool [P, G, V], tokens of prompt and completion; None where nobody asks
     node: jax.Array | None = None  # int32 [P, G], node in the tree of texts; None without
 
     @property
@@ -310,11 +309,8 @@ def write_completions(
     prefix = policy.prefill(variables, prompts, prompt_mask, *(() if pictures is None else (pictures,)))
     writer = make_writer(policy, params, ends, variables, prefix.hidden.dtype)
     sizes = cache_sizes(length)
-    seen = None
-    if params.penalises:
-        seen = jnp.repeat(tokens_in(prompts, prompt_mask, writer.vocabulary)[:, None], group, axis=1)
     cache = policy.init_cache(rows, group, sizes[0])
-    loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache, seen)
+    loop = begin(prefix, group_keys(keys, group), ~real, length, ends, cache)
     # The first token of all G completions comes from the prompt's last state: P rows of logits, not P·G.
     loop = writer.record(loop, jnp.repeat(writer.logits(prefix.hidden), group, axis=1))
     for size in sizes:
@@ -330,7 +326,6 @@ def begin(
     length: int,
     ends: Ends,
     cache: Cache,
-    seen: jax.Array | None = None,
 ) -> Loop:
     """The state before the first token, for keys [P, G]; completions that are `done`, [P] or [P, G], cost no step."""
     slab = (*keys.shape, length)
@@ -346,7 +341,6 @@ def begin(
         logprobs=jnp.zeros(slab, jnp.float32),
         sampler_logprobs=jnp.zeros(slab, jnp.float32),
         place=None if ends.stops is None else jnp.full(keys.shape, START, jnp.int32),
-        seen=seen,
         node=None if ends.trie is None else jnp.full(keys.shape, ROOT, jnp.int32),
     )
 
@@ -354,13 +348,6 @@ def begin(
 def group_keys(keys: jax.Array, group: int) -> jax.Array:
     """Keys [P, G] of completions from the prompts' keys [P]."""
     return jax.vmap(lambda key: jax.vmap(lambda g: jax.random.fold_in(key, g))(jnp.arange(group)))(keys)
-
-
-def tokens_in(tokens: jax.Array, mask: jax.Array, vocabulary: int) -> jax.Array:
-    """Mark the tokens that stand in texts [.., L]: bool [.., V]."""
-    rows = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
-    present = jax.vmap(lambda row, there: jnp.zeros(vocabulary, bool).at[row].max(there))(*rows)
-    return present.reshape(*tokens.shape[:-1], vocabulary)
 
 
 def _unfinished(loop: Loop) -> jax.Array:
@@ -423,7 +410,6 @@ class Writer(NamedTuple):
     # (loop, logits float32 [V, R]) -> the loop with a token chosen for every row
     record: Callable[[Loop, jax.Array], Loop]
     logits: Callable[[jax.Array], jax.Array]  # float32 [V, R] of states [R, D]
-    vocabulary: int  # V
     unstacked: Variables  # the variables as `decode_step` takes them
 
 
@@ -434,7 +420,7 @@ def make_writer(
     # Converted and unstacked here, not in the loop, where it would cost a pass over the weights for every token.
     head = policy.head(variables).astype(dtype)
     unstacked = policy.unstack(variables)
-    _check_vocabulary(head.shape[0], ends, params)
+    _check_vocabulary(head.shape[0], ends)
     stops = ends.stops
 
     def logits_of(hidden: jax.Array) -> jax.Array:
@@ -442,15 +428,10 @@ def make_writer(
 
     def record(loop: Loop, logits: jax.Array) -> Loop:
         step_keys = jax.vmap(lambda key: jax.random.fold_in(key, loop.step))(loop.keys.reshape(-1))
-        seen = None if loop.seen is None else loop.seen.reshape(-1, loop.seen.shape[-1])
-        barred = None
-        if params.min_new_tokens and ends.eos_ids:
-            too_early = loop.step < params.min_new_tokens
-            barred = jnp.zeros(logits.shape[0], bool).at[jnp.array(ends.eos_ids)].set(too_early)
         allowed = ends.allowed_tokens
         if ends.trie is not None and loop.node is not None:
             allowed = children(ends.trie, loop.node.reshape(-1)).T
-        choice = choose_tokens(logits, step_keys, params, allowed, seen=seen, barred=barred)
+        choice = choose_tokens(logits, step_keys, params, allowed)
         choice = jax.tree.map(lambda x: x.reshape(loop.done.shape), choice)
         active = ~loop.done
         tokens = jnp.where(active, choice.tokens, ends.pad_id)
@@ -464,9 +445,6 @@ def make_writer(
             node = jnp.where(active, follow(ends.trie, loop.node, tokens), loop.node)
             ended = ended | (ends.trie.text[node] >= 0)
             loop = loop._replace(node=node)
-        if loop.seen is not None:
-            p, g = jnp.indices(tokens.shape)
-            loop = loop._replace(seen=loop.seen.at[p, g, tokens].max(active))
         at = (..., loop.step)
         return loop._replace(
             step=loop.step + 1,
@@ -482,10 +460,10 @@ def make_writer(
         hidden, cache = policy.decode_step(unstacked, loop.prefix, loop.last, loop.cache)
         return record(loop._replace(cache=cache), logits_of(hidden.reshape(-1, hidden.shape[-1])))
 
-    return Writer(step, record, logits_of, head.shape[0], unstacked)
+    return Writer(step, record, logits_of, unstacked)
 
 
-def _check_vocabulary(size: int, ends: Ends, params: SamplingParams) -> None:
+def _check_vocabulary(size: int, ends: Ends) -> None:
     allowed, stops = ends.allowed_tokens, ends.stops
     if allowed is not None and allowed.shape != (size,):
         raise ValueError(f"allowed_tokens must have the shape ({size},) of the vocabulary, got {allowed.shape}")
@@ -493,12 +471,8 @@ def _check_vocabulary(size: int, ends: Ends, params: SamplingParams) -> None:
         raise ValueError(f"stops must have the shape [S, {size}] of the vocabulary, got {stops.shape}")
     if ends.trie is not None and ends.trie.vocab_size != size:
         raise ValueError(f"trie must be of the policy's vocabulary of {size}, got one of {ends.trie.vocab_size}")
-    if ends.trie is not None and (params.min_new_tokens or allowed is not None or stops is not None):
-        raise ValueError("trie says what is written and where it ends: leave out allowed_tokens, stops, min_new_tokens")
+    if ends.trie is not None and (allowed is not None or stops is not None):
+        raise ValueError("trie says what is written and where it ends: leave out allowed_tokens and stops")
     for name, ids in (("eos_ids", ends.eos_ids), ("pad_id", (ends.pad_id,))):
         if any(not 0 <= i < size for i in ids):
             raise ValueError(f"{name} must lie in [0, {size}), the vocabulary of the policy, got {ids}")
-    may_go_on = np.ones(size, bool) if allowed is None else allowed.copy()
-    may_go_on[list(ends.eos_ids)] = False
-    if params.min_new_tokens and not may_go_on.any():
-        raise ValueError("min_new_tokens must be 0 where only tokens of eos_ids are allowed")

@@ -44,21 +44,14 @@ class Samplers(NamedTuple):
 def sampling_params(section: SamplingSection, group_size: int, temperature: float) -> SamplingParams:
     """Parameters of a config's section; greedy ones (temperature 0) need no restriction."""
     restrict = {"top_k": section.top_k, "top_p": section.top_p, "min_p": section.min_p} if temperature else {}
-    return SamplingParams(
-        group_size,
-        section.max_new_tokens,
-        temperature,
-        min_new_tokens=section.min_new_tokens,
-        repetition_penalty=section.repetition_penalty,
-        **restrict,
-    )
+    return SamplingParams(group_size, section.max_new_tokens, temperature, **restrict)
 
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
     """The section of an evaluation's sampled completions: k of each prompt, one by one, else as in training."""
     fields = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
     changed = {name: value for name, value in fields.items() if value is not None}
-    return dataclasses.replace(section, group_size=evaluation.samples, keep_prompt=0, **changed)
+    return dataclasses.replace(section, group_size=evaluation.samples, **changed)
 
 
 def make_samplers(
@@ -90,7 +83,7 @@ def make_samplers(
 
     measured = measured_section(section, evaluation)
     return Samplers(
-        sampler(section, section.written_completions, section.temperature),
+        sampler(section, section.group_size, section.temperature),
         sampler(section, 1, 0.0),
         sampler(measured, measured.group_size, measured.temperature),
         rank,

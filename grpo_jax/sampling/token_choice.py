@@ -1,9 +1,8 @@
 """One token per row from its logits: temperature, restrictions, and a draw in two levels.
 
 Two distributions meet here. The *policy's* is softmax(logits / temperature) over the allowed tokens: it is
-the one that is trained. The *sampler's* is the one tokens are drawn from: the policy's with repetitions penalised
-and early ends forbidden, restricted by top-k, top-p and min-p. Axes: V vocabulary, R rows, one for each completion
-that is being written.
+the one that is trained. The *sampler's* is the one tokens are drawn from: the policy's restricted by top-k, top-p
+and min-p. Axes: V vocabulary, R rows, one for each completion that is being written.
 """
 
 import math
@@ -30,9 +29,6 @@ class SamplingParams:
         top_p: Draw among the fewest most likely tokens that hold this share of the mass top-k left (tokens as likely
             as the last of them come along); 1 for all.
         min_p: Draw among tokens at least this fraction as likely as the most likely one; 0 for all.
-        min_new_tokens: Tokens before which no end-of-sequence token is drawn.
-        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens that prompt or completion
-            hold already (CTRL, https://arxiv.org/abs/1909.05858); 1 for none.
     """
 
     group_size: int
@@ -41,8 +37,6 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    min_new_tokens: int = 0
-    repetition_penalty: float = 1.0
 
     def __post_init__(self):
         """Raise a ValueError that names the field for values outside their range."""
@@ -56,11 +50,6 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "in [0, max_new_tokens]"),
-            "repetition_penalty": (
-                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-                "finite and above 0",
-            ),
         }
         for name, (holds, expected) in rules.items():
             if not holds:
@@ -70,11 +59,6 @@ class SamplingParams:
     def restricted(self) -> bool:
         """Whether top-k, top-p or min-p is in use."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
-    def penalises(self) -> bool:
-        """Whether repetitions are penalised."""
-        return self.repetition_penalty != 1
 
 
 class Choice(NamedTuple):
@@ -90,9 +74,6 @@ def choose_tokens(
     keys: jax.Array,
     params: SamplingParams,
     allowed_tokens: jax.Array | np.ndarray | None = None,
-    *,
-    seen: jax.Array | None = None,
-    barred: jax.Array | None = None,
 ) -> Choice:
     """Draw one token per row.
 
@@ -102,42 +83,28 @@ def choose_tokens(
         keys: Typed PRNG keys [R], one per row: a row's token depends on its own logits and key alone.
         params: Temperature and restrictions; top-k comes first, then top-p on the rest, then min-p.
         allowed_tokens: bool [V] or, row by row, bool [V, R]: tokens that exist at all; None for every token.
-        seen: bool [R, V], tokens that are penalised as repetitions; None for none.
-        barred: bool [V], tokens that are not drawn now although the policy has them; None for none.
     """
     logits = logits.astype(jnp.float32)
     if allowed_tokens is not None:
         here = allowed_tokens[:, None] if allowed_tokens.ndim == 1 else allowed_tokens
         logits = jnp.where(here, logits, -jnp.inf)
-    wanted = _steered(logits, params, seen, barred)
     if params.temperature == 0:
-        tokens = jnp.argmax(wanted, axis=0).astype(jnp.int32)
+        tokens = jnp.argmax(logits, axis=0).astype(jnp.int32)
         logprobs = _take(logits, tokens) - jax.nn.logsumexp(logits, axis=0)
         return Choice(tokens, logprobs, jnp.zeros_like(logprobs))
-    steered = wanted is not logits
     logits = logits / params.temperature
-    wanted = wanted / params.temperature if steered else logits
     if params.top_k:
-        values, ids = (part.T for part in lax.top_k(wanted.T, min(params.top_k, wanted.shape[0])))
+        values, ids = (part.T for part in lax.top_k(logits.T, min(params.top_k, logits.shape[0])))
         survivors = _restrict_sorted(values, params)
         index, survivor_mass = _draw(survivors, keys)
         tokens = _take(ids, index)
     else:
-        survivors = _restrict(wanted, params)
+        survivors = _restrict(logits, params)
         index, survivor_mass = _draw(survivors, keys)
         tokens = index
     chosen = _take(logits, tokens)
-    policy_mass = jax.nn.logsumexp(logits, axis=0) if params.restricted or steered else survivor_mass
-    return Choice(tokens, chosen - policy_mass, _take(wanted, tokens) - survivor_mass)
-
-
-def _steered(logits: jax.Array, params: SamplingParams, seen: jax.Array | None, barred: jax.Array | None) -> jax.Array:
-    """The sampler's logits [V, R] before temperature and restrictions; the policy's own where nothing steers."""
-    if seen is not None:
-        penalty = params.repetition_penalty
-        penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        logits = jnp.where(seen.T, penalised, logits)
-    return logits if barred is None else jnp.where(barred[:, None], -jnp.inf, logits)
+    policy_mass = jax.nn.logsumexp(logits, axis=0) if params.restricted else survivor_mass
+    return Choice(tokens, chosen - policy_mass, chosen - survivor_mass)
 
 
 def _take(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -37,7 +37,6 @@ class PromptEnhancement(PictureTask):
     """Rewrites prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
     default_config: ClassVar[str | None] = "prompt_enhancement_miniature"
-    judges_prompts: ClassVar[bool] = True
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts and the renderer."""

@@ -172,7 +172,6 @@ class Task:
         display: How its measures are shown.
         not_planned: What `--plan` does not count, in words.
         calls_tools: Whether functions that data.tools names are called.
-        judges_prompts: Whether an unchanged prompt can be judged in a completion's place (sampling.keep_prompt).
     """
 
     config: ClassVar[type] = Config
@@ -181,7 +180,6 @@ class Task:
     display: ClassVar[Display] = Display()
     not_planned: ClassVar[str] = ""
     calls_tools: ClassVar[bool] = False
-    judges_prompts: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
         """Refuse settings that do not go together; called when a config is made.

@@ -178,7 +178,6 @@ def make_batch(
     *,
     pictures: Mapping[str, Pictures | PictureStates] | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    kept: int = 0,
 ) -> Batch:
     """Make the batch of an update, on the policy's devices, from arrays on the host.
 
@@ -190,8 +189,6 @@ def make_batch(
         prompts: i32 [P, L] and bool [P, L], left-padded.
         informative: bool [P], the groups whose variance is not zero.
         mesh: The policy's devices where they are several.
-        kept: The last completions of each group that nobody wrote (sampling.keep_prompt): without tokens to learn
-            from, their rewards count as the others' do.
     """
     device = next(iter(objectives.rewards.devices()))
     written = samples.mask
@@ -228,9 +225,7 @@ def make_batch(
         advantages = estimate_turn_advantages(returns, batch.turn, mask, algorithm, objectives.weights)
         batch = batch._replace(advantages=advantages)
     else:
-        # Unwritten rows (`keep_prompt`) count once in whitening, as if one token long.
-        votes = mask.at[:, mask.shape[1] - kept :, 0].set(True) if kept else mask
-        batch = batch._replace(advantages=estimate_advantages(rewards, votes, algorithm, objectives.weights))
+        batch = batch._replace(advantages=estimate_advantages(rewards, mask, algorithm, objectives.weights))
     if batch.present is not None:  # a completion that nothing is learned from is not read either
         batch = batch._replace(present=batch.present & batch.mask.any(axis=-1, keepdims=True))
     if "answers" not in shown:  # among pictures a row holds one completion

@@ -16,7 +16,6 @@ from grpo_jax.core.advantages import (
     Condition,
     batch_whitened_advantages,
     condition_rewards,
-    distinct_advantages,
     gdpo_advantages,
     group_advantages,
     groups_without_signal,
@@ -54,28 +53,32 @@ def make_objectives(
     weights: dict[str, float],
     conditions: Sequence[Condition] = (),
     overlong_buffer: int = 0,
+    overlong_weight: float = 1.0,
     max_new_tokens: int,
     usable: np.ndarray | jax.Array | None = None,
     fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
-    GDPO normalises this objective by itself, every other estimator adds it to the sum. It is missing where every
-    judged reward is. It grows to 1 over `overlong_buffer` tokens (0: none) up to `max_new_tokens`. `lengths` are i32
-    [P, G] tokens. Where `usable` bool [P, G] is false rewards are missing or, with `fill`, by objective the lowest of
-    the group's usable completions, if it has any.
+    GDPO normalises this objective by itself, every other estimator adds it to the sum, with `overlong_weight`. It is
+    missing where every judged reward of non-zero weight is. It grows to 1 over `overlong_buffer` tokens (0: none) up
+    to `max_new_tokens`. `lengths` are i32 [P, G] tokens. Where `usable` bool [P, G] is false rewards are missing or,
+    with `fill`, by objective the lowest of the group's usable completions, if it has any.
     """
     rewards = condition_rewards(judged, conditions)
-    missing = jnp.isnan(judged).all(axis=-1)
+    names, factors = tuple(weights), tuple(weights.values())
+    counted = np.array(factors) != 0
+    missing = jnp.isnan(judged).all(axis=-1, where=counted)
     if usable is not None:
         rewards = without_unusable(rewards, jnp.asarray(usable), fill=fill)
-        missing = jnp.where(usable, missing, jnp.isnan(rewards).all(axis=-1))
-    names, factors = tuple(weights), tuple(weights.values())
+        missing = jnp.where(usable, missing, jnp.isnan(rewards).all(axis=-1, where=counted))
     if overlong_buffer == 0:
         return Objectives(rewards, names, factors)
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
     penalty = jnp.where(missing, jnp.nan, penalty)
-    return Objectives(jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, 1.0))
+    return Objectives(
+        jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, overlong_weight)
+    )
 
 
 def without_unusable(rewards: jax.Array, usable: jax.Array, *, fill: bool) -> jax.Array:
@@ -151,16 +154,17 @@ def estimate_advantages(
     """
     if section.advantage == "gdpo":
         whiten = None if section.whiten == "none" else section.whiten
-        return gdpo_advantages(rewards, weights=weights, whiten=whiten, mask=mask)
+        return gdpo_advantages(rewards, weights=weights, eps=section.advantage_eps, whiten=whiten, mask=mask)
     summed = sum_rewards(rewards, weights=weights)
     if section.advantage == "rloo":
         return leave_one_out_advantages(summed)
     if section.advantage == "raft":
         return raft_advantages(summed)
     if section.advantage == "batch":
-        return batch_whitened_advantages(summed)
+        return batch_whitened_advantages(summed, eps=section.advantage_eps)
     if section.advantage == "grpo":
-        return group_advantages(summed, scale=section.scale or losses.PRESET_SCALES[section.preset])
+        scale = section.scale or losses.PRESET_SCALES[section.preset]
+        return group_advantages(summed, scale=scale, eps=section.advantage_eps)
     raise ValueError(f"section.advantage: expected gdpo, grpo, rloo, raft or batch, got {section.advantage!r}")
 
 
@@ -174,27 +178,14 @@ def estimate_turn_advantages(
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:
-    """Metrics of the signal in the rewards, whichever estimator is used.
-
-    "dead_groups/<name>" is the share of groups in which an objective does not vary, "dead_groups/total" that of their
-    sum. "distinct_advantages/grpo" and "/gdpo" are the different advantages in a group, mean over groups, when the
-    sum is normalised and when each objective is. Left out where groups are of one.
-    """
-    dead, total, distinct = jax.device_get(_signal(objectives.rewards, objectives.weights))
+    """Return the shares of groups without signal: "dead_groups/<name>" by objective, "dead_groups/total" of the sum."""
+    dead, total = jax.device_get(_signal(objectives.rewards, objectives.weights))
     row = {f"dead_groups/{name}": float(share) for name, share in zip(objectives.names, dead, strict=True)}
-    row["dead_groups/total"] = float(total)
-    return row | {f"distinct_advantages/{name}": float(number) for name, number in distinct.items()}
+    return row | {"dead_groups/total": float(total)}
 
 
 @partial(jax.jit, static_argnames=("weights",))
-def _signal(rewards: jax.Array, weights: tuple[float, ...]):
+def _signal(rewards: jax.Array, weights: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
     summed = sum_rewards(rewards, weights=weights)
     dead = jnp.mean(groups_without_signal(rewards).astype(jnp.float32), axis=0)
-    total = jnp.mean(groups_without_signal(summed).astype(jnp.float32))
-    if rewards.shape[1] < 2:
-        return dead, total, {}
-    present = ~jnp.isnan(summed)
-    # Whitening is the same line for the whole batch: it joins no values and parts none.
-    advantages = {"grpo": group_advantages(summed), "gdpo": gdpo_advantages(rewards, weights=weights, whiten=None)}
-    counts = {name: distinct_advantages(values, mask=present, axis=1) for name, values in advantages.items()}
-    return dead, total, {name: jnp.mean(count.astype(jnp.float32)) for name, count in counts.items()}
+    return dead, jnp.mean(groups_without_signal(summed).astype(jnp.float32))

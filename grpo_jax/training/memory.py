@@ -155,7 +155,7 @@ def require_memory(config: Config, model: ModelConfig, *, available: int | None,
     if not listed:
         policy, sizes = configured_functions(config.policy, model, None), cache_sizes(sampling.max_new_tokens)
         rows = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
-        shape = rows, sampling.written_completions
+        shape = rows, sampling.group_size
         first, whole = (
             tree_bytes(jax.eval_shape(partial(policy.init_cache, *shape, size))) for size in (sizes[0], sizes[-1])
         )

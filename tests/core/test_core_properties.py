@@ -106,7 +106,6 @@ TABLE = {
     "sum_rewards": lambda p: advantages.sum_rewards(p["rewards"], weights=(0.5, 2.0)),
     "condition_rewards": lambda p: advantages.condition_rewards(p["rewards"], [Condition(0, 1, 0.5)]),
     "groups_without_signal": lambda p: advantages.groups_without_signal(p["rewards"]),
-    "distinct_advantages": lambda p: advantages.distinct_advantages(p["rewards"][..., 0], axis=1),
     "groups_with_signal": lambda p: selection.groups_with_signal(p["rewards"]),
     "high_entropy_mask": lambda p: selection.high_entropy_mask(p["entropy"], p["mask"], share=0.37),
     "without_truncated": lambda p: selection.without_truncated(p["mask"], p["truncated"]),
@@ -169,7 +168,7 @@ def test_arrays_of_other_types_are_named():
     whole = {name: part.astype(np.int32) if part.dtype == np.float32 else part for name, part in parts.items()}
     weighed = parts | {"mask": parts["mask"].astype(np.float32)}
     maskless = {"group_advantages", "batch_whitened_advantages", "leave_one_out_advantages", "sum_rewards"}
-    maskless |= {"condition_rewards", "groups_without_signal", "groups_with_signal", "distinct_advantages"}
+    maskless |= {"condition_rewards", "groups_without_signal", "groups_with_signal"}
     maskless |= {"raft_advantages", "kl_divergence", "overlong_penalty"}
     for name, function in TABLE.items():
         if name not in ("overlong_penalty", "without_truncated"):

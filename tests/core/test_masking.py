@@ -76,6 +76,17 @@ def test_close_large_values_keep_their_digits():
     np.testing.assert_allclose(masked_std(jnp.asarray(x), jnp.ones(8, bool)), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e19, 1e37])
+def test_the_spread_scales_with_the_values(scale):
+    """Squares of 1e19 overflow float32, those of 1e-30 vanish."""
+    x, everything = jnp.array([1.0, 2.0, -3.0, 0.5]) * jnp.float32(scale), jnp.ones(4, bool)
+    np.testing.assert_allclose(masked_std(x, everything), scale * sample_std(np.float64([1, 2, -3, 0.5])), rtol=1e-6)
+    gradient = np.asarray(jax.grad(masked_std)(x, everything))
+    np.testing.assert_allclose(gradient, jax.grad(masked_std)(x / jnp.float32(scale), everything), rtol=1e-5, atol=1e-6)
+    white = masked_whiten(x, everything, eps=0.0)
+    np.testing.assert_allclose(white, masked_whiten(x / jnp.float32(scale), everything, eps=0.0), rtol=1e-5)
+
+
 def test_division_by_zero_is_zero():
     quotient = lambda d: safe_divide(jnp.float32(1), d)  # noqa: E731
     assert quotient(jnp.float32(0)) == 0

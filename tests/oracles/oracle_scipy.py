@@ -8,7 +8,6 @@ from sklearn.metrics import explained_variance_score
 
 from grpo_jax.core.advantages import (
     batch_whitened_advantages,
-    distinct_advantages,
     gdpo_advantages,
     group_advantages,
     groups_without_signal,
@@ -83,12 +82,6 @@ def kept(seed, dtype):
     return Compared((groups_with_signal(rewards), np.ptp(rewards, axis=1).any(-1)))
 
 
-def distinct(seed, dtype):
-    numbers = np.random.default_rng(seed).integers(-5, 6, (7, 8)).astype(dtype) / 3
-    theirs = [len(np.unique(row)) for row in numbers]
-    return Compared((distinct_advantages(numbers, axis=1), theirs))
-
-
 def quantile(seed, dtype):
     parts = policy_batch(seed, dtype)
     shares = (0.07, 0.23, 0.5, 0.79, 1.0)
@@ -132,7 +125,6 @@ CASES = [
     Case("masked_mean, masked_std", "mask", "numpy.nanmean, nanstd", masked),
     Case("groups_without_signal", "two objectives", "numpy.nanmax - nanmin", signal),
     Case("groups_with_signal", "two objectives", "numpy.ptp", kept),
-    Case("distinct_advantages", "axis 1", "numpy.unique", distinct),
     Case("high_entropy_mask", "shares .07 to 1", "numpy.quantile", quantile),
     Case("ValueMetrics", "explained variance", "sklearn.metrics.explained_variance_score", explained),
     divergence("k1"),

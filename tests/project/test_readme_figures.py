@@ -31,6 +31,12 @@ def against_trl(case):
     return sorted(ratios)[len(ratios) // 2] if isinstance(ratios, list) else ratios
 
 
+def on_a_xeon(case):
+    """The ratio in the table of RESULTS.md."""
+    section = (ROOT / "benchmarks" / "RESULTS.md").read_text().partition("### On an Intel Xeon")[2]
+    return float(re.search(rf"^\| {case} \| \*\*(\S+)\*\*", section, flags=re.MULTILINE)[1])
+
+
 def to_a_reward(measure):
     """Ours over TRL's, of medians."""
     return kept("time_to_reward.json")["ratios"][measure]
@@ -89,7 +95,7 @@ FIGURES = [
     (r"finds (\S+) of the requested attributes before", [lambda: printed("| **gdpo** | mean", "before")]),
     (r"after it \*\*(\S+)\*\* with GDPO", [lambda: printed("| **gdpo** | mean", "after")]),
     (r"\*\*(\S+)\*\* with GRPO", [lambda: printed("| **grpo** | mean", "after")]),
-    (r"\*\*(\S+)\*\* with PPO", [lambda: printed("| **ppo** | mean", "after")]),
+    (r"PPO reaches (\S+),", [lambda: printed("| **ppo** | mean", "after")]),
     (r"\((\d+) held-out prompts", [lambda: make_config(task="prompt_enhancement").evaluation.prompts]),
     (r"and (\S+) after training on shuffled", [lambda: printed("| shuffled | 0", "after")]),
     (r"from (\S+) of the attributes to \*\*(\S+)\*\*", [
@@ -98,6 +104,9 @@ FIGURES = [
     (r"takes (\S+) to (\S+) of the time of TRL", [
         lambda: min(map(against_trl, ("small", "large_vocab", "long_prompt", "pictures"))),
         lambda: max(map(against_trl, ("small", "large_vocab", "long_prompt", "pictures")))]),
+    (r"and (\S+) to (\S+) on an Intel Xeon", [
+        lambda: min(map(on_a_xeon, ("small", "long-prompt", "large-vocab"))),
+        lambda: max(map(on_a_xeon, ("small", "long-prompt", "large-vocab")))]),
     (r"a reward of (\S+) in (\S+) of TRL's", [lambda: 0.7, lambda: to_a_reward("cpu to 0.7")]),
     (r"with (\S+) of its memory", [lambda: to_a_reward("peak MiB, training")]),
     (r"from (\S+) of held-out ones right to \*\*(\S+)\*\*", [

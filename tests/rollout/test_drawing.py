@@ -242,8 +242,6 @@ def test_a_run_with_every_choice_tells_of_each(place, tmp_path):
     table = rows(whole)
     assert max(row["draws"] for row in table) > 1 and min(row["groups_kept"] for row in table) >= 1
     assert all(0 < row["importance_weight"] < 2 and row["dead_groups/total"] > 0 for row in table)
-    assert all(row["distinct_advantages/grpo"] >= 1 for row in table)
-    assert "Different advantages in a group" in (whole / "report.html").read_text()
 
 
 def test_the_command_teaches_the_best_of_each_group_alone(place, tmp_path):

@@ -24,7 +24,6 @@ SETTINGS = {
     "top_k: 4": {"top_k": 4},
     "top_p: 0.8": {"top_p": 0.8},
     "min_p: 0.3": {"min_p": 0.3},
-    "repetition_penalty: 1.5": {"repetition_penalty": 1.5},
     "forbidden_tokens: [red, small]": {},
 }
 

@@ -128,6 +128,14 @@ def test_every_iteration_logs_what_is_promised(run):
     assert "validation/score" in rows[-1]
 
 
+def as_maximised(rewards, usable):
+    """Rewards [P, G, N] in which an answer that cannot be read earns the worst of its group, by objective."""
+    rewards = np.array(rewards, float)
+    for p, g in zip(*np.nonzero(~usable), strict=True):
+        rewards[p, g] = np.fmin.reduce(rewards[p, usable[p]], axis=0, initial=np.inf)
+    return np.where(np.isinf(rewards), np.nan, rewards)
+
+
 def test_rewards_are_kept_apart(run):
     for step, row in enumerate(rows_of(run), start=1):
         table = completions_of(run, step)
@@ -137,8 +145,9 @@ def test_rewards_are_kept_apart(run):
         assert np.isfinite(rewards).all() and np.isfinite(table["advantage"]).all()
         for name, values in zip(REWARDS, rewards, strict=True):
             assert row[f"reward/{name}/mean"] == pytest.approx(values.mean(), abs=1e-6)
-        total = rewards.T @ [1.0, 0.5, 0.2]
-        assert row["reward/total/mean"] == pytest.approx(total.mean(), abs=1e-5)
+        usable = np.reshape(table["usable"], (4, 5))
+        total = as_maximised(rewards.T.reshape(4, 5, 3), usable) @ [1.0, 0.5, 0.2]
+        assert row["reward/total/mean"] == pytest.approx(np.nanmean(total), abs=1e-5)
         assert len({tuple(values) for values in rewards}) == len(REWARDS)
         # GDPO: whitened over the batch.
         assert np.mean(table["advantage"]) == pytest.approx(0, abs=1e-4)
@@ -228,7 +237,8 @@ def test_append_form_with_english_tokens_quality_and_a_judge_that_may_fail(model
         # What was trained on: quality where alignment reaches 0.25, rewards of a failed judge left out.
         raw = np.stack([table[f"reward/{name}"] for name in ("alignment", "quality", "flaky")], -1)
         conditioned = condition_rewards(jnp.asarray(raw.reshape(4, 5, 3), jnp.float32), [Condition(1, 0, 0.25)])
-        expected = gdpo_advantages(conditioned, weights=jnp.array([1.0, 0.5, 0.1]))
+        maximised = as_maximised(conditioned, np.reshape(table["usable"], (4, 5)))
+        expected = gdpo_advantages(jnp.asarray(maximised, jnp.float32), weights=jnp.array([1.0, 0.5, 0.1]))
         np.testing.assert_allclose(np.reshape(table["advantage"], (4, 5)), expected, atol=1e-4)
         assert np.isfinite(table["advantage"]).all()
     gain = json.loads((run_dir / "summary.json").read_text())["evaluation"]["alignment_gain"]

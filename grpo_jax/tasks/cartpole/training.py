@@ -12,7 +12,6 @@ import optax
 from grpo_jax.core.advantages import (
     Condition,
     condition_rewards,
-    distinct_advantages,
     gdpo_advantages,
     groups_without_signal,
     sum_rewards,
@@ -161,8 +160,6 @@ def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[Batch, Metr
     flat = advantages.reshape(-1, MAX_STEPS).T
     metrics = {
         "episode_return": jnp.mean(jnp.sum(episodes.mask, axis=0, dtype=jnp.float32)),
-        # At their first step, where they are still in one state: how many episodes of a group are told apart.
-        "distinct_advantages": jnp.mean(distinct_advantages(advantages[:, :, 0], axis=1), dtype=jnp.float32),
     }
     for index, name in enumerate(algorithm.objectives):
         metrics[f"reward/{name}/mean"] = jnp.mean(jnp.sum(rewards[..., index], axis=2))

@@ -254,6 +254,10 @@ def title_vectors(titles: Sequence[str]) -> sparse.csr_array:
     return sparse.csr_array(weighted, dtype=np.float32)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+LISTED = 100
+"""Items below this place of a policy's ranking score like the item there: the prior alone orders them."""
+
+
 def item_scores(ranked: np.ndarray, scores: np.ndarray, items: int) -> np.ndarray:
     """Return each item's log-probability f32 [P, I] from rankings, rows int [P, K] and scores [P, K], best first.
 
@@ -262,3 +266,12 @@ def item_scores(ranked: np.ndarray, scores: np.ndarray, items: int) -> np.ndarra
     by_item = np.repeat(scores[:, -1:], items, axis=1)
     np.put_along_axis(by_item, ranked, scores, axis=1)
     return by_item
+
+
+def levelled(scores: np.ndarray) -> np.ndarray:
+    """Raise log-probabilities f32 [P, I] to that of the item at the place LISTED, before a prior is added.
+
+    So a prior can raise items that the policy finds unlikely.
+    """
+    place = min(LISTED, scores.shape[1])
+    return np.maximum(scores, np.partition(scores, -place, axis=1)[:, -place, None])

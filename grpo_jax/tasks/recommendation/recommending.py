@@ -24,6 +24,7 @@ from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
     PriorParts,
     item_scores,
+    levelled,
     make_parts,
     make_prior,
     taken_counts,
@@ -171,7 +172,7 @@ def _by_policy(config: Config, policy: Policy, dataset: Dataset) -> BestItems:
     def best(row: Row, count: int) -> list[tuple[int, float]]:
         (scores,) = scores_of([row])
         if prior is not None:
-            scores = scores + prior([row.columns["history"]])[0]
+            scores = levelled(scores[None])[0] + prior([row.columns["history"]])[0]
         order = np.argsort(-scores, kind="stable")[:count]
         return list(zip(order.tolist(), scores[order].tolist(), strict=True))
 
@@ -256,7 +257,7 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     rows, catalogue = dataset.prompts.validation[:count], dataset.catalogue
     if not rows:
         raise UserError(f"--users: expected a number >= 1, and data with validation users, got {count}")
-    scores = policy_ranking(config, policy, catalogue, rows)(rows)
+    scores = levelled(policy_ranking(config, policy, catalogue, rows)(rows))
     measured = functools.partial(weigh, scores, make_parts(catalogue.titles, dataset.known), rows)
     earned = measured(list(dict.fromkeys([*grid(), task.prior])))
     near = [dataclasses.replace(earned[0].prior, following=weight) for weight in FOLLOWING]

@@ -124,20 +124,6 @@ def format_table(rows: Sequence[TableRow], *, signed: bool = False) -> str:
     return aligned([[title, *SHOWN], *cells])
 
 
-def format_groups(rows: Sequence[TableRow]) -> str:
-    """Return the mean NDCG@10 of every method and group of users as text; "" where there are no groups."""
-    groups = {row.group: row.users + row.missing for row in rows if row.group != ALL}
-    if not groups:
-        return ""
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        if row.group != ALL:
-            mean = f"{row.measures['NDCG@10'].mean:.4f}" if row.measures else "–"
-            lines.setdefault(row.method, [row.method]).append(mean)
-    heading = ["NDCG@10 by group", *(f"{group} ({users})" for group, users in groups.items())]
-    return aligned([heading, *lines.values()])
-
-
 def table_cells(
     rows: Sequence[TableRow], measures: Sequence[str] = MEASURES, *, signed: bool = False
 ) -> list[tuple[str, list[list[str]]]]:
@@ -205,11 +191,11 @@ def findings(
     if task.order_column:
         groups = direction_groups(rows, dataset.catalogue, task.order_column) | groups
     table, paired = make_table(ranks, groups), paired_table(ranks, _compared(list(ranks)))
-    texts = [format_table(table), format_groups(table)]
+    texts = [format_table(table)]
     if paired:
         texts.append(f"Paired differences (* the 95 % interval is clear of zero)\n{format_table(paired, signed=True)}")
     records = {"table": table_records(table), "differences": table_records(paired)}
-    lines = [line for text in texts if text for line in ("", *text.split("\n"))]
+    lines = [line for text in texts for line in ("", *text.split("\n"))]
     return Findings(_report_tables(table, paired), lines, records)
 
 

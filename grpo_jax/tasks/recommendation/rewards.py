@@ -30,7 +30,7 @@ from grpo_jax.rollout.rewards import (
     finished,
 )
 from grpo_jax.tasks.recommendation import metrics
-from grpo_jax.tasks.recommendation.baselines import Prior, item_scores
+from grpo_jax.tasks.recommendation.baselines import Prior, item_scores, levelled
 from grpo_jax.tasks.recommendation.catalogue import Items
 from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
 from grpo_jax.tasks.recommendation.task import FUSED, RANK
@@ -165,7 +165,7 @@ def ranking_columns(
         places.append(int(own[target] - before) + 1)
     if prior is None:
         return {LISTED_RANK: places}
-    fused = item_scores(ranked, scores, items.count) + prior(histories)
+    fused = levelled(item_scores(ranked, scores, items.count)) + prior(histories)
     return {LISTED_RANK: places, FUSED_RANK: rank_of(count_better(fused, np.array(targets), histories)).tolist()}
 
 

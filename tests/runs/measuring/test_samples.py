@@ -57,7 +57,7 @@ def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
     """Drawn and judged again by hand, with the settings of the evaluation and not of training."""
     monkeypatch.setenv("JUDGE_RUN", str(run))
     config = run_config(run)
-    by_hand = dataclasses.replace(config.sampling, group_size=COUNT, keep_prompt=0, temperature=0.7, top_k=50)
+    by_hand = dataclasses.replace(config.sampling, group_size=COUNT, temperature=0.7, top_k=50)
     parts = load_parts(dataclasses.replace(config, sampling=by_hand), lambda *_: None)
     _, judgement = collect(
         *(parts.environment, parts.samplers.training, parts.policy.variables, parts.test_rows),
@@ -90,7 +90,7 @@ def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
     pairs = [1 - math.comb(COUNT - int(c), 2) / math.comb(COUNT, 2) for c in passes]
     assert measures["letters"]["pass@2"]["before"][0] == pytest.approx(np.mean(pairs))
     assert measures["letters"][f"pass@{COUNT}"]["before"][0] == pytest.approx((passes > 0).mean())
-    assert measures["letters"]["pass@1"]["after"] != measures["letters"]["pass@1"]["before"]
+    assert measures["total"][f"mean@{COUNT}"]["after"] != measures["total"][f"mean@{COUNT}"]["before"]
 
 
 def test_terminal_and_report_show_them(run):

@@ -54,7 +54,6 @@ def test_history(trained):
     # Real steps alone are counted: eight episodes of the mean length.
     returns = history.iterations["episode_return"]
     np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * returns, rtol=1e-5)
-    assert (history.iterations["distinct_advantages"] > 1).all()
 
 
 def test_a_second_call_does_not_compile(trained):

@@ -74,7 +74,7 @@ def test_a_new_gpt2_learns_and_is_exported(run):
     assert all(not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
 
 
-def test_measures_and_tables_are_reported_to_wandb(run):
+def test_measures_are_reported_to_wandb(run):
     pytest.importorskip("wandb")
     summary = json.loads((run / "summary.json").read_text())
     (logged,) = (run / "wandb").glob("offline-run-*")
@@ -83,11 +83,6 @@ def test_measures_and_tables_are_reported_to_wandb(run):
     for name in (b"reward/total/mean", b"watch/ndcg@10/mean", b"baseline_reward", b"improvement"):
         assert name in stored
     assert json.dumps(summary["reward"]).encode() in stored
-    stored = [json.loads(path.read_text()) for path in logged.glob("files/media/table/**/*.table.json")]
-    rankings = [table["data"] for table in stored if {"method", "HR@5", "NDCG@100", "MRR"} < set(table["columns"])]
-    methods = [row["method"] for row in summary["table"] if row["group"] == "all"]
-    assert methods[-1] == "policy, after"
-    assert methods in [[row[0] for row in ranking] for ranking in rankings]
 
 
 def test_a_catalogue_that_has_grown_is_ranked_at_once(run, folder, capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Judgement
-from grpo_jax.tasks.recommendation import metrics
+from grpo_jax.tasks.recommendation import baselines, metrics
 from grpo_jax.tasks.recommendation.baselines import item_scores, make_parts, make_prior
 from grpo_jax.tasks.recommendation.catalogue import UserSequence, item_word, items_of
 from grpo_jax.tasks.recommendation.metrics import count_better, hit, ndcg, rank_of
@@ -74,6 +74,17 @@ def test_the_prior_is_added_to_the_score_of_every_item():
     assert item_scores(items.rows[numbers], scores, 4).tolist() == [[-2.0, -1.0, -3.0, -3.0]]
     columns = ranking_columns(items, lambda histories: prior, [row([3], 0)], numbers, scores)
     assert columns == {LISTED_RANK: [2], FUSED_RANK: [2.0]}  # 3 has the most, and is in the history
+
+
+def test_items_below_the_last_place_that_counts_are_level(monkeypatch):
+    monkeypatch.setattr(baselines, "LISTED", 2)
+    scores = np.array([[-3.0, -1.0, -9.0, -2.0]], np.float32)
+    assert baselines.levelled(scores).tolist() == [[-2.0, -1.0, -2.0, -2.0]]
+    columns = ranking_columns(
+        items_of(list("abcd")), lambda histories: np.array([[0, 0, 1.5, 0]]), [row([3], 2)], np.array([[1, 3, 0, 2]]),
+        np.array([[-1.0, -2.0, -3.0, -9.0]], np.float32),
+    )  # fmt: skip
+    assert columns == {LISTED_RANK: [3], FUSED_RANK: [1.0]}  # 3 is in the history
 
 
 def test_a_grid_of_priors_earns_what_each_of_them_earns_alone(monkeypatch):

@@ -55,7 +55,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     from grpo_jax.runs.iteration import make_learner
     from grpo_jax.runs.language import LanguageProgram
     from grpo_jax.runs.parts import load_parts
-    from grpo_jax.runs.processes import stop_requests
+    from grpo_jax.runs.stopping import stop_requests
 
     config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])
     clock = time.monotonic()

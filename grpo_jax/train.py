@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from grpo_jax.config.build import to_dict
@@ -22,7 +22,7 @@ from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
     from grpo_jax.runs.experiment import Callback, Callbacks
-    from grpo_jax.runs.processes import StopRequests
+    from grpo_jax.runs.stopping import StopRequests
 
 
 @extras_named()
@@ -65,36 +65,30 @@ def run(
         raise UserError("run_dir: expected a folder for the run, got null")
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.experiment import Callbacks
-    from grpo_jax.runs.processes import number_of, stop_requests
-    from grpo_jax.runs.several import join, watching
+    from grpo_jax.runs.processes import ending_together, join
+    from grpo_jax.runs.stopping import stop_requests
 
     enable_compile_cache()
     callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
-    with stop_requests() as stop:
-        try:
-            config = join(config, stop)
-        except Stopped:
-            who = f"process {number_of()}: " if number_of() else ""
-            print(f"{who}stopped while waiting for the other processes: the same command begins again")
-            return {"stopped": True, "iteration": 0}
-        with watching(config):
-            return _run(config, callbacks, stop, prompts=prompts, rewards=rewards)
+    config = join(config)
+    with stop_requests() as stop, ending_together(config.run_dir):
+        return _run(config, callbacks, stop, prompts=prompts, rewards=rewards)
 
 
 def _run(config: Any, callbacks: Callbacks, stop: StopRequests, *, prompts: Any, rewards: Any) -> dict[str, Any]:
-    from grpo_jax.models.broadcast import is_main_process
+    from grpo_jax.models.broadcast import is_main_process, together
     from grpo_jax.reports.output import NoOutput, RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Run
     from grpo_jax.runs.language import load_program
-    from grpo_jax.runs.sameness import require_shared
+    from grpo_jax.runs.processes import require_shared
 
     clock = time.monotonic()
-    opened = RunOutput(config) if is_main_process() else NoOutput(config)
+    opened = together(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
     with opened as output, ExitStack() as leaving:
         require_shared(output.directory.path)
         try:
-            with stop.at_once() if is_main_process() else nullcontext():
+            with stop.at_once():
                 program = config.task.program(config, output.part)
                 if program is None:
                     data = {"prompts": prompts, "rewards": rewards}
@@ -103,12 +97,7 @@ def _run(config: Any, callbacks: Callbacks, stop: StopRequests, *, prompts: Any,
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}
         training = config.training
-        with Checkpoints(
-            output.directory.checkpoints,
-            keep=training.keep_checkpoints,
-            keep_bytes=training.keep_gib * 2**30,
-            note=output.note,
-        ) as checkpoints:
+        with Checkpoints(output.directory.checkpoints, keep=training.keep_checkpoints, note=output.note) as checkpoints:
             return Run(program, checkpoints, output, clock, stop, callbacks).execute()
 
 
@@ -118,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     With --plan 0 says that the run fits, 1 that it does not.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--debug" not in words:  # what XLA logs of a slow compilation reads like an error; errors are raised as well
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "--version" in words:
         print(version())
         return 0
@@ -132,12 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = dataclasses.replace(config, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        from grpo_jax.runs.several import part
-
-        try:
-            run(config)
-        finally:
-            part()  # now: a judge that hangs may end this process at once
+        run(config)
         return 0
 
     return guarded(act, debug="--debug" in words or "--debug=true" in words, silent=_is_other_process)
@@ -147,10 +133,10 @@ def _is_other_process() -> bool:
     """Return whether this is one of several processes, and not the first: all read the same command."""
     if not {"JAX_PROCESS_ID", "SLURM_PROCID"} & os.environ.keys():
         return False  # without JAX, which takes a second to import
-    from grpo_jax.runs.processes import number_of
+    from grpo_jax.runs.processes import announced
 
     with suppress(UserError):
-        return number_of() > 0
+        return announced()[1] > 0
     return False
 
 

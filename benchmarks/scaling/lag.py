@@ -70,7 +70,7 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.experiment import Callbacks, Run
     from grpo_jax.runs.language import load_program
-    from grpo_jax.runs.processes import stop_requests
+    from grpo_jax.runs.stopping import stop_requests
 
     config = make_config(
         task="text",

@@ -24,6 +24,8 @@ REMOVED: dict[str, str] = {
     "sampling.min_new_tokens": "left: a reward on length asks for longer completions",
     "sampling.repetition_penalty": "left: it set the sampler apart from the policy; data.forbidden_tokens acts on both",
     "data.informative_half_life": "left: use algorithm.dead_groups resample or drop",
+    "process_timeout": "left: JAX's heartbeat ends the others within 20 s of a process that is gone",
+    "training.keep_gib": "left: give training.keep_checkpoints; best and final take no room of their own",
     "training.memory_budget_gib": "left: --plan says what an update takes; set training.accumulation",
     "task.answer": "left: answers are text; judges.renderer sets guidance and steps for all pictures",
     "task.negative_prompt": "left: set judges.renderer.negative_prompt",

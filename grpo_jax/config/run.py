@@ -59,8 +59,6 @@ class Config:
         hub_private: Whether a new repository is private.
         on_judge_error: "stop" saves and ends the run; "missing" gives that completion no reward.
         judge_timeout: Seconds one chunk may spend in a judge; 0 for no limit.
-        process_timeout: Seconds that several processes may wait for each other, at their start and in what they do
-            together, such as an update; then they end (docs/scaling.md).
         judges: What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge
             of the package, package.module:Class or file.py:Class, with its own fields beside it, and those of a pool of
             Ray actors that it is to run in (docs/judges.md).
@@ -96,7 +94,6 @@ class Config:
     hub_private: bool = may_change(False)
     on_judge_error: Literal["stop", "missing"] = may_change("stop")
     judge_timeout: float = may_change(1800.0)
-    process_timeout: float = may_change(600.0)
     judges: dict[str, Annotated[Any, Named(JUDGES, POOLED)]] = field(default_factory=dict)
     policy: PolicySection = field(default_factory=PolicySection)
     data: DataSection = field(default_factory=DataSection)
@@ -115,7 +112,6 @@ class Config:
         """Check the fields that no section can check alone."""
         require(0 <= self.seed < 2**63, "seed", "a number in [0, 2^63)", self.seed)
         require(self.judge_timeout >= 0, "judge_timeout", "a number >= 0", self.judge_timeout)
-        require(self.process_timeout > 0, "process_timeout", "a number > 0", self.process_timeout)
         for name in self.devices:
             require_known(name, (POLICY, *self.judges), "devices")
         require(POLICY not in self.judges, "judges", "another name: policy is the policy's", sorted(self.judges))

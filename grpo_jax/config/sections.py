@@ -457,8 +457,6 @@ class TrainingSection:
             (docs/scaling.md); 0 samples each with the newest.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside best and final.
-        keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never best, final and the
-            newest. While one is written there is one more. 0 for no bound.
         max_hours: Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for
             never.
         early_stopping_patience: End training after so many validations in a row without a better one; 0 for never.
@@ -477,7 +475,6 @@ class TrainingSection:
     lag: Annotated[int, Ge(0), Le(1)] = 0
     save_every: Count = may_change(25)
     keep_checkpoints: PositiveCount = may_change(2)
-    keep_gib: NonNegative = may_change(0.0)
     max_hours: NonNegative = may_change(0.0)
     early_stopping_patience: Count = may_change(0)
     early_stopping_threshold: NonNegative = 0.0

@@ -1,28 +1,31 @@
 """What process 0 of a run alone knows, told to all its processes: `broadcast`.
 
-Every process runs the same program on the same config, seed and data. Process 0 alone calls judges and environments,
-writes files and prints; rewards, answers, a stop and what it finds on the disk go through `broadcast`, over the mesh.
-All processes must make the same calls in the same order, so only one thread at a time makes them.
+Every process runs the same program on the same config, seed and data. Process 0 alone calls rewards and environments,
+writes files and prints. All processes make the same calls in the same order, so only one thread at a time makes them,
+and no code that runs in one process alone may make one.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.experimental import multihost_utils
 
+from grpo_jax.errors import UserError
+
 Result = TypeVar("Result")
 Tree = TypeVar("Tree")
-_LENGTH_BYTES = 8
-_SMALL_BYTES = 4096  # what goes in the first array, beside its length
-_BARRIER_MS = 7 * 24 * 3_600_000  # however long a judge takes; the watch ends what is stuck (`runs.watch`)
+_LEAST_BYTES = 4096
+_WAIT_MS = 7 * 24 * 3_600_000  # however long a reward takes; JAX's heartbeat ends who waits for one that is gone
+_TOLD_MS = 5000
+_calls = itertools.count(1)
 
 
 def _state() -> Any:
@@ -30,11 +33,6 @@ def _state() -> Any:
     from jax._src.distributed import global_state
 
     return global_state
-
-
-def client() -> Any:
-    """Return this process's client of the coordinator, which has no public name in JAX."""
-    return _state().client
 
 
 def process_count() -> int:
@@ -48,76 +46,69 @@ def process_index() -> int:
 
 
 def is_main_process() -> bool:
-    """Return whether this process calls judges, writes files and prints."""
+    """Return whether this process calls rewards, writes files and prints."""
     return process_index() == 0
 
 
-class Waiting(NamedTuple):
-    """What this process does together with the others, and since when (`time.monotonic`)."""
-
-    name: str
-    since: float
-
-
-waiting: Waiting | None = None
-"""None while this process works by itself."""
-without_limit = False
-"""Whether process 0 does what the others wait for without a time limit."""
-_barriers = itertools.count(1)
-
-
-@contextmanager
-def together(name: str) -> Iterator[None]:
-    """Mark what all processes do together, which does not return while one of them stays away."""
-    global waiting
-    before = waiting
-    waiting = Waiting(name, time.monotonic())
-    try:
-        yield
-    finally:
-        waiting = before
-
-
-@contextmanager
-def others_wait() -> Iterator[None]:
-    """Mark what process 0 does by itself, however long: judges have time limits of their own."""
-    global without_limit
-    without_limit = True
-    try:
-        yield
-    finally:
-        without_limit = False
-
-
-def run_together(name: str, compute: Callable[[], Result]) -> Result:
-    """Return what all processes compute together; where there are several, only once it is computed."""
-    with together(name):
-        result = compute()
-        return jax.block_until_ready(result) if process_count() > 1 else result
-
-
-def meet() -> None:
+def barrier() -> None:
     """Wait, on the host, until all processes are here: collectives that begin minutes apart would time out."""
     if process_count() > 1:
-        client().wait_at_barrier(f"grpo_jax/{next(_barriers)}", _BARRIER_MS)
+        _state().client.wait_at_barrier(f"grpo_jax/{next(_calls)}", _WAIT_MS)
 
 
-def broadcast(tree: Tree | None) -> Tree:
+def broadcast(tree: Tree) -> Tree:
     """Return process 0's tree of dicts, lists, arrays, numbers, texts and None; the others' arguments do not count."""
     if process_count() == 1:
         return tree
-    with together("broadcast"):
-        meet()
-        data = np.frombuffer(msgpack_serialize(tree) if is_main_process() else b"", np.uint8)
-        first = np.zeros(_LENGTH_BYTES + _SMALL_BYTES, np.uint8)
-        first[:_LENGTH_BYTES] = np.frombuffer(np.uint64(len(data)).tobytes(), np.uint8)
-        if len(data) <= _SMALL_BYTES:
-            first[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
-        first = np.asarray(multihost_utils.broadcast_one_to_all(first))
-        length = int(np.frombuffer(first[:_LENGTH_BYTES].tobytes(), np.uint64)[0])
-        content = first[_LENGTH_BYTES:]
-        if length > _SMALL_BYTES:
-            padded = np.zeros(1 << (length - 1).bit_length(), np.uint8)  # few lengths: each is compiled
-            padded[: len(data)] = data
-            content = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-        return tree if is_main_process() else msgpack_restore(content[:length].tobytes())
+    barrier()
+    data = np.frombuffer(msgpack_serialize(tree) if is_main_process() else b"", np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    padded = np.zeros(max(_LEAST_BYTES, 1 << (length - 1).bit_length()), np.uint8)  # few lengths: each is compiled
+    padded[: len(data)] = data
+    content = np.asarray(multihost_utils.broadcast_one_to_all(padded))[:length]
+    return tree if is_main_process() else msgpack_restore(content.tobytes())
+
+
+def exchange(text: str) -> list[str]:
+    """Return every process's text, through the coordinator: JAX's devices need not have started."""
+    client, key = _state().client, f"grpo_jax/{next(_calls)}"
+    client.key_value_set(f"{key}/{process_index()}", text)
+    return [client.blocking_key_value_get(f"{key}/{number}", _WAIT_MS) for number in range(process_count())]
+
+
+def is_told() -> bool:
+    """Return whether process 0 ends with a mistake of its own, which it tells; every process that fails asks."""
+    client = _state().client
+    with suppress(jax.errors.JaxRuntimeError):
+        if is_main_process():
+            client.key_value_set("grpo_jax/told", "1")
+        client.blocking_key_value_get("grpo_jax/told", _TOLD_MS)
+        return True
+    return False
+
+
+def any_process(flag: bool) -> bool:
+    """Return, in all processes, whether the flag is set in one of them."""
+    return flag if process_count() == 1 else "1" in exchange("1" if flag else "0")
+
+
+def together(compute: Callable[[], Result]) -> Result:
+    """Return this process's result. Raises UserError in all processes if one of them raises it."""
+    if process_count() == 1:
+        return compute()
+    result, mistake = None, ""
+    try:
+        result = compute()
+    except UserError as error:
+        mistake = str(error)
+    for told in filter(None, exchange(mistake)):
+        raise UserError(told)
+    return cast(Result, result)
+
+
+def from_main_process(compute: Callable[[], Result]) -> Result:
+    """Return process 0's result, which is JSON, in all processes; the others do not compute it."""
+    if process_count() == 1:
+        return compute()
+    found = together(lambda: json.dumps(compute()) if is_main_process() else "")
+    return json.loads(exchange(found)[0])

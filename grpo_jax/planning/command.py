@@ -17,7 +17,7 @@ from grpo_jax.planning.policy import PolicyMemory, read_shape, read_shown
 from grpo_jax.planning.programs import Report
 from grpo_jax.planning.targets import Target, parse_target, prepare
 from grpo_jax.runs.policy import NEW
-from grpo_jax.runs.several import require_for_processes
+from grpo_jax.runs.processes import require_for_processes
 from grpo_jax.training.memory import GIB
 
 _PREALLOCATED = 0.75  # JAX's default share of a card

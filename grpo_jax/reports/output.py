@@ -11,7 +11,6 @@ from grpo_jax.config import Config
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.config.files import Values
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.models.broadcast import others_wait
 from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
 from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.page import RunEnd, write_end
@@ -123,8 +122,7 @@ class RunOutput:
             )
         self.say(f"report: {self.directory.report}", style="bold green")
         if self._repo and self.directory.policy.is_dir():
-            with others_wait():
-                self._push()
+            self._push()
 
     def _push(self) -> None:
         """Push the policy's folder; a hub that refuses is a note, for the run is complete."""

@@ -150,8 +150,7 @@ class ResolvedReward(NamedTuple):
 
 
 def JUDGE_AS_REWARD(**columns: object) -> object:
-    """Stands for a judge that is itself a reward, such as a reward model."""
-    raise NotImplementedError("it is bound to a judge first")
+    """Stands for a judge that is itself a reward, such as a reward model, until `bind` replaces it."""
 
 
 class ResolvedRewards(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from grpo_jax.config.files import checked, read_json
 from grpo_jax.errors import UserError, one_line, short_name
 
-HUB = "hub:"
+_HUB = "hub:"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _BATCH_ROWS = 4096  # records that are read at once where all are looked at
 _BATCH_BYTES = 2**26
@@ -58,14 +58,14 @@ def read_records(place: str) -> Records:
 
     Also "hub:OWNER/NAME", "hub:OWNER/NAME:CONFIG" and "hub:OWNER/NAME:CONFIG:SPLIT".
     """
-    if place.startswith(HUB):
-        return _loaded(lambda: load_hub(place), place, None)
+    if place.startswith(_HUB):
+        return _loaded(lambda: _load_hub(place), place, None)
     path = Path(place)
     kind = path.suffix.lower()
     if os.path.isdir(path):
         return _saved(path)
     if kind == ".jsonl":
-        return read_lines(path, parse_object)
+        return read_lines(path, _parse_object)
     if kind == ".txt":
         return read_lines(path, lambda text: {"prompt": text})
     if kind == ".parquet":
@@ -74,7 +74,7 @@ def read_records(place: str) -> Records:
         return _sheet(path, _DELIMITERS[kind])
     raise UserError(
         f"{short_name(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
-        f"folder, from {HUB}OWNER/NAME, or from builtin[:TIER]"
+        f"folder, from {_HUB}OWNER/NAME, or from builtin[:TIER]"
     )
 
 
@@ -95,7 +95,7 @@ def read_lines(path: Path, parse: Callable[[str], Record]) -> Records:
     return lines._replace(unit="line", read=lambda start, stop: [parsed(*one) for one in lines.read(start, stop)])
 
 
-def parse_object(text: str) -> Record:
+def _parse_object(text: str) -> Record:
     """Return the object of a line of JSON, or what is wrong with it."""
     try:
         record = read_json(text)
@@ -151,11 +151,11 @@ def _saved(path: Path) -> Records:
     return _loaded(lambda: datasets.load_from_disk(str(path)), path, path.parent)
 
 
-def load_hub(place: str) -> Any:
+def _load_hub(place: str) -> Any:
     """Load "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT behind it."""
-    name, config, named, *more = [*place.removeprefix(HUB).split(":"), "", ""]
+    name, config, named, *more = [*place.removeprefix(_HUB).split(":"), "", ""]
     if not name or any(more):
-        raise UserError(f"{short_name(place)}: expected {HUB}OWNER/NAME, with :CONFIG or :CONFIG:SPLIT behind it")
+        raise UserError(f"{short_name(place)}: expected {_HUB}OWNER/NAME, with :CONFIG or :CONFIG:SPLIT behind it")
     import datasets
 
     return datasets.load_dataset(name, config or None, split=named or None)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.errors import StageError, Stopped
-from grpo_jax.models.broadcast import broadcast, is_main_process, others_wait, process_count, together
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
@@ -310,15 +310,14 @@ class _Stages:
         try:
             prompts = len(self.rows)
             size = scheduling.chunk_prompts or prompts
-            with others_wait():
-                chunks, seconds = run_pipeline(
-                    [(start, min(start + size, prompts)) for start in range(0, prompts, size)],
-                    stages,
-                    timeout=scheduling.timeout,
-                    in_flight=in_flight,
-                    stopping=scheduling.stopping,
-                    slot=scheduling.slot,
-                )
+            chunks, seconds = run_pipeline(
+                [(start, min(start + size, prompts)) for start in range(0, prompts, size)],
+                stages,
+                timeout=scheduling.timeout,
+                in_flight=in_flight,
+                stopping=scheduling.stopping,
+                slot=scheduling.slot,
+            )
             judgement = _judgement(chunks)
             judged = self._share([judgement.rewards, judgement.watched, judgement.last])
         except (StageError, Stopped, _Ended) as error:
@@ -349,8 +348,7 @@ class _Stages:
         with self.device:
             self.waited.append(time.perf_counter() - started)
             self._share(None)
-            with together("sampling"):
-                yield
+            yield
 
     def sampled(self) -> list[Stage]:
         """Stages from (first row, row behind the last) to an `EpisodeChunk`."""

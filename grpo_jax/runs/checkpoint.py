@@ -1,16 +1,12 @@
-"""Checkpoints of a run, through Orbax: saved in the background, checked when read, restored exactly.
+"""Checkpoints of a run, on Orbax's CheckpointManager: saved in the background, checked when read, restored exactly.
 
 ```
-checkpoints/step_20, step_40, …   the last K, for --resume
-checkpoints/best/version_3        the best by validation
-checkpoints/final/version_1       the end of training
+checkpoints/step_20, step_40, …       the last `keep`, and those that have a name
+checkpoints/best, checkpoints/final   links to the steps of those names
 ```
 
-Each is written elsewhere, listed in a manifest with the checksums of its files and only then put in its place
-(`series`); `best` and `final` are replaced by writing the next version and then deleting the previous one. So
-whatever has a name is whole, and later damage is noticed. Checkpoints of one step share their arrays' files
-(`series.link_files`). Orbax sees nested dictionaries of arrays: the types of the state (optax's tuples, typed keys,
-Python numbers) come back from the template, not from the file.
+Orbax writes a step elsewhere and gives it its place by a rename. A name is a link that is replaced in one move after
+its step is committed.
 """
 
 from __future__ import annotations
@@ -19,57 +15,43 @@ import errno
 import json
 import logging
 import os
+import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from grpo_jax.errors import UserError, complain, one_line, short_repr
-from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
+from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
+from grpo_jax.runs.digests import Damaged, find_damage, read_manifest, write_manifest
 from grpo_jax.runs.directory import MAX_ATTEMPTS, retry_write
 from grpo_jax.runs.progress import Record as Meta
-from grpo_jax.runs.series import (
-    EVALUATED,
-    Series,
-    as_template,
-    check_fits,
-    disk_usage,
-    find_damage,
-    items,
-    leaves,
-    storable,
-)
-from grpo_jax.runs.several import end_in_all
+
+EVALUATED = "variables"
+"""The part of a state that evaluation needs; stored apart, so that it is read alone."""
+_NAMES = ("best", "final")
+_TEMPORARY = "step_*.orbax-checkpoint-tmp*"
+_REMOVAL_SECONDS = 1.0  # a running training may be removing the checkpoint that is read
 
 Result = TypeVar("Result")
-_NAMED = ("best", "final")
-
-
-class _Removed(Exception):
-    """A running training replaced the checkpoint that was being read by a newer one."""
-
-
-class _Entry(NamedTuple):
-    series: Series
-    number: int
-
-    @property
-    def path(self) -> Path:
-        return self.series.path(self.number)
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     A state is a mapping of parts, `"variables"` (for evaluation) among them; each part is a pytree of `jax.Array`s
-    (typed keys included), NumPy arrays and Python numbers. `meta` is JSON.
+    (typed keys included), NumPy arrays and Python numbers. Metadata is JSON. Several processes call all methods
+    together.
     """
 
     def __init__(
@@ -77,342 +59,362 @@ class Checkpoints:
         folder: str | Path,
         *,
         keep: int = 3,
-        keep_bytes: float = 0,
         read_only: bool = False,
         note: Callable[[str], None] = lambda text: None,
     ):
         """Open a folder, made if absent, and remove what an interrupted write left in it.
 
-        Args:
-            keep: Number of `step_N` checkpoints that stay; older ones are deleted after a newer one is committed.
-            keep_bytes: Bound on all, `best` and `final` included: the oldest `step_N` but the newest go; 0 for none.
-            read_only: Nothing is made or removed (another process may be writing).
-            note: Called with the message of a failed write that is tried again.
+        `keep` steps stay beside those with a name. With `read_only` nothing is made or removed (another process may
+        be writing). `note` gets a line for each damaged checkpoint that is set aside and each write that is repeated.
         """
-        if keep < 1:
-            raise ValueError(f"keep: expected at least 1, got {keep}")
-        _silence_libraries()
+        for library in ("absl", "asyncio"):  # they print the errors that they also raise
+            logging.getLogger(library).setLevel(logging.CRITICAL + 1)
         self.folder = Path(folder).absolute()
-        self._read_only = read_only
-        self._note = note
-        self._keep_bytes = keep_bytes
+        self._read_only, self._note = read_only, note
         self._sound: set[Path] = set()
-        self._stored: tuple[int, Path] | None = None  # a step whose state is on the disk, and where
+        self._writing: dict[str, Any] = {}  # "step" and "meta" of the write in the background
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
+        if any(self.folder.glob("step_*/manifest.json")) or any(self.folder.glob("*/version_*")):
+            raise UserError(f"{self.folder}: its checkpoints are of another grpo_jax: go on with that version")
+        if read_only:
+            return
+        options = ocp.CheckpointManagerOptions(
+            step_prefix="step",
+            preservation_policy=_Preserved(keep, self),
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._seal,
+                barrier_sync_fn=self._meet if process_count() > 1 else None,
+            ),
+        )
         try:
-            opened = partial(Series, read_only=read_only, committed=self._make_room, failed=self._end)
-            self._steps = opened(self.folder, "step", keep)
-            self._named = {name: opened(self.folder / name, "version", 1) for name in _NAMED}
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_handlers())
         except OSError as error:
             raise self._unwritable(error) from error
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
-        """Save `step_<step>`, in the background unless `wait`; a saved step is not rewritten.
+        """Save a step, in the background unless `wait`; if it is there already, replace its metadata alone.
 
-        After a write that failed in the background, this one is waited for. UserError if it fails as well.
+        After a write that failed in the background, this one is waited for. Raises UserError if it fails as well, or
+        if the weights are not finite.
         """
-        if broadcast(step != self._steps.writing and step not in self._steps.numbers()):
-            self._write(_Entry(self._steps, step), state, meta | {"step": step}, wait=wait)
-        elif wait:
-            self.wait()
+        if self._read_only:
+            raise ValueError("these checkpoints were opened with read_only=True")
+        meta = json.loads(json.dumps(meta, default=lambda value: np.asarray(value).tolist()))
+        trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
+        _require_finite(state[EVALUATED], step)
+        in_background = not wait
 
-    def save_best(self, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
-        """Replace `best` and wait; the previous one stays until this one is committed."""
-        self._save_named("best", step, state, meta)
+        def write() -> None:
+            self._manager.wait_until_finished()  # raises the error of the write before
+            if not self.folder.is_dir():
+                raise FileNotFoundError(f"{self.folder} is gone")
+            self._writing = {"step": step, "meta": meta}
+            if broadcast(step not in self._steps()):
+                self._manager.save(step, args=ocp.args.Composite(**trees), force=True)
+            elif is_main_process():
+                write_manifest(self._path(step), read_manifest(self._path(step)) | self._writing)
+            if not in_background:
+                self._manager.wait_until_finished()
 
-    def save_final(self, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
-        """Replace `final` and wait; the previous one stays until this one is committed."""
-        self._save_named("final", step, state, meta)
+        def on_retry(error: Exception, pause: float) -> None:
+            nonlocal in_background
+            in_background = False
+            self._clear()
+            self._note(f"a checkpoint could not be written ({_reason(error)}); trying again in {pause:g} s")
+
+        # Of several processes one cannot begin again alone: they end, and the run is resumed.
+        attempts = MAX_ATTEMPTS if process_count() == 1 else 1
+        with self._disk_errors():
+            retry_write(write, may_pass=self._may_pass, on_retry=on_retry, max_attempts=attempts)
+
+    def save_as(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
+        """Save a step as `save` does, wait, and give it the name "best" or "final"."""
+        self.save(step, state, meta, wait=True)
+        if not is_main_process():
+            return
+        target, link = self.folder / name, self.folder / f".{name}"
+        with self._disk_errors():
+            link.unlink(missing_ok=True)
+            link.symlink_to(f"step_{step}")
+            if target.is_dir() and not target.is_symlink():  # in a copy that followed links
+                shutil.rmtree(target)
+            os.replace(link, target)
 
     def latest_step(self) -> int | None:
-        """Return the step that `restore("latest")` would continue from; None if there is none."""
-
-        def look() -> int | None:
-            entry = self._latest()[0]
-            return None if entry is None else self._meta(entry)["step"]
-
-        return broadcast(self._looking(look) if is_main_process() else None)
-
-    def set_aside_damaged(self) -> list[str]:
-        """Set aside damaged checkpoints that a resumed run would meet, and a damaged `best`; a line for each."""
-        if not is_main_process():
-            return []
-        damaged = self._looking(lambda: self._latest()[1] + self._newest_sound(self._named["best"])[1])
-        for entry, _ in damaged:
-            entry.series.set_aside(entry.number)
-        return [f"{entry.path} is damaged ({damage}) and was set aside" for entry, damage in damaged]
+        """Return the newest sound step; None if there is none. Damaged newer ones are set aside unless read-only."""
+        return from_main_process(self._latest)
 
     def available(self) -> list[str]:
         """Return the names that can be restored, as written on the command line."""
-        named = [name for name, series in self._named.items() if series.numbers()]
-        return broadcast([*map(str, self._steps.numbers()), *named])
+        return broadcast(self._available())
 
-    def restore(self, which: int | str, template: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Meta]:
+    def restore(self, which: int | str, template: Mapping[str, PyTree] | None = None) -> tuple[dict[str, PyTree], Meta]:
         """Restore a whole state, with the types and places of a template, and its meta (with `"step"`).
 
-        `which` is a step, "latest", "best" or "final". UserError if it is absent, damaged, or does not fit.
+        `which` is a step, "latest", "best" or "final". A template of the variables alone reads them alone; without
+        one they go to the first device. Raises UserError if the checkpoint is absent, damaged, or does not fit.
         """
 
-        def read() -> tuple[dict[str, PyTree], Meta]:
-            entry = self._find_in_all(which)
-            restored: dict[str, PyTree] = {}
-            for item, part in items(template).items():
-                restored |= self._read(entry, item, part)
-            meta = broadcast(self._meta(entry) if is_main_process() else None)
-            self._stored = meta["step"], entry.path
-            return {name: restored[name] for name in template}, meta
+        def read(path: Path) -> tuple[dict[str, PyTree], Meta]:
+            with closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers()))) as reader:
+                saved = reader.metadata(path).item_metadata or {}
+                if template is None:
+                    wanted = {EVALUATED: jax.tree.map(_on_first_device, saved[EVALUATED].tree)}
+                else:
+                    wanted = _items(template)
+                for item, tree in wanted.items():
+                    _require_fits(getattr(saved.get(item), "tree", None), tree, path)
+                args = {item: ocp.args.StandardRestore(jax.tree.map(_array, tree)) for item, tree in wanted.items()}
+                came = reader.restore(path, args=ocp.args.Composite(**args))
+            items = {item: jax.tree.map(_as_template, tree, came[item]) for item, tree in wanted.items()}
+            return {**(template or {}), **items[EVALUATED], **items.get("training", {})}, _meta(path)
 
-        return self._looking(read)
+        return self._reading(which, read)
 
     def read_meta(self, which: int | str) -> Meta:
         """Read a checkpoint's meta (with `"step"`). Raises UserError as `restore` does."""
-        return broadcast(self._looking(lambda: self._meta(self._find(which))) if is_main_process() else None)
-
-    def restore_variables(self, which: int | str, template: PyTree = None) -> tuple[PyTree, Meta]:
-        """Restore the variables alone; without a template they go to the first device."""
-
-        def read() -> tuple[PyTree, Meta]:
-            entry = self._find(which)
-            part = {EVALUATED: template}
-            if template is None:
-                sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-                with self._reading(entry):
-                    saved = entry.series.described(entry.number, EVALUATED)
-                part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), saved)
-            return self._read(entry, EVALUATED, part)[EVALUATED], self._meta(entry)
-
-        return self._looking(read)
+        return self._reading(which, _meta)
 
     def wait(self) -> None:
-        """Block until the background write is done. Raises UserError if it failed."""
-        try:
-            self._steps.wait()
-        except Exception as error:
-            if not _is_disk_error(error):
-                raise
-            self._steps.clear()
-            raise self._unwritable(error) from error
-
-    def close(self) -> None:
-        """Wait for writes and end the background threads."""
-        try:
-            self.wait()
-        finally:
-            for series in (self._steps, *self._named.values()):
-                with suppress(Exception):  # of a write that failed, and was reported already
-                    series.close()
+        """Wait for the write in the background. Raises UserError if it failed."""
+        if not self._read_only:
+            with self._disk_errors():
+                self._manager.wait_until_finished()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; a failed background write does not replace the error that ends the run."""
-        try:
-            self.close()
-        except UserError as error:
-            if kind is None:
-                raise
-            self._note(str(error))
-
-    def _save_named(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
-        series = self._named[name]
-        # versions count up whatever the step: a resumed run may find its best at an earlier step than before
-        number = broadcast(max(series.numbers(), default=0) + 1)
-        self._write(_Entry(series, number), state, meta | {"step": step}, wait=True)
-
-    def _write(self, entry: _Entry, state: Mapping[str, PyTree], meta: Meta, *, wait: bool) -> None:
+        """Wait, and end Orbax's threads; a failed write does not replace the error that ends the run."""
         if self._read_only:
-            raise ValueError("these checkpoints were opened with read_only=True")
-        trees = {item: storable(part) for item, part in items(state).items()}
-        meta = json.loads(json.dumps(meta, default=_plain))
-        if broadcast(is_main_process() and self._link(entry, meta)):
             return
-        self._stored = meta["step"], entry.path
-        series, retrying = entry.series, False
-
-        def write() -> None:
-            try:
-                series.save(entry.number, trees, meta)
-                if wait or retrying:
-                    series.wait()
-            except Exception as error:
-                if _is_disk_error(error):
-                    series.clear()
-                raise
-
-        def may_pass(error: Exception) -> bool:
-            return _is_disk_error(error) and self.folder.is_dir()
-
-        def on_retry(error: Exception, pause: float) -> None:
-            nonlocal retrying
-            retrying = True
-            self._note(f"a checkpoint could not be written ({_reason(error)}); trying again in {pause:g} s")
-
         try:
-            # Of several processes one cannot begin again alone: they end, and the run is resumed.
-            max_attempts = MAX_ATTEMPTS if process_count() == 1 else 1
-            retry_write(write, may_pass=may_pass, on_retry=on_retry, max_attempts=max_attempts)
-        except Exception as error:
-            if not _is_disk_error(error):
-                raise
-            raise self._unwritable(error) from error
+            with suppress(UserError) if kind else nullcontext():
+                self.wait()
+        finally:
+            with suppress(Exception):  # of a write that failed, and was told
+                self._manager.close()
 
-    def _link(self, entry: _Entry, meta: Meta) -> bool:
-        """Link the files of the checkpoint written or restored last, if it is of the same step."""
-        if self._stored is None or self._stored[0] != meta["step"]:
-            return False
-        try:
-            self._steps.wait()  # they may be on their way
-            entry.series.link(entry.number, self._stored[1], meta)
-        except (OSError, UserError):  # then it is written in full
-            return False
-        return True
+    def _path(self, which: int | str) -> Path:
+        return self.folder / (str(which) if which in _NAMES else f"step_{which}")
 
-    def _make_room(self) -> None:
-        if not self._keep_bytes:
-            return
-        for old in self._steps.numbers()[:-1]:
-            every = (self._steps, *self._named.values())
-            if disk_usage(series.path(number) for series in every for number in series.numbers()) <= self._keep_bytes:
-                return
-            self._steps.remove(old)
+    def _steps(self) -> list[int]:
+        """Return the steps that are there, sound or damaged, rising."""
+        names = [path.name.removeprefix("step_") for path in self.folder.glob("step_*") if path.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal() and name.isascii() and str(int(name)) == name)
 
-    def _end(self, error: BaseException) -> None:
-        """End this process, one of several, whose background write has failed: the others wait for it at once."""
-        told = self._unwritable(error) if _is_disk_error(error) else error
-        if is_main_process():
-            complain(f"error: {' '.join(str(told).split())}")
-        end_in_all(told)
-        os._exit(2 if isinstance(told, UserError) else 1)
+    def _named_step(self, name: str) -> int | None:
+        """Return the step that has a name, if its manifest can be read."""
+        with suppress(Damaged):
+            return read_manifest(self.folder / name)["step"]
+        return None
 
-    def _unwritable(self, error: BaseException) -> UserError:
-        if not self._read_only and isinstance(error, FileNotFoundError) and not self.folder.is_dir():
-            return UserError(f"{self.folder} is gone: it was deleted under the run, and nothing more can be saved")
-        return UserError(
-            f"cannot write a checkpoint to {self.folder} ({_reason(error)}); the checkpoints"
-            " committed so far stay valid: make room or mend the permissions, then continue with --resume"
-        )
+    def _available(self) -> list[str]:
+        return [*map(str, self._steps()), *(name for name in _NAMES if self._named_step(name) is not None)]
 
-    def _read(self, entry: _Entry, item: str, part: PyTree) -> PyTree:
-        wanted = leaves(part)
-        with self._reading(entry):
-            saved = entry.series.described(entry.number, item)
-            check_fits(leaves(saved), wanted, entry.path)
-            arrays = leaves(entry.series.read(entry.number, item, part)) if saved else {}
-        restored = [as_template(leaf, arrays[name]) for name, leaf in wanted.items()]
-        return jax.tree.unflatten(jax.tree.structure(part), restored)
+    def _damage(self, which: int | str) -> str:
+        path = self._path(which).resolve()
+        if path not in self._sound:
+            if damage := find_damage(path, None if which in _NAMES else int(which)):
+                return damage
+            self._sound.add(path)
+        return ""
 
-    def _meta(self, entry: _Entry) -> Meta:
-        with self._reading(entry):
-            return entry.series.read_meta(entry.number)
-
-    def _damage(self, entry: _Entry) -> str:
-        if entry.path in self._sound:
-            return ""
-        damage = find_damage(entry.path) or self._misplaced(entry)
-        if not damage:
-            self._sound.add(entry.path)
-        elif entry.number not in entry.series.numbers():
-            raise _Removed
-        return damage
-
-    def _misplaced(self, entry: _Entry) -> str:
-        step = self._meta(entry).get("step")
-        if not isinstance(step, int):
-            return "its meta names no step"
-        same = entry.series is not self._steps or step == entry.number
-        return "" if same else f"it was saved as that of step {step}"
-
-    def _latest(self) -> tuple[_Entry | None, list[tuple[_Entry, str]]]:
-        """Return the furthest sound one of `step_N` and `final`, and the damaged ones met on the way."""
+    def _latest(self) -> int | None:
         self.wait()
-        sound: list[_Entry] = []
-        damaged: list[tuple[_Entry, str]] = []
-        for series in (self._steps, self._named["final"]):
-            entry, newer = self._newest_sound(series)
-            damaged += newer
-            if entry is not None:
-                sound.append(entry)
-        if damaged and not sound:
-            reasons = "; ".join(f"{entry.path.name}: {damage}" for entry, damage in damaged)
+        damaged = {}
+        for step in reversed(self._steps()):
+            damage = self._damage(step)
+            if not damage:
+                self._set_aside(damaged)
+                return step
+            if self._is_gone(self._path(step)):
+                return self._latest()
+            damaged[self._path(step)] = damage
+        if damaged:
+            reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
             raise UserError(
                 f"every checkpoint in {self.folder} is damaged ({reasons[:160]}): copy the folder again from where it "
                 "came, or start a new run in another --run_dir"
             )
-        return max(sound, key=lambda entry: self._meta(entry)["step"], default=None), damaged
+        return None
 
-    def _newest_sound(self, series: Series) -> tuple[_Entry | None, list[tuple[_Entry, str]]]:
-        """Return the newest sound checkpoint of a series, and the damaged ones that are newer."""
-        damaged = []
-        for number in reversed(series.numbers()):
-            entry = _Entry(series, number)
-            damage = self._damage(entry)
-            if not damage:
-                return entry, damaged
-            damaged.append((entry, damage))
-        return None, damaged
+    def _set_aside(self, damaged: dict[Path, str]) -> None:
+        """Take damaged steps, and a damaged best one, out of the steps."""
+        if self._read_only:
+            return
+        if "best" in self._available() and (damage := self._damage("best")):
+            damaged[self._path("best").resolve()] = damage
+        for path, damage in damaged.items():
+            aside = path.with_name(f"damaged_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            self._note(f"{path} is damaged ({damage}) and was set aside as {aside.name}")
+        self._manager.reload()
 
-    def _looking(self, look: Callable[[], Result]) -> Result:
-        """Return `look()`, repeated while its checkpoint was removed meanwhile."""
-        while True:
-            with suppress(_Removed):
-                return look()
-
-    def _find(self, which: int | str) -> _Entry:
+    def _find(self, which: int | str) -> str:
+        """Return the name of a sound checkpoint's folder."""
         self.wait()
         name = str(which)
-        entry = None
-        if name == "latest":
-            entry = self._latest()[0]
-        elif name in _NAMED:
-            series = self._named[name]
-            entry = next((_Entry(series, number) for number in reversed(series.numbers())), None)
-        elif name.isascii() and name.isdigit():
-            entry = next((_Entry(self._steps, number) for number in self._steps.numbers() if str(number) == name), None)
-        else:
+        if name not in ("latest", *_NAMES) and not (name.isascii() and name.isdigit()):
             raise UserError(f"checkpoint {short_repr(which)}: expected a step, latest, best or final")
-        if entry is None:
-            names = ", ".join(self.available())
-            mend = f"there are: {names}" if names else "it holds none; the run has not come to its first checkpoint"
-            raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {mend}")
-        if damage := self._damage(entry):
-            others = [other for other in self.available() if other != name]
-            mend = f"there are: {', '.join(others)}" if others else "there is no other"
-            raise UserError(f"{entry.path} is damaged ({damage}); {mend}")
-        return entry
+        found, there = str(self._latest()) if name == "latest" else name, self._available()
+        if found not in there:
+            fix = f"there are: {', '.join(there)}" if there else "the run has not come to its first checkpoint"
+            raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {fix}")
+        path = self._path(found).resolve()
+        damage = self._damage(found)
+        if damage and not self._is_gone(path):
+            others = ", ".join(other for other in there if other != found) or "no other"
+            raise UserError(f"{path} is damaged ({damage}); there are: {others}")
+        return path.name
 
-    def _find_in_all(self, which: int | str) -> _Entry:
-        """Find a checkpoint as process 0 finds it."""
-        every = [self._steps, *self._named.values()]
-        entry = self._find(which) if is_main_process() else None
-        place, number = broadcast(None if entry is None else [every.index(entry.series), entry.number])
-        return _Entry(every[place], number)
+    def _reading(self, which: int | str, read: Callable[[Path], Result]) -> Result:
+        """Find a checkpoint and read it; again if a running training has removed it meanwhile."""
+        while True:
+            path = self.folder / from_main_process(lambda: self._find(which))
+            try:
+                return read(path)
+            except Exception as error:
+                if self._is_gone(path):
+                    continue
+                if isinstance(error, UserError):  # it can be read, and does not fit
+                    raise
+                raise UserError(f"{path} cannot be read ({_reason(error)})") from error
+
+    def _is_gone(self, path: Path) -> bool:
+        """Return whether a running training has removed a checkpoint that could not be read."""
+        if self._read_only:
+            time.sleep(_REMOVAL_SECONDS)
+        return self._read_only and not path.exists()
+
+    def _seal(self) -> None:
+        """Write the manifest of the step that is about to be committed; Orbax calls this before the rename."""
+        (written,) = self.folder.glob(f"step_{self._writing['step']}.orbax-checkpoint-tmp*")
+        write_manifest(written, self._writing)
+
+    def _meet(self, key: str, timeout_ms: int) -> None:
+        """Meet the other processes in Orbax's thread; one whose write has failed ends: they would wait for minutes."""
+        if error := sys.exc_info()[1]:
+            complain(f"error: process {jax.process_index()}: cannot write a checkpoint ({_reason(error)})")
+            os._exit(2)
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+    def _clear(self) -> None:
+        """Remove what an interrupted write left."""
+        for left in self.folder.glob(_TEMPORARY) if is_main_process() else ():
+            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            self._manager.reload()
+
+    def _may_pass(self, error: Exception) -> bool:
+        return _is_disk_error(error) and self.folder.is_dir()
 
     @contextmanager
-    def _reading(self, entry: _Entry) -> Iterator[None]:
+    def _disk_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if entry.number not in entry.series.numbers():
-                raise _Removed from error
-            if isinstance(error, UserError):  # it can be, and does not fit
+            if not _is_disk_error(error):
                 raise
-            raise UserError(f"{entry.path} cannot be read ({_reason(error)})") from error
+            self._clear()
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: BaseException) -> UserError:
+        if not self.folder.parent.is_dir():
+            return UserError(f"{self.folder} is gone: it was deleted under the run, and nothing more can be saved")
+        return UserError(
+            f"cannot write a checkpoint to {self.folder} ({_reason(error)}); the checkpoints"
+            " committed so far stay valid: make room or fix the permissions, then continue with --resume"
+        )
 
 
 def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, Meta]:
     """Restore a run's variables ("latest", "best", "final" or a step), and the checkpoint's meta."""
     with Checkpoints(Path(run_dir) / "checkpoints", read_only=True) as checkpoints:
-        return checkpoints.restore_variables(which, template)
+        state, meta = checkpoints.restore(which, None if template is None else {EVALUATED: template})
+        return state[EVALUATED], meta
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return np.asarray(value).tolist()
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"meta: {type(value).__name__} cannot be written as JSON")
+@dataclass
+class _Preserved(PreservationPolicy):
+    """Keeps those that have a name, and the newest others."""
+
+    keep: int
+    checkpoints: Checkpoints
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        named = {*map(self.checkpoints._named_step, _NAMES)}
+        kept = named | {*sorted({*steps} - named)[-self.keep :]}
+        return [step in kept for step in steps]
+
+
+def _handlers() -> dict[str, ocp.CheckpointHandler]:
+    return {item: ocp.StandardCheckpointHandler() for item in (EVALUATED, "training")}
+
+
+def _items(state: Mapping[str, PyTree]) -> dict[str, dict[str, PyTree]]:
+    """Split a state into Orbax's items: the variables, and all other parts as one."""
+    rest = {name: part for name, part in state.items() if name != EVALUATED}
+    return {EVALUATED: {EVALUATED: state[EVALUATED]}} | ({"training": rest} if jax.tree.leaves(rest) else {})
+
+
+def _meta(path: Path) -> Meta:
+    content = read_manifest(path)
+    return {**content["meta"], "step": content["step"]}
+
+
+def _array(leaf: PyTree) -> PyTree:
+    return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else np.array(leaf)  # a copy: written later
+
+
+def _is_key(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _on_first_device(leaf: PyTree) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def _as_template(leaf: PyTree, restored: PyTree) -> PyTree:
+    """Give a restored array the form of its template: Python number, uncommitted array."""
+    if isinstance(leaf, bool | int | float):
+        return type(leaf)(np.asarray(restored).item())
+    # an array that was free to follow others to their devices stays free
+    return restored if _is_key(leaf) or getattr(leaf, "committed", True) else jnp.asarray(np.asarray(restored))
+
+
+def _require_fits(saved: PyTree, wanted: PyTree, where: Path) -> None:
+    """Raise UserError naming the first leaf whose shape or dtype differs, or that one side lacks."""
+
+    def described(tree: PyTree) -> dict[str, str]:
+        named = {}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            leaf = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+            named[jax.tree_util.keystr(path, simple=True, separator=".")] = f"{leaf.dtype}{list(leaf.shape)}"
+        return named
+
+    came, expected = described(saved), described(wanted)
+    for name in dict.fromkeys([*expected, *came]):
+        if expected.get(name) != came.get(name):
+            raise UserError(
+                f"{where} does not fit this configuration: {name} is {came.get(name, 'absent')} in the checkpoint, "
+                f"{expected.get(name, 'absent')} is expected; use the config.yaml that lies beside it"
+            )
+
+
+@jax.jit
+def _are_finite(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+
+
+def _require_finite(variables: PyTree, step: int) -> None:
+    if not _are_finite([leaf for leaf in jax.tree.leaves(variables) if jnp.issubdtype(leaf.dtype, jnp.inexact)]):
+        raise UserError(f"the weights after step {step} are not all finite and were not saved; earlier ones stay valid")
 
 
 def _is_disk_error(error: BaseException) -> bool:
@@ -423,31 +425,5 @@ def _is_disk_error(error: BaseException) -> bool:
 
 def _reason(error: BaseException) -> str:
     """Return the system's own words for a disk error, or the first line of any other."""
-    text = str(error)
-    for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENOMEM):
-        if os.strerror(code) in text:
-            return os.strerror(code)
-    return one_line(error, 80)
-
-
-_LATE = "Event loop is closed"  # tensorstore tells a loop that has ended of a write that failed beside another
-
-
-def _silence_libraries() -> None:
-    """Silence what Orbax and tensorstore print of errors that they also raise."""
-    for library in ("absl", "asyncio"):
-        logging.getLogger(library).setLevel(logging.CRITICAL + 1)
-    if not getattr(sys.excepthook, "__grpo_jax__", False):
-        sys.excepthook = _without_late_errors(sys.excepthook)
-        sys.unraisablehook = _without_late_errors(sys.unraisablehook)
-        threading.excepthook = _without_late_errors(threading.excepthook)
-
-
-def _without_late_errors(hook: Callable[..., object]) -> Callable[..., object]:
-    def called(*arguments: PyTree) -> None:
-        error = arguments[1] if len(arguments) == 3 else arguments[0].exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == _LATE):
-            hook(*arguments)
-
-    called.__grpo_jax__ = True  # pyright: ignore[reportFunctionMemberAccess]
-    return called
+    known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG))
+    return next((words for words in known if words in str(error)), one_line(error, 80))

@@ -228,10 +228,11 @@ class RunDirectory:
         """Refuse a folder in use by another run, now that it is locked."""
         if resume:
             return
-        if self._holds_something():
+        began = self._began_only()
+        if self._holds_something(began):
             raise UserError(f"{self.path} is not empty; continue it with --resume or choose another --run_dir")
-        if self.log.is_file():
-            shutil.rmtree(self.start, ignore_errors=True)  # of a run that failed while loading
+        for folder in began:
+            shutil.rmtree(folder, ignore_errors=True)
         self._found = {*self.path.rglob("*")} - {self.path / LOCK}
         self._made = made
 
@@ -242,7 +243,7 @@ class RunDirectory:
 
     def holds_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to resume from."""
-        return any(self.checkpoints.glob("step_*")) or any(self.warm_start.glob("step_*"))
+        return bool(_steps(self.checkpoints) or _steps(self.warm_start))
 
     def take_back(self) -> None:
         """Remove what `open` and its successors wrote, not what was there before; nothing of a resumed run."""
@@ -254,16 +255,19 @@ class RunDirectory:
                     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         _remove_empty(self._made)
 
-    def _holds_something(self) -> bool:
-        """Return whether anything would be lost; a run that failed while loading leaves a reusable folder."""
-        failed = self.log.is_file()
-        passing = {self.path / LOCK, *((self.config, self.log) if failed else ())}
+    def _began_only(self) -> tuple[Path, ...]:
+        """Return the folders of a run that ended before its first iteration; none if it was another or is none."""
+        trained = max(_steps(self.checkpoints), default=0) or _steps(self.warm_start) or read_metrics(self.metrics)
+        return () if trained or not self.log.is_file() else (self.start, self.checkpoints, self.warm_start)
+
+    def _holds_something(self, began: Sequence[Path]) -> bool:
+        """Return whether anything would be lost; a run that began only leaves a reusable folder."""
+        passing = {self.path / LOCK, *((self.config, self.log, self.prompts) if began else ())}
         return any(
             path.is_file()
             and path.stat().st_size
             and path not in passing
-            and self.tensorboard not in path.parents
-            and not (failed and self.start in path.parents)
+            and not {self.tensorboard, *began} & {*path.parents}
             for path in self.path.rglob("*")
         )
 
@@ -393,6 +397,11 @@ def finite(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     raise TypeError(f"summary: {type(value).__name__} cannot be written as JSON")
+
+
+def _steps(checkpoints: Path) -> list[int]:
+    names = (path.name.removeprefix("step_") for path in checkpoints.glob("step_*"))
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

@@ -20,10 +20,9 @@ import numpy as np
 
 from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
-from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
+from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import (
     SCORE,
     Progress,
@@ -37,6 +36,7 @@ from grpo_jax.runs.progress import (
     with_total,
 )
 from grpo_jax.runs.results import versions
+from grpo_jax.runs.stopping import StopRequests
 from grpo_jax.tasks.task import Program, State
 
 Row = Mapping[str, Any]
@@ -148,12 +148,9 @@ class Run:
 
     def begin(self) -> bool:
         """Take the last sound checkpoint's state on --resume, else the program's own, measured; False if stopped."""
-        if self.config.resume:
-            for line in self.checkpoints.set_aside_damaged():
-                self.output.note(line)
-            if self.checkpoints.latest_step() is not None:
-                self.resume()
-                return True
+        if self.config.resume and self.checkpoints.latest_step() is not None:
+            self.resume()
+            return True
         self.output.truncate(0)
         folder = self.output.directory.warm_start
         with self._saved_where_it_ends():
@@ -205,10 +202,6 @@ class Run:
         if is_main_process():
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _is_stopped(self) -> bool:
-        """Return, in all processes, whether process 0 was asked to stop."""
-        return broadcast(self.stop.is_set())
-
     def _keep_config(self) -> None:
         """On --resume, write what was overridden, such as --on_judge_error, into config.yaml for the next resume.
 
@@ -224,7 +217,7 @@ class Run:
         self.output.start(self.program.iterations, announced)
         if self._now.unvalidated is not None:
             self.validate()
-        while not self._is_over() and not self._is_stopped():
+        while not self._is_over() and not any_process(self.stop.is_set()):
             failure = self.step()
             if failure:
                 self.save(wait=True)
@@ -302,13 +295,15 @@ class Run:
             raise
         row = {**row, **measures}
         self.output.iteration(row)
+        if measures and self._now.best_iteration == self._now.iteration:  # after its row: --resume may go on from it
+            self.checkpoints.save_as("best", *self._saved())
         for written in (*before, row):
             self._tell("on_iteration", written)
         if measures:
             self._tell("on_validation", measures)
 
     def _measured(self, progress: Progress) -> tuple[Progress, dict[str, float]]:
-        """Measure for the choice of the best checkpoint when it is due, and save that; return the measures."""
+        """Measure for the choice of the best checkpoint when it is due; return the measures."""
         started = time.monotonic()
         validation = self.program.validate(self.state, progress.iteration, progress.notes)
         if validation is None:
@@ -321,13 +316,12 @@ class Run:
         # Without a single reward it is NaN, which no later one would exceed, and of what may not be the best too.
         if math.isfinite(score) and (progress.best_score is None or score > progress.best_score):
             progress = progress._replace(best_score=score, best_iteration=progress.iteration)
-            self.checkpoints.save_best(progress.iteration, self.program.saved(self.state), self._meta(progress))
         return progress, {f"validation/{name}": value for name, value in scored.items()}
 
     def finish(self) -> Record:
         """Save `final`, measure the end, and write policy, summary and report."""
         progress = self._now
-        self.checkpoints.save_final(progress.iteration, self.program.saved(self.state), self._meta(progress))
+        self.checkpoints.save_as("final", *self._saved())
         finished = self.program.finish(self.state, progress, self.output.directory)
         summary = {
             "suspect": [],
@@ -343,11 +337,13 @@ class Run:
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint in the background; at once if `wait`."""
-        progress = self._now
-        self.checkpoints.save(progress.iteration, self.program.saved(self.state), self._meta(progress), wait=wait)
+        self.checkpoints.save(*self._saved(), wait=wait)
 
-    def _meta(self, progress: Progress) -> Record:
-        return {"progress": progress._replace(seconds=with_total(progress.seconds, self.clock))._asdict()}
+    def _saved(self) -> tuple[int, Record, Record]:
+        """Return step, state and metadata of a checkpoint."""
+        progress = self._now
+        meta = {"progress": progress._replace(seconds=with_total(progress.seconds, self.clock))._asdict()}
+        return progress.iteration, self.program.saved(self.state), meta
 
     @contextmanager
     def _saved_where_it_ends(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 from grpo_jax.errors import ABANDONED, Stopped
-from grpo_jax.models.broadcast import process_count, run_together
+from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.models.variables import Variables
@@ -113,7 +113,7 @@ def make_learner(parts: RunContext) -> Learner:
         return state._replace(behind=stale_copy(state)) if config.training.lag else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
-        return run_together("update", lambda: update(state, shard_batch(batch, policy.mesh), key))
+        return jax.block_until_ready(update(state, shard_batch(batch, policy.mesh), key))
 
     return Learner(learn_from, schedule, iterations, per_iteration, start, refresh_reference)
 

@@ -18,7 +18,7 @@ from grpo_jax.config.build import to_yaml
 from grpo_jax.config.given import IN_PYTHON
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
-from grpo_jax.models.broadcast import broadcast, is_main_process, meet
+from grpo_jax.models.broadcast import broadcast, is_main_process, together
 from grpo_jax.models.variables import PyTree
 from grpo_jax.rollout.rewards import (
     constant_rewards,
@@ -35,10 +35,10 @@ from grpo_jax.runs.evaluation import Evaluation, asked_to_watch, evaluate_policy
 from grpo_jax.runs.iteration import Learner, Prefetcher, make_learner, run_iteration
 from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.parts import RunContext, load_parts
-from grpo_jax.runs.processes import StopRequests
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language, statistics_of
+from grpo_jax.runs.stopping import StopRequests
 from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished, Validated
@@ -142,7 +142,7 @@ class LanguageProgram:
         def to_save() -> Record:
             return {**begun, "seconds": with_total(begun["seconds"], self.clock)}
 
-        with Checkpoints(folder, keep=2, note=self.say) as checkpoints:
+        with Checkpoints(folder, keep=2, note=lambda line: self.say(f"note: {line}")) as checkpoints:
             warmed = warm_start(parts, checkpoints=checkpoints, meta=to_save, say=self.say)
         if warmed is None:
             return None
@@ -279,14 +279,26 @@ def load_program(
     source = from_python(config, prompts, rewards)
     if source.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         output.directory.write_config(to_yaml(source.config))
-    if is_main_process():
-        keep_prompts(source, output.directory, output.note)
-    meet()
+    together(lambda: keep_prompts(source, output.directory, output.note) if is_main_process() else None)
     if source.prompts is None and config.data.prompts == IN_PYTHON:
         source = source._replace(prompts=kept_prompts(output.directory))
     given = {"prompts": source.prompts, "rewards": source.rewards}
     parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
+    learner = make_learner(parts)
+    learner = learner._replace(update=_announced(learner.update, output.say))
     config = dataclasses.replace(source.config, data=parts.config.data)
     if config != source.config and not config.resume and is_main_process():  # data.template_date is filled in
         output.directory.write_config(to_yaml(config))
-    return LanguageProgram(config, parts, make_learner(parts), output.say, clock)
+    return LanguageProgram(config, parts, learner, output.say, clock)
+
+
+def _announced(update: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Any]:
+    """Say before the first call that it compiles, which takes minutes for a large policy."""
+    lines = ["compiling the update …"]
+
+    def call(*arguments: Any) -> Any:
+        while lines:
+            say(lines.pop())
+        return update(*arguments)
+
+    return call

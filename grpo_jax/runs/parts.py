@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.broadcast import broadcast, is_main_process, meet, others_wait, process_count
+from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
 from grpo_jax.models.policy import Policy, precision_of
 from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, require_columns, resolve_rewards
 from grpo_jax.rollout.data import (
@@ -51,8 +51,8 @@ from grpo_jax.runs.policy import (
     policy_folder,
     unused_chat_mark,
 )
+from grpo_jax.runs.processes import require_same
 from grpo_jax.runs.progress import SCORE
-from grpo_jax.runs.sameness import data_facts, require_same_facts
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.estimators import Objectives, make_turn_objectives
@@ -83,8 +83,8 @@ class RunContext(NamedTuple):
     stopping: Callable[[], bool] = lambda: False
 
     def is_stopped(self) -> bool:
-        """Return, in all processes, whether process 0 was asked to stop."""
-        return broadcast(self.stopping())
+        """Return, in all processes, whether one of them was asked to stop."""
+        return any_process(self.stopping())
 
     @property
     def prompts(self) -> PromptSet:
@@ -108,7 +108,8 @@ class RunContext(NamedTuple):
 
     def scheduling(self, chunk_prompts: int, slot: Slot | None = None) -> Scheduling:
         """Chunks, time limit and stop of a batch in the pipeline."""
-        return Scheduling(chunk_prompts, self.config.judge_timeout or None, self.stopping, slot)
+        stopping = self.stopping if is_main_process() else lambda: False  # the others hear of it
+        return Scheduling(chunk_prompts, self.config.judge_timeout or None, stopping, slot)
 
 
 def load_parts(
@@ -137,7 +138,7 @@ def load_parts(
     if config.data.held_out and not any(map(len, data.prompts[1:])) and one_prompt(data.prompts.train):
         say("prompts", "note: all rows have the same prompt, so none is held out (as with data.held_out 0)")
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
-    require_same_facts("data", lambda: data_facts(data.prompts))
+    require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(
@@ -152,13 +153,15 @@ def load_parts(
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
     say("rewards", resolved.describe())
     judge_sections = config.judges if is_main_process() else {}
-    for name, judge in judge_sections.items():
-        with judge_named(name):
-            getattr(judge, "check", lambda: None)()
+
+    def check_judges() -> None:
+        for name, judge in judge_sections.items():
+            with judge_named(name):
+                getattr(judge, "check", lambda: None)()
+
+    together(check_judges)
     devices = policy_devices(placement, config.policy)
-    if is_main_process():
-        make_new_policy(config, data.vocabulary)
-    meet()
+    together(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
         say("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
@@ -182,12 +185,17 @@ def load_parts(
     if devices[0].platform == "cpu" and process_count() == 1:
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
-    judges = {}
-    for name, judge in judge_sections.items():
-        with judge_named(name), others_wait():
-            judges[name] = judge.load(placement[name])
-            if leaving is not None and hasattr(judges[name], "close"):
-                leaving.callback(judges[name].close)
+
+    def load_judges() -> dict[str, Any]:
+        judges = {}
+        for name, judge in judge_sections.items():
+            with judge_named(name):
+                judges[name] = judge.load(placement[name])
+                if leaving is not None and hasattr(judges[name], "close"):
+                    leaving.callback(judges[name].close)
+        return judges
+
+    judges = together(load_judges)
     for name, judge in judges.items():
         say(name, getattr(judge, "summary", type(judge).__name__))
     device = devices[0] if policy.mesh is None else None
@@ -197,7 +205,6 @@ def load_parts(
     allowed, trie = policy_tokens(config, policy.folder), policy_choices(config, texts, policy.folder)
     _check_measures(config, data.prompts, environment)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
-    meet()  # judges are loaded in process 0 alone
     return RunContext(
         config=config,
         task_data=data,
@@ -212,7 +219,7 @@ def load_parts(
         if judges
         else {POLICY: listed(devices)},
         trainer=trainer,
-        stopping=stopping if is_main_process() else lambda: False,
+        stopping=stopping,
     )
 
 

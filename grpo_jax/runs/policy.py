@@ -49,7 +49,9 @@ def policy_folder(config: Config) -> str:
         return str(_start(config))
     if not path:
         raise UserError("policy.path: expected a Hugging Face folder or hub id, got none")
-    return str(own_package("bridges").bundled(path, "policy") or path)
+    folder = str(own_package("bridges").bundled(path, "policy") or path)
+    # Its files are read again at the end, when a reward may have changed the current folder.
+    return os.path.abspath(folder) if os.path.exists(folder) else folder
 
 
 def _start(config: Config) -> Path:

@@ -1,163 +1,197 @@
-"""This process among others: signals that ask it to stop, and several processes on one mesh.
+"""Several processes that run one program: how they join, compare themselves, and end together.
 
-The training command joins them through `runs.several`. `join_processes` is also for a program of one's own around
-`grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
+Where one dies or freezes, JAX ends the others within `HEARTBEAT_SECONDS`. `join_processes` is also for a program of
+one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs/scaling.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import os
 import re
 import signal
-import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import jax
 
-from grpo_jax.errors import Stopped, UserError, one_line
+from grpo_jax.config import Config
+from grpo_jax.config.build import to_dict
+from grpo_jax.config.fields import require
+from grpo_jax.errors import StageError, UserError, complain, one_line, short_repr
+from grpo_jax.models.broadcast import barrier, exchange, is_main_process, is_told, process_count, process_index
 
-COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 HEARTBEAT_SECONDS = 20
-"""Seconds without a heartbeat after which a process counts as gone."""
-SLURM_NUMBER = "SLURM_PROCID"
-SLURM_COUNT = "SLURM_STEP_NUM_TASKS"  # of srun's step: a batch script in an allocation of many tasks is one process
+_LEAVING_SECONDS = 10
+_SHARED_SECONDS = 10.0  # how long a network file system may hide a new file
+_OWN = ("run_dir", "debug")  # fields that may differ
+_PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
+_BLOCK = 2**20
 
 
-class StopRequests:
-    """A flag for a requested stop, checked by long waits, which then save and leave."""
-
-    def __init__(self) -> None:
-        self._asked = self._at_once = False
-
-    def is_set(self) -> bool:
-        """Return whether a stop was asked for."""
-        return self._asked
-
-    def set(self) -> None:
-        """Ask for a stop."""
-        self._asked = True
-        if self._at_once:
-            raise Stopped
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Inside there is nothing to save: a request raises `Stopped` wherever the main thread is."""
-        self._at_once = True
-        try:
-            if self._asked:
-                raise Stopped
-            yield
-        finally:
-            self._at_once = False
-
-
-@contextmanager
-def stop_requests() -> Iterator[StopRequests]:
-    """SIGTERM (and SLURM's SIGUSR1) ask for a stop instead of ending the process; Ctrl-C does so the first time.
-
-    The loop checks, saves and leaves. A second Ctrl-C interrupts at once: the last checkpoint stays valid. SIGHUP,
-    sent when a terminal closes, stops nothing. Outside the main thread, where Python takes no handlers, no stop is
-    ever asked for.
-    """
-    requests = StopRequests()
-    if threading.current_thread() is not threading.main_thread():
-        yield requests
-        return
-
-    def handle(number: int, frame: object) -> None:
-        if number == signal.SIGHUP:
-            return
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, handle)  # `unseen_interrupts_end` has it answer once
-            if requests.is_set():
-                raise KeyboardInterrupt
-        requests.set()
-
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class Announcement(NamedTuple):
-    """Number of processes, and whether SLURM announces it (JAX then finds the rest itself)."""
-
-    count: int
-    slurm: bool
-
-
-def announced(environment: Mapping[str, str] = os.environ) -> Announcement:
-    """Number of processes started together: by JAX_NUM_PROCESSES, else by SLURM's step, else one."""
-    if COUNT not in environment and COORDINATOR not in environment:
-        return Announcement(_number(environment, SLURM_COUNT, 1), slurm=True)
-    missing = [name for name in (COORDINATOR, COUNT, NUMBER) if name not in environment]
-    if missing:
-        raise UserError(f"{', '.join(missing)}: expected beside the other variables that join JAX's processes")
-    if not re.fullmatch(r".+:[0-9]{1,5}", environment[COORDINATOR]):
-        raise UserError(f"{COORDINATOR}: expected HOST:PORT, got {one_line(repr(environment[COORDINATOR]))}")
-    return Announcement(_number(environment, COUNT, 1), slurm=False)
-
-
-def number_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Return which of the announced processes this is, from 0; UserError as `announced`, or beyond their number."""
-    count = announced(environment).count
-    if count == 1:
-        return 0
-    name = NUMBER if COUNT in environment else SLURM_NUMBER
-    number = _number(environment, name, 0)
-    if number >= count:
-        raise UserError(f"{name}: expected a number below {count}, that of the processes, got {number}")
-    return number
+def announced(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return how many processes were started together and which this is, by JAX's variables or SLURM's step."""
+    given = [environment[name] for name in VARIABLES if name in environment]
+    count, number = environment.get("SLURM_STEP_NUM_TASKS", "1"), environment.get("SLURM_PROCID", "0")
+    if count == "1":
+        number = "0"  # of an allocation's batch script
+    if given:
+        if len(given) < len(VARIABLES) or not re.fullmatch(r".+:[0-9]{1,5}", given[0]):
+            raise UserError(f"{', '.join(VARIABLES)}: expected all three, the first as HOST:PORT, got {given}")
+        count, number = given[1:]
+    if not (re.fullmatch("[0-9]{1,9}", count) and re.fullmatch("[0-9]{1,9}", number) and int(number) < int(count)):
+        names = " and ".join(VARIABLES[1:])
+        raise UserError(f"{names}: expected two numbers, the second below the first, got {count} and {number}")
+    return int(count), int(number)
 
 
 def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int = 300) -> int:
-    """Join the processes that were started together; nothing for one. Call it before any other use of JAX.
+    """Join the processes that were started together, and return their number. Call it before any other use of JAX.
 
     Afterwards `jax.devices()` are those of all processes, and every process must run the same computations. On CPUs
-    they communicate through gloo.
-
-    Args:
-        environment: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID;
-            or what srun sets.
-        timeout: Seconds that the processes may wait for each other.
-
-    Raises:
-        UserError: A variable is malformed or missing, or the first process cannot have its port.
+    they communicate through gloo. Raises UserError if they are not all there within `timeout` seconds.
     """
-    count, slurm = announced(environment)
+    count, number = announced(environment)
     if count == 1 or jax.distributed.is_initialized():
         return count
     options: dict[str, Any] = {"cluster_detection_method": "slurm"}
-    if not slurm:
-        number = number_of(environment)
-        options = {"coordinator_address": environment[COORDINATOR], "num_processes": count, "process_id": number}
-        if number == 0:
-            _require_free(environment[COORDINATOR])
+    if VARIABLES[0] in environment:
+        options = {"coordinator_address": environment[VARIABLES[0]], "num_processes": count, "process_id": number}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # One that is gone is noticed by the others themselves (`watch.Watch`); JAX would abort them all.
-    jax.config.update("jax_enable_recoverability", True)
-    jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, initialization_timeout=timeout)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
+    options |= {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": _LEAVING_SECONDS}
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while JAX waits, no handler of Python's would be called
+    try:
+        jax.distributed.initialize(**options, initialization_timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the {count} processes could not join within {timeout} s: {one_line(error)}") from error
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, before)
     return count
 
 
-def _require_free(address: str) -> None:
-    """Refuse a coordinator port that is taken: JAX may crash over it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was left a moment ago is free
-        try:
-            probe.bind(("", int(address.rpartition(":")[2])))
-        except (OSError, OverflowError) as error:
-            raise UserError(f"{COORDINATOR}: the port of {address} is not free here ({one_line(error)})") from error
+def join(config: Any) -> Any:
+    """Join the processes that the environment announces, and return the config with the run_dir of process 0.
+
+    Raises UserError in all processes if they differ in what must be the same.
+    """
+    count, _ = announced()
+    if count == 1:
+        return config
+    if not isinstance(config, Config):
+        raise UserError(f"task: this one runs in one process, and {count} were started: start one (srun --ntasks=1)")
+    require_for_processes(config, count)
+    join_processes()
+    require_same(start_facts(config))
+    return dataclasses.replace(config, run_dir=exchange(str(config.run_dir))[0])
 
 
-def _number(environment: Mapping[str, str], name: str, least: int) -> int:
-    value = environment.get(name, str(least))
-    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) < least:
-        raise UserError(f"{name}: expected a number >= {least}, got {one_line(repr(value))}")
-    return int(value)
+def require_for_processes(config: Config, count: int) -> None:
+    """Refuse what a policy over so many processes does not take."""
+    mesh, lag = config.policy.mesh, config.training.lag
+    require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
+    require(count == 1 or lag == 0, "training.lag", f"0 with a policy over {count} processes", lag)
+
+
+def require_same(facts: Mapping[str, str]) -> None:
+    """Compare facts by name over all processes. Raises UserError in all, with the first that differs."""
+    if process_count() == 1:
+        return
+    first, *others = map(json.loads, exchange(json.dumps(facts)))
+    for number, other in enumerate(others, 1):
+        for name in (name for name in {**first, **other} if first.get(name) != other.get(name)):
+            got = f"{first.get(name, 'nothing')} in process 0 and {other.get(name, 'nothing')} in process {number}"
+            raise UserError(f"{name}: expected the same in all processes, got {got}")
+
+
+def start_facts(config: object) -> dict[str, str]:
+    """Return the config, with the digest of a file or folder in place of its path, the code and the packages."""
+    facts = {name: _fact(value) for name, value in _flat(to_dict(config)) if name not in _OWN}
+    facts["the code of grpo_jax"] = _digest(Path(__file__).parents[1].rglob("*.py"))
+    return facts | {f"the version of {d.name}": d.version for d in metadata.distributions() if d.name in _PACKAGES}
+
+
+def _flat(values: object, name: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            if ".py:" in str(key):  # a class in a file, with its share
+                yield f"{name}: {key}", key
+            yield from _flat(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(values, list | tuple) and any(isinstance(value, str | Mapping) for value in values):
+        for place, value in enumerate(values):
+            yield from _flat(value, f"{name}[{place}]")
+    else:
+        yield name, values
+
+
+def _fact(value: object) -> str:
+    file, colon, member = value.rpartition(":") if isinstance(value, str) and ".py:" in value else (value, "", "")
+    if not isinstance(file, str) or not os.path.exists(file):
+        return short_repr(value)
+    files = Path(file).rglob("*") if os.path.isdir(file) else [Path(file)]
+    return f"files{colon}{member} of digest {_digest(files)}"
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    """Digest the sorted files, of large ones 64 blocks that are spread evenly."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in paths if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for place in range(0, size, max(_BLOCK, size // 64)):
+                file.seek(place)
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()[:12]
+
+
+def require_shared(folder: Path) -> None:
+    """Refuse a run directory that a process does not see as process 0 does: each writes its parts of a checkpoint."""
+    if process_count() == 1:
+        return
+    token = folder / f".shared_{exchange(uuid.uuid4().hex)[0]}"
+    if is_main_process():
+        token.touch()
+    barrier()
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while not token.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen = exchange("1" if token.exists() else "")
+    token.unlink(missing_ok=True)
+    if not all(seen):
+        number = seen.index("")
+        raise UserError(f"{folder}: expected one folder for all processes, but process {number} does not see it")
+
+
+@contextmanager
+def ending_together(run_dir: str) -> Iterator[None]:
+    """End with a line if another process is gone; report a mistake of this one that process 0 does not share."""
+    try:
+        yield
+    except Exception as error:
+        if process_count() > 1:
+            if _is_of_another(error):
+                again = f"its last checkpoint is sound; go on with --resume --run_dir {run_dir}"
+                complain(f"error: another process of the run is gone: {again}")
+                os._exit(1)  # JAX would wait for it, and abort
+            if isinstance(error, UserError | StageError) and not is_told():
+                complain(f"error: process {process_index()}: {' '.join(str(error).split())}")
+        raise
+
+
+def _is_of_another(error: BaseException | None) -> bool:
+    words = ("Gloo", "UNAVAILABLE", "heartbeat", "CoordinationService", "coordination service")
+    return error is not None and (any(word in str(error) for word in words) or _is_of_another(error.__cause__))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_jax.models.broadcast import is_main_process, process_count, together
+from grpo_jax.models.broadcast import is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode, Turn
@@ -57,8 +57,7 @@ def finish_language(parts: RunContext, state: TrainState, progress: Progress, di
     seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
     policy, variables = parts.policy, state.variables
     if process_count() > 1:
-        with together("export"):
-            variables = on_host(variables)
+        variables = on_host(variables)
     if is_main_process():
         policy.save(directory.policy, variables)
         if policy.lora is not None:
@@ -187,7 +186,7 @@ def _interval(values: Sequence[float] | None) -> str:
 def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
     rows = parts.test_rows[: parts.config.evaluation.gallery]
-    drawn = parts.environment.render is not None
+    drawn = parts.task_data.render is not None  # in all processes: they judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
     before = later = [None] * len(rows)

@@ -16,7 +16,6 @@ from grpo_jax.config.run import Config
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
-from grpo_jax.models.broadcast import run_together
 from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
@@ -69,8 +68,6 @@ def warm_start(
     state = start(parts.policy.variables)
     batch = _batches(parts, pairs)
     done, seconds = 0, 0.0
-    for line in checkpoints.set_aside_damaged():
-        say(f"note: {line}")
     if checkpoints.latest_step() is not None:
         free_buffers(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
@@ -109,7 +106,7 @@ def make_sft(
         return commit_to_device(shard(init(variables), policy.mesh))
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Record]:
-        return run_together("warm start", lambda: train_step(state, batch))
+        return jax.block_until_ready(train_step(state, batch))
 
     return start, step
 

@@ -28,12 +28,6 @@ class Ended(NamedTuple):
     out: str
     err: str
 
-    @property
-    def is_one_line(self) -> bool:
-        """Whether standard error holds nothing, or one clear line of an error."""
-        lines = self.err.strip().splitlines()
-        return not lines or (len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 300)
-
 
 PATIENCE = 240.0  # seconds; only a hang takes that long
 

@@ -44,8 +44,9 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (flip, cut, empty, 
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """Its files, those that are empty already left out."""
-    return [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size]
+    """Its files, without those that are empty already and those that nothing depends on."""
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size]
+    return [path for path in files if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")]
 
 
 def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
@@ -65,7 +66,7 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
 def _noticed(
     sound: Path, to: Path, name: Path, damage: Callable[[Path, random.Random], None], draw: random.Random, case: str
 ) -> Outcome:
-    from grpo_jax.runs.series import MANIFEST, find_damage
+    from grpo_jax.runs.digests import MANIFEST, find_damage
 
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(sound, to)

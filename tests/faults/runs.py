@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from support.text_task import TIMINGS, make_place
+from support.text_task import TIMINGS, final_state, make_place
 
 STEPS = 4
 
@@ -110,7 +110,7 @@ def outcome_of(run: Path) -> dict[str, Any]:
         "completions": {path.name: _table(path) for path in sorted((run / "completions").glob("*.parquet"))},
         "evaluation": json.loads((run / "summary.json").read_text())["evaluation"],
         "policy": {path.name: path.read_bytes() for path in sorted((run / "policy").glob("*.safetensors"))},
-        **{which: _checkpoint(run / "checkpoints" / which) for which in ("best", "final")},
+        **{which: _checkpoint(run, which) for which in ("best", "final")},
     }
 
 
@@ -131,22 +131,19 @@ def _table(path: Path) -> Any:
     return pyarrow.parquet.read_table(path).to_pydict()
 
 
-def _checkpoint(folder: Path) -> Any:
-    """Every array's bytes by name, and the meta without its seconds."""
+def _checkpoint(run: Path, which: str) -> Any:
+    """Every array's bytes by name, and the progress without its seconds."""
     import jax
 
-    from grpo_jax.runs.series import Series, leaves
-
-    series = Series(folder, "version", 1, read_only=True)
-    if not series.numbers():
+    if not (run / "checkpoints" / which).exists():
         return None
-    number = series.numbers()[-1]
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    arrays = {}
-    for item in ("variables", "training"):
-        found = series.described(number, item)
-        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), found)
-        restored = leaves(series.read(number, item, target)) if found else {}
-        arrays |= {f"{item}.{name}": np.asarray(leaf).tobytes() for name, leaf in restored.items()}
-    progress = series.read_meta(number)["progress"]
-    return arrays, {name: value for name, value in progress.items() if name not in ("seconds", "starts")}
+    state, progress = final_state(run, which)
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path): _bits(leaf) for path, leaf in leaves}, progress
+
+
+def _bits(leaf: Any) -> bytes:
+    import jax
+
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()

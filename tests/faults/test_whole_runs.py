@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are f
 
 
 @pytest.mark.wide  # half a minute each; a killed warm start goes on in the tests of recommendation
-@pytest.mark.parametrize("kind", ["kills:1:cartpole", "kills:2:text", "disk:2:cartpole"])
+@pytest.mark.parametrize("kind", ["kills:1:cartpole", "kills:2:text"])
 def test_what_was_promised_holds(kind, tmp_path):
     out = tmp_path / "out.json"
     arguments = [sys.executable, ROOT / "benchmarks" / "campaign.py", "--seed", "1", "--kinds", kind, "--out", out]

@@ -208,6 +208,6 @@ def test_a_run_without_adapters_has_none_to_export(place, tmp_path, capsys):
 
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         params = hf.load_folder(place.policy, tokenizer=False).params
-        checkpoints.save_final(1, {"variables": {"params": jax.tree.map(jnp.asarray, params)}}, {})
+        checkpoints.save_as("final", 1, {"variables": {"params": jax.tree.map(jnp.asarray, params)}}, {})
     assert export.main(["--run", str(tmp_path), "--out", str(tmp_path / "out"), "--adapters"]) == 2
     assert "this run trained all weights and has none" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from support.text_task import train_here
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.runs.processes import Announcement, announced, join_processes, number_of
+from grpo_jax.runs.processes import announced, join_processes
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,24 +117,16 @@ JAXS = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROC
 
 
 def test_the_environment_tells_of_several_processes():
-    assert announced({}) == Announcement(1, slurm=True) and join_processes({}) == 1
-    assert announced({"SLURM_STEP_NUM_TASKS": "8"}) == Announcement(8, slurm=True)
-    assert announced({"SLURM_NTASKS": "8"}).count == 1  # the batch script itself, outside srun
-    assert announced(JAXS | {"SLURM_STEP_NUM_TASKS": "8"}) == Announcement(4, slurm=False)
-    assert number_of({}) == 0 and number_of(JAXS) == 1
-    assert number_of({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}) == 3
-    with pytest.raises(UserError, match="JAX_PROCESS_ID: expected beside"):
-        announced({name: value for name, value in JAXS.items() if name != "JAX_PROCESS_ID"})
-    with pytest.raises(UserError, match="JAX_NUM_PROCESSES: expected a number >= 1, got 'x'"):
-        announced(JAXS | {"JAX_NUM_PROCESSES": "x"})
-    with pytest.raises(UserError, match="JAX_COORDINATOR_ADDRESS: expected HOST:PORT, got 'host'"):
-        announced(JAXS | {"JAX_COORDINATOR_ADDRESS": "host"})
-    with pytest.raises(UserError, match="JAX_PROCESS_ID: expected a number below 4, that of the processes, got 4"):
-        number_of(JAXS | {"JAX_PROCESS_ID": "4"})
-
-
-def test_a_port_that_is_taken_is_refused():
-    with socket.create_server(("", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"JAX_COORDINATOR_ADDRESS: the port of {address} is not free here"):
-            join_processes(JAXS | {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "0"})
+    assert announced({}) == (1, 0) and join_processes({}) == 1
+    assert announced({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}) == (8, 3)
+    assert announced({"SLURM_NTASKS": "8"}) == (1, 0)  # the batch script itself, outside srun
+    assert announced(JAXS | {"SLURM_STEP_NUM_TASKS": "8"}) == (4, 1)
+    for changed, message in [
+        ({"JAX_PROCESS_ID": None}, "JAX_PROCESS_ID: expected all three, the first as HOST:PORT"),
+        ({"JAX_COORDINATOR_ADDRESS": "host"}, "expected all three, the first as HOST:PORT"),
+        ({"JAX_NUM_PROCESSES": "x"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID: expected two numbers, .* got x and 1"),
+        ({"JAX_PROCESS_ID": "4"}, "expected two numbers, the second below the first, got 4 and 4"),
+    ]:
+        environment = {name: value for name, value in (JAXS | changed).items() if value is not None}
+        with pytest.raises(UserError, match=message):
+            announced(environment)

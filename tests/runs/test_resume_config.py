@@ -61,7 +61,7 @@ def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsy
     run = rewound(finished, tmp_path / "run", 1)
     other = {
         "training.accumulation": 2, "training.chunk_prompts": 2,
-        "training.save_every": 1, "training.keep_gib": 1e-9, "policy.remat": "layer", "devices.policy": "cpu",
+        "training.save_every": 1, "training.keep_checkpoints": 1, "policy.remat": "layer", "devices.policy": "cpu",
         "judges.own.batch_size": 1, "judge_timeout": 60, "on_judge_error": "missing", "evaluation.gallery": 3,
     }  # fmt: skip
     assert train_here(config, run, "--resume", *(f"--{name}={value}" for name, value in other.items())) == 0

@@ -73,8 +73,3 @@ def ended(processes: list[subprocess.Popen]) -> list[subprocess.CompletedProcess
 def lines(text: str) -> list[str]:
     """What grpo_jax and Python wrote; the libraries beneath log in forms of their own."""
     return [line for line in text.splitlines() if line.startswith(("error", "Traceback"))]
-
-
-def again(run: Path) -> str:
-    """How the line of a process ends that goes since another is gone."""
-    return f"the run ends, its last checkpoint is sound; go on with --resume --run_dir {run}"

@@ -96,7 +96,8 @@ def weights_of(run: Path) -> dict[str, dict[str, object]]:
     import orbax.checkpoint as ocp
 
     checkpointer = ocp.PyTreeCheckpointer()
-    final = next((run / "checkpoints" / "final").glob("version_*"))
+    final = run / "checkpoints" / "final"
+    final = next(final.glob("version_*"), final).resolve()  # where it lay before it became a link
     arrays = {}
     for part in ("variables", "training"):
         folder = (final / part).absolute()
@@ -112,8 +113,9 @@ def weights_of(run: Path) -> dict[str, dict[str, object]]:
 
 
 def _leaves(tree, path: str):
-    if isinstance(tree, Mapping):
-        for name in sorted(tree):
+    if isinstance(tree, Mapping | list | tuple):
+        names = sorted(tree) if isinstance(tree, Mapping) else range(len(tree))
+        for name in names:
             yield from _leaves(tree[name], f"{path}.{name}")
     elif tree is not None:
         yield path, tree

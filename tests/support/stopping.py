@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.runs import processes
+from grpo_jax.runs import stopping
 
 
 class AfterRows:
@@ -26,5 +26,5 @@ class AfterRows:
 def stopped_after(run: Path, rows: int) -> Iterator[None]:
     """Within, a run in this folder stops and saves after so many iterations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "stop_requests", lambda: contextlib.nullcontext(AfterRows(run, rows)))
+        patch.setattr(stopping, "stop_requests", lambda: contextlib.nullcontext(AfterRows(run, rows)))
         yield

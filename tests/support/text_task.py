@@ -160,13 +160,14 @@ def rewound(run: Path, to: Path, step: int) -> Path:
     """A copy of a finished run as it stood after a checkpoint, with the metrics of what came later still there."""
     from grpo_jax.runs.checkpoint import Checkpoints
 
-    shutil.copytree(run, to)
+    shutil.copytree(run, to, symlinks=True)
     with Checkpoints(to / "checkpoints", read_only=True) as checkpoints:
-        late = [f"step_{name}" for name in checkpoints.available() if name.isdigit() and int(name) > step]
-        named = [name for name in checkpoints.available() if not name.isdigit()]
-        late += [name for name in named if checkpoints.read_meta(name)["step"] > step]
+        late = [name for name in checkpoints.available() if checkpoints.read_meta(name)["step"] > step]
     for name in late:
-        shutil.rmtree(to / "checkpoints" / name)
+        if name.isdigit():
+            shutil.rmtree(to / "checkpoints" / f"step_{name}")
+        else:
+            (to / "checkpoints" / name).unlink()
     (to / "summary.json").unlink()
     return to
 
@@ -249,36 +250,35 @@ def rows(run: Path) -> list[dict]:
 
 def final_state(run: Path, which: int | str = "final"):
     """Everything a checkpoint holds: its arrays (parameters, optimizer, reference), and progress, but no processes."""
-    from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.series import ITEMS
+    import orbax.checkpoint as ocp
 
+    from grpo_jax.runs.checkpoint import Checkpoints
+
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+        progress = checkpoints.read_meta(which)["progress"]
+        path = run / "checkpoints" / checkpoints._find(which)
+    del progress["seconds"], progress["starts"]
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = {}
-    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        series, number = checkpoints._find(which)
-        for item in ITEMS:
-            template = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                series.described(number, item),
-            )
-            state |= series.read(number, item, template)
-        progress = series.read_meta(number)["progress"]
-    del progress["seconds"], progress["starts"]
+    with ocp.StandardCheckpointer() as reader:
+        for item in (path / "variables", path / "training"):
+            saved = reader.metadata(item).item_metadata.tree
+            placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), saved)
+            state |= reader.restore(item, placed)
     return state, progress
 
 
 def aged(checkpoint: Path, seconds: float) -> None:
     """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
-    from grpo_jax.runs.series import seal
+    from grpo_jax.runs.digests import read_manifest, write_manifest
 
-    file = checkpoint / "meta.json"
-    meta = json.loads(file.read_text())
+    content = read_manifest(checkpoint)
+    meta = content["meta"]
     spent = meta.get("progress", meta)["seconds"]  # a warm start has only begun
     spent |= {name: value + seconds for name, value in spent.items()}
     if "warm_start" in meta:
         meta["warm_start"] += seconds
-    file.write_text(json.dumps(meta))
-    seal(checkpoint)
+    write_manifest(checkpoint, content)
 
 
 def assert_same_bits(came, expected) -> None:
@@ -300,7 +300,7 @@ def assert_same_run(came: Path, expected: Path) -> None:
         other = came / "completions" / path.name
         tables = [pyarrow.parquet.read_table(file) for file in (other, path)]
         assert repr(tables[0].to_pydict()) == repr(tables[1].to_pydict()), path.name  # NaN is itself here
-    best = ["best"] if any((expected / "checkpoints" / "best").glob("*")) else []
+    best = ["best"] if (expected / "checkpoints" / "best").exists() else []
     for which in ("final", *best):
         (state, progress), (other, other_progress) = final_state(came, which), final_state(expected, which)
         assert_same_bits(state, other)

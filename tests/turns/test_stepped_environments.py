@@ -13,7 +13,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Episode, Turn
 from grpo_jax.rollout.stepping import Stepper
-from grpo_jax.runs.sameness import start_facts
+from grpo_jax.runs.processes import start_facts
 
 WORLDS = '''
 class Count:

@@ -89,7 +89,11 @@ def conversation_encoder(
     as_text: Callable[..., str] = functools.partial(render, tokenizer, **switches) if chat else _continued
     names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
     mark = "".join(names)
-    knows_pictures = chat and tokens is not None and _shows_pictures(as_text, names[1])
+    knows_pictures = (
+        chat
+        and tokens is not None
+        and _shows_pictures(lambda content: as_text([{"role": "user", "content": content}]), names[1])
+    )
     further = () if tokens is None else tokens
     marks = tokenizer.convert_ids_to_tokens(sorted(text_marks(tokenizer).union(further))) if tools else []
     any_mark = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
@@ -169,13 +173,13 @@ def _content_parts(parts: Sequence[Part]) -> list[dict[str, Json]]:
     return content
 
 
-def _shows_pictures(render: Callable[..., str], picture: str) -> bool:
-    """Whether a template writes a placeholder for a picture and keeps the text beside it."""
+def _shows_pictures(render: Callable[[Json], str], picture: str, count: int = 1) -> bool:
+    """Return whether a template writes a placeholder for each of some pictures and keeps the text behind them."""
     try:
-        text = render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _PROBE}]}])
-    except UserError:
+        text = render(_content_parts([PICTURE] * count + [_ANSWERED]))
+    except UserError:  # it takes texts alone
         return False
-    return text.count(picture) == 1 and text.count(_PROBE) == 1 and "{'type'" not in text
+    return text.count(picture) == count and text.count(_ANSWERED) == 1 and "{'type'" not in text
 
 
 def answer_encoder(
@@ -206,12 +210,6 @@ def answer_encoder(
         messages = [{"role": who, "content": what} for who, what in turns]
         return render(tokenizer, messages, **switches).partition(_WRITTEN)[2]
 
-    def knows_pictures(count: int) -> bool:
-        try:
-            return tail_of(_content_parts([PICTURE] * count + [_ANSWERED])).count(names[1]) == count
-        except UserError:  # it takes texts alone
-            return False
-
     @functools.cache
     def framed(count: int, messages: int) -> tuple[Callable[[Sequence[str]], list[int]], bool]:
         """The encoder of so many messages with so many pictures, and whether it closes the policy's text first."""
@@ -221,7 +219,7 @@ def answer_encoder(
         )
         if not getattr(tokenizer, "chat_template", None):
             return encoder(render=lambda texts: marks + "\n".join(texts)), False
-        in_parts = count > 0 and knows_pictures(count)
+        in_parts = count > 0 and _shows_pictures(tail_of, names[1], count)
 
         def rendered(texts: Sequence[str]) -> str:
             first = _content_parts([PICTURE] * count + [texts[0]]) if in_parts else marks + texts[0]

@@ -149,8 +149,6 @@ class CartPoleTraining:
         iterations: Iterations in all.
         save_every: Iterations between checkpoints; 0 for the end only.
         keep_checkpoints: Checkpoints kept beside final.
-        keep_gib: What all checkpoints may take on the disk together; beyond it the oldest go, never final and the
-            newest. While one is written there is one more. 0 for no bound.
         max_hours: Hours after which this process saves and stops behind a measured block, for --resume to go on; 0 for
             never.
     """
@@ -158,7 +156,6 @@ class CartPoleTraining:
     iterations: PositiveCount = may_change(100)
     save_every: Count = may_change(0)
     keep_checkpoints: PositiveCount = may_change(2)
-    keep_gib: NonNegative = may_change(0.0)
     max_hours: NonNegative = may_change(0.0)
 
     def __post_init__(self) -> None:

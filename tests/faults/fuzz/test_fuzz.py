@@ -1,6 +1,6 @@
 """A small part of the fuzzers' cases, the same ones every time: each works or is one clear line.
 
-Many more: `python benchmarks/campaign.py --kinds fuzz.config:20000 fuzz.prompts:20000 fuzz.folders:2000`.
+Many more: `python benchmarks/campaign.py --kinds fuzz.config:20000`.
 """
 
 import pytest

@@ -16,7 +16,7 @@ from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.binding import bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.runs.series import seal
+from grpo_jax.runs.digests import read_manifest, write_manifest
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.loading import policy_words
 from grpo_jax.tasks.recommendation.rewards import reward_columns
@@ -162,12 +162,11 @@ def test_another_catalogue_is_refused_by_name(folder, summary):
     with pytest.raises(UserError, match=r"made with other values \(task.dummy_items: 280 → 560\)"):
         run(config_of(folder, "whole", resume=True, task={**TASK, "dummy_items": 560}))
     shutil.copytree(folder / "whole", folder / "other")
-    (latest,) = (folder / "other" / "checkpoints").glob("step_2/meta.json")
-    meta = json.loads(latest.read_text())
-    titles = meta["progress"]["identity"]["task"]["catalogue"]
-    meta["progress"]["identity"]["task"]["catalogue"] = "281 titles"
-    latest.write_text(json.dumps(meta))
-    seal(latest.parent)
+    latest = folder / "other" / "checkpoints" / "step_2"
+    content = read_manifest(latest)
+    task = content["meta"]["progress"]["identity"]["task"]
+    titles, task["catalogue"] = task["catalogue"], "281 titles"
+    write_manifest(latest, content)
     with pytest.raises(UserError, match=rf"other data or models \(catalogue: 281 titles → {re.escape(titles)}\)"):
         run(config_of(folder, "other", resume=True))
 

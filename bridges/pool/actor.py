@@ -19,7 +19,8 @@ class JudgeActor:
     def __init__(self, packed, device, settings):
         """Take the pickled judge, and "cpu" or "gpu:0" of the cards that Ray has given this actor.
 
-        `settings` has the run's "folder", and whether to "check" the judge and to use "deterministic" kernels.
+        `settings` has the run's "folder", whether to "check" the judge and to use "deterministic" kernels, and whether
+        torch may round float32 to "tf32" on a card.
         """
         self._packed = packed
         self._device = device
@@ -40,6 +41,10 @@ class JudgeActor:
             import torch
 
             torch.use_deterministic_algorithms(True)
+        if self._device != "cpu" and not self._settings["tf32"]:
+            import torch
+
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         judge = cloudpickle.loads(self._packed)
         if self._settings["check"]:
             getattr(judge, "check", lambda: None)()

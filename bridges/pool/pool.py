@@ -216,6 +216,7 @@ def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: 
         "folder": os.getcwd(),
         "check": bool(section.runtime_env or section.address),
         "deterministic": torch is not None and torch.are_deterministic_algorithms_enabled(),
+        "tf32": torch is None or torch.backends.cudnn.allow_tf32,
     }
     resources = _resources(section)
     options: dict[str, Any] = {name: resources.pop(name) for name in _OPTIONS if name in resources}

@@ -7,6 +7,7 @@ import pickle
 import pytest
 from support.imports import ROOT
 
+from bridges.pool.actor import JudgeActor
 from bridges.pool.section import Pooled, PoolSection
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import make_config, to_dict
@@ -111,3 +112,28 @@ def test_a_function_is_a_judge_by_its_path():
         dataclasses.replace(judge, name=f"{file}:nothing").check()
     with pytest.raises(UserError, match=r"judges.a.name: expected package.module:function or file.py:function"):
         make_config(task="text", judges={"a": "function"})
+
+
+class Torch:
+    """A judge that says how torch rounds where it is loaded."""
+
+    def load(self, device):
+        import torch
+
+        return torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_an_actor_rounds_as_the_runs_process_does(tf32):
+    cloudpickle = pytest.importorskip("ray").cloudpickle
+    torch = pytest.importorskip("torch")
+    parts = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [part.allow_tf32 for part in parts]
+    try:
+        for part in parts:
+            part.allow_tf32 = True
+        settings = {"folder": "", "check": False, "deterministic": False, "tf32": tf32}
+        assert JudgeActor(cloudpickle.dumps(Torch()), "gpu:0", settings)._load() == (tf32, tf32)
+    finally:
+        for part, allowed in zip(parts, before, strict=True):
+            part.allow_tf32 = allowed

@@ -123,7 +123,7 @@ def cluster():
     pytest.importorskip("ray")
     from bridges.pool import cluster
 
-    cluster.start_cluster(object_store=256 * 2**20)
+    cluster.join(None, object_store=256 * 2**20)
     return cluster
 
 

@@ -1,225 +1,245 @@
-"""A pool: the actors of a judge, and the calls that give them batches.
+"""A judge in plain Ray actors: a call is split into batches of rows, and each actor that is free takes the next.
 
-A call gives each actor its next batch when one has come back (`ray.wait`). Ray restarts an actor that died. Its
-batches do not wait for that: they go to others, like those of an actor that was ended because it was late.
-(`max_task_retries` is not used for batches: Ray counts also what it tries while an actor restarts, not deaths alone.)
+Ray restarts an actor that died. Its batch does not wait for that: it goes to another. An actor that is late ends its
+own process, so late is dead, too.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from inspect import Signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+
+from bridges.placement import cards_left
 from bridges.pool import actor, cluster
-from bridges.pool.cluster import BatchLost, PoolLate, PoolLost
+from bridges.pool.cluster import ActorLost, PoolLate, PoolLost
 from bridges.pool.section import PoolSection
 from grpo_jax.errors import UserError
 
 _log = logging.getLogger(__name__)
-
-_START_SECONDS = 600.0  # to load the judges; large weights on a slow disk, or a cluster that grows, take minutes
+_ROWS = 32  # of a batch where neither the pool nor its judge says how many
 _RAY_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # of resources
-_OPTIONS = ("num_cpus", "num_gpus", "memory")  # resources that are options of an actor
 
-Request = tuple[str, dict[int | str, Any], dict[int | str, Any]]
-"""Method, values and stored arrays of one batch, as `actor.JudgeActor.answer` takes them."""
+Request = tuple[Sequence[Any], dict[str, Any]]
+"""Arguments and keywords of one batch."""
 
 
-class Pool:
-    """Actors of a judge; any number of threads may ask them.
+class BatchLost(RuntimeError):
+    """Every actor that was given a batch died or timed out on it: the judge failed on it."""
 
-    Attributes:
-        actors: Those that Ray keeps alive or restarts.
-        away: Actors that Ray restarts, by the reference of their answer once they are back.
-        since: When an actor was last given a batch, or answered one.
-        closed: Why nothing can be asked any more; "" while it can.
+
+class RayPool:
+    """Proxy of a judge in Ray actors, with its plain attributes and its methods.
+
+    Arguments of one length are split into batches of rows, whose answers are joined in their order: a judge must judge
+    each row by itself. Threads ask a pool one after the other.
     """
 
-    def __init__(self, name: str, section: PoolSection):
-        """Take the resources and limits of a section; `name` is for errors."""
-        self.name = name
-        self.section = section
-        self.actors: list[Any] = []
-        self.away: dict[Any, Any] = {}
-        self.since: dict[Any, float] = {}
-        self.closed = ""
+    device = "cpu"
 
-    def start(self, judges: Sequence[Any]) -> Any:
-        """Start an actor for each judge; return a description of it (`JudgeActor.describe`) once all have loaded.
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Any],
+        description: tuple[dict[str, Any], list[str], Signature | None],
+        *,
+        batch: int = 0,
+        attempts: int = 3,
+        close: Callable[[], None] = lambda: None,
+    ):
+        """Take actors that have loaded the judge.
 
-        PoolLost if one does not start; an error of loading the judge is raised as it was.
+        Args:
+            name: For errors.
+            actors: Handles.
+            description: See `described`.
+            batch: Rows of a batch; 0 for the judge's own batch_size.
+            attempts: Actors that may be lost over one batch.
+            close: Ends the actors.
         """
-        self.actors = start_actors(self.name, judges, self.section)
-        try:
-            description, *_ = cluster.get([handle.describe.remote() for handle in self.actors], _START_SECONDS)
-        except PoolLate as error:
-            late = f"not all of {len(judges)} actors have started within {_START_SECONDS:g} s (`ray status`)"
-            raise PoolLate(late) from error
-        return description
+        self._name, self._attempts, self._lock = name, attempts, threading.Lock()
+        self._free, self._last = deque(actors), ""
+        self._away: dict[Any, Any] = {}  # actors that Ray restarts, by the reference of their answer
+        attributes, self._methods, signature = description
+        vars(self).update({name: value for name, value in attributes.items() if name not in ("device", "close")})
+        size = batch or attributes.get("batch_size")
+        self._size = size if isinstance(size, int) and size > 0 else _ROWS
+        self.placed = f"{len(actors)} actors of a Ray cluster"
+        judge = f"{attributes['summary']}; " if "summary" in attributes else ""
+        self.summary = f"{judge}{self.placed}, {self._size} rows at a time"
+        self.close = close
+        if signature is not None:
+            self.__signature__ = signature
 
-    def ask(self, requests: Sequence[Request]) -> list[Any]:
-        """Return the answers to requests, in their order.
+    def __getattr__(self, name: str) -> Any:
+        methods = vars(self).get("_methods", ())
+        if name not in methods:
+            raise AttributeError(f"{name} is in the actors of a pool, which has methods alone: {', '.join(methods)}")
+        return self._draw if name == "draw" else functools.partial(self._ask, name)
+
+    def _ask(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
+        rows, requests = split(arguments, keywords, self._size)
+        return joined(self.run(method, requests), rows, f"{self._name}.{method}".rstrip("."))
+
+    def _draw(self, texts: Sequence[str], seeds: Sequence[int], **keywords: Any) -> Any:
+        """Draw equal pairs of text and seed once."""
+        pairs = list(zip(texts, seeds, strict=True))
+        different = {pair: row for row, pair in enumerate(dict.fromkeys(pairs))}
+        drawn = self._ask("draw", [text for text, _ in different], [seed for _, seed in different], **keywords)
+        return drawn if len(different) == len(pairs) else drawn[[different[pair] for pair in pairs]]
+
+    def run(self, method: str, requests: Sequence[Request], seconds: float = math.inf) -> list[Any]:
+        """Return a method's answers to some batches, in their order.
 
         Raises:
+            PoolLate: They did not come within the seconds.
             PoolLost: No actor is left, or the cluster is gone.
             BatchLost: A batch cost as many actors as the limits allow.
-            Exception: The judge's own.
+            Exception: The judge's own, once no actor has a batch any more.
         """
         try:
-            return _Call(self, requests).answers()
+            with self._lock:
+                return self._answers(method, requests, time.monotonic() + seconds)
+        except PoolLate as error:
+            raise PoolLate(f"{self._name}: no answer within {seconds:g} s") from error
         except PoolLost as error:
-            raise PoolLost(f"{self.name}: {error}") from error
+            raise PoolLost(f"{self._name}: {error}") from error
 
-    def back(self, reference: Any) -> None:
-        """Take the answer of an actor that Ray has restarted; one that gives none is lost for good."""
-        handle = self.away.get(reference)
-        try:
-            cluster.get([reference])
-        except Exception as error:
-            with suppress(ValueError):  # another call was first
-                self.actors.remove(handle)
-            if not self.actors:
-                self.closed = self.closed or f"no actor is left; the last: {cluster.last_line(error)}"
-        self.away.pop(reference, None)
-
-    def close(self) -> None:
-        """End the actors; callers that wait for them get PoolLost."""
-        import ray
-
-        self.closed = self.closed or "it was closed"
-        if not cluster.is_gone():  # Ray would wait for it to come back
-            for handle in self.actors:
-                with suppress(Exception):
-                    ray.kill(handle)
-
-
-class _Sent(NamedTuple):
-    """A batch by its number, the actor that has it, and the reference of the array of its answer."""
-
-    batch: int
-    actor: Any
-    array: Any
-
-
-class _Call:
-    """Batches of one call: those that wait, those that actors have, and the answers."""
-
-    def __init__(self, pool: Pool, requests: Sequence[Request]):
-        self._pool = pool
-        self._requests = requests
-        self._waiting = deque(range(len(requests)))
-        self._sent: dict[Any, _Sent] = {}  # by the reference of the answer; an actor's in the order of its work
-        self._attempts: Counter[int] = Counter()  # actors that were lost over a batch
-        self._answers: dict[int, Any] = {}
-        self._failed: Exception | None = None  # of the judge, raised once no actor has a batch any more
-
-    def answers(self) -> list[Any]:
-        """Work until all batches are answered; see `Pool.ask`."""
-        limit = self._pool.section.batch_timeout or math.inf
-        while self._sent or (self._waiting and self._failed is None):
-            if self._failed is None:
-                self._send()
-            since = {sent.actor: self._pool.since[sent.actor] for sent in self._sent.values()}
-            left = min([cluster.PROBE_SECONDS, *(begun + limit - time.monotonic() for begun in since.values())])
-            for reference in cluster.ready([*self._pool.away, *self._sent], left):
-                self._collect(reference)
-            for handle, begun in since.items():
-                if self._pool.since[handle] == begun <= time.monotonic() - limit:
-                    self._end(handle, limit)
-        if self._failed is not None:
-            raise self._failed
-        return [self._answers[batch] for batch in range(len(self._requests))]
-
-    def _send(self) -> None:
-        """Give each actor that is there its next batches: a second one only when all have a first."""
-        if self._pool.closed:
-            raise PoolLost(self._pool.closed)
-        running = Counter(sent.actor for sent in self._sent.values())
-        away = list(self._pool.away.values())
-        there = [handle for handle in self._pool.actors if handle not in away]
-        for depth in range(self._pool.section.in_flight):
-            for handle in there:
-                if self._waiting and running[handle] == depth:
-                    batch = self._waiting.popleft()
-                    answer = handle.answer.options(num_returns=2, max_task_retries=0)
-                    reference, array = cluster.attempt(answer.remote, *self._requests[batch])
-                    self._sent[reference] = _Sent(batch, handle, array)
-                    self._pool.since[handle] = time.monotonic()
-                    running[handle] += 1
-
-    def _collect(self, reference: Any) -> None:
-        """Take the answer to a batch, or of an actor that is back."""
-        if reference not in self._sent:
-            return self._pool.back(reference)
-        sent = self._sent[reference]
-        try:
-            ((kind, value),) = cluster.get([reference])
-        except PoolLost as error:
-            if cluster.is_gone():
+    def _answers(self, method: str, requests: Sequence[Request], deadline: float) -> list[Any]:
+        waiting, sent = deque(range(len(requests))), {}
+        answers, lost, failed = [None] * len(requests), Counter(), None
+        while sent or (waiting and failed is None):
+            while waiting and self._free and failed is None:
+                number, handle = waiting.popleft(), self._free.popleft()
+                answer = handle.answer.options(max_task_retries=0)  # Ray would ask the same actor, and count refusals
+                sent[cluster.attempt(answer.remote, method, *requests[number])] = number, handle
+            if not (sent or self._away):
+                raise PoolLost(f"no actor is left; the last: {self._last}")
+            reference = cluster.ready([*sent, *self._away], deadline - time.monotonic())
+            if reference in self._away:
+                self._take_back(reference)
+                continue
+            number, handle = sent.pop(reference)
+            try:
+                answers[number] = actor.own(cluster.fetched(reference))
+            except ActorLost as error:
+                self._away[handle.describe.remote()] = handle
+                waiting.appendleft(number)
+                lost[number] += 1
+                if lost[number] >= self._attempts:
+                    spent = f"{lost[number]} actors died over a batch, or were too late with it; the last: {error}"
+                    failed = BatchLost(f"{self._name}: {spent}")
+                continue
+            except PoolLost:
                 raise
-            return self._lose(sent.actor, error)
+            except Exception as error:
+                failed = error
+            self._free.append(handle)
+        if failed is not None:
+            raise failed
+        return answers
+
+    def _take_back(self, reference: Any) -> None:
+        """Use an actor again that Ray has restarted; one that does not load is lost for good."""
+        handle = self._away.pop(reference)
+        try:
+            cluster.fetched(reference)
+            self._free.append(handle)
         except Exception as error:
-            self._failed, value = error, None
-        else:
-            if kind == "stored":
-                from bridges.pool.stored import stored
+            self._last = cluster.last_line(error)
 
-                value = stored(sent.array, *value)
-        del self._sent[reference]
-        self._pool.since[sent.actor] = time.monotonic()
-        self._answers[sent.batch] = value
 
-    def _end(self, handle: Any, limit: float) -> None:
-        """End an actor that is late; Ray starts it again."""
-        import ray
+class PooledReward(RayPool):
+    """A judge that can be called, with its signature, from which a reward's arguments are chosen."""
 
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the judge."""
+        return self._ask("", *arguments, **keywords)
+
+
+def load_pooled(judge: Any, section: PoolSection, name: str) -> RayPool:
+    """Start the actors of a pool and wait until they have loaded the judge; `name` is for errors."""
+    try:
+        cluster.enter(section.address, cards=cards_left() if section.address is None else None)
+    except UserError as error:
+        raise UserError(f"{name}{'.address' if section.address else ''}: {error}") from error
+    actors: list[Any] = []
+
+    @functools.cache
+    def end() -> None:
+        kill(actors)
+        cluster.leave()
+
+    try:
+        actors += start_actors(name, [judge] * section.replicas, section)
+        description = described(actors, actor.START_SECONDS)
+    except BaseException as error:
+        end()
+        if isinstance(error, PoolLost):  # nothing has begun that could be saved
+            raise UserError(f"{name}: {error}; the pool did not start (see `ray status`)") from error
+        raise
+    kind = RayPool if description[2] is None else PooledReward
+    size = section.batch or getattr(judge, "batch_size", 0)
+    return kind(name, actors, description, batch=size, attempts=section.batch_attempts, close=end)
+
+
+def described(actors: Sequence[Any], seconds: float) -> Any:
+    """Wait until actors have loaded, and return `JudgeActor.describe`; an error of loading is raised as it was."""
+    waiting, deadline = [handle.describe.remote() for handle in actors], time.monotonic() + seconds
+    while waiting:
+        waiting.remove(reference := cluster.ready(waiting, deadline - time.monotonic()))
+        description = cluster.fetched(reference)
+    return description
+
+
+def kill(actors: Sequence[Any]) -> None:
+    """End actors; not where the cluster is gone, since Ray would wait for it to come back."""
+    import ray
+
+    for handle in actors if not cluster.is_gone() else ():
         with suppress(Exception):
-            ray.kill(handle, no_restart=False)
-        self._lose(handle, PoolLate(f"no answer within {limit:g} s"))
-
-    def _lose(self, handle: Any, error: PoolLost) -> None:
-        """Give the batches of an actor that died or is late to others; it counts against the first of them."""
-        pool = self._pool
-        lost = {reference: sent.batch for reference, sent in self._sent.items() if sent.actor == handle}
-        for reference in lost:
-            del self._sent[reference]
-        first, *_ = lost.values()
-        self._attempts[first] += 1
-        pool.since[handle] = time.monotonic()
-        if handle not in list(pool.away.values()):
-            pool.away[cluster.attempt(handle.describe.remote)] = handle
-        if self._attempts[first] >= pool.section.batch_attempts:
-            spent = f"{self._attempts[first]} actors died over a batch, or were too late with it; the last: {error}"
-            self._failed = BatchLost(f"{pool.name}: {spent}")
-        self._waiting.extendleft(reversed(lost.values()))
+            ray.kill(handle)
 
 
-def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: Sequence[str] = ()) -> list[Any]:
-    """Start an actor for each judge, and return their handles; `pool` is its name for errors.
+def start_actors(name: str, judges: Sequence[Any], section: PoolSection, named: Sequence[str] = ()) -> list[Any]:
+    """Start an actor for each judge of a pool, and return their handles.
 
-    Questions that may be asked twice (`describe` and `call`) wait for an actor that Ray restarts, and are asked again.
-    `names` are those under which any process of the cluster finds the actors; none where nobody looks for them.
+    `named` are names under which any process of the cluster finds them. UserError if a cluster of the run's own lacks
+    a resource; one elsewhere may grow.
     """
     import ray
     from ray import cloudpickle
 
+    resources = {"num_cpus": 1.0 if section.address else 0.0, "num_gpus": 0.0, **section.resources}
+    there = ray.cluster_resources()
+    for kind, amount in resources.items():
+        wanted, has = len(judges) * amount, there.get(_RAY_NAMES.get(kind, kind), 0.0)
+        if wanted > has:
+            lack = f"{name}.resources.{kind}: {len(judges)} actors need {wanted:g}, the Ray cluster has {has:g}"
+            if section.address is None:
+                raise UserError(lack)
+            _log.warning("%s; it is waited for until the cluster has grown", lack)
     torch = sys.modules.get("torch")
     settings = {
         "folder": os.getcwd(),
+        "timeout": section.batch_timeout,
         "check": bool(section.runtime_env or section.address),
         "deterministic": torch is not None and torch.are_deterministic_algorithms_enabled(),
         "tf32": torch is None or torch.backends.cudnn.allow_tf32,
     }
-    resources = _resources(section)
-    options: dict[str, Any] = {name: resources.pop(name) for name in _OPTIONS if name in resources}
+    options = {kind: resources.pop(kind) for kind in ("num_cpus", "num_gpus", "memory") if kind in resources}
     options |= {"resources": resources or None, "runtime_env": section.runtime_env or None}
     options |= {"max_restarts": section.max_restarts, "max_task_retries": -1, "namespace": cluster.NAMESPACE}
     device = "gpu:0" if section.cards else "cpu"
@@ -227,34 +247,13 @@ def start_actors(pool: str, judges: Sequence[Any], section: PoolSection, names: 
     try:
         remote = ray.remote(actor.JudgeActor)
         return [
-            remote.options(**options, name=name or None).remote(_packed(judge), device, settings)
-            for judge, name in zip(judges, names or [""] * len(judges), strict=True)
+            remote.options(**options, name=one or None).remote(_packed(judge), device, settings)
+            for judge, one in zip(judges, named or [""] * len(judges), strict=True)
         ]
     except (TypeError, ValueError) as error:
-        raise UserError(f"{pool}.resources, runtime_env: {cluster.first_line(error)}") from error
+        raise UserError(f"{name}.resources, runtime_env: {cluster.first_line(error)}") from error
     finally:
         cloudpickle.unregister_pickle_by_value(actor)
-
-
-def require_room(pool: str, section: PoolSection) -> None:
-    """Raise UserError if a cluster that does not grow lacks a resource that the actors need in all."""
-    import ray
-
-    there = ray.cluster_resources()
-    where = f"the Ray cluster at {section.address}" if section.address else "this machine's cluster"
-    for name, amount in _resources(section).items():
-        wanted, has = section.replicas * amount, there.get(_RAY_NAMES.get(name, name), 0.0)
-        if wanted <= has:
-            continue
-        lack = f"{pool}.resources.{name}: {section.replicas} actors need {wanted:g}, {where} has {has:g}"
-        if section.address is None or not cluster.grows():
-            raise UserError(lack)
-        _log.warning("%s; it is waited for until the cluster has grown", lack)
-
-
-def _resources(section: PoolSection) -> dict[str, float]:
-    """Resources of each actor."""
-    return {"num_cpus": 1.0 if section.address else 0.0, "num_gpus": 0.0, **section.resources}
 
 
 def _packed(judge: Any) -> bytes:
@@ -270,3 +269,47 @@ def _packed(judge: Any) -> bytes:
         return cloudpickle.dumps(judge)
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+def split(arguments: Sequence[Any], keywords: dict[str, Any], size: int) -> tuple[list[int], list[Request]]:
+    """Split a call into batches of `size` rows, the last with what is left; return the rows of each, and the requests.
+
+    Lists, tuples, and arrays of NumPy or torch have rows. Where these are not all of one length, or none is given, the
+    call is one batch.
+    """
+    counts = {len(value) for value in (*arguments, *keywords.values()) if _has_rows(value)}
+    if len(counts) != 1 or 0 in counts:
+        return [0], [(actor.on_host(list(arguments)), actor.on_host(keywords))]
+
+    (count,) = counts
+    parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def of(part: slice, value: Any) -> Any:
+        return actor.on_host(value[part] if _has_rows(value) else value)
+
+    requests = [([of(part, one) for one in arguments], {k: of(part, v) for k, v in keywords.items()}) for part in parts]
+    return [part.stop - part.start for part in parts], requests
+
+
+def _has_rows(value: Any) -> bool:
+    if isinstance(value, np.ndarray) or actor.is_tensor(value):
+        return value.ndim > 0
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def joined(values: Sequence[Any], rows: Sequence[int], judge: str) -> Any:
+    """Join the answers to the batches of a call, in their order; TypeError if one has not a value for each row."""
+    if len(values) == 1:
+        return values[0]
+    for value, count in zip(values, rows, strict=True):
+        if not _has_rows(value) or len(value) != count:
+            came = f"{len(value)} values" if _has_rows(value) else type(value).__name__
+            raise TypeError(
+                f"{judge} answered a batch of {count} rows with {came}, so it does not judge row by row: set its "
+                "`batch` to the rows of a whole call, which is then not taken apart"
+            )
+    if actor.is_tensor(values[0]):
+        return sys.modules["torch"].cat(list(values))
+    if isinstance(values[0], np.ndarray):
+        return np.concatenate(values)
+    return type(values[0])(entry for value in values for entry in value)

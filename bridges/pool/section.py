@@ -96,7 +96,7 @@ class Pooled:
             return self.judge.load(device)
         if device != "cpu":
             raise UserError(f"devices: expected none for a judge in a pool, which has its resources; got {device}")
-        from bridges.pool.pooled import load_pooled
+        from bridges.pool.pool import load_pooled
 
         return load_pooled(self.judge, self.pool, self.called or type(self.judge).__name__)
 

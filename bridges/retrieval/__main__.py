@@ -18,17 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--blank_titles", choices=("error", "keep"), default="error", help="items without a title")
     command.add_argument("--encoder", default="tfidf", help='"tfidf", a sentence-transformers folder, or its name')
     command.add_argument("--service", default="retrieval", help="name that training looks for")
-    command.add_argument("--shards", type=int, default=1, help="actors that share the catalogue")
+    command.add_argument("--replicas", type=int, default=1, help="actors that share the queries")
     command.add_argument("--cpus", type=float, default=1.0, help="CPUs of each actor")
     command.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor's encoder")
     command.add_argument("--cache", help="folder for vectors; every node must see it (default: ~/.cache/grpo_jax)")
     command.add_argument("--address", help="HOST:PORT of a Ray cluster to join; by default one is started")
-    command.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="by which other machines reach the cluster that is started; by default none does. With another than a "
-        "loopback address Ray listens on every interface, behind its token",
-    )
     try:
         with extras_named():
             return serve(parser.parse_args(arguments))
@@ -39,37 +33,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(asked: argparse.Namespace) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
-    from bridges.pool.cluster import NAMESPACE, answers, cluster_address, cluster_session
-    from bridges.pool.section import PoolSection
+    from bridges.pool.cluster import answers, cluster_address
     from bridges.retrieval import service
     from bridges.retrieval.retriever import Retriever
+    from grpo_jax.config.judge import PoolSection
     from grpo_jax.config.retrieval import RetrievalSection
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
-    section = RetrievalSection("ray", asked.encoder, service=asked.service, cache=asked.cache)
+    section = RetrievalSection(backend="ray", encoder=asked.encoder, service=asked.service, cache=asked.cache)
     resources = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
-    pool = PoolSection(asked.shards, resources, address=asked.address, max_restarts=3)
+    pool = PoolSection(
+        replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0, max_restarts=3
+    )
     running = service.find_service(section.service)
-    if running is not None and answers(running.address):
+    if running is not None and answers(running):
         raise UserError(
-            f"a service {section.service!r} of yours is at {running.address} already: end it or choose another "
-            f"--service (if it is not, remove {service.service_file(section.service)})"
+            f"a service {section.service!r} of yours is at {running} already: end it or choose another --service (if "
+            f"it is not, remove {service.service_file(section.service)})"
         )
     stop = threading.Event()
     titles = read_catalogue(asked.catalogue, blank_titles=asked.blank_titles).titles
-    backend = service.start_service(titles, section, pool, host=asked.host)
-    # after Ray has started, which has handlers of its own
-    for number in (signal.SIGINT, signal.SIGTERM):
+    backend = service.start_service(titles, section, pool)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has started, which has handlers of its own
         signal.signal(number, lambda *_: stop.set())
     try:
         share = Retriever(backend).self_test(titles)
-        with service.announced(section.service, service.Whereabouts(cluster_address(), cluster_session())):
+        with service.announced(section.service, cluster_address()):
             print(f"cluster     {cluster_address()}")
             print(f"catalogue   {backend.fingerprint.catalogue}")
             print(f"encoder     {section.encoder} ({backend.fingerprint.encoder})")
             print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
-            print(f"serving     {section.service!r} in {asked.shards} actors (namespace {NAMESPACE}); Ctrl-C ends it")
-            sys.stdout.flush()
+            print(f"serving     {section.service!r} in {asked.replicas} actors; Ctrl-C ends it", flush=True)
             stop.wait()
     finally:
         backend.close()

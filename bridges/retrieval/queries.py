@@ -81,6 +81,20 @@ def make_queries(
     return queries._replace(taken=_taken(history, count, items), weight=float(history.weight))
 
 
+def of_rows(queries: Queries, rows: slice) -> Queries:
+    """Return some of the queries, with the batches of texts that they mix: each is encoded as it was before."""
+    mix, first, batches_kept, columns = queries.mix[rows], 0, [], []
+    used = {0, *mix.indices.tolist()}  # 0: an encoder is never asked for nothing
+    for batch in queries.texts:
+        own = range(first, first := first + len(batch))
+        if not used.isdisjoint(own):
+            batches_kept.append(batch)
+            columns += own
+    taken = None if queries.taken is None else queries.taken[rows]
+    parts = {"mix": mix[:, columns], "targets": queries.targets[rows], "exclude": queries.exclude[rows]}
+    return queries._replace(texts=batches_kept, taken=taken, **parts)
+
+
 def _require_rows(name: str, rows: Sequence[int], items: int) -> None:
     wrong = [row for row in rows if not 0 <= row < items]
     if wrong:

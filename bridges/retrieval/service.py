@@ -1,255 +1,193 @@
-"""Retrieval by actors of a Ray cluster: each holds a part of the catalogue and an encoder, as a pool's holds a judge.
+"""Retrieval by a service: actors of a Ray cluster, each with the whole catalogue, that share a call's queries.
 
-A call is two rounds: each shard encodes some batches of the texts, then every shard counts its part with all the
-vectors. Ray restarts an actor that dies, which loads its vectors from the cache, and asks it again (`max_restarts`,
-`max_task_retries`). Failures that Ray cannot mend arrive here as typed errors.
-
-`serve` leaves its cluster's address in a file that only the user can write. Ray's own ways to find a cluster
-(RAY_ADDRESS, "auto") find anybody's: a run joins what this file or its config names.
+Failures that a pool cannot mend arrive here as typed errors. `serve` leaves its cluster's address in a file that only
+the user can write: Ray's own ways to find a cluster (RAY_ADDRESS, "auto") find anybody's.
 """
 
 import itertools
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from bridges.pool import cluster
-from bridges.pool.pool import require_room, start_actors
-from bridges.pool.section import PoolSection
+from bridges.pool.actor import START_SECONDS
+from bridges.pool.pool import RayPool, described, kill, start_actors
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
-from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
+from bridges.retrieval.encoders import load_encoder, resolved_name, titles_digest
 from bridges.retrieval.errors import RetrievalError, ServiceNotFound
-from bridges.retrieval.local import Shard, Space
-from bridges.retrieval.queries import Queries
-from bridges.retrieval.ranking import Counts, Nearest, Scale, merge_counts, merge_nearest
+from bridges.retrieval.local import LocalBackend, Space
+from bridges.retrieval.queries import Queries, of_rows
+from bridges.retrieval.ranking import Counts, Nearest, Scale
 from grpo_jax.config.files import load_json
+from grpo_jax.config.judge import PoolSection
 from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
 
-_OBJECT_STORE = 256 * 2**20  # bytes, of a cluster started here: only queries and counts pass through it
-_START_SECONDS = 600.0  # for actors to load encoder and vectors; a large catalogue on a slow disk takes minutes
+_QUERIES = 64  # of a batch, as many as are compared at once
 
 
-class RankShard:
-    """Judge of an actor: a part of the catalogue, and the encoder."""
+class RankService:
+    """Judge of an actor: the index in a folder of `open_index`, where a restart finds it again, and its encoder."""
 
-    def __init__(self, folder: str, encoder: str, shard: int, shards: int):
-        """Take a part, from 0, of the index in a folder of `open_index`: a restart finds the same vectors there."""
-        self._folder = folder
-        self._number = shard
-        self.encoder = encoder
-        self.shards = shards
+    def __init__(self, folder: str, encoder: str, replicas: int):
+        self._folder, self.encoder, self.replicas = folder, encoder, replicas
 
-    def load(self, device: str) -> "RankShard":
-        """Load the encoder onto "cpu" or "gpu:N", as the actor sees its cards, and this part's vectors."""
-        self._encoder = load_encoder(self.encoder, load_titles(self._folder), device=device)
-        index = load_index(self._folder)
-        if self._encoder.identity != index.fingerprint.encoder:
+    def load(self, device: str) -> "RankService":
+        """Load the encoder onto "cpu" or "gpu:N", as the actor sees its cards, and the vectors."""
+        encoder, index = load_encoder(self.encoder, load_titles(self._folder), device=device), load_index(self._folder)
+        if encoder.identity != index.fingerprint.encoder:
             raise UserError(f"encoder {self.encoder} is not the one that {self._folder} was made with")
-        self._shard = Shard([Space(self._encoder, index)], shard=self._number, shards=self.shards)
-        self.items, self.fingerprint = index.vectors.shape[0], tuple(index.fingerprint)
+        self._backend = LocalBackend(Space(encoder, index))
+        self.items, self.fingerprint = self._backend.items, tuple(index.fingerprint)
         return self
 
-    def encode(self, texts: list[str]) -> Vectors:
-        """Encode one batch; NonFiniteScores if a vector is not finite."""
-        vectors = self._encoder.encode(texts)
-        check_finite(vectors, texts)
-        return vectors
+    def count(self, queries: Queries, scale: Scale) -> Counts:
+        """Count over the catalogue."""
+        return self._backend.count(queries, scale)
 
-    def count(self, queries: Queries, scale: Scale, *vectors: Vectors) -> Counts:
-        """Count over this part; `vectors` are those of the queries' batches, in their order."""
-        return self._shard.count(queries, [stacked(vectors)], scale)
-
-    def nearest(self, queries: Queries, count: int, *vectors: Vectors) -> Nearest:
-        """Best items of this part."""
-        return self._shard.nearest(queries, [stacked(vectors)], count)
+    def nearest(self, queries: Queries, count: int) -> Nearest:
+        """Return the catalogue's best items."""
+        return self._backend.nearest(queries, count)
 
 
 class RayBackend:
-    """A running service, as a `retriever.Backend`; made by `connect` and `start_service`."""
+    """A running service, as a `retriever.Backend`; `close` ends it if it was started here."""
 
-    def __init__(self, section: RetrievalSection, actors: Sequence[Any], *, start: float = _START_SECONDS):
-        """Take Ray's handles of the shards in their order, and wait for `start` seconds until they have loaded.
-
-        ServiceNotFound if a shard is dead or missing.
-        """
-        service = section.service
+    def __init__(self, section: RetrievalSection, actors: Sequence[Any], *, owned: bool = False):
+        """Wait until actors have loaded; ServiceNotFound if one is dead or missing."""
+        self._section, self._owned = section, actors if owned else ()
         try:
-            with typed_errors():
-                attributes = cluster.get([actor.describe.remote() for actor in actors], start)[0][0]
+            with _typed_errors():
+                description = described(actors, max(section.timeout, START_SECONDS))
         except RetrievalError as error:
             if isinstance(error.__cause__, cluster.ActorLost):  # it keeps its name until whoever started it ends
-                raise ServiceNotFound(not_found(service, f"its actor is dead, end its `serve`: {error}")) from error
+                why = f"its actor is dead, end its `serve`: {error}"
+                raise ServiceNotFound(_not_found(section.service, why)) from error
             raise
-        if len(actors) < attributes["shards"]:
-            raise ServiceNotFound(not_found(service, f"shard {len(actors)} of {attributes['shards']} is gone"))
-        self.items: int = attributes["items"]
-        self.encoder: str = attributes["encoder"]
-        self.fingerprint = Fingerprint(*attributes["fingerprint"])
-        self.actors = actors
-        self._section = section
-        # Ray ends an actor when the handle goes with which it was made, whoever else holds one
-        self._owned: Sequence[Any] = ()
+        replicas = description[0]["replicas"]
+        if len(actors) < replicas:
+            raise ServiceNotFound(_not_found(section.service, f"actor {len(actors)} of {replicas} is gone"))
+        self._pool: RayPool | None = RayPool(section.service, actors, description)
+        self.items, self.encoder = self._pool.items, self._pool.encoder
+        self.fingerprint = Fingerprint(*self._pool.fingerprint)
 
     def count(self, queries: Queries, scale: Scale) -> Counts:
-        """`retriever.Backend.count` within the timeout."""
-        return merge_counts(self._asked("count", queries, scale))
+        """Count over the whole catalogue within the timeout."""
+        return Counts(*map(np.concatenate, zip(*self._asked("count", queries, scale), strict=True)))
 
     def nearest(self, queries: Queries, count: int) -> Nearest:
-        """`retriever.Backend.nearest` within the timeout."""
-        return merge_nearest(self._asked("nearest", queries, count), count)
+        """Return the best items of the whole catalogue within the timeout."""
+        return Nearest(*map(np.concatenate, zip(*self._asked("nearest", queries, count), strict=True)))
 
     def _asked(self, method: str, queries: Queries, argument: Any) -> list[Any]:
-        """Answers of every shard's method to the queries; after a call that failed cluster and actors are looked up."""
-        actors, self.actors = self.actors or self._found_again(), ()
-        with typed_errors():
-            asked = itertools.cycle(actors)
-            vectors = [next(asked).call.remote("encode", batch) for batch in queries.texts]
-            queries = queries._replace(texts=[])
-            counted = [actor.call.remote(method, queries, argument, *vectors) for actor in actors]
-            answers = cluster.get(counted, self._section.timeout)
-        self.actors = actors
+        """Ask about some queries at a time; after a call that failed cluster and actors are looked up again."""
+        pool, self._pool = self._pool or self._found_again(), None
+        starts = range(0, queries.mix.shape[0], _QUERIES)
+        requests = [((of_rows(queries, slice(start, start + _QUERIES)), argument), {}) for start in starts]
+        with _typed_errors():
+            answers = pool.run(method, requests, self._section.timeout)
+        self._pool = pool
         return answers
 
-    def _found_again(self) -> Sequence[Any]:
-        """Handles of the service, which may have been started again by hand; StopRun if it serves something else."""
+    def _found_again(self) -> RayPool:
+        """Find the service, which may have been started again by hand; StopRun if it serves something else."""
         import ray
 
         if ray.is_initialized() and cluster.is_gone():
             ray.shutdown()
-        found = _found(self._section, self._section.timeout)
+        found = _found(self._section)
         if found.fingerprint != self.fingerprint:
             raise StopRun(
                 f"the retrieval service {self._section.service!r} was started again with something else: "
                 f"{found.fingerprint} instead of {self.fingerprint}"
             )
-        return found.actors
+        return found._pool
 
     def close(self) -> None:
         """End the actors if they were started through this object; a service started elsewhere goes on."""
-        import ray
-
-        for actor in self._owned:
-            with suppress(Exception):
-                ray.kill(actor)
+        kill(self._owned)
 
 
-def connect(titles: Sequence[str], section: RetrievalSection = RetrievalSection("ray")) -> RayBackend:
-    """Find a service that was started with `python -m bridges.retrieval serve`.
-
-    UserError if it serves another catalogue or encoder than expected.
-    """
-    service = section.service
-    backend = _found(section, max(section.timeout, _START_SECONDS))
-    if backend.encoder != resolved_name(section.encoder):
-        raise UserError(
-            f"the retrieval service {service!r} was started with the encoder {backend.encoder}, not {section.encoder}"
-        )
+def connect(titles: Sequence[str], section: RetrievalSection = RetrievalSection(backend="ray")) -> RayBackend:
+    """Find a service that was started with `python -m bridges.retrieval serve`; UserError if it serves another run."""
+    backend = _found(section)
     ours = f"{len(titles)} titles, {titles_digest(titles)}"
-    if backend.fingerprint.catalogue != ours:
+    theirs = (backend.encoder, backend.fingerprint.catalogue)
+    if theirs != (resolved_name(section.encoder), ours):
         raise UserError(
-            f"the retrieval service {service!r} serves another catalogue ({backend.fingerprint.catalogue}) than "
-            f"this run's ({ours})"
+            f"the retrieval service {section.service!r} has the encoder {theirs[0]} and {theirs[1]}; this run has "
+            f"{section.encoder} and {ours}"
         )
     return backend
 
 
-def _found(section: RetrievalSection, start: float) -> RayBackend:
+def _found(section: RetrievalSection) -> RayBackend:
     """Join the cluster of a service, and find its actors by their names."""
-    service = section.service
-    join_cluster(section.address, service)
-    with typed_errors():
-        actors = list(itertools.takewhile(bool, (_find_actor(service, shard) for shard in itertools.count())))
+    join_cluster(section.address, section.service)
+    with _typed_errors():
+        actors = list(itertools.takewhile(bool, (_find_actor(section.service, i) for i in itertools.count())))
     if not actors:
-        raise ServiceNotFound(not_found(service, "the cluster has no such actor"))
-    return RayBackend(section, actors, start=start)
+        raise ServiceNotFound(_not_found(section.service, "the cluster has no such actor"))
+    return RayBackend(section, actors)
 
 
 def start_service(
     titles: Sequence[str],
     section: RetrievalSection = RetrievalSection(),
-    pool: PoolSection = PoolSection(1, {"num_cpus": 1.0}, max_restarts=3),
+    pool: PoolSection = PoolSection(resources={"num_cpus": 1.0}, batch_timeout=0.0, max_restarts=3),
     *,
-    host: str = cluster.LOOPBACK,
-    shard_class: type[RankShard] = RankShard,
+    judge: type[RankService] = RankService,
 ) -> RayBackend:
     """Make or find the catalogue's vectors in the cache and start the actors that serve them.
 
     They live as long as this process, or until `close`. UserError if the service's name is taken, or the cluster has
-    no room for it.
-
-    Args:
-        titles: Of all items, in the order of their rows.
-        section: Encoder, name, and cache, a folder that every node sees; None for `default_cache()`.
-        pool: Actors that share the catalogue (`replicas`), what each is given, and the cluster to join. Without cards
-            the encoder is on the CPU.
-        host: Address of the cluster that is started; on a loopback one nothing outside this machine reaches it.
-        shard_class: Of what the actors load.
+    no room for it. Every node must see the section's cache (None: `default_cache()`).
     """
-    service, shards = section.service, pool.replicas
-    if not 1 <= shards <= max(len(titles), 1):
-        raise UserError(f"shards: expected 1 to {len(titles)}, the number of items, got {shards}")
     if pool.address is None:
-        cluster.start_cluster(host, object_store=_OBJECT_STORE)
+        cluster.join(None, object_store=256 * 2**20)  # only queries and counts pass through it
     else:
-        join_cluster(pool.address, service)
-    if _find_actor(service, 0) is not None:
-        raise UserError(f"a retrieval service {service!r} runs on this cluster already")
-    require_room(service, pool)
+        join_cluster(pool.address, section.service)
+    if _find_actor(section.service, 0) is not None:
+        raise UserError(f"a retrieval service {section.service!r} runs on this cluster already")
     name = resolved_name(section.encoder)
     index = open_index(titles, load_encoder(name, titles), section.cache or default_cache())
-    parts = [shard_class(str(index.folder), name, shard, shards) for shard in range(shards)]
-    actors = start_actors(service, parts, pool, [_actor_name(service, shard) for shard in range(shards)])
+    judges = [judge(str(index.folder), name, pool.replicas)] * pool.replicas
+    names = [f"{section.service}-{number}" for number in range(pool.replicas)]
+    actors = start_actors(section.service, judges, pool, names)
     try:
-        backend = RayBackend(section, actors)
+        return RayBackend(section, actors, owned=True)
     except RetrievalError as error:
+        kill(actors)
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
-    backend._owned = actors
-    return backend
 
 
 def join_cluster(address: str | None, service: str) -> None:
-    """Connect this process to a service's cluster, or raise ServiceNotFound; do nothing if it belongs to one already.
+    """Connect this process to a service's cluster, or raise ServiceNotFound; keep one that it belongs to.
 
-    Nothing of the run is placed there before the service itself was found. `address` is HOST:PORT; None or "auto" is
-    where this user's `serve` of that name runs, and nowhere else.
+    `address` is HOST:PORT; None or "auto" is where this user's `serve` of that name runs, and nowhere else.
     """
     if cluster.is_joined():
         return
-    running = None
-    if address in (None, "auto"):
+    try:
+        if address not in (None, "auto"):
+            return cluster.join(address)
         running = find_service(service)
         if running is None:
-            raise ServiceNotFound(not_found(service, f"none of yours runs here{_foreign()}"))
-        address = running.address
-    try:
-        cluster.join(address)
-    except cluster.TokenRefused as error:
-        raise ServiceNotFound(str(error)) from error
+            raise cluster.NotJoined("none of yours runs here, and no other is joined without task.retrieval.address")
+        cluster.join(running)
     except cluster.NotJoined as error:
-        raise ServiceNotFound(not_found(service, str(error))) from error
-    if running is not None and cluster.cluster_session() != running.session:
-        import ray
-
-        ray.shutdown()
-        raise ServiceNotFound(not_found(service, f"at {address}, where it was, is another Ray cluster"))
-
-
-def _foreign() -> str:
-    """Describe the cluster that Ray itself would have joined."""
-    current = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"  # the last `ray start`
-    address = os.environ.get("RAY_ADDRESS") or (current.read_text().strip() if current.is_file() else "")
-    return f"; the Ray cluster at {address} is joined only if task.retrieval.address names it" if address else ""
+        raise ServiceNotFound(_not_found(service, str(error))) from error
 
 
 @contextmanager
-def typed_errors() -> Iterator[None]:
+def _typed_errors() -> Iterator[None]:
     """Raise failures of a call as errors of `bridges.retrieval.errors`."""
     try:
         yield
@@ -261,72 +199,55 @@ def typed_errors() -> Iterator[None]:
         raise RetrievalError(f"the service failed: {cluster.first_line(error)}") from error
 
 
-def not_found(service: str, reason: str) -> str:
-    """Message of `ServiceNotFound`: what is missing, and how to start it."""
+def _not_found(service: str, reason: str) -> str:
     return (
         f"RetrievalService not found: {service!r} ({reason}); start the service with: "
         f"python -m bridges.retrieval serve --catalogue FILE --service {service}"
     )
 
 
-def _actor_name(service: str, shard: int) -> str:
-    return f"{service}-{shard}"
-
-
-def _find_actor(service: str, shard: int) -> Any | None:
+def _find_actor(service: str, number: int) -> Any | None:
     import ray
 
-    try:
-        return ray.get_actor(_actor_name(service, shard), namespace=cluster.NAMESPACE)
-    except ValueError:
-        return None
-
-
-class Whereabouts(NamedTuple):
-    """Cluster of one service, HOST:PORT, and its session: another one at that address is another cluster."""
-
-    address: str
-    session: str
+    with suppress(ValueError):
+        return ray.get_actor(f"{service}-{number}", namespace=cluster.NAMESPACE)
 
 
 def service_file(service: str) -> Path:
-    """The file of a service of this name on this machine."""
+    """Return the file of a service of this name on this machine."""
     name = quote(f"{service}@{socket.gethostname()}", safe="@")  # homes are shared, loopbacks are not
     return default_cache().parent / "services" / f"{name}.json"
 
 
 @contextmanager
-def announced(service: str, where: Whereabouts) -> Iterator[None]:
+def announced(service: str, address: str) -> Iterator[None]:
     """Keep the file of a service while the block runs; UserError if it cannot be written."""
     path = service_file(service)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)  # 0600
-        with os.fdopen(handle, "w") as file:
-            json.dump(where._asdict(), file)
-        os.replace(temporary, path)
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            json.dump({"address": address}, file)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}), where training looks for the service") from error
     try:
         yield
     finally:
-        with suppress(OSError, ValueError, UserError):
-            if find_service(service) == where:  # not another's, who came after it
-                path.unlink()
+        path.unlink(missing_ok=True)
 
 
-def find_service(service: str) -> Whereabouts | None:
-    """Find this user's service of that name, which may have been killed since; None if no file names it.
+def find_service(service: str) -> str | None:
+    """Return the address of this user's service of that name, which may have been killed since; None without one.
 
     UserError if somebody else can write the file, or it is broken.
     """
     path = service_file(service)
-    try:
-        status = path.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise UserError(f"{path} can be written by others; remove it and start the service again")
-        return Whereabouts(**load_json(path))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError, TypeError) as error:
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UserError(f"{path} can be written by others; remove it and start the service again")
+    try:
+        return load_json(path)["address"]
+    except (UserError, KeyError) as error:
         raise UserError(f"{path} cannot be read; remove it and start the service again") from error

@@ -3,10 +3,15 @@
 import asyncio
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+
+from grpo_jax.errors import StopRun
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,12 @@ class Loaded:
     def fails(self, texts):
         raise KeyError("no such word")
 
+    def stops(self, texts):
+        raise StopRun("the licence has expired")
+
+    def draw(self, texts, seeds):
+        return np.array([[ord(text) + seed, len(texts)] for text, seed in zip(texts, seeds, strict=True)], np.float32)
+
     def runs_out(self, texts):
         raise MemoryError("no room for pictures")
 
@@ -99,6 +110,11 @@ def deadly(prompts, completions, wish, folder, **columns):
             death.unlink(missing_ok=True)
             os.kill(os.getpid(), signal.SIGKILL)
     return letters(prompts, completions, wish)
+
+
+def holds(prompts, completions, **columns):
+    """Holds the interpreter's lock for ever: nothing else in the process runs on."""
+    return [re.match("(a+)+b", "a" * 64) for _ in completions]
 
 
 def patient(prompts, completions, wish, **columns):

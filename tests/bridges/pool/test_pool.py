@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from bridges.pool.cluster import BatchLost, NotRowByRow, PoolLost
+from bridges.pool.cluster import PoolLost
+from bridges.pool.pool import BatchLost
 from grpo_jax.config import make_config
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
@@ -59,11 +60,11 @@ def test_a_judge_that_is_a_reward_gets_its_columns_and_what_it_does_is_told_as_i
 
 def test_what_cannot_be_taken_apart_or_is_not_there_is_named(pool):
     judge = pool(replicas=1)
-    with pytest.raises(NotRowByRow, match=r"judges.odd.total answered a batch of 4 rows with int, .*set its `batch`"):
+    with pytest.raises(TypeError, match=r"judges.odd.total answered a batch of 4 rows with int, .*set its `batch`"):
         judge.total(TEXTS)
     assert judge.total(["ab", "c"]) == 3  # a batch of its own
     with pytest.raises(
-        AttributeError, match=r"hidden is in the actors of a pool.*: cards, copies, dies, fails, harmed, l"
+        AttributeError, match=r"hidden is in the actors of a pool.*: cards, copies, dies, draw, fails, harmed, l"
     ):
         _ = judge.hidden
 
@@ -79,15 +80,32 @@ def test_an_actor_that_hangs_is_ended_and_another_gets_its_batch(pool):
 
 
 def test_whatever_ends_an_actor_its_batch_goes_to_another(pool, tmp_path):
-    judge = pool(batch_timeout=4)
-    for harm in ("SIGKILL", "exit", "SIGSEGV", "SIGSTOP"):
+    judge = pool()
+    for harm in ("SIGKILL", "exit", "SIGSEGV"):
         (tmp_path / f"harm.{harm}").touch()
         assert judge.harmed(TEXTS) == [len(text) for text in TEXTS]
         assert not list(tmp_path.glob("harm.*"))
 
 
+def test_what_stops_a_run_is_no_missing_reward(pool):
+    judge = pool(replicas=1)
+
+    def asks(completions):
+        return judge.stops(completions)
+
+    with pytest.raises(StopRun, match="the licence has expired"):
+        collect_rewards({"asks": asks}, ["p"] * 4, TEXTS[:4], {}, 4, on_error="missing")
+
+
+def test_equal_texts_of_one_seed_are_drawn_once(pool):
+    texts, seeds = ["a", "b", "a", "a", "b"] * 4, [1, 1, 1, 2, 1] * 4
+    drawn = pool(batch=2).draw(texts, seeds)
+    assert drawn[:, 0].tolist() == [ord(text) + seed for text, seed in zip(texts, seeds, strict=True)]
+    assert set(drawn[:, 1].tolist()) == {2.0, 1.0}  # rows of a batch: three different ones were asked for
+
+
 def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):
-    judge = pool(batch_attempts=2, in_flight=3)
+    judge = pool(batch_attempts=2)
     with pytest.raises(BatchLost, match=r"judges\.odd: 2 actors died over a batch"):
         judge.dies([*TEXTS, "poison"])
     assert judge.dies(TEXTS) == [len(text) for text in TEXTS]  # the actors came back
@@ -106,7 +124,7 @@ def test_a_pool_without_actors_stops_the_run(pool, tmp_path):
 
 
 def test_what_does_not_start_says_why(pool, tmp_path):
-    with pytest.raises(UserError, match=r"judges\.odd\.resources\.num_gpus: 2 actors need 2, .*cluster has 0"):
+    with pytest.raises(UserError, match=r"judges\.odd\.resources\.num_gpus: 2 actors need 2, the Ray cluster has 0"):
         pool(resources={"num_gpus": 1})
     with pytest.raises(UserError, match=r"judges\.odd\.resources, runtime_env: "):
         pool(resources={"num_cpus": 0}, runtime_env={"pip": 3})

@@ -111,17 +111,9 @@ def load(folder, **fields):
     return make_config(task="text", judges={"odd": judge}).judges["odd"].load("cpu")
 
 
-def test_each_actor_has_cards_of_its_own_and_what_the_cluster_has_not_is_said(address, tmp_path):
+def test_each_actor_has_cards_of_its_own_and_all_pools_are_in_one_cluster(address, tmp_path):
     loaded = load(tmp_path, address=address, resources={"num_gpus": 1})
     assert set(loaded.cards(["x"] * 4 * 40)) == {"gpu:0 of 0", "gpu:0 of 1"}
-    for resources, message in (
-        ({"num_gpus": 2}, f"num_gpus: 2 actors need 4, the Ray cluster at {address} has 2"),
-        ({"card": 1}, f"card: 2 actors need 2, the Ray cluster at {address} has 0"),
-        ({"num_cpus": 2}, f"num_cpus: 2 actors need 4, the Ray cluster at {address} has 2"),
-    ):
-        with pytest.raises(UserError) as error:
-            load(tmp_path, address=address, resources=resources)
-        assert str(error.value) == f"judges.odd.resources.{message}"
     with pytest.raises(
         UserError, match=f"judges.odd: expected the address of the run's other pools, {address}, got No"
     ):

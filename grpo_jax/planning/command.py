@@ -94,7 +94,8 @@ def _print_programs(programs: Mapping[str, Report], target: Target | None) -> No
     """Print memory and work of a call of each program, on one device; of a target also the bound."""
     where = "here" if target is None else f"for {target.kind.title}"
     print(f"Programs, compiled {where} and not run; judges, which torch runs, are no part of them:")
-    print(f"  {'':<10}{'arguments':>12}{'temporary':>11}{'peak, GiB':>11}{'TFLOP':>9}{'GB moved':>10}  bound")
+    bound = "" if target is None else "  bound"
+    print(f"  {'':<10}{'arguments':>12}{'temporary':>11}{'peak, GiB':>11}{'TFLOP':>9}{'GB moved':>10}{bound}")
     for name, report in programs.items():
         sizes = (report.argument_bytes, report.temporary_bytes, report.peak_bytes)
         memory = "".join(f"{_gib(size):>{width}}" for size, width in zip(sizes, (12, 11, 11), strict=True))

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException
-from typing import ClassVar
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from grpo_jax.config.fields import Positive, PositiveCount, check_ranges, may_change, require
@@ -94,6 +96,42 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """No other request: the answer that redirects is an error."""
 
 
+class _Post(urllib.request.Request):
+    """A request with one deadline: a socket's own timeout begins anew with every byte that comes."""
+
+    sock: socket.socket | None = None
+    late = False
+
+    def hang_up(self) -> None:
+        """End the request, whatever it waits for."""
+        self.late = True
+        if self.sock is not None:
+            with suppress(OSError):  # it has ended by itself
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _KeepsSocket(urllib.request.AbstractHTTPHandler):
+    def do_open(self, http_class: type[HTTPConnection], req: _Post, **options: Any) -> HTTPResponse:
+        """Open a connection whose socket the request knows."""
+
+        class Connection(http_class):
+            def connect(self) -> None:
+                super().connect()
+                req.sock = self.sock
+                if req.late:
+                    raise TimeoutError("the connection took too long")
+
+        return super().do_open(Connection, req, **options)
+
+
+class _Http(_KeepsSocket, urllib.request.HTTPHandler):
+    pass
+
+
+class _Https(_KeepsSocket, urllib.request.HTTPSHandler):
+    pass
+
+
 class HttpJudge:
     """A judge behind an address, itself a reward.
 
@@ -113,7 +151,7 @@ class HttpJudge:
         self._config = config
         self._headers = {**read_headers(config.headers_from), "Content-Type": "application/json"}
         self._first_pause = first_pause
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
 
     @property
     def summary(self) -> str:
@@ -153,10 +191,17 @@ class HttpJudge:
 
     def _post(self, request: bytes) -> bytes:
         """One attempt: the answer's body."""
+        post = _Post(self._config.url, request, self._headers, method="POST")
+        deadline = threading.Timer(self._config.timeout, post.hang_up)
+        deadline.start()
         try:
-            post = urllib.request.Request(self._config.url, request, self._headers, method="POST")
             with self._opener.open(post, timeout=self._config.timeout) as answer:
-                return answer.read(_LONGEST_ANSWER)
+                body = answer.read(_LONGEST_ANSWER)
+                if post.late:  # what came before the line was cut looks like a whole answer
+                    raise TimeoutError
+                if answer.length and len(body) < _LONGEST_ANSWER:
+                    raise HTTPException(f"the answer broke off {answer.length} bytes before its end")
+                return body
         except urllib.error.HTTPError as error:
             with error:
                 reason = f"HTTP {error.code} {one_line(error.reason, 40)}"
@@ -166,7 +211,11 @@ class HttpJudge:
             raise JudgeError(f"{reason}, {self.name}") from error
         except (OSError, HTTPException) as error:  # no connection, an answer that breaks off, or none in time
             reason = getattr(error, "reason", error)
-            raise _PassingError(f"{type(reason).__name__}: {one_line(reason, 40)}") from error
+            reason = f"{type(reason).__name__}: {one_line(reason, 80)}"
+            late = f"no whole answer within {self._config.timeout:g} s"
+            raise _PassingError(late if post.late else reason) from error
+        finally:
+            deadline.cancel()
 
 
 def pause_after(attempt: int, first: float, retry_after: float) -> float:

@@ -3,7 +3,7 @@
 import json
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -53,6 +53,10 @@ class Script(BaseHTTPRequestHandler):
             self.connection.close()
         elif step == "too late":
             self.late.wait(30)
+        elif step == "cut off":
+            self.reply(200, b'{"scores": [', {}, missing=5)
+        elif step in ("slow head", "slow body"):
+            self.trickle(b"HTTP/1.0 200 OK\r\nX-Slow: " if step == "slow head" else b"HTTP/1.0 200 OK\r\n\r\n")
         elif isinstance(step, int):
             self.reply(step, b"", {"Retry-After": "0", "Location": "http://127.0.0.1:9/elsewhere"})
         elif isinstance(step, bytes):
@@ -60,9 +64,16 @@ class Script(BaseHTTPRequestHandler):
         else:
             self.reply(200, json.dumps({"scores": [len(text) for text in asked["completions"]]}).encode(), {})
 
-    def reply(self, status, body, headers):
+    def trickle(self, head):
+        """A byte now and then, and never the last: no single read is late."""
+        with suppress(OSError):
+            self.wfile.write(head)
+            while not self.late.wait(0.1):
+                self.wfile.write(b"0")
+
+    def reply(self, status, body, headers, missing=0):
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+        for name, value in {**headers, "Content-Length": str(len(body) + missing)}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -128,9 +139,9 @@ def test_requests_are_made_at_once():
         assert HttpJudge(Http(url, batch_size=1, concurrency=3, attempts=1))(["p"] * 3, ["a", "bb", "ccc"]) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("step", [503, 429, 500, "hang up", "too late"])
+@pytest.mark.parametrize("step", [503, 429, 500, "hang up", "cut off", "too late", "slow head", "slow body"])
 def test_what_passes_is_tried_again(step):
-    timeout = 1.0 if step == "too late" else 30
+    timeout = 1.0 if step in ("too late", "slow head", "slow body") else 30
     with scripted(step, step, attempts=3, timeout=timeout) as (judge, seen):
         assert judge(["p"], ["abc"]) == [3]
     assert len(seen) == 3 and seen[0][0] == seen[2][0]
@@ -149,6 +160,7 @@ def test_pauses_double_vary_and_keep_to_what_the_server_asks():
     [
         ([503] * 3, r"HTTP 503 Service Unavailable, 3 attempts, http://127.0.0.1:\d+/score", 3),
         (["hang up"] * 3, r"RemoteDisconnected: .*, 3 attempts, http://127", 3),
+        (["cut off"] * 3, r"HTTPException: the answer broke off 5 bytes before its end, 3 attempts, http://127", 3),
         ([404], r"HTTP 404 Not Found, http://127", 1),
         ([307], r"HTTP 307 Temporary Redirect, http://127", 1),
         ([b"<html>welcome</html>"], r'it answered no JSON {"scores": \[...\]} but <html>welcome</html>', 1),
@@ -162,6 +174,14 @@ def test_a_judge_that_gives_no_scores_says_why_in_one_line(steps, message, reque
         with pytest.raises(JudgeError, match=message) as caught:
             judge(["p"], ["abc"])
         assert len(seen) == requests and "\n" not in str(caught.value)
+
+
+def test_the_time_limit_is_one_for_the_whole_answer():
+    with (
+        scripted("slow body", attempts=1, timeout=0.5) as (judge, _),
+        pytest.raises(JudgeError, match=r"^no whole answer within 0\.5 s, 1 attempts, http://127"),
+    ):
+        judge(["p"], ["abc"])
 
 
 def test_one_batch_without_an_answer_calls_off_the_others():

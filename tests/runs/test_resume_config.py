@@ -66,7 +66,7 @@ def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsy
     }  # fmt: skip
     assert train_here(config, run, "--resume", *(f"--{name}={value}" for name, value in other.items())) == 0
     out = capsys.readouterr().out
-    assert "resumed after iteration 1 of 2" in out and "2 micro-batches of 2 prompts" in out
+    assert "resumed after iteration 1 of 2" in out
     for mine, theirs in zip(rows(run), rows(finished), strict=True):
         assert mine.keys() == theirs.keys()
         np.testing.assert_allclose(*([v or 0.0 for v in row.values()] for row in (mine, theirs)), rtol=1e-3, atol=1e-4)

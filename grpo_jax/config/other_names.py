@@ -40,7 +40,7 @@ GRPO_CONFIG = {
     "remove_unused_columns": f"{NOT_HERE}all columns reach the rewards",
     "num_generations": "sampling.group_size",
     "num_generations_eval": "evaluation.samples",
-    "max_completion_length": "sampling.max_new_tokens; 32 unless said otherwise",
+    "max_completion_length": "sampling.max_new_tokens; 128 unless said otherwise",
     "ds3_gather_for_generation": f"{NOT_HERE}no DeepSpeed; policy.mesh spreads weights and sampler alike",
     "shuffle_dataset": f"{NOT_HERE}the order is always drawn, by the seed",
     "pad_to_multiple_of": f"{NOT_HERE}shapes are rounded up to few sizes by themselves",
@@ -205,8 +205,8 @@ OLDER_SCRIPTS = {
 """Options of older GRPO scripts."""
 
 METRICS = {
-    "avg_advantage": f"{NOT_HERE}the mean advantage of a group is 0; zero_variance and reward/NAME say more",
-    "avg_reward, mean_reward": "reward/total; and reward/NAME of each",
+    "avg_advantage": "mean_advantage",
+    "avg_reward, mean_reward": "reward/total/mean; and reward/NAME/mean of each",
     "kl_penalty": "kl; its weight is algorithm.kl_coef",
     "total_loss": "loss",
 }
@@ -227,6 +227,13 @@ def fields_of(entry: str) -> list[str]:
     """Return the dotted names of an entry's fields; none if it has no place here."""
     settings = [] if entry.startswith(NOT_HERE) else entry.partition("; ")[0].split(", ")
     return [setting.partition(": ")[0] for setting in settings if setting]
+
+
+def metric_hint(name: str) -> str:
+    """Return where an older script's metric is here, in brackets; "" for any other name."""
+    return next(
+        (f" ({name} is {entry} of metrics.jsonl)" for names, entry in METRICS.items() if name in names.split(", ")), ""
+    )
 
 
 def hint_for(name: str, names: Sequence[str] | None = None, same: Sequence[str] = ()) -> str:

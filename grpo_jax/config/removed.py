@@ -42,4 +42,13 @@ REMOVED: dict[str, str] = {
     "judges.kind.image_to_image": "left: use text_to_image",
     "judges.NAME.scheduler": "left: the pipeline's own, set in its folder's scheduler_config.json",
     "judges.NAME.scheduler_options": "left: the pipeline's own, set in its folder's scheduler_config.json",
+    "judges.NAME.replicas": "left: use judges.NAME.pool.replicas",
+    "judges.NAME.resources": "left: use judges.NAME.pool.resources",
+    "judges.NAME.runtime_env": "left: use judges.NAME.pool.runtime_env",
+    "judges.NAME.address": "left: use judges.NAME.pool.address",
+    "judges.NAME.batch": "left: use judges.NAME.pool.batch",
+    "judges.NAME.in_flight": "left: use judges.NAME.pool.in_flight",
+    "judges.NAME.batch_attempts": "left: use judges.NAME.pool.batch_attempts",
+    "judges.NAME.batch_timeout": "left: use judges.NAME.pool.batch_timeout",
+    "judges.NAME.max_restarts": "left: use judges.NAME.pool.max_restarts",
 }

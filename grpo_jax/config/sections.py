@@ -6,7 +6,7 @@ import math
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from grpo_jax.config.fields import (
     COEFFICIENT,
@@ -67,6 +67,17 @@ class LoraSection(Section):
     def used(self) -> bool:
         """Whether adapters are trained rather than all weights."""
         return self.rank > 0 or self.path is not None
+
+
+def lora_fields(value: Any) -> Any:
+    """Return the fields of a peft.LoraConfig; of anything else the value."""
+    if type(value).__name__ != "LoraConfig":
+        return value
+    for name in ("lora_dropout", "use_rslora", "use_dora", "modules_to_save"):
+        require(not getattr(value, name), name, "none in a LoraConfig: adapters are plain LoRA", getattr(value, name))
+    targets = value.target_modules
+    listed = [] if targets in (None, "all-linear") else [targets] if isinstance(targets, str) else sorted(targets)
+    return {"rank": value.r, "alpha": value.lora_alpha, "targets": listed}
 
 
 class NewPolicySection(Section):
@@ -133,8 +144,8 @@ class PolicySection(Section):
     vision: Literal["frozen", "train"] = "frozen"
     """Whether the vision tower of a model that sees is "frozen" or "train"ed in all its weights; adapters on a frozen
     one are policy.lora.vision."""
-    lora: LoraSection = Field(default_factory=LoraSection)
-    """Low-rank adapters."""
+    lora: Annotated[LoraSection, BeforeValidator(lora_fields)] = Field(default_factory=LoraSection)
+    """Low-rank adapters; in Python also a peft.LoraConfig."""
     mesh: MeshSection = resume_mutable(default_factory=MeshSection)
     """Several devices."""
 

@@ -16,6 +16,7 @@ import numpy as np
 from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
+from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
@@ -379,7 +380,7 @@ def _check_measures(config: Config, prompts: PromptSet, environment: Environment
     """Refuse a best checkpoint, and early stopping, by what no validation measures, and kinds that prompts have not."""
     training, names = config.training, (SCORE, *environment.reward_names, *environment.watch_names)
     chosen_by = config.evaluation.best_by
-    require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}", chosen_by)
+    require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}{metric_hint(chosen_by)}", chosen_by)
     column, rows = config.evaluation.by, prompts.test[: config.evaluation.prompts or None]
     if column and (missing := sum(column not in row.columns for row in rows)):
         raise UserError(f"evaluation.by: {missing} of {len(rows)} held-out prompts have no column {column!r}")

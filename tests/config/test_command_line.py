@@ -174,6 +174,34 @@ def test_a_list_is_given_without_brackets():
     assert make_config(task="text", report_to="wandb").report_to == ["wandb"]
 
 
+def test_a_lora_config_of_peft_is_a_section():
+    peft = pytest.importorskip("peft")
+    lora = make_config(task="text", policy={"lora": peft.LoraConfig(r=4, target_modules=["q_proj"])}).policy.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (4, 8.0, ["q_proj"])
+    with pytest.raises(UserError, match=r"policy.lora.lora_dropout: expected none in a LoraConfig"):
+        make_config(task="text", policy={"lora": peft.LoraConfig(lora_dropout=0.1)})
+
+
+OLDER = {
+    "num_sample_generations": "sampling.group_size", "num_rollouts": "sampling.group_size", "k": "watch",
+    "reward_type": "rewards", "use_dummy": "task.source: dummy", "dummy_size": "task.dummy_users",
+    "normalize_rewards": "algorithm.advantage", "fp16": "policy.compute_dtype: float16",
+    "bf16": "policy.compute_dtype: bfloat16", "use_ref_model": "algorithm.kl_coef", "clip_ratio": "algorithm.clip_low",
+    "gamma": "ppo.discount", "grpo_epochs": "training.inner_epochs", "checkpoint_dir": "run_dir",
+    "update_ref_model_freq": "algorithm.update_ref_every", "prompt_file": "data.prompts",
+    "sequential_file": "task.source",
+    "policy_model": "policy.path", "dataset_name": "data.prompts", "max_length": "sampling.max_new_tokens",
+    "kl_coef": "algorithm.kl_coef",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLDER)
+@pytest.mark.parametrize("value", [[], ["3"]])
+def test_an_older_scripts_option_is_told_its_field_with_and_without_a_value(name, value, capsys):
+    assert main(["--task=recommendation", f"--{name}", *value]) == 2
+    assert f"{name}: no such " in (told := capsys.readouterr().err) and f"; here it is {OLDER[name]}" in told
+
+
 def test_arguments_without_an_option_or_a_value_are_refused():
     for arguments, message in (
         (["--seed"], "--seed: expected a value"),

@@ -2,13 +2,16 @@
 
 import importlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import rewound, rows, train_here
+from support.text_task import ROOT, rewound, rows, train_here
 
 from grpo_jax import evaluate
 from grpo_jax.config import make_config
@@ -91,6 +94,32 @@ def test_a_run_from_python_is_evaluated_on_its_own_prompts(finished, tmp_path, c
     measured = json.loads(capsys.readouterr().out)
     assert measured["prompts"] == 2
     assert measured["greedy"] == {name: values["after"] for name, values in summary["evaluation"].items()}
+
+
+def test_rewards_from_python_are_found_from_any_folder(finished, own, tmp_path):
+    folder, _ = finished
+    assert [reward.name for reward in run_config(folder).rewards] == [
+        f"{own.__file__}:{f}" for f in ("letters", "brief")
+    ]
+    words = [sys.executable, "-m", "grpo_jax", "evaluate", "--run", str(folder), "--json"]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_epoch_that_ends_and_a_new_best_checkpoint_are_told(finished):
+    log = (finished[0] / "train.log").read_text()
+    assert "epoch 1 ends, means of 2 iterations: reward " in log and "new best checkpoint after iteration " in log
+
+
+def test_a_mistake_is_raised_from_the_top(config, tmp_path):
+    with pytest.raises(UserError, match="no_such_folder") as raised:
+        run(config(tmp_path / "run", policy={"path": "./no_such_folder"}), prompts=RECORDS, rewards=[brief])
+    assert len(raised.traceback) == 2 and raised.value.__cause__ is None and raised.value.__suppress_context__
+    with pytest.raises(UserError) as raised:
+        make_config(task="text", sampling={"top_p": 2})
+    assert raised.value.__suppress_context__
 
 
 def test_a_run_from_python_is_resumed_by_the_command(finished, tmp_path):

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -122,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return show_plan(config, request)
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
-            config = dataclasses.replace(config, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            config = config.replace(run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run(config)
         return 0
 

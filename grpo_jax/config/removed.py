@@ -40,6 +40,6 @@ REMOVED: dict[str, str] = {
     "judges.kind.ocr": "left: use examples/judges/ocr.py:Ocr",
     "judges.kind.open_nsfw": "left: use examples/judges/open_nsfw.py:OpenNsfw",
     "judges.kind.image_to_image": "left: use text_to_image",
-    "judges.renderer.scheduler": "left: the pipeline's own, set in its folder's scheduler_config.json",
-    "judges.renderer.scheduler_options": "left: the pipeline's own, set in its folder's scheduler_config.json",
+    "judges.NAME.scheduler": "left: the pipeline's own, set in its folder's scheduler_config.json",
+    "judges.NAME.scheduler_options": "left: the pipeline's own, set in its folder's scheduler_config.json",
 }

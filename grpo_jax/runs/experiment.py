@@ -6,7 +6,6 @@ checkpoint, so that a run killed at any moment goes on as if nothing had happene
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 import time
@@ -43,7 +42,7 @@ Row = Mapping[str, Any]
 _AT_FAULT = {"render": "the renderer", "respond": "the environment"}  # by stage
 _KILLABLE = (
     ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
-    "(judges.NAME.replicas: 1, docs/judges.md)"
+    "(judges.NAME.pool, docs/judges.md)"
 )
 
 
@@ -208,7 +207,7 @@ class Run:
         Comes after what may refuse the resume: config.yaml must not keep what was refused.
         """
         if self.config.resume and is_main_process():
-            self.output.directory.write_config(to_yaml(dataclasses.replace(self.config, resume=False)))
+            self.output.directory.write_config(to_yaml(self.config.replace(resume=False)))
 
     def train(self) -> None:
         """Advance to the end, a stop, a judge's failure, or updates that learn nothing; save the last good state."""

@@ -152,12 +152,14 @@ def load_parts(
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
     say("rewards", resolved.describe())
-    judge_sections = config.judges if is_main_process() else {}
+    placed = own_package("bridges", "pool.section").placed
+    mine = config.judges if is_main_process() else {}
+    judge_sections = {name: placed(judge, f"judges.{name}") for name, judge in mine.items()}
 
     def check_judges() -> None:
         for name, judge in judge_sections.items():
             with judge_named(name):
-                getattr(judge, "check", lambda: None)()
+                judge.check()
 
     together(check_judges)
     devices = policy_devices(placement, config.policy)
@@ -228,7 +230,7 @@ def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
     if config.data.template_date or "strftime_now" not in str(getattr(tokenizer, "chat_template", "")):
         return config
     today = broadcast(datetime.date.today().isoformat())
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, template_date=today))
+    return config.replace(data=config.data.replace(template_date=today))
 
 
 def place_parts(config: Config, say: Say) -> dict[str, str]:

@@ -33,12 +33,12 @@ def config(place):
 
 def go(config, folder, *, judge="work:0", **more):
     """The run in this process; with the changes of `training` that a resume may make."""
-    training = dataclasses.replace(config.training, **more.pop("training", {}))
+    training = config.training.replace(**more.pop("training", {}))
     resume = (folder / "config.yaml").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE_RUN", str(folder))
         patch.setenv("JUDGE", judge)
-        return run(dataclasses.replace(config, run_dir=str(folder), resume=resume, training=training), **more)
+        return run(config.replace(run_dir=str(folder), resume=resume, training=training), **more)
 
 
 def measure_beside(folder):

@@ -134,24 +134,6 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
     assert further["iterations"] == STEPS + 1 and rows(folder)[:STEPS] == rows(other)
 
 
-def test_the_policys_card_says_what_it_is(told, place):
-    folder, summary, _ = told
-    card = (folder / "policy" / "README.md").read_text()
-    _, front, body = card.split("---\n", 2)
-    assert yaml.safe_load(front) == {
-        "library_name": "transformers",
-        "tags": ["grpo_jax", "reinforcement-learning", "gdpo", "grpo"],
-    }
-    assert str(place.folder) not in card and "/" not in body.replace("https://", "")
-    assert "**Task**: text" in body and "**Base policy**: policy" in body and "**Prompts**: prompts.jsonl" in body
-    assert "**Rewards**: letters (weight 1), brief (weight 0.5)" in body
-    assert f"**Iterations**: {STEPS} of 4 prompts with 4 completions each" in body
-    for name in ("letters", "brief", "total"):
-        values = summary["evaluation"][name]
-        assert f"| {name} | {values['before']:.3f} | {values['after']:.3f} |" in body
-    assert f"| jax | {summary['versions']['jax']} |" in body
-
-
 def test_waiting_counts_what_is_no_better():
     training = make_config(
         task="text", training={"early_stopping_patience": 2, "early_stopping_threshold": 0.1}

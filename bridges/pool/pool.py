@@ -25,7 +25,7 @@ import numpy as np
 from bridges.placement import cards_left
 from bridges.pool import actor, cluster
 from bridges.pool.cluster import ActorLost, PoolLate, PoolLost
-from bridges.pool.section import PoolSection
+from grpo_jax.config.judge import PoolSection
 from grpo_jax.errors import UserError
 
 _log = logging.getLogger(__name__)

@@ -121,7 +121,7 @@ def x64():
 def cluster():
     """A Ray cluster on this machine, which this process belongs to: started once, and left for the next module."""
     pytest.importorskip("ray")
-    from bridges.pool import cluster
+    from bridges.ray_pool import cluster
 
     cluster.join(None, object_store=256 * 2**20)
     return cluster

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from bridges.pool import cluster
-from bridges.pool.section import Pooled
+from bridges.ray_pool import cluster
+from bridges.ray_pool.section import Pooled
 from bridges.renderers.stable_diffusion_3 import StableDiffusion3
 from grpo_jax.config.judge import PoolSection
 
@@ -131,15 +131,14 @@ def measure_overhead(repeats):
 
 
 def measure_pictures(sizes, count, repeats):
-    """Milliseconds a picture, from the actor that makes it through the object store into the one that looks at it."""
+    """Milliseconds a picture, from the actor that makes it through this process into the one that looks at it."""
     found = {}
     for size in sizes:
         judge = Canvas(size)
         drawer, looker = (Pooled(judge, PoolSection(replicas=1)).load("cpu") for _ in range(2))
 
         def work(number, drawer=drawer, looker=looker):
-            images = drawer.draw([str(place) for place in range(count)], [number] * count)
-            assert len(looker.look(images)) == count and images.contents.tensor is None
+            assert len(looker.look(drawer.draw([str(place) for place in range(count)], [number] * count))) == count
 
         def here(number, judge=judge):
             for _ in range(0, count, judge.batch_size):  # the same batches

@@ -22,12 +22,10 @@ class PoolSection(Section):
     """HOST:PORT of the cluster; null for one on this machine that the run starts and ends."""
     batch: Count = resume_mutable(0)
     """Rows that an actor is given at a time; 0 takes the judge's own batch_size, and 32 where it has none."""
-    in_flight: PositiveCount = resume_mutable(2)
-    """Batches that are on their way to an actor at once."""
     batch_attempts: PositiveCount = resume_mutable(3)
     """Actors that may die over one batch, or be late with it, until the judge has failed on it."""
     batch_timeout: NonNegative = resume_mutable(600.0)
-    """Seconds an actor may take for one batch; then it is ended, and another gets the batch. 0 for no limit."""
+    """Seconds an actor may take for one batch; then it ends, and another gets the batch. 0 for no limit."""
     max_restarts: Annotated[int, Ge(-1)] = resume_mutable(10)
     """How often Ray starts each actor again that died; -1 for no limit."""
 

@@ -88,7 +88,7 @@ def plan_cards(
     names = list(dict.fromkeys([*(f"{kind}:{i}" for i in range(len(gib))), *sum(places.values(), ())]))
     cards = {name: Card(name, _capacity(name, gib), {}) for name in names}
     lines = {POLICY: policy_lines(config, memory, target)}
-    placed = own_package("bridges", "pool.section").placed
+    placed = own_package("bridges", "ray_pool.section").placed
     lines |= {name: judge_lines(placed(judge, name)) for name, judge in config.judges.items()}
     for part, where in places.items():
         for name in where:
@@ -170,7 +170,7 @@ def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
     policy["sampling.group_size"] = max(config.sampling.group_size // 2, 2)
     changes = policy if POLICY in full else {}
     for name in full & config.judges.keys():
-        for fields in own_package("bridges", "pool.section").placed(config.judges[name], name).savings():
+        for fields in own_package("bridges", "ray_pool.section").placed(config.judges[name], name).savings():
             changes |= {f"judges.{name}.{field}": value for field, value in fields.items()}
     now = flat(to_dict(config))
     return {name: value for name, value in changes.items() if now[name] != value}

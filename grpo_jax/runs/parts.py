@@ -153,7 +153,7 @@ def load_parts(
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
     say("rewards", resolved.describe())
-    placed = own_package("bridges", "pool.section").placed
+    placed = own_package("bridges", "ray_pool.section").placed
     mine = config.judges if is_main_process() else {}
     judge_sections = {name: placed(judge, f"judges.{name}") for name, judge in mine.items()}
 

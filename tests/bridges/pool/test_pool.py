@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from bridges.pool.cluster import PoolLost
-from bridges.pool.pool import BatchLost
-from bridges.pool.section import placed
+from bridges.ray_pool.cluster import PoolLost
+from bridges.ray_pool.pool import BatchLost
+from bridges.ray_pool.section import placed
 from grpo_jax.config import make_config
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
@@ -107,7 +107,7 @@ def test_equal_texts_of_one_seed_are_drawn_once(pool):
 
 def test_a_batch_that_every_actor_dies_over_is_the_judges_failure(pool):
     judge = pool(batch_attempts=2)
-    with pytest.raises(BatchLost, match=r"judges\.odd: 2 actors died over a batch"):
+    with pytest.raises(BatchLost, match=r"judges\.odd: 2 actors died or took more than 600 s \(batch_timeout\) over"):
         judge.dies([*TEXTS, "poison"])
     assert judge.dies(TEXTS) == [len(text) for text in TEXTS]  # the actors came back
 

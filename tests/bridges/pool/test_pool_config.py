@@ -6,8 +6,8 @@ import pickle
 import pytest
 from support.imports import ROOT
 
-from bridges.pool.actor import JudgeActor
-from bridges.pool.section import Pooled, placed
+from bridges.ray_pool.actor import JudgeActor
+from bridges.ray_pool.section import Pooled, placed
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import make_config, to_dict
 from grpo_jax.config.build import identity
@@ -66,7 +66,8 @@ def test_the_command_line_and_its_help_know_them(capsys):
     [
         ({"replicaz": 2}, "judges.a.pool.replicaz: no such field; did you mean judges.a.pool.replicas?"),
         ({"replicas": -1}, "judges.a.pool.replicas: expected a number >= 1, got -1"),
-        ({"in_flight": 0}, "judges.a.pool.in_flight: expected a number >= 1, got 0"),
+        ({"batch_attempts": 0}, "judges.a.pool.batch_attempts: expected a number >= 1, got 0"),
+        ({"in_flight": 2}, "judges.a.pool.in_flight: no such field; it left: an actor has one batch at a time"),
         (
             {"replicas": 1, "resources": {"num_gpus": "x"}},
             "judges.a.pool.resources.num_gpus: expected a number, got 'x'",

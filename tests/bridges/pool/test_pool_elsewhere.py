@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_clu
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 ORPHAN = """
 import psutil
-from bridges.pool import cluster
+from bridges.ray_pool import cluster
 
 cluster.enter(None)
 for process in psutil.Process().children(recursive=True):

@@ -42,6 +42,15 @@ def test_a_run_learns_the_same_though_actors_die_at_random(cluster, place, confi
     assert "2 actors of a Ray cluster, 3 rows at a time" in (run / "train.log").read_text()
 
 
+def test_a_judge_that_holds_the_lock_ends_after_its_limit(cluster, configured, tmp_path, capsys):
+    """In a thread it would hold the whole run."""
+    config = configured("holds", replicas=1, batch_timeout=2, batch_attempts=1)
+    assert train_here(config, tmp_path / "run", "--training.max_steps", "2") == 2
+    error = capsys.readouterr().err
+    assert "judges.letters: 1 actors died or took more than 2 s (batch_timeout)" in error
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
 @pytest.mark.wide  # a retrieval service that is lost ends a run in the same way (test_retrieval_ray.py)
 def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
     cluster, configured, deaths, tmp_path, capsys

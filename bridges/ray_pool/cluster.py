@@ -217,7 +217,7 @@ def _judge_error(error: Exception) -> BaseException:
 
 
 def answers(address: str, *, grpc: bool = False) -> bool:
-    """Return whether something listens at HOST:PORT, with `grpc` whether it speaks HTTP/2: Ray would try for minutes."""
+    """Return whether something listens at HOST:PORT, with `grpc` in HTTP/2: with others Ray tries for minutes."""
     host, _, port = address.rpartition(":")
     with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as line:
         if not grpc:

@@ -31,7 +31,7 @@ class Pooled:
         """Return the proxy of the judge that the actors have loaded."""
         if device != "cpu":
             raise UserError(f"devices: expected none for a judge in a pool, which has its resources; got {device}")
-        from bridges.pool.pool import load_pooled
+        from bridges.ray_pool.pool import load_pooled
 
         return load_pooled(self.judge, self.pool, self.name or type(self.judge).__name__)
 

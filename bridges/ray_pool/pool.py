@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from bridges.placement import cards_left
-from bridges.pool import actor, cluster
-from bridges.pool.cluster import ActorLost, PoolLate, PoolLost
+from bridges.ray_pool import actor, cluster
+from bridges.ray_pool.cluster import ActorLost, PoolLate, PoolLost
 from grpo_jax.config.judge import PoolSection
 from grpo_jax.errors import UserError
 
@@ -57,6 +57,7 @@ class RayPool:
         *,
         batch: int = 0,
         attempts: int = 3,
+        limit: float = 0.0,
         close: Callable[[], None] = lambda: None,
     ):
         """Take actors that have loaded the judge.
@@ -67,11 +68,13 @@ class RayPool:
             description: See `described`.
             batch: Rows of a batch; 0 for the judge's own batch_size.
             attempts: Actors that may be lost over one batch.
+            limit: Seconds that each has for one, for errors; 0 for none.
             close: Ends the actors.
         """
         self._name, self._attempts, self._lock = name, attempts, threading.Lock()
         self._free, self._last = deque(actors), ""
         self._away: dict[Any, Any] = {}  # actors that Ray restarts, by the reference of their answer
+        self._late = f" or took more than {limit:g} s (batch_timeout)" if limit else ""
         attributes, self._methods, signature = description
         vars(self).update({name: value for name, value in attributes.items() if name not in ("device", "close")})
         size = batch or attributes.get("batch_size")
@@ -139,7 +142,7 @@ class RayPool:
                 waiting.appendleft(number)
                 lost[number] += 1
                 if lost[number] >= self._attempts:
-                    spent = f"{lost[number]} actors died over a batch, or were too late with it; the last: {error}"
+                    spent = f"{lost[number]} actors died{self._late} over one batch; the last: {error}"
                     failed = BatchLost(f"{self._name}: {spent}")
                 continue
             except PoolLost:
@@ -192,7 +195,8 @@ def load_pooled(judge: Any, section: PoolSection, name: str) -> RayPool:
         raise
     kind = RayPool if description[2] is None else PooledReward
     size = section.batch or getattr(judge, "batch_size", 0)
-    return kind(name, actors, description, batch=size, attempts=section.batch_attempts, close=end)
+    limits = {"batch": size, "attempts": section.batch_attempts, "limit": section.batch_timeout}
+    return kind(name, actors, description, **limits, close=end)
 
 
 def described(actors: Sequence[Any], seconds: float) -> Any:

@@ -1,6 +1,6 @@
 """Exact ranks in large catalogues: queries per second and memory, in process and with Ray, against faiss.
 
-    python benchmarks/retrieval.py [--items 12000 100000 1000000] [--queries 256] [--shards 2] [--json FILE]
+    python benchmarks/retrieval.py [--items 12000 100000 1000000] [--queries 256] [--replicas 2] [--json FILE]
 
 Prints JSON, and a table on stderr. Vectors are random units of 384 numbers; a query is its target's vector with
 noise, so that ranks range from 1 to thousands. Encoding of texts is not part of it. Every measurement has a process
@@ -106,7 +106,7 @@ def ask(backend, folder, repeats):
     return warm_up, speed
 
 
-def run_local(folder, repeats, shards):
+def run_local(folder, repeats, replicas):
     from bridges.retrieval.catalogue import load_index
     from bridges.retrieval.local import LocalBackend, Space
 
@@ -116,53 +116,45 @@ def run_local(folder, repeats, shards):
     return [row("local", before, warm_up, speed)]
 
 
-def bench_shard():
+def bench_service():
     from bridges.retrieval import service
     from bridges.retrieval.catalogue import load_index
-    from bridges.retrieval.local import Shard, Space
+    from bridges.retrieval.local import LocalBackend, Space
 
-    class BenchShard(service.RankShard):
+    class Bench(service.RankService):
         def load(self, device):
             self._before = peak_mib()
-            self._encoder = Given(np.load(Path(self._folder) / "queries.npy"))
             index = load_index(Path(self._folder) / "index")
-            self._shard = Shard([Space(self._encoder, index)], shard=self._number, shards=self.shards)
-            self.items, self.fingerprint = index.vectors.shape[0], tuple(index.fingerprint)
+            self._backend = LocalBackend(Space(Given(np.load(Path(self._folder) / "queries.npy")), index))
+            self.items, self.fingerprint = self._backend.items, tuple(index.fingerprint)
             return self
 
         def memory(self):
             return peak_mib() - self._before
 
-    return BenchShard
+    return Bench
 
 
-def run_ray(folder, repeats, shards):
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (as the service does)
-    import ray
-
-    from bridges.pool.pool import start_actors
+def run_ray(folder, repeats, replicas):
+    from bridges.ray_pool import cluster
+    from bridges.ray_pool.pool import start_actors
     from bridges.retrieval import service
     from grpo_jax.config.judge import PoolSection
     from grpo_jax.config.retrieval import RetrievalSection
 
-    ray.init(
-        num_cpus=shards, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20, logging_level=40
-    )
-    try:
-        kind = bench_shard()
-        parts = [kind(str(folder), "given", i, shards) for i in range(shards)]
-        actors = start_actors("bench", parts, PoolSection(resources={"num_cpus": 1}))
-        warm_up, speed = ask(
-            service.RayBackend(RetrievalSection(backend="ray", timeout=600.0), actors), folder, repeats
-        )
-        memory = sum(ray.get([actor.call.remote("memory") for actor in actors]))
-    finally:
-        ray.shutdown()
-    return [row(f"ray, {shards} actors", 0, warm_up, speed, memory)]
+    cluster.join(None, object_store=256 * 2**20)
+    judges = [bench_service()(str(folder), "given", replicas)] * replicas
+    actors = start_actors("bench", judges, PoolSection(batch_timeout=0.0))
+    backend = service.RayBackend(RetrievalSection(backend="ray", timeout=600.0), actors, owned=True)
+    warm_up, speed = ask(backend, folder, repeats)
+    import ray
+
+    memory = sum(ray.get([actor.answer.remote("memory", [], {}) for actor in actors]))
+    backend.close()
+    return [row(f"ray, {replicas} actors", 0, warm_up, speed, memory)]
 
 
-def run_faiss(folder, repeats, shards):
+def run_faiss(folder, repeats, replicas):
     import faiss
 
     before = peak_mib()
@@ -253,14 +245,14 @@ def main():
     parser.add_argument("--items", type=int, nargs="+", default=[12_000, 100_000, 1_000_000])
     parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, "tfidf"], default=[*PARTS, "tfidf"])
     parser.add_argument("--folder", help="for the vectors (1 M items take 1.5 GB); a temporary one by default")
     parser.add_argument("--json", help="also write the report there")
     parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)  # what a child process is asked
     args = parser.parse_args()
     if args.only:
-        print(json.dumps(PARTS[args.only](Path(args.folder), args.repeats, args.shards)))
+        print(json.dumps(PARTS[args.only](Path(args.folder), args.repeats, args.replicas)))
         return
     report = {
         "benchmark": "retrieval",
@@ -281,7 +273,7 @@ def main():
             make_data(folder, items, args.queries)
             for part in [part for part in PARTS if part in args.parts]:
                 command = [sys.executable, __file__, "--only", part, "--folder", str(folder)]
-                command += ["--repeats", str(args.repeats), "--shards", str(args.shards)]
+                command += ["--repeats", str(args.repeats), "--replicas", str(args.replicas)]
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 rows = json.loads(done.stdout.splitlines()[-1])
                 if part != "faiss" and (folder / "faiss_ranks.npy").exists():

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(asked: argparse.Namespace) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
-    from bridges.pool.cluster import answers, cluster_address
+    from bridges.ray_pool.cluster import answers, cluster_address
     from bridges.retrieval import service
     from bridges.retrieval.retriever import Retriever
     from grpo_jax.config.judge import PoolSection

@@ -65,8 +65,6 @@ def load_index(folder: str | Path) -> Index:
         if vectors is None:
             parts = (arrays["data"], arrays["indices"], arrays["indptr"])
             vectors = sparse.csr_matrix(parts, shape=tuple(meta["shape"]), copy=False)
-        if list(vectors.shape) != meta["shape"]:
-            raise ValueError(f"shape {vectors.shape} instead of {meta['shape']}")
         return Index(vectors, Fingerprint(**meta["fingerprint"]), folder)
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise UserError(f"the cached catalogue {folder} cannot be read ({error}): delete it and start again") from error

@@ -26,7 +26,8 @@ from bridges.retrieval.ranking import (
 )
 from grpo_jax.config.retrieval import RetrievalSection
 
-_QUERIES = 64  # compared at once
+QUERIES = 64
+"""Compared at once."""
 _BLOCK = 65536  # items at a time
 
 
@@ -59,28 +60,33 @@ def query_vectors(queries: Queries, texts: Vectors, items: Vectors, emphasis: np
     return directions(directions_of_texts + queries.weight * directions(taken))
 
 
-class Shard:
-    """A part of a catalogue of unit vectors, on the CPU: sparse ones (TF-IDF), dense ones, or several spaces of them.
+class LocalBackend:
+    """Encoders and unit vectors on the CPU, sparse ones (TF-IDF), dense ones, or several spaces of them.
 
-    Products of sparse vectors are sparse too, so inverted lists beat a dense product by far.
+    See `retriever.Backend`. Products of sparse vectors are sparse too, so inverted lists beat a dense product by far.
     """
 
-    def __init__(self, spaces: Sequence[Space], *, shard: int = 0, shards: int = 1):
-        """Load part `shard` (from 0) of spaces over the same titles; NonFiniteScores if a vector is NaN or infinite."""
+    def __init__(self, *spaces: Space, block: int = _BLOCK):
+        """Take spaces over the same titles; how many items are compared at a time does not change results.
+
+        NonFiniteScores if a vector is NaN or infinite.
+        """
+        (first, own), *others = [(space, space.index.fingerprint.encoder) for space in spaces]
+        self.items = first.index.vectors.shape[0]
+        encoders = " + ".join([own, *(f"{space.weight:g} × {other}" for space, other in others)])
+        self.fingerprint = Fingerprint(first.index.fingerprint.catalogue, encoders)
         self._spaces = spaces
-        items = spaces[0].index.vectors.shape[0]
-        first, end = items * shard // shards, items * (shard + 1) // shards
         self._blocks = [
-            (start, [_block(space.index.vectors, start, min(start + _BLOCK, end)) for space in spaces])
-            for start in range(first, end, _BLOCK)
+            (start, [_block(space.index.vectors, start, start + block) for space in spaces])
+            for start in range(0, self.items, block)
         ]
 
-    def count(self, queries: Queries, vectors: Sequence[Vectors], scale: Scale) -> Counts:
-        """Counts of the part's items, from each space's vectors of the queries' distinct texts."""
-        wanted = self._wanted(queries, vectors)
+    def count(self, queries: Queries, scale: Scale) -> Counts:
+        """See `retriever.Backend`."""
+        wanted = self._wanted(queries)
         parts = []
-        for start in range(0, len(queries.targets), _QUERIES):
-            rows = slice(start, start + _QUERIES)
+        for start in range(0, len(queries.targets), QUERIES):
+            rows = slice(start, start + QUERIES)
             asked, targets = [one[rows] for one in wanted], queries.targets[rows]
             score = self._target_scores(asked, targets)
             silent = np.all([_is_zero(one) for one in asked], axis=0)
@@ -90,21 +96,21 @@ class Shard:
                 for first, block in self._blocks
             ]
             parts.append(merge_counts(counts))
-        return Counts(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        return Counts(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def nearest(self, queries: Queries, vectors: Sequence[Vectors], count: int) -> Nearest:
-        """The part's best items, from each space's vectors of the queries' distinct texts."""
-        wanted = self._wanted(queries, vectors)
+    def nearest(self, queries: Queries, count: int) -> Nearest:
+        """See `retriever.Backend`."""
+        wanted = self._wanted(queries)
         parts = [
             nearest_of(self._scores(wanted, block), queries.exclude - first, count, first=first)
             for first, block in self._blocks
         ]
         return merge_nearest(parts, count)
 
-    def _wanted(self, queries: Queries, vectors: Sequence[Vectors]) -> list[Vectors]:
+    def _wanted(self, queries: Queries) -> list[Vectors]:
         return [
-            query_vectors(queries, texts, space.index.vectors, space.encoder.emphasis)
-            for space, texts in zip(self._spaces, vectors, strict=True)
+            query_vectors(queries, encoded(space.encoder, queries), space.index.vectors, space.encoder.emphasis)
+            for space in self._spaces
         ]
 
     def _scores(self, asked: Sequence[Vectors], block: Sequence[Vectors]) -> np.ndarray:
@@ -115,7 +121,7 @@ class Shard:
         return total
 
     def _target_scores(self, asked: Sequence[Vectors], targets: np.ndarray) -> np.ndarray:
-        """Similarities f64 [B] of queries and their targets, the same for every part."""
+        """Similarities f64 [B] of queries and their targets, the same for every block."""
         total = np.zeros(len(targets))
         for space, one in zip(self._spaces, asked, strict=True):
             own = space.index.vectors[targets]
@@ -140,29 +146,6 @@ def _dense(scores: Vectors) -> np.ndarray:
 def _is_zero(vectors: Vectors) -> np.ndarray:
     """Whether each row is the zero vector."""
     return np.diff(vectors.indptr) == 0 if sparse.issparse(vectors) else ~vectors.any(1)
-
-
-class LocalBackend:
-    """Encoders and catalogue in this process; see `retriever.Backend`."""
-
-    def __init__(self, *spaces: Space, shards: int = 1):
-        """Take spaces over the same titles. The number of shards does not change results."""
-        (first, own), *others = [(space, space.index.fingerprint.encoder) for space in spaces]
-        self.items = first.index.vectors.shape[0]
-        encoders = " + ".join([own, *(f"{space.weight:g} × {other}" for space, other in others)])
-        self.fingerprint = Fingerprint(first.index.fingerprint.catalogue, encoders)
-        self._spaces = spaces
-        self._shards = [Shard(spaces, shard=shard, shards=shards) for shard in range(shards)]
-
-    def count(self, queries: Queries, scale: Scale) -> Counts:
-        """See `retriever.Backend`."""
-        vectors = [encoded(space.encoder, queries) for space in self._spaces]
-        return merge_counts([shard.count(queries, vectors, scale) for shard in self._shards])
-
-    def nearest(self, queries: Queries, count: int) -> Nearest:
-        """See `retriever.Backend`."""
-        vectors = [encoded(space.encoder, queries) for space in self._spaces]
-        return merge_nearest([shard.nearest(queries, vectors, count) for shard in self._shards], count)
 
 
 def local_backend(titles: Sequence[str], section: RetrievalSection = RetrievalSection()) -> LocalBackend:

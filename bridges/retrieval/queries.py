@@ -1,4 +1,4 @@
-"""Queries of a backend: texts in batches, weights, targets, histories; checked once, before anything is encoded."""
+"""Queries of a backend: texts in batches, weights, targets, histories."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class History(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Checked queries of a backend.
+    """Queries of a backend.
 
     Attributes:
         texts: Distinct, in the batches in which they are to be encoded.
@@ -56,18 +56,12 @@ def make_queries(
     items: int,
     history: History | None = None,
 ) -> Queries:
-    """Check the arguments of `Retriever.score_mixed_ranks` and bring them into a backend's form.
+    """Bring the arguments of `Retriever.score_mixed_ranks` into a backend's form.
 
-    `targets` is None where no item's rank is asked for; `items` is the catalogue's number. A ValueError names the
-    argument that is wrong.
+    `targets` is None where no item's rank is asked for; `items` is the catalogue's number.
     """
     count = len(texts)
-    for name, argument in (("weights", weights), ("targets", targets), ("exclude", exclude)):
-        if argument is not None and len(argument) != count:
-            raise ValueError(f"{name}: expected one for each of {count} queries, got {len(argument)}")
-    rows = np.full(count, _NONE) if targets is None else np.asarray(targets)
-    if count and (rows.ndim != 1 or rows.dtype.kind not in "iu"):
-        raise ValueError(f"targets: expected whole numbers [B], got {rows.dtype} {list(rows.shape)}")
+    rows = np.full(count, _NONE) if targets is None else np.asarray(targets, np.int64)
     others = [sorted({int(row) for row in out} - {int(target)}) for out, target in zip(exclude, rows, strict=True)]
     named = [*(row for out in others for row in out), *(() if targets is None else rows.tolist())]
     _require_rows("targets and exclude", named, items)
@@ -103,10 +97,6 @@ def _require_rows(name: str, rows: Sequence[int], items: int) -> None:
 
 def _taken(history: History, count: int, items: int) -> sparse.csr_matrix:
     """Weights f32 [B, N] of the items in each query's history."""
-    if len(history.rows) != count:
-        raise ValueError(f"history.rows: expected one for each of {count} queries, got {len(history.rows)}")
-    if not (0 <= history.weight < np.inf and 0 <= history.decay <= 1):
-        raise ValueError(f"history: expected weight >= 0 and decay in [0, 1], got {history.weight}, {history.decay}")
     rows = [row for one in history.rows for row in one]
     _require_rows("history.rows", rows, items)
     lengths = [len(one) for one in history.rows]
@@ -121,12 +111,7 @@ def _mix(
 ) -> sparse.csr_matrix:
     """Weights f32 [B, U] of the distinct texts; a text that a query names twice counts twice."""
     place = {text: i for i, text in enumerate(text for group in groups for text in group)}
-    for i, (query, values) in enumerate(zip(texts, weights, strict=True)):
-        if isinstance(query, str) or len(query) != len(values):
-            raise ValueError(f"weights: expected one for each text of query {i}, got {len(values)} for {query!r}")
     flat = np.array([value for values in weights for value in values], np.float32)
-    if not np.isfinite(flat).all():
-        raise ValueError(f"weights: expected finite numbers, got {flat[~np.isfinite(flat)][0]}")
     lines = np.repeat(np.arange(len(texts)), [len(query) for query in texts])
     columns = np.array([place[text] for query in texts for text in query], np.int64)
     return sparse.csr_matrix((flat, (lines, columns)), shape=(len(texts), len(place)))

@@ -89,7 +89,7 @@ class Retriever:
 
         Raises:
             StopRun: More calls failed than the budget allows.
-            ValueError: The arguments do not fit each other or the catalogue.
+            ValueError: A row is none of the catalogue's.
         """
         return self.score_mixed_ranks([[text] for text in texts], [[1.0]] * len(texts), targets, exclude, history)
 
@@ -154,11 +154,9 @@ class Retriever:
             required: The least share.
 
         Raises:
-            UserError: The share is too low, or the catalogue is not the service's.
+            UserError: The share is too low.
             RetrievalError: The service does not answer.
         """
-        if len(titles) != self.items:
-            raise UserError(f"the retrieval service holds {self.items} items, the catalogue has {len(titles)}")
         rows = [row for row, title in enumerate(titles) if title.strip()]
         picked = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, min(samples, len(rows))).astype(int))]
         if not picked:
@@ -184,8 +182,6 @@ class Retriever:
     def _attempt(self, queries: Queries) -> Counts:
         counts = self.backend.count(queries, self._scale)
         count = len(queries.targets)
-        if any(np.shape(column) != (count,) for column in counts):
-            raise RetrievalError(f"expected counts of {count} queries, got shapes {[np.shape(c) for c in counts]}")
         # -inf is the sum over no item; NaN and +inf are failures
         bad = ~np.isfinite(counts.score) | np.isnan(counts.log_sum) | np.isposinf(counts.log_sum)
         if bad.any():

@@ -16,21 +16,19 @@ from urllib.parse import quote
 
 import numpy as np
 
-from bridges.pool import cluster
-from bridges.pool.actor import START_SECONDS
-from bridges.pool.pool import RayPool, described, kill, start_actors
+from bridges.ray_pool import cluster
+from bridges.ray_pool.actor import START_SECONDS
+from bridges.ray_pool.pool import RayPool, described, kill, start_actors
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.encoders import load_encoder, resolved_name, titles_digest
 from bridges.retrieval.errors import RetrievalError, ServiceNotFound
-from bridges.retrieval.local import LocalBackend, Space
+from bridges.retrieval.local import QUERIES, LocalBackend, Space
 from bridges.retrieval.queries import Queries, of_rows
 from bridges.retrieval.ranking import Counts, Nearest, Scale
 from grpo_jax.config.files import load_json
 from grpo_jax.config.judge import PoolSection
 from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
-
-_QUERIES = 64  # of a batch, as many as are compared at once
 
 
 class RankService:
@@ -89,8 +87,8 @@ class RayBackend:
     def _asked(self, method: str, queries: Queries, argument: Any) -> list[Any]:
         """Ask about some queries at a time; after a call that failed cluster and actors are looked up again."""
         pool, self._pool = self._pool or self._found_again(), None
-        starts = range(0, queries.mix.shape[0], _QUERIES)
-        requests = [((of_rows(queries, slice(start, start + _QUERIES)), argument), {}) for start in starts]
+        starts = range(0, queries.mix.shape[0], QUERIES)
+        requests = [((of_rows(queries, slice(start, start + QUERIES)), argument), {}) for start in starts]
         with _typed_errors():
             answers = pool.run(method, requests, self._section.timeout)
         self._pool = pool

@@ -78,12 +78,12 @@ def test_the_identity_is_that_of_the_weights_and_not_of_the_place(encoder, folde
     assert encoders.load_encoder(str(tmp_path / "copy"), TITLES).identity != encoder.identity
 
 
-def test_ranks_do_not_depend_on_shards_or_the_cache(encoder, tmp_path):
+def test_ranks_do_not_depend_on_blocks_or_the_cache(encoder, tmp_path):
     index = open_index(TITLES, encoder, None)
     queries = ["red cream", "blue", "", "polish nail soap"] * 5
     targets, exclude = list(range(20)), [[i, i + 1] for i in range(20)]
     one = Retriever(local.LocalBackend(local.Space(encoder, index))).score_ranks(queries, targets, exclude)
-    two = Retriever(local.LocalBackend(local.Space(encoder, open_index(TITLES, encoder, tmp_path)), shards=3))
+    two = Retriever(local.LocalBackend(local.Space(encoder, open_index(TITLES, encoder, tmp_path)), block=3))
     again = two.score_ranks(queries, targets, exclude)
     np.testing.assert_array_equal(one.rank, again.rank)
     np.testing.assert_allclose(one.probability, again.probability, rtol=1e-5)

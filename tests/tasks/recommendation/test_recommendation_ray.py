@@ -45,9 +45,9 @@ def make_faulty(folder):
     Made in a function, so that Ray sends its code along; batches are counted in a file, which survives the actor.
     """
 
-    class FaultyShard(service.RankShard):
-        def count(self, queries, scale, *vectors):
-            counts = super().count(queries, scale, *vectors)
+    class Faulty(service.RankService):
+        def count(self, queries, scale):
+            counts = super().count(queries, scale)
             if len(queries.targets) != TRAINING:
                 return counts
             calls = folder / "calls"
@@ -60,7 +60,7 @@ def make_faulty(folder):
                 ray.actor.exit_actor()
             return counts._replace(score=counts.score * float("nan")) if order == "nan" else counts
 
-    return FaultyShard
+    return Faulty
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def serve(cluster, tmp_path_factory):
                 RetrievalSection(cache=str(folder / "cache")),
                 PoolSection(replicas=1, resources={"num_cpus": 0.5}),
             )
-            running.append(service.start_service(titles, section, pool, shard_class=kind))
+            running.append(service.start_service(titles, section, pool, judge=kind))
         return folder / "calls"
 
     yield start

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -180,20 +180,17 @@ class Scorer:
 
     def image_text(self, images: torch.Tensor, texts: list[str]) -> torch.Tensor:
         """Return the cosine similarity float32 [B] of each picture [B, 3, H, W] and its text."""
-        if len(images) != len(texts):
-            raise ValueError(f"texts: expected one for each of {len(images)} images, got {len(texts)}")
+        _require_pairs(images, texts)
         return (self.image_features(images) * self.text_features(texts)).sum(-1)
 
     def text_text(self, a: list[str], b: list[str]) -> torch.Tensor:
         """Return the cosine similarity float32 [B] of the texts of each pair."""
-        if len(a) != len(b):
-            raise ValueError(f"b: expected one text for each of {len(a)}, got {len(b)}")
+        _require_pairs(a, b)
         return (self.text_features(a) * self.text_features(b)).sum(-1)
 
     def image_image(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return the cosine similarity float32 [B] of the pictures [B, 3, H, W] of each pair."""
-        if len(a) != len(b):
-            raise ValueError(f"b: expected one picture for each of {len(a)}, got {len(b)}")
+        _require_pairs(a, b)
         return (self.image_features(a) * self.image_features(b)).sum(-1)
 
     def quality(self, images: torch.Tensor) -> torch.Tensor:
@@ -259,6 +256,12 @@ def load_quality_head(path: str | Path, width: int) -> QualityHead:
 def _layer_number(stem: str) -> int:
     digits = [part for part in stem.split(".") if part.isdigit()]
     return int(digits[-1]) if digits else 0
+
+
+def _require_pairs(a: Sized, b: Sized) -> None:
+    """Refuse what torch would silently repeat."""
+    if len(a) != len(b):
+        raise ValueError(f"expected pairs, got {len(a)} and {len(b)}")
 
 
 def _checked(values: torch.Tensor, name: Callable[[int], str]) -> torch.Tensor:

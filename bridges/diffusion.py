@@ -320,8 +320,6 @@ class Renderer:
             UserError: The model cannot draw pictures of this size.
             RenderError: The pipeline fails or a picture is not finite.
         """
-        if len(prompts) != len(seeds):
-            raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, got {len(seeds)}")
         self.about.check_size(settings.size)
         if not prompts:
             return torch.zeros((0, 3, settings.size, settings.size), device=self.device)

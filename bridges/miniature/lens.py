@@ -64,8 +64,6 @@ def undone(words: str, lens: Lens) -> str:
 
 def look(images: Images, lenses: Sequence[Lens]) -> Images:
     """Return new pictures, float [n, 3, H, W] in [0, 1] of NumPy or torch, seen through n lenses."""
-    if len(images) != len(lenses):
-        raise ValueError(f"lenses must be one for each of {len(images)} images, got {len(lenses)}")
     images = images + 0
     for turn in {lens.turn for lens in lenses if lens.turn}:
         rows = [i for i, lens in enumerate(lenses) if lens.turn == turn]

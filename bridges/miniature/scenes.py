@@ -127,8 +127,6 @@ def read(image: np.ndarray) -> list[Found]:
     shape the one that, drawn at the region's middle, has the smallest squared distance to it.
     """
     image = np.asarray(image, np.float64)
-    if image.shape != (3, SIZE, SIZE):
-        raise ValueError(f"an image must be [3, {SIZE}, {SIZE}], got {image.shape}")
     difference = image - world.PALETTE["white"][0]
     labels, count = ndimage.label((difference**2).sum(0) > _INK**2)
     found = []
@@ -247,8 +245,6 @@ def prompts(split: str, count: int, seed: int = 0) -> list[dict]:
     Returns:
         Rows ``{"prompt": text, "kind": one of KINDS, "requested": what pixel_accuracy takes, "oracle": text}``.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
     rng = np.random.default_rng([seed, SPLITS.index(split), 7_001])
     rows: list[dict] = []
     while len(rows) < count:

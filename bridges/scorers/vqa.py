@@ -114,8 +114,6 @@ class Answerer:
 
         from bridges.clip import ScoreError
 
-        if len(images) != len(questions):
-            raise ValueError(f"questions: expected one for each of {len(images)} images, got {len(questions)}")
         batches = [torch.zeros(0, device=self.device)]
         for start in range(0, len(questions), self._config.batch_size):
             rows = slice(start, start + self._config.batch_size)

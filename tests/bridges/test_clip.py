@@ -159,9 +159,9 @@ def test_wrong_inputs(scorer):
         scorer.image_features(torch.zeros(3, 24, 24))
     with pytest.raises(ValueError, match=r"uint8"):
         scorer.image_features(torch.zeros(1, 3, 24, 24, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="texts: expected one for each of 2 images, got 1"):
+    with pytest.raises(ValueError, match="expected pairs, got 2 and 1"):
         scorer.image_text(torch.zeros(2, 3, 24, 24), ["a"])
-    with pytest.raises(ValueError, match="b: expected one"):
+    with pytest.raises(ValueError, match="expected pairs"):
         scorer.text_text(["a"], [])
 
 

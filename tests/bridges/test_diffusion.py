@@ -181,11 +181,6 @@ def test_sizes_the_model_cannot_draw(renderer, size):
         renderer.render(["a"], [0], RenderSettings(steps=1, guidance=1.0, size=size))
 
 
-def test_prompts_and_seeds_must_match(renderer):
-    with pytest.raises(ValueError, match="expected one for each of 3 prompts, got 1"):
-        renderer.render(PROMPTS, [0], SETTINGS)
-
-
 def test_folders_that_are_missing_or_other(tmp_path, folder):
     with pytest.raises(UserError, match="no such folder"):
         load_renderer(tmp_path / "nowhere")

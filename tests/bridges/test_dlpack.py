@@ -150,13 +150,7 @@ def test_wide_dtypes_with_x64(x64):
 @pytest.mark.parametrize(
     ("hand_over", "error", "message"),
     [
-        (lambda: to_torch(jax.random.key(0)), TypeError, "PRNG key"),
-        (lambda: to_torch(np.zeros(3)), TypeError, r"jax\.Array"),
-        (lambda: jax.jit(lambda x: to_torch(x))(jnp.zeros(3)), TypeError, r"concrete jax\.Array"),
         (lambda: to_torch(jnp.zeros(3, jnp.complex64)), TypeError, "complex64"),
-        (lambda: to_torch(jnp.zeros(3), "npu:0"), ValueError, "device"),
-        (lambda: to_jax(np.zeros(3)), TypeError, r"torch\.Tensor"),
-        (lambda: to_jax(torch.eye(3).to_sparse()), TypeError, "dense"),
         (lambda: to_jax(torch.zeros(3, dtype=torch.complex64)), TypeError, "complex64"),
         # jax.dlpack.from_dlpack turns 2^40 into 0 without a word
         (lambda: to_jax(torch.tensor([2**40])), TypeError, "int64"),

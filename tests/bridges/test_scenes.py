@@ -110,5 +110,3 @@ def test_prompts_depend_on_their_seed_alone():
     rows = scenes.prompts("validation", 60, seed=5)
     assert rows == scenes.prompts("validation", 60, seed=5) != scenes.prompts("validation", 60, seed=6)
     assert rows[:20] == scenes.prompts("validation", 20, seed=5)
-    with pytest.raises(ValueError, match="split must be one of"):
-        scenes.prompts("dev", 1)

@@ -74,9 +74,6 @@ def test_prepared_patches_are_handed_over_without_a_copy(folder, monkeypatch):
 
 def test_what_is_no_picture_is_refused():
     settings = PictureSettings(edge=28)
-    for images, error in ((torch.zeros(3, 4, 4), ValueError), (torch.zeros(1, 3, 4, 4, dtype=torch.int64), TypeError)):
-        with pytest.raises(error, match="images: expected"):
-            patches_of(images, settings)
     with pytest.raises(ValueError, match="at most 200 times"):
         patches_of(torch.zeros(1, 3, 1, 500), settings)
     overshot, _ = patches_of(torch.tensor([-0.1, 1.1]).view(1, 1, 1, 2).expand(1, 3, 2, 2), settings)

@@ -57,8 +57,6 @@ def test_probabilities_are_those_of_transformers_whatever_else_is_in_the_batch(f
     torch.testing.assert_close(found, torch.tensor(expected), atol=0, rtol=1e-4)
     assert len(set(np.round(expected, 7))) == 4 and found.dtype == torch.float32
     assert judge.yes(images[:0], []).shape == (0,)
-    with pytest.raises(ValueError, match="questions: expected one for each of 2 images, got 1"):
-        judge.yes(images[:2], ["a"])
 
 
 def test_an_answer_of_several_tokens_is_read_whole(folder):

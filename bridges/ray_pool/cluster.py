@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.errors import ABANDONED, StopRun, UserError
+from grpo_jax.errors import ABANDONED, StopRun, UserError, one_line
 
 NAMESPACE = "grpo_jax"
 LOOPBACK = "127.0.0.1"
@@ -34,8 +34,8 @@ _SETTINGS = {  # Ray reads them when it is imported
 }
 
 
-class NotJoined(UserError):
-    """No cluster at an address, or it refuses this process."""
+class TokenRefused(UserError):
+    """The cluster asks for a token that this process has not."""
 
 
 class PoolLost(StopRun):
@@ -68,15 +68,15 @@ def join(address: str | None, *, cards: Sequence[str] | None = None, object_stor
     """Join the cluster at HOST:PORT, or start one that this machine alone reaches; keep one that was joined before.
 
     `cards` are those of a cluster that is started (None: all), `object_store` its bytes (None: Ray's own choice).
-    Raises NotJoined. Ray's signal handlers are undone.
+    UserError without one. Ray's signal handlers are undone.
     """
     ray = import_ray(token=address is None or _has_token())
     if ray.is_initialized():
         return
     if address is not None and not answers(address):
-        raise NotJoined(f"no Ray cluster answers at {address}")
+        raise UserError(f"no Ray cluster answers at {address}")
     if address is not None and not answers(address, grpc=True):
-        raise NotJoined(f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts")
+        raise UserError(f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts")
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = address is not None and not _is_loopback(address)  # else it leaves loopback
@@ -92,19 +92,19 @@ def join(address: str | None, *, cards: Sequence[str] | None = None, object_stor
         except Exception as error:
             _shut_down()
             if not attempts_left:
-                raise NotJoined(_refusal(address, error)) from error
+                raise _refusal(address, error) from error
     if address is None and not _is_loopback(cluster_address()):
         ray.shutdown()
-        raise NotJoined("this version of Ray does not stay on loopback; install ray 2.60 or newer")
+        raise UserError("this version of Ray does not stay on loopback; install ray 2.60 or newer")
 
 
-def _refusal(address: str | None, error: Exception) -> str:
+def _refusal(address: str | None, error: Exception) -> UserError:
     if re.search("AuthenticationError|InvalidAuthToken", "".join(traceback.format_exception(error))):
-        return (
+        return TokenRefused(
             f"the Ray cluster at {address} asks for a token and this process has none or another: set RAY_AUTH_MODE"
             "=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's (by default ~/.ray/auth_token)"
         )
-    return f"the Ray cluster at {address or 'this machine'} cannot be joined: {first_line(error)}"
+    return UserError(f"the Ray cluster at {address or 'this machine'} cannot be joined: {told(error)}")
 
 
 _lock = threading.Lock()
@@ -199,10 +199,12 @@ def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return call(*arguments, **options)
     except (exceptions.RayTaskError, exceptions.UnserializableException) as error:
         raise _judge_error(error) from None
-    except (exceptions.RayError, ConnectionError) as error:
+    except Exception as error:
         if is_gone():
             raise PoolLost(f"the Ray cluster is gone: {last_line(error)}") from error
-        raise ActorLost(f"an actor died: {last_line(error)}") from error
+        if isinstance(error, exceptions.RayError | ConnectionError):
+            raise ActorLost(f"an actor died: {last_line(error)}") from error
+        raise
 
 
 def _judge_error(error: Exception) -> BaseException:
@@ -280,9 +282,9 @@ def _own_signals() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def first_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
+def told(error: BaseException) -> str:
+    """Return an error's type and its message as one line."""
+    return f"{type(error).__name__}: {one_line(error, 300)}"
 
 
 def last_line(error: BaseException) -> str:

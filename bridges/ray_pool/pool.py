@@ -255,7 +255,7 @@ def start_actors(name: str, judges: Sequence[Any], section: PoolSection, named: 
             for judge, one in zip(judges, named or [""] * len(judges), strict=True)
         ]
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name}.resources, runtime_env: {cluster.first_line(error)}") from error
+        raise UserError(f"{name}.resources, runtime_env: {cluster.told(error)}") from error
     finally:
         cloudpickle.unregister_pickle_by_value(actor)
 

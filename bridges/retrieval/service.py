@@ -173,15 +173,14 @@ def join_cluster(address: str | None, service: str) -> None:
     """
     if cluster.is_joined():
         return
+    if address in (None, "auto") and (address := find_service(service)) is None:
+        why = "none of yours runs here, and no other is joined without task.retrieval.address"
+        raise ServiceNotFound(_not_found(service, why))
     try:
-        if address not in (None, "auto"):
-            return cluster.join(address)
-        running = find_service(service)
-        if running is None:
-            raise cluster.NotJoined("none of yours runs here, and no other is joined without task.retrieval.address")
-        cluster.join(running)
-    except cluster.NotJoined as error:
-        raise ServiceNotFound(_not_found(service, str(error))) from error
+        cluster.join(address)
+    except UserError as error:
+        refused = isinstance(error, cluster.TokenRefused)
+        raise ServiceNotFound(str(error) if refused else _not_found(service, str(error))) from error
 
 
 @contextmanager
@@ -194,7 +193,7 @@ def _typed_errors() -> Iterator[None]:
     except cluster.PoolLost as error:
         raise RetrievalError(str(error)) from error
     except Exception as error:
-        raise RetrievalError(f"the service failed: {cluster.first_line(error)}") from error
+        raise RetrievalError(f"the service failed: {cluster.told(error)}") from error
 
 
 def _not_found(service: str, reason: str) -> str:

@@ -1,1 +1,1 @@
-"""Judges in actors of a Ray cluster: the queue of a pool, proxies of judges, arrays in the object store."""
+"""Judges in actors of a Ray cluster."""

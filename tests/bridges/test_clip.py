@@ -76,7 +76,7 @@ def test_pictures_are_compared(scorer):
     images = pictures(3)
     expected = (scorer.image_features(images) * scorer.image_features(images.flip(0))).sum(-1)
     torch.testing.assert_close(scorer.image_image(images, images.flip(0)), expected, atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match="one picture for each of 3, got 2"):
+    with pytest.raises(ValueError, match="expected pairs, got 3 and 2"):
         scorer.image_image(images, images[:2])
 
 

@@ -15,13 +15,13 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from grpo_jax.config.fields import Positive, PositiveCount, check_ranges, may_change, require
+from grpo_jax.config.fields import Positive, PositiveCount, Words, require, resume_mutable
 from grpo_jax.config.files import parse_json
+from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError, one_line
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
@@ -31,28 +31,23 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)
 _LONGEST_ANSWER = 2**26  # bytes
 
 
-@dataclass(frozen=True)
-class Http:
-    """Judges texts by asking an address; named among the rewards, it is one.
+class Http(Judge):
+    """Judges texts by asking an address; named among the rewards, it is one."""
 
-    Args:
-        url: Where batches are sent by POST, http:// or https://.
-        columns: Columns of the data that are sent beside prompts and completions.
-        headers_from: Environment variable with headers for every request, one "Name: value" in a line: keys stand in
-            no config.
-        batch_size: Completions of one request.
-        concurrency: Requests that are on their way at once.
-        timeout: Seconds that an answer may take.
-        attempts: How often a request is made that the network or the server fails, with growing pauses between.
-    """
-
-    url: str = may_change("")
-    columns: list[str] = field(default_factory=list)
-    headers_from: str = may_change("")
-    batch_size: PositiveCount = may_change(64)
-    concurrency: PositiveCount = may_change(4)
-    timeout: Positive = may_change(60.0)
-    attempts: PositiveCount = may_change(5)
+    url: str = resume_mutable("")
+    """Where batches are sent by POST, http:// or https://."""
+    columns: Words = []
+    """Columns of the data that are sent beside prompts and completions."""
+    headers_from: str = resume_mutable("")
+    """Environment variable with headers for every request, one "Name: value" in a line: keys stand in no config."""
+    batch_size: PositiveCount = resume_mutable(64)
+    """Completions of one request."""
+    concurrency: PositiveCount = resume_mutable(4)
+    """Requests that are on their way at once."""
+    timeout: Positive = resume_mutable(60.0)
+    """Seconds that an answer may take."""
+    attempts: PositiveCount = resume_mutable(5)
+    """How often a request is made that the network or the server fails, with growing pauses between."""
 
     runs_on: ClassVar[str] = "cpu"
     """Device unless `devices` says otherwise: no card is kept for it."""
@@ -62,7 +57,6 @@ class Http:
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
         require(complete, "url", "http://HOST/… or https://HOST/…", self.url)
         require(parts.password is None, "url", "no password in it, but headers_from", f"{parts.scheme}://…")
-        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse headers that are not there; no request is made."""

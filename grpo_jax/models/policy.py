@@ -446,7 +446,7 @@ def load_policy(
     Raises:
         UserError: Something is missing, truncated or unsupported, or does not fit mesh, adapters or pictures.
     """
-    section = dataclasses.replace(section or PolicySection(), **options)
+    section = (section or PolicySection()).replace(**options)
     mesh_shape = section.mesh
     devices = devices or jax.devices()[: mesh_shape.size]
     mesh = make_mesh(mesh_shape.fsdp, mesh_shape.tensor, devices) if mesh_shape.size > 1 else None

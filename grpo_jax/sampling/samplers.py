@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -51,7 +50,7 @@ def measured_section(section: SamplingSection, evaluation: EvaluationSection) ->
     """The section of an evaluation's sampled completions: k of each prompt, one by one, else as in training."""
     fields = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
     changed = {name: value for name, value in fields.items() if value is not None}
-    return dataclasses.replace(section, group_size=evaluation.samples, **changed)
+    return section.replace(group_size=evaluation.samples, **changed)
 
 
 def make_samplers(

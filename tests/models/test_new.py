@@ -45,7 +45,7 @@ def test_both_libraries_load_it_and_agree(architecture, tmp_path):
     from transformers import AutoModelForCausalLM
 
     torch = pytest.importorskip("torch")
-    folder = write_policy(tmp_path, WORDS, NewPolicySection(architecture, width=32, heads=2, window=10))
+    folder = write_policy(tmp_path, WORDS, NewPolicySection(architecture=architecture, width=32, heads=2, window=10))
     from grpo_jax.models import hf
     from grpo_jax.models.policy import make_policy
 

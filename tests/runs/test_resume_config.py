@@ -10,20 +10,16 @@ from support.text_task import rewound, rows, train_here
 from grpo_jax import evaluate
 
 JUDGE = '''
-from dataclasses import dataclass
-from grpo_jax.config.fields import may_change
+from grpo_jax import Judge
+from grpo_jax.config.fields import resume_mutable
 
-@dataclass(frozen=True)
-class Letters:
-    """Counts letters.
-
-    Args:
-        share: What a letter counts.
-        batch_size: Texts at once.
-    """
+class Letters(Judge):
+    """Counts letters."""
 
     share: float = 0.125
-    batch_size: int = may_change(4)
+    """What a letter counts."""
+    batch_size: int = resume_mutable(4)
+    """Texts at once."""
 
     def load(self, device):
         return self
@@ -39,7 +35,7 @@ def config(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
     (folder / "own.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
-    values["judges"] = {"own": str(folder / "own.py")}
+    values["judges"] = {"own": f"{folder / 'own.py'}:Letters"}
     values["rewards"] = [{"name": f"{folder / 'own.py'}:letters"}]
     values["algorithm"] = {"kl_coef": 0.1}
     values["training"] |= {"max_steps": 2, "save_every": 1, "minibatches": 1, "inner_epochs": 1}

@@ -88,14 +88,14 @@ def scripted(*steps, **options):
     state = {"steps": list(steps), "seen": [], "lock": threading.Lock(), "late": threading.Event()}
     with serving(type("Scripted", (Script,), state)) as url:
         try:
-            yield HttpJudge(Http(url, **options), first_pause=0.001), state["seen"]
+            yield HttpJudge(Http(url=url, **options), first_pause=0.001), state["seen"]
         finally:
             state["late"].set()
 
 
 @pytest.mark.parametrize(("batch_size", "concurrency"), [(64, 1), (2, 4), (1, 8)])
 def test_scores_come_in_order_however_they_are_asked_for(example, batch_size, concurrency):
-    judge = Http(example, batch_size=batch_size, concurrency=concurrency).load("cpu")
+    judge = Http(url=example, batch_size=batch_size, concurrency=concurrency).load("cpu")
     assert judge(PROMPTS, COMPLETIONS) == SCORES
     assert judge([], []) == []
     assert judge.summary == f"{example}: {concurrency} requests at once, of {batch_size} completions"
@@ -104,13 +104,13 @@ def test_scores_come_in_order_however_they_are_asked_for(example, batch_size, co
 def test_the_example_is_short_and_a_column_that_the_data_lack_is_named(example):
     assert len(EXAMPLE.read_text().splitlines()) < 50
     with pytest.raises(JudgeError, match=r"^the data have no column answer, which is to be sent"):
-        Http(example, columns=["answer"]).load("cpu")(PROMPTS, COMPLETIONS)
+        Http(url=example, columns=["answer"]).load("cpu")(PROMPTS, COMPLETIONS)
 
 
 def test_a_request_holds_the_columns_and_headers_that_the_config_names(monkeypatch):
     monkeypatch.setenv("JUDGE_HEADERS", "Authorization: Bearer a:b\n\nX-Team: red\n")
     options = {"columns": ["answer"], "headers_from": "JUDGE_HEADERS"}
-    Http("http://localhost/x", **options).check()
+    Http(url="http://localhost/x", **options).check()
     with scripted(**options, batch_size=2, concurrency=1) as (judge, seen):
         assert judge(["p", "q", "r"], ["a", "bb", "ccc"], answer=["1", None, {"n": 3}], other=[object()] * 3) == [
             1,
@@ -136,7 +136,11 @@ def test_requests_are_made_at_once():
             super().do_POST()
 
     with serving(Together) as url:
-        assert HttpJudge(Http(url, batch_size=1, concurrency=3, attempts=1))(["p"] * 3, ["a", "bb", "ccc"]) == [1, 2, 3]
+        assert HttpJudge(Http(url=url, batch_size=1, concurrency=3, attempts=1))(["p"] * 3, ["a", "bb", "ccc"]) == [
+            1,
+            2,
+            3,
+        ]
 
 
 @pytest.mark.parametrize("step", [503, 429, 500, "hang up", "cut off", "too late", "slow head", "slow body"])
@@ -195,7 +199,7 @@ def test_no_server_at_all_and_what_a_run_makes_of_it():
     """The policy of the run decides: a stop that names the reward, or missing values."""
     with scripted() as (judge, _):
         pass  # its port is closed now
-    judge = HttpJudge(Http(judge.name + "?key=secret", attempts=2), first_pause=0.001)
+    judge = HttpJudge(Http(url=judge.name + "?key=secret", attempts=2), first_pause=0.001)
     with pytest.raises(RewardError, match=r"^reward far: it raised JudgeError: ConnectionRefusedError") as caught:
         collect_rewards({"far": judge}, ["p"] * 2, ["a"] * 2, {}, 2)
     assert "secret" not in str(caught.value) + judge.summary + str(caught.value.__cause__)
@@ -239,7 +243,7 @@ def test_headers_that_are_none_are_refused_and_never_shown(monkeypatch, held):
     if held is not None:
         monkeypatch.setenv("JUDGE_HEADERS", held)
     with pytest.raises(UserError, match=r'lines "Name: value" in the environment variable JUDGE_HEADERS') as caught:
-        Http("http://h/", headers_from="JUDGE_HEADERS").check()
+        Http(url="http://h/", headers_from="JUDGE_HEADERS").check()
     assert "secret" not in str(caught.value)
 
 

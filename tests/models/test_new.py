@@ -92,5 +92,5 @@ def test_a_seed_is_a_policy(tmp_path):
 
 
 def test_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(UserError, match=r"policy\.new\.heads: expected a number that divides width = 12"):
+    with pytest.raises(UserError, match=r"heads: expected a number that divides width = 12"):
         NewPolicySection(width=12, heads=4)

@@ -191,7 +191,7 @@ def test_folders_that_are_missing_or_other(tmp_path, folder):
     (other / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(UserError, match="holds a FluxPipeline"):
         load_renderer(other)
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises(UserError, match="dtype"):
         load_renderer(folder, dtype="float64")
 
 

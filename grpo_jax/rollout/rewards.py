@@ -324,7 +324,7 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except Exception:
+    except (Exception, SystemExit):
         return None
     return number if abs(number) <= _LARGEST else None
 

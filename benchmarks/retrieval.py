@@ -142,8 +142,8 @@ def run_ray(folder, repeats, shards):
     import ray
 
     from bridges.pool.pool import start_actors
-    from bridges.pool.section import PoolSection
     from bridges.retrieval import service
+    from grpo_jax.config.judge import PoolSection
     from grpo_jax.config.retrieval import RetrievalSection
 
     ray.init(
@@ -153,7 +153,9 @@ def run_ray(folder, repeats, shards):
         kind = bench_shard()
         parts = [kind(str(folder), "given", i, shards) for i in range(shards)]
         actors = start_actors("bench", parts, PoolSection(resources={"num_cpus": 1}))
-        warm_up, speed = ask(service.RayBackend(RetrievalSection("ray", timeout=600.0), actors), folder, repeats)
+        warm_up, speed = ask(
+            service.RayBackend(RetrievalSection(backend="ray", timeout=600.0), actors), folder, repeats
+        )
         memory = sum(ray.get([actor.call.remote("memory") for actor in actors]))
     finally:
         ray.shutdown()

@@ -11,7 +11,6 @@ All figures are kept in docs/comparison.json; a part that is not measured anew s
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -70,13 +69,12 @@ def configure(name: str, seeds: int, iterations: int | None) -> CartPoleConfig:
     every = 1 if config.algorithm.name == "ppo" else 2  # a PPO iteration has more steps than GRPO's first ones
     training = config.training
     if iterations:
-        training = dataclasses.replace(training, iterations=iterations)
-    return dataclasses.replace(
-        config,
+        training = training.replace(iterations=iterations)
+    return config.replace(
         num_seeds=seeds,
-        algorithm=dataclasses.replace(config.algorithm, **changes),
-        evaluation=dataclasses.replace(config.evaluation, every=every),
-        training=dataclasses.replace(training, save_every=0),
+        algorithm=config.algorithm.replace(**changes),
+        evaluation=config.evaluation.replace(every=every),
+        training=training.replace(save_every=0),
     )
 
 
@@ -89,7 +87,7 @@ def make_signal(config: CartPoleConfig):
     """
     section = config.network
     policy = make_mlp(task.FEATURES, hidden=section.hidden, activation=section.activation)
-    algorithm = dataclasses.replace(config.algorithm, objectives=list(task.OBJECTIVES), weights=[], condition=0)
+    algorithm = config.algorithm.replace(objectives=list(task.OBJECTIVES), weights=[], condition=0)
 
     def signal(params: Any, key: jax.Array) -> dict[str, jax.Array]:
         start, act = jax.random.split(key)

@@ -10,12 +10,14 @@ from pathlib import Path
 from grpo_jax.config import other_names
 
 PAGE = Path(__file__).parent / "coming_from_trl.md"
-HEAD = "| TRL | here |\n|---|---|\n"
+HEAD = "| there | here |\n|---|---|\n"
 TITLES = {
     "## Every argument of `GRPOTrainer`": other_names.TRAINER,
     "## Every field of `GRPOConfig`": other_names.GRPO_CONFIG,
     "## Of transformers' `TrainingArguments`": other_names.TRAINING_ARGUMENTS,
     "## Of its command line": other_names.COMMAND,
+    "## Options of older GRPO scripts": other_names.OLDER_SCRIPTS,
+    "## What older scripts log": other_names.METRICS,
 }
 LINK = re.compile(r"docs/(\w+\.md)")
 

@@ -11,6 +11,8 @@ __grpo_jax__ = True
 
 _PUBLIC = {
     "config.build": ("to_yaml",),
+    "config.fields": ("require",),
+    "config.judge": ("Judge",),
     "config.run": ("Config", "make_config"),
     "core.advantages": (
         "Condition",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -61,7 +62,9 @@ def _refuse(name: str) -> NoReturn:
 
 
 def command() -> NoReturn:
-    """`main` as a process of its own."""
+    """`main` as a process of its own, with the current folder on the import path, as `python -m` has it."""
+    if os.getcwd() not in (path or os.getcwd() for path in sys.path[:1]):
+        sys.path.insert(0, os.getcwd())
     leave(main())
 
 

@@ -6,7 +6,6 @@ Held-out measurement from a checkpoint, also of a run that is training; nothing 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -57,15 +56,15 @@ def _evaluate(options: argparse.Namespace) -> None:
     requested = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
     overrides = {name: value for name, value in requested.items() if value is not None}
     sampled = config.evaluation.sampled or "samples" in overrides or "temperature" in overrides
-    section = dataclasses.replace(config.evaluation, **overrides, sampled=sampled)
-    config = dataclasses.replace(config, evaluation=section)
+    section = config.evaluation.replace(**overrides, sampled=sampled)
+    config = config.replace(evaluation=section)
     if options.catalogue is not None:
         if not hasattr(config.task, "over_catalogue"):
             raise UserError(f"--catalogue: the task of {options.run} ranks no catalogue")
-        config = dataclasses.replace(config, task=config.task.over_catalogue(options.catalogue, config.data.columns))
+        config = config.replace(task=config.task.over_catalogue(options.catalogue, config.data.columns))
     if options.mesh is not None:
-        section = dataclasses.replace(config.policy, mesh=MeshSection(*options.mesh))
-        config = dataclasses.replace(config, policy=section)
+        section = config.policy.replace(mesh=MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1]))
+        config = config.replace(policy=section)
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     prompts = kept_prompts(RunDirectory(options.run)) if config.data.prompts == IN_PYTHON else None
     with ExitStack() as leaving:

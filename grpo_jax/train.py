@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from grpo_jax.runs.stopping import StopRequests
 
 
-@extras_named()
 def run(
     config: Any,
     *,
@@ -61,6 +59,16 @@ def run(
         UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
             failed; checkpoints stay valid. A run directory in which nothing was saved yet is taken back.
     """
+    try:
+        return _run_together(config, (on_iteration, on_validation, on_checkpoint), prompts=prompts, rewards=rewards)
+    except UserError as error:
+        if config.debug:
+            raise
+        raise error.with_traceback(None) from None  # the line alone, not its way through this package
+
+
+@extras_named()
+def _run_together(config: Any, callbacks: tuple[Callback | None, ...], *, prompts: Any, rewards: Any) -> dict[str, Any]:
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
     from grpo_jax.runs.compile_cache import enable_compile_cache
@@ -69,10 +77,9 @@ def run(
     from grpo_jax.runs.stopping import stop_requests
 
     enable_compile_cache()
-    callbacks = Callbacks(on_iteration, on_validation, on_checkpoint)
     config = join(config)
     with stop_requests() as stop, ending_together(config.run_dir):
-        return _run(config, callbacks, stop, prompts=prompts, rewards=rewards)
+        return _run(config, Callbacks(*callbacks), stop, prompts=prompts, rewards=rewards)
 
 
 def _run(config: Any, callbacks: Callbacks, stop: StopRequests, *, prompts: Any, rewards: Any) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return show_plan(config, request)
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
-            config = dataclasses.replace(config, run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            config = config.replace(run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run(config)
         return 0
 

@@ -14,7 +14,6 @@ attributes that the pixel checker finds, with 95 % intervals from resampling see
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import platform
 import subprocess
@@ -36,8 +35,8 @@ def load(run_dir: Path) -> Any:
     from grpo_jax.runs.policy import run_config
 
     config = run_config(run_dir)
-    policy = dataclasses.replace(config.policy, path=str(run_dir / "policy"))
-    return load_parts(dataclasses.replace(config, policy=policy), say=lambda *_: None)
+    policy = config.policy.replace(path=str(run_dir / "policy"))
+    return load_parts(config.replace(policy=policy), say=lambda *_: None)
 
 
 def collected(parts: Any, sample: Any, environment: Any) -> Any:

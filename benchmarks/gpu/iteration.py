@@ -53,10 +53,10 @@ def shipped(tiny: bool) -> tuple[Any, Any]:
         return config, model
     small = dict(vocab_size=272, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1)
     small |= dict(windows=(), layer_ropes=())
-    data = dataclasses.replace(config.data, max_prompt_tokens=16)
-    sampling = dataclasses.replace(config.sampling, group_size=2, max_new_tokens=4)
-    training = dataclasses.replace(config.training, prompts_per_batch=2)
-    config = dataclasses.replace(config, data=data, sampling=sampling, training=training)
+    data = config.data.replace(max_prompt_tokens=16)
+    sampling = config.sampling.replace(group_size=2, max_new_tokens=4)
+    training = config.training.replace(prompts_per_batch=2)
+    config = config.replace(data=data, sampling=sampling, training=training)
     return config, dataclasses.replace(model, **small, vision=None)
 
 
@@ -65,7 +65,7 @@ def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
     policy, section = configured_functions(config.policy, model, None), config.sampling
     params = sampling_params(section, section.group_size, section.temperature)
     sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
-    rate = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
+    rate = config.optimizer.replace(learning_rate=config.learning_rate)
     optimizer = make_optimizer(rate, make_schedule(rate, config.training.max_steps))
     update = make_update(
         policy,

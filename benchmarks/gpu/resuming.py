@@ -5,7 +5,6 @@ On text the policy is the miniature's and the reward a function; the miniature i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import tempfile
@@ -87,11 +86,11 @@ def resumed(config: Any, prompts: list[str] | None = None) -> Figures:
     given = {} if prompts is None else {"prompts": prompts, "rewards": letters}
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root) / name for name in ("whole", "stopped")]
-        whole, stopped = (dataclasses.replace(config, run_dir=str(folder)) for folder in folders)
+        whole, stopped = (config.replace(run_dir=str(folder)) for folder in folders)
         train.run(whole, **given)
         broken_off = train.run(stopped, **given, on_checkpoint=lambda moment: True)
         assert broken_off["stopped"], "the run did not stop at its checkpoint"
-        train.run(dataclasses.replace(stopped, resume=True), **given)
+        train.run(stopped.replace(resume=True), **given)
         rows = [metrics(folder) for folder in folders]
         weights = [load_file(folder / "policy" / "model.safetensors") for folder in folders]
     same = [weights[0][name].tobytes() == weights[1][name].tobytes() for name in weights[0]]

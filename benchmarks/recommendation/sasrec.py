@@ -18,7 +18,6 @@ as `grpo_jax.recommend --choose_prior` chooses it. Prints a table on stderr and 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import platform
@@ -223,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     changed = {name: getattr(options, name) for name in ("source", "catalogue") if getattr(options, name)}
     if task.prompts:
         raise SystemExit("task.prompts: expected none, since users who are held out whole have no training items")
-    dataset = load_dataset(dataclasses.replace(task, **changed))
+    dataset = load_dataset(task.replace(**changed))
     start = time.perf_counter()
     model, epochs = train(dataset, options)
     trained = time.perf_counter() - start

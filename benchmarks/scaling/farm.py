@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 from bridges.pool import cluster
-from bridges.pool.section import Pooled, PoolSection
+from bridges.pool.section import Pooled
 from bridges.renderers.stable_diffusion_3 import StableDiffusion3
+from grpo_jax.config.judge import PoolSection
 
 TEXTS = [f"a {size} {colour} circle" for size in ("small", "big") for colour in ("red", "blue", "green", "grey")]
 

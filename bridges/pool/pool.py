@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from bridges.pool import actor, cluster
 from bridges.pool.cluster import BatchLost, PoolLate, PoolLost
-from bridges.pool.section import PoolSection
+from grpo_jax.config.judge import PoolSection
 from grpo_jax.errors import UserError
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from bridges.placement import cards_left
 from bridges.pool import actor, cluster
 from bridges.pool.cluster import NotRowByRow, PoolLost
 from bridges.pool.pool import Pool, Request, require_room
-from bridges.pool.section import PoolSection
+from grpo_jax.config.judge import PoolSection
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridges.miniature.lens import lens_of, look, undone
-from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change
+from grpo_jax.config.fields import Count, PositiveCount, resume_mutable
+from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
     from bridges.diffusion import Renderer
 
 
-@dataclass(frozen=True)
-class HiddenLens:
+class HiddenLens(Judge):
     """Draws with the miniature's renderer and shows each picture through the lens of its seed.
 
     A prompt's pictures share their seed, hence their lens: what one of them shows helps with the next.
-
-    Args:
-        steps: Denoising steps in training.
-        eval_steps: Denoising steps in evaluation.
-        batch_size: Pictures drawn at once.
-        cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
     """
 
     steps: PositiveCount = 2
+    """Denoising steps in training."""
     eval_steps: PositiveCount = 4
-    batch_size: PositiveCount = may_change(64)
-    cache_megabytes: Count = may_change(256)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "")
+    """Denoising steps in evaluation."""
+    batch_size: PositiveCount = resume_mutable(64)
+    """Pictures drawn at once."""
+    cache_megabytes: Count = resume_mutable(256)
+    """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
 
     def load(self, device: str) -> Renderer:
         """Load the miniature's pipeline on "cpu" or "gpu:N"."""

@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
+from grpo_jax.config.fields import Count, PositiveCount, require, resume_mutable
+from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
     from bridges.diffusion import Renderer
 
 
-@dataclass(frozen=True)
-class StableDiffusion3:
-    """Draws pictures with a `StableDiffusion3Pipeline`.
-
-    Args:
-        path: Folder or hub id of the pipeline, or "miniature".
-        dtype: Type of its weights.
-        use_t5: Load the third text encoder; without it prompts end at CLIP's window of 77 tokens.
-        size: Width and height in pixels; 0 takes the model's own.
-        steps: Denoising steps in training.
-        guidance: Classifier-free guidance scale in training; 1 switches it off.
-        eval_steps: Denoising steps in evaluation.
-        eval_guidance: Guidance scale in evaluation.
-        batch_size: Pictures drawn at once.
-        cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
-    """
+class StableDiffusion3(Judge):
+    """Draws pictures with a `StableDiffusion3Pipeline`."""
 
     path: str = "miniature"
+    """Folder or hub id of the pipeline, or "miniature"."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of its weights."""
     use_t5: bool = True
+    """Load the third text encoder; without it prompts end at CLIP's window of 77 tokens."""
     size: Count = 0
+    """Width and height in pixels; 0 takes the model's own."""
     steps: PositiveCount = 10
+    """Denoising steps in training."""
     guidance: float = 1.0
+    """Classifier-free guidance scale in training; 1 switches it off."""
     eval_steps: PositiveCount = 10
+    """Denoising steps in evaluation."""
     eval_guidance: float = 1.0
-    batch_size: PositiveCount = may_change(32)
-    cache_megabytes: Count = may_change(256)
+    """Guidance scale in evaluation."""
+    batch_size: PositiveCount = resume_mutable(32)
+    """Pictures drawn at once."""
+    cache_megabytes: Count = resume_mutable(256)
+    """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "")
         for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import Count, PositiveCount, check_ranges, may_change, require
+from grpo_jax.config.fields import Count, PositiveCount, require, resume_mutable
+from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,43 +17,38 @@ if TYPE_CHECKING:
     from bridges.diffusion import Renderer
 
 
-@dataclass(frozen=True)
-class TextToImage:
-    """Draws pictures with any text-to-image pipeline of diffusers.
-
-    Args:
-        path: Folder or hub id of the pipeline, or "miniature".
-        dtype: Type of its weights.
-        size: Width and height in pixels; 0 takes the model's own.
-        steps: Denoising steps in training.
-        guidance: Guidance scale in training; 1 switches it off.
-        eval_steps: Denoising steps in evaluation.
-        eval_guidance: Guidance scale in evaluation.
-        negative_prompt: What guidance leads away from, with guidance and eval_guidance above 1; empty is what the
-            pipeline does without.
-        max_sequence_length: Tokens that a text encoder without a window of its own reads; 0 takes the pipeline's.
-        lora: Folder, safetensors file or hub id of LoRA weights, which are added to the pipeline's; empty without.
-        lora_scale: What they are multiplied by.
-        batch_size: Pictures drawn at once.
-        cache_megabytes: Memory for pictures kept by (prompt, seed, settings); 0 keeps none.
-    """
+class TextToImage(Judge):
+    """Draws pictures with any text-to-image pipeline of diffusers."""
 
     path: str = "miniature"
+    """Folder or hub id of the pipeline, or "miniature"."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of its weights."""
     size: Count = 0
+    """Width and height in pixels; 0 takes the model's own."""
     steps: PositiveCount = 10
+    """Denoising steps in training."""
     guidance: float = 1.0
+    """Guidance scale in training; 1 switches it off."""
     eval_steps: PositiveCount = 10
+    """Denoising steps in evaluation."""
     eval_guidance: float = 1.0
+    """Guidance scale in evaluation."""
     negative_prompt: str = ""
+    """What guidance leads away from, with guidance and eval_guidance above 1; empty is what the pipeline does
+    without."""
     max_sequence_length: int = 0
+    """Tokens that a text encoder without a window of its own reads; 0 takes the pipeline's."""
     lora: str = ""
+    """Folder, safetensors file or hub id of LoRA weights, which are added to the pipeline's; empty without."""
     lora_scale: float = 1.0
-    batch_size: PositiveCount = may_change(8)
-    cache_megabytes: Count = may_change(256)
+    """What they are multiplied by."""
+    batch_size: PositiveCount = resume_mutable(8)
+    """Pictures drawn at once."""
+    cache_megabytes: Count = resume_mutable(256)
+    """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "")
         for name in ("guidance", "eval_guidance"):
             require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
         length = self.max_sequence_length

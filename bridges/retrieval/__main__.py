@@ -40,15 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(asked: argparse.Namespace) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
     from bridges.pool.cluster import NAMESPACE, answers, cluster_address, cluster_session
-    from bridges.pool.section import PoolSection
     from bridges.retrieval import service
     from bridges.retrieval.retriever import Retriever
+    from grpo_jax.config.judge import PoolSection
     from grpo_jax.config.retrieval import RetrievalSection
     from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
-    section = RetrievalSection("ray", asked.encoder, service=asked.service, cache=asked.cache)
+    section = RetrievalSection(backend="ray", encoder=asked.encoder, service=asked.service, cache=asked.cache)
     resources = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
-    pool = PoolSection(asked.shards, resources, address=asked.address, max_restarts=3)
+    pool = PoolSection(replicas=asked.shards, resources=resources, address=asked.address, max_restarts=3)
     running = service.find_service(section.service)
     if running is not None and answers(running.address):
         raise UserError(

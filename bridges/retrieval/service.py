@@ -21,7 +21,6 @@ from urllib.parse import quote
 
 from bridges.pool import cluster
 from bridges.pool.pool import require_room, start_actors
-from bridges.pool.section import PoolSection
 from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.encoders import Vectors, check_finite, load_encoder, resolved_name, stacked, titles_digest
 from bridges.retrieval.errors import RetrievalError, ServiceNotFound
@@ -29,6 +28,7 @@ from bridges.retrieval.local import Shard, Space
 from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import Counts, Nearest, Scale, merge_counts, merge_nearest
 from grpo_jax.config.files import load_json
+from grpo_jax.config.judge import PoolSection
 from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.errors import StopRun, UserError
 
@@ -140,7 +140,7 @@ class RayBackend:
                 ray.kill(actor)
 
 
-def connect(titles: Sequence[str], section: RetrievalSection = RetrievalSection("ray")) -> RayBackend:
+def connect(titles: Sequence[str], section: RetrievalSection = RetrievalSection(backend="ray")) -> RayBackend:
     """Find a service that was started with `python -m bridges.retrieval serve`.
 
     UserError if it serves another catalogue or encoder than expected.
@@ -174,7 +174,7 @@ def _found(section: RetrievalSection, start: float) -> RayBackend:
 def start_service(
     titles: Sequence[str],
     section: RetrievalSection = RetrievalSection(),
-    pool: PoolSection = PoolSection(1, {"num_cpus": 1.0}, max_restarts=3),
+    pool: PoolSection = PoolSection(replicas=1, resources={"num_cpus": 1.0}, max_restarts=3),
     *,
     host: str = cluster.LOOPBACK,
     shard_class: type[RankShard] = RankShard,

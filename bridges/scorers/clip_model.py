@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import PositiveCount, check_ranges, may_change
+from grpo_jax.config.fields import PositiveCount, resume_mutable
+from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,27 +25,20 @@ PUBLISHED: dict[str, int] = {
 BICUBIC, BILINEAR = 3, 2  # Pillow's numbers
 
 
-@dataclass(frozen=True)
-class ClipModel:
-    """Judges pictures and texts by their cosine in the space of a `CLIPModel` of transformers.
-
-    Args:
-        path: Folder or hub id.
-        dtype: Type of its weights.
-        batch_size: Pictures or texts encoded at once.
-        quality_head: Safetensors file of an aesthetic head on the picture features, for the quality reward.
-        preprocessing: How pictures of another size are resized: "library", by the folder's image processor from 8
-            bits, or "tensor", as floats on the device, which is faster and differs a little.
-    """
+class ClipModel(Judge):
+    """Judges pictures and texts by their cosine in the space of a `CLIPModel` of transformers."""
 
     path: str = "yuvalkirstain/PickScore_v1"
+    """Folder or hub id."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    batch_size: PositiveCount = may_change(32)
+    """Type of its weights."""
+    batch_size: PositiveCount = resume_mutable(32)
+    """Pictures or texts encoded at once."""
     quality_head: str | None = None
+    """Safetensors file of an aesthetic head on the picture features, for the quality reward."""
     preprocessing: Literal["library", "tensor"] = "library"
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "")
+    """How pictures of another size are resized: "library", by the folder's image processor from 8 bits, or "tensor", as
+    floats on the device, which is faster and differs a little."""
 
     def check(self) -> None:
         """Refuse a folder that is not there or holds another model; no weight is read."""

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from grpo_jax.config.fields import require
+from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import load_object
 from grpo_jax.errors import UserError
 
 
-@dataclass(frozen=True)
-class Function:
-    """A reward function; named among the rewards, it is one.
-
-    Args:
-        name: Where it is, package.module:function or file.py:function.
-        options: Arguments of it that are always the same.
-    """
+class Function(Judge):
+    """A reward function; named among the rewards, it is one."""
 
     name: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    """Where it is, package.module:function or file.py:function."""
+    options: dict[str, Any] = {}
+    """Arguments of it that are always the same."""
 
     runs_on: ClassVar[str] = "cpu"
     """Device unless `devices` says otherwise: no card is kept for it."""

@@ -8,18 +8,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from http.client import HTTPException
-from typing import ClassVar
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from grpo_jax.config.fields import Positive, PositiveCount, check_ranges, may_change, require
+from grpo_jax.config.fields import Positive, PositiveCount, Words, require, resume_mutable
 from grpo_jax.config.files import parse_json
+from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError, one_line
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
@@ -29,28 +31,23 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)
 _LONGEST_ANSWER = 2**26  # bytes
 
 
-@dataclass(frozen=True)
-class Http:
-    """Judges texts by asking an address; named among the rewards, it is one.
+class Http(Judge):
+    """Judges texts by asking an address; named among the rewards, it is one."""
 
-    Args:
-        url: Where batches are sent by POST, http:// or https://.
-        columns: Columns of the data that are sent beside prompts and completions.
-        headers_from: Environment variable with headers for every request, one "Name: value" in a line: keys stand in
-            no config.
-        batch_size: Completions of one request.
-        concurrency: Requests that are on their way at once.
-        timeout: Seconds that an answer may take.
-        attempts: How often a request is made that the network or the server fails, with growing pauses between.
-    """
-
-    url: str = may_change("")
-    columns: list[str] = field(default_factory=list)
-    headers_from: str = may_change("")
-    batch_size: PositiveCount = may_change(64)
-    concurrency: PositiveCount = may_change(4)
-    timeout: Positive = may_change(60.0)
-    attempts: PositiveCount = may_change(5)
+    url: str = resume_mutable("")
+    """Where batches are sent by POST, http:// or https://."""
+    columns: Words = []
+    """Columns of the data that are sent beside prompts and completions."""
+    headers_from: str = resume_mutable("")
+    """Environment variable with headers for every request, one "Name: value" in a line: keys stand in no config."""
+    batch_size: PositiveCount = resume_mutable(64)
+    """Completions of one request."""
+    concurrency: PositiveCount = resume_mutable(4)
+    """Requests that are on their way at once."""
+    timeout: Positive = resume_mutable(60.0)
+    """Seconds that an answer may take."""
+    attempts: PositiveCount = resume_mutable(5)
+    """How often a request is made that the network or the server fails, with growing pauses between."""
 
     runs_on: ClassVar[str] = "cpu"
     """Device unless `devices` says otherwise: no card is kept for it."""
@@ -60,7 +57,6 @@ class Http:
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
         require(complete, "url", "http://HOST/… or https://HOST/…", self.url)
         require(parts.password is None, "url", "no password in it, but headers_from", f"{parts.scheme}://…")
-        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse headers that are not there; no request is made."""
@@ -94,6 +90,42 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """No other request: the answer that redirects is an error."""
 
 
+class _Post(urllib.request.Request):
+    """A request with one deadline: a socket's own timeout begins anew with every byte that comes."""
+
+    sock: socket.socket | None = None
+    late = False
+
+    def hang_up(self) -> None:
+        """End the request, whatever it waits for."""
+        self.late = True
+        if self.sock is not None:
+            with suppress(OSError):  # it has ended by itself
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _KeepsSocket(urllib.request.AbstractHTTPHandler):
+    def do_open(self, http_class: type[HTTPConnection], req: _Post, **options: Any) -> HTTPResponse:
+        """Open a connection whose socket the request knows."""
+
+        class Connection(http_class):
+            def connect(self) -> None:
+                super().connect()
+                req.sock = self.sock
+                if req.late:
+                    raise TimeoutError("the connection took too long")
+
+        return super().do_open(Connection, req, **options)
+
+
+class _Http(_KeepsSocket, urllib.request.HTTPHandler):
+    pass
+
+
+class _Https(_KeepsSocket, urllib.request.HTTPSHandler):
+    pass
+
+
 class HttpJudge:
     """A judge behind an address, itself a reward.
 
@@ -113,7 +145,7 @@ class HttpJudge:
         self._config = config
         self._headers = {**read_headers(config.headers_from), "Content-Type": "application/json"}
         self._first_pause = first_pause
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
 
     @property
     def summary(self) -> str:
@@ -153,10 +185,17 @@ class HttpJudge:
 
     def _post(self, request: bytes) -> bytes:
         """One attempt: the answer's body."""
+        post = _Post(self._config.url, request, self._headers, method="POST")
+        deadline = threading.Timer(self._config.timeout, post.hang_up)
+        deadline.start()
         try:
-            post = urllib.request.Request(self._config.url, request, self._headers, method="POST")
             with self._opener.open(post, timeout=self._config.timeout) as answer:
-                return answer.read(_LONGEST_ANSWER)
+                body = answer.read(_LONGEST_ANSWER)
+                if post.late:  # what came before the line was cut looks like a whole answer
+                    raise TimeoutError
+                if answer.length and len(body) < _LONGEST_ANSWER:
+                    raise HTTPException(f"the answer broke off {answer.length} bytes before its end")
+                return body
         except urllib.error.HTTPError as error:
             with error:
                 reason = f"HTTP {error.code} {one_line(error.reason, 40)}"
@@ -166,7 +205,11 @@ class HttpJudge:
             raise JudgeError(f"{reason}, {self.name}") from error
         except (OSError, HTTPException) as error:  # no connection, an answer that breaks off, or none in time
             reason = getattr(error, "reason", error)
-            raise _PassingError(f"{type(reason).__name__}: {one_line(reason, 40)}") from error
+            reason = f"{type(reason).__name__}: {one_line(reason, 80)}"
+            late = f"no whole answer within {self._config.timeout:g} s"
+            raise _PassingError(late if post.late else reason) from error
+        finally:
+            deadline.cancel()
 
 
 def pause_after(attempt: int, first: float, retry_after: float) -> float:

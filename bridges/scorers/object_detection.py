@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import PositiveCount, check_ranges, may_change, require
+from grpo_jax.config.fields import PositiveCount, require, resume_mutable
+from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     from bridges.detection import Detector
 
 
-@dataclass(frozen=True)
-class ObjectDetection:
-    """Judges a picture by the objects that a detector finds: what is there, how many, where, and of which colour.
-
-    Args:
-        path: Folder or hub id of an object-detection model of transformers.
-        threshold: Score that an object must exceed.
-        counting_threshold: The same of prompts whose tag is "counting".
-        position_threshold: Share of two objects' sizes by which they must lie apart to stand beside each other.
-        most_objects: Objects of a kind, at most.
-        partial: Earn the share of what is asked for that is there, in place of 1 where all is and else 0.
-        dtype: Type of the weights.
-        batch_size: Pictures looked at at once.
-    """
+class ObjectDetection(Judge):
+    """Judges a picture by the objects that a detector finds: what is there, how many, where, and of which colour."""
 
     path: str = ""
+    """Folder or hub id of an object-detection model of transformers."""
     threshold: float = 0.3
+    """Score that an object must exceed."""
     counting_threshold: float = 0.9
+    """The same of prompts whose tag is "counting"."""
     position_threshold: float = 0.1
+    """Share of two objects' sizes by which they must lie apart to stand beside each other."""
     most_objects: PositiveCount = 16
+    """Objects of a kind, at most."""
     partial: bool = False
+    """Earn the share of what is asked for that is there, in place of 1 where all is and else 0."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    batch_size: PositiveCount = may_change(8)
+    """Type of the weights."""
+    batch_size: PositiveCount = resume_mutable(8)
+    """Pictures looked at at once."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", "a folder or hub id", self.path)
         for name in ("threshold", "counting_threshold", "position_threshold"):
             require(0 <= getattr(self, name) < 1, name, "a number in [0, 1)", getattr(self, name))
-        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse a folder that is not there; no weight is read."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,24 +21,20 @@ PUBLISHED: dict[str, int] = {"ViT-B-32": 151_277_313, "ViT-L-14": 427_616_513}
 """Parameters of open_clip's models."""
 
 
-@dataclass(frozen=True)
-class OpenClip:
-    """Judges pictures and texts by their similarity in CLIP's space.
-
-    Args:
-        model: Open_clip model name, a local folder, or "miniature".
-        pretrained: Tag of the weights for a model name, such as laion2b_s34b_b79k.
-        dtype: Type of its weights.
-        quality_head: Safetensors file of an aesthetic head on the picture features, for the quality reward.
-        preprocessing: How pictures of another size are resized: "library", by open_clip's transform from 8 bits, or
-            "tensor", as floats on the device, which is faster and differs a little.
-    """
+class OpenClip(Judge):
+    """Judges pictures and texts by their similarity in CLIP's space."""
 
     model: str = "miniature"
+    """Open_clip model name, a local folder, or "miniature"."""
     pretrained: str | None = None
+    """Tag of the weights for a model name, such as laion2b_s34b_b79k."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of its weights."""
     quality_head: str | None = None
+    """Safetensors file of an aesthetic head on the picture features, for the quality reward."""
     preprocessing: Literal["library", "tensor"] = "library"
+    """How pictures of another size are resized: "library", by open_clip's transform from 8 bits, or "tensor", as floats
+    on the device, which is faster and differs a little."""
 
     def check(self) -> None:
         """Refuse a model that is not there; no weight is read."""

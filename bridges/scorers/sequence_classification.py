@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import PositiveCount, check_ranges, may_change, require
+from grpo_jax.config.fields import PositiveCount, require, resume_mutable
+from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,27 +17,22 @@ Message = Mapping[str, str | list[Mapping[str, str]]]
 """A chat message, whose content is a text or a list of parts."""
 
 
-@dataclass(frozen=True)
-class SequenceClassification:
-    """Judges an answer to its prompt with a reward model; named among the rewards, it is one.
-
-    Args:
-        path: Folder or hub id of an `AutoModelForSequenceClassification`.
-        label: Which of several outputs is the reward; a reward model has one, and none to name.
-        dtype: Type of its weights.
-        batch_size: Texts read at once.
-        max_tokens: Tokens of a prompt with its answer; of a longer one the beginning is left out.
-    """
+class SequenceClassification(Judge):
+    """Judges an answer to its prompt with a reward model; named among the rewards, it is one."""
 
     path: str = ""
+    """Folder or hub id of an `AutoModelForSequenceClassification`."""
     label: str = ""
+    """Which of several outputs is the reward; a reward model has one, and none to name."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    batch_size: PositiveCount = may_change(16)
+    """Type of its weights."""
+    batch_size: PositiveCount = resume_mutable(16)
+    """Texts read at once."""
     max_tokens: PositiveCount = 4096
+    """Tokens of a prompt with its answer; of a longer one the beginning is left out."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", "a folder or hub id", self.path)
-        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse a folder that is not there, or has no such label; no weight is read."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import PositiveCount, check_ranges, may_change, require
+from grpo_jax.config.fields import PositiveCount, require, resume_mutable
+from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,29 +17,24 @@ PROMPT = "{prompt}"
 """In a question, the place of the user's prompt."""
 
 
-@dataclass(frozen=True)
-class Vqa:
-    """Judges a picture by P("Yes"): the probability that a model's reply to a question about it begins so.
-
-    Args:
-        path: Folder or hub id of an image-text-to-text model of transformers with a chat template.
-        question: What is asked where a reward compares a picture and a prompt; {prompt} stands for the prompt.
-        answer: What a reply begins with that says yes.
-        dtype: Type of its weights.
-        batch_size: Pictures looked at at once.
-    """
+class Vqa(Judge):
+    """Judges a picture by P("Yes"): the probability that a model's reply to a question about it begins so."""
 
     path: str = ""
+    """Folder or hub id of an image-text-to-text model of transformers with a chat template."""
     question: str = 'Does this picture show "{prompt}"? Please answer Yes or No.'
+    """What is asked where a reward compares a picture and a prompt; {prompt} stands for the prompt."""
     answer: str = "Yes"
+    """What a reply begins with that says yes."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    batch_size: PositiveCount = may_change(8)
+    """Type of its weights."""
+    batch_size: PositiveCount = resume_mutable(8)
+    """Pictures looked at at once."""
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", "a folder or hub id", self.path)
         require(PROMPT in self.question, "question", "a text with {prompt} in it", self.question)
         require(bool(self.answer.strip()), "answer", "a word", self.answer)
-        check_ranges(self, "")
 
     def check(self) -> None:
         """Refuse a folder that is not there; no weight is read."""

@@ -10,7 +10,6 @@ policy uses the same tool and reward with --task text --task.environment example
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_jax import Task, TaskData, TaskRewards, TaskSetup, TurnEnvironment, Vocabulary, make_prompt_set
@@ -39,17 +38,13 @@ def asked(prompts, completions, *, episodes, **columns):
     return [float(episode.turns[0].text == f"call {prompt}") for prompt, episode in zip(prompts, episodes, strict=True)]
 
 
-@dataclass(frozen=True)
 class Calculator(Task):
-    """Sums that a tool works out.
-
-    Args:
-        largest: Largest number of a sum.
-        lessons: Episodes that the careless teacher shows.
-    """
+    """Sums that a tool works out."""
 
     largest: int = 9
+    """Largest number of a sum."""
     lessons: int = 2048
+    """Episodes that the careless teacher shows."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "policy": {"path": "new", "new": {"width": 48, "heads": 4, "layers": 2, "window": 32}},

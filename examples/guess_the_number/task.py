@@ -9,7 +9,6 @@ games of a teacher who heeds one hint in two; by GRPO, with the rewards of each 
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grpo_jax import Task, TaskData, TaskRewards, TaskSetup, TurnEnvironment, Vocabulary, make_prompt_set
@@ -32,17 +31,13 @@ def found(prompts, completions, *, number, **columns):
     return [float(text == str(one)) for text, one in zip(completions, number, strict=True)]
 
 
-@dataclass(frozen=True)
 class GuessTheNumber(Task):
-    """Finds a number by guessing.
-
-    Args:
-        largest: The number is from 1 to this.
-        lessons: Games of the teacher.
-    """
+    """Finds a number by guessing."""
 
     largest: int = 7
+    """The number is from 1 to this."""
     lessons: int = 1024
+    """Games of the teacher."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "policy": {"path": "new", "new": {"width": 48, "heads": 4, "layers": 2, "window": 32}},

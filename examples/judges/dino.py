@@ -5,21 +5,18 @@
 It needs no package beside the extra `diffusion`; the weights come from the hub, or from a folder.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
+from grpo_jax import Judge
 
-@dataclass(frozen=True)
-class Dino:
-    """Judges how alike a picture and the unchanged prompt's are: shapes and places count, words do not.
 
-    Args:
-        model: Folder or hub id of a DINOv2 of transformers.
-        batch_size: Pictures encoded at once.
-    """
+class Dino(Judge):
+    """Judges how alike a picture and the unchanged prompt's are: shapes and places count, words do not."""
 
     model: str = "facebook/dinov2-base"
+    """Folder or hub id of a DINOv2 of transformers."""
     batch_size: int = 32
+    """Pictures encoded at once."""
 
     def load(self, device: str) -> "Likeness":
         """Load the model and its image processor; only safetensors are read."""

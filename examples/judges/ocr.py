@@ -7,21 +7,18 @@ The package brings the weights along, and installs on Python below 3.13.
 """
 
 import re
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from grpo_jax import Judge
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|«([^»]+)»|「([^」]+)」|(?<!\w)\'([^\']+)\'(?!\w)|(?<!\w)‘([^’]+)’(?!\w)')
 
 
-@dataclass(frozen=True)
-class Ocr:
-    """Judges whether a picture shows the text that its prompt puts in quotes; named among the rewards, it is one.
-
-    Args:
-        threads: Threads of a reading.
-    """
+class Ocr(Judge):
+    """Judges whether a picture shows the text that its prompt puts in quotes; named among the rewards, it is one."""
 
     threads: int = 1
+    """Threads of a reading."""
 
     runs_on: ClassVar[str] = "cpu"
     """Device unless `devices` says otherwise: no card is kept for it."""

@@ -6,21 +6,18 @@
 The package brings the weights along.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from grpo_jax import Judge
 
-@dataclass(frozen=True)
-class OpenNsfw:
-    """Judges whether a picture is fit to be shown; named among the rewards, it is one.
 
-    Args:
-        threads: Threads of a look.
-        batch_size: Pictures looked at at once.
-    """
+class OpenNsfw(Judge):
+    """Judges whether a picture is fit to be shown; named among the rewards, it is one."""
 
     threads: int = 1
+    """Threads of a look."""
     batch_size: int = 8
+    """Pictures looked at at once."""
 
     runs_on: ClassVar[str] = "cpu"
     """Device unless `devices` says otherwise: no card is kept for it."""

@@ -10,16 +10,14 @@ A renderer is made alike: its `load` gives an object with `draw(texts, seeds, *,
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_jax import Judge
 
-@dataclass(frozen=True)
-class Brightness:
-    """Judges pictures by their mean value.
 
-    Args:
-        red: Weight of red in brightness; the other colours share the rest as the eye does.
-    """
+class Brightness(Judge):
+    """Judges pictures by their mean value."""
 
     red: float = 0.299
+    """Weight of red in brightness; the other colours share the rest as the eye does."""
 
     def load(self, device: str) -> "LoadedBrightness":
         """What rewards get as the argument `brightness`; a real judge puts its model on `device` here."""

@@ -9,24 +9,30 @@ rewards, a judge that they ask, a measure that is only watched, and a table in t
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_jax import Findings, Table, Task, TaskData, TaskReport, TaskRewards, TaskSetup, Vocabulary, make_prompt_set
+from grpo_jax import (
+    Findings,
+    Judge,
+    Table,
+    Task,
+    TaskData,
+    TaskReport,
+    TaskRewards,
+    TaskSetup,
+    Vocabulary,
+    make_prompt_set,
+)
 from grpo_jax.config.fields import require
 
 SIGNS = ("plus", "minus")
 
 
-@dataclass(frozen=True)
-class Calculator:
-    """Reads answers. A judge is a frozen dataclass with a `load`; rewards get what it gives as an argument.
-
-    Args:
-        strict: Whether an answer may use each number only as often as it was given.
-    """
+class Calculator(Judge):
+    """Reads answers. A judge has a `load`; rewards get what it returns as an argument."""
 
     strict: bool = True
+    """Whether an answer may use each number only as often as it was given."""
 
     def load(self, device: str) -> "Calculator":
         """Nothing to load: numbers need no model."""
@@ -59,19 +65,15 @@ def distance(prompts, completions, *, numbers, goal, calculator, **columns):
     return [None if value is None else abs(value - g) for value, g in zip(values, goal, strict=True)]
 
 
-@dataclass(frozen=True)
 class Countdown(Task):
-    """Reach a number by adding and taking away others.
-
-    Args:
-        largest: Largest number of a puzzle.
-        puzzles: How many there are to learn from; an eighth as many are held out, and again for validation.
-        puzzle_seed: Of the puzzles; apart from the run's seed.
-    """
+    """Reach a number by adding and taking away others."""
 
     largest: int = 9
+    """Largest number of a puzzle."""
     puzzles: int = 512
+    """How many there are to learn from; an eighth as many are held out, and again for validation."""
     puzzle_seed: int = 0
+    """Of the puzzles; apart from the run's seed."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"calculator": {"kind": f"{__file__}:Calculator"}},

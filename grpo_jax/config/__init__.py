@@ -1,6 +1,7 @@
-"""Frozen dataclasses of a run's config: the sections that tasks share, and how they are read and written."""
+"""The config of a run: the sections that tasks share, and how they are read and written."""
 
 from grpo_jax.config.build import build, differences, identity, to_dict, to_yaml
+from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.config.run import Config, make_config
 from grpo_jax.config.sections import (
     AlgorithmSection,
@@ -23,12 +24,14 @@ __all__ = [
     "Config",
     "DataSection",
     "EvaluationSection",
+    "Judge",
     "LoraSection",
     "MeshSection",
     "NewPolicySection",
     "OptimizerSection",
     "PPOSection",
     "PolicySection",
+    "PoolSection",
     "RewardSection",
     "SamplingSection",
     "TrainingSection",

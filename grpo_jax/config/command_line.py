@@ -1,22 +1,19 @@
-"""The command line of a config: --config FILE, --section.field VALUE, --help [SECTION], --print_config.
-
-The fields depend on the task and the judges, which the config names: they are looked for first, in the files and
-among the arguments. Arguments are built and checked like the values of a file (`build`).
-"""
+"""The command line of a config: --config FILE, --section.field VALUE, --help [SECTION], --print_config."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.config.build import RawArgument, build, complete, listed, merged, to_yaml
-from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml, require_text
-from grpo_jax.config.help import show_help
-from grpo_jax.config.named import KEY
+from grpo_jax.config.build import build, listed, merged, to_yaml
+from grpo_jax.config.fields import KEY, Argument
+from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
+from grpo_jax.config.other_names import hint_for
+from grpo_jax.config.removed import REMOVED
 from grpo_jax.config.run import find_task, with_defaults
 from grpo_jax.errors import UserError, short_name, short_repr
 
@@ -24,7 +21,7 @@ DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
 """Options that may stand without a value: `--resume` is `--resume=true`."""
 _OTHERS = ("--print_config", "--plan", "--version", "--help")
-_LISTED = "--rewards"
+_SEVERAL = "--rewards"
 """The option that takes several words."""
 
 
@@ -35,32 +32,22 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     the run directory's config.yaml on --resume, else the task's default. `command` is the one that --help is about.
     Raises UserError, with each mistake in one line, and SystemExit after --help and --print_config.
     """
-    options = list(_options(arguments))
-    files = [find_config(value) for name, value in options if name == "config"]
-    topics = [value for name, value in options if name == "help"]
-    printing = any(name == "print_config" for name, _ in options)
-    classes = {}
-    assignments = []
-    for name, value in options:
-        place = re.fullmatch(rf"(task|judges\.\w+)(?:\.{KEY})?", name)
-        if place:
-            classes[place[1]] = value
-        elif name not in ("config", "help", "print_config"):
-            assignments.append((name, value))
-    values = merged(*map(read_config, files or _default_files(dict(assignments), classes.get("task"), bool(topics))))
-    if "task" in classes:
-        values = _with_class(values, ["task"], classes.pop("task"))
-    values = with_defaults(values)
-    for place, kind in classes.items():  # judges: those of the task's defaults among them
-        values = _with_class(values, place.split("."), kind)
-    task = find_task(values["task"][KEY])
-    resets = getattr(task.config, "resets", {})
-    values = _assigned(complete(task.config, values), assignments, resets)
-    for topic in topics:
-        print(show_help(topic, task.config, complete(task.config, values), command))
+    given = list(_options(arguments))
+    asked = {name: [value for other, value in given if other == name] for name in ("config", "help", "print_config")}
+    own = [(name, value) for name, value in given if name not in asked]
+    files = [find_config(name) for name in asked["config"]] or _default_files(dict(own), bool(asked["help"]))
+    neutral = {"task": "text"} if asked["help"] and not files else {}
+    values = reduce(merged, map(read_config, files), neutral)
+    task = [(name, value) for name, value in own if name in ("task", f"task.{KEY}")]
+    values = _assigned(with_defaults(_assigned(values, task)), own)
+    kind = find_task(values["task"]).config
+    for topic in asked["help"]:
+        from grpo_jax.config.help import show_help
+
+        print(show_help(topic, kind, values, command))
         raise SystemExit(0)
-    config = build(task.config, values)
-    if printing:
+    config = build(kind, values)
+    if asked["print_config"]:
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
@@ -68,15 +55,14 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
 
 def find_config(name: str) -> Path:
     """Find a config: a file as named, else one that ships with the package (with or without .yaml)."""
-    if os.path.exists(name) and not os.path.isdir(name):  # of any text, one too long for a path among them
+    if os.path.exists(name) and not os.path.isdir(name):
         return Path(name)
-    stem = Path(name).name.removesuffix(".yaml")
-    # A mistyped path elsewhere must not find a shipped config of the same name.
-    bare = Path(name).parent in (Path(), Path("configs"))
-    shipped = shipped_configs()
-    if bare and stem in shipped:
+    stem, shipped = Path(name).name.removesuffix(".yaml"), shipped_configs()
+    if Path(name).parent in (Path(), Path("configs")) and stem in shipped:  # a mistyped path finds no shipped config
         return shipped[stem]
-    raise UserError(f"--config {short_name(name)}: no such file; configs that ship with grpo_jax: {listed(shipped)}")
+    left = REMOVED.get(f"config.{stem}")
+    hint = f"it {left}" if left else f"configs that ship with grpo_jax: {listed(shipped)}"
+    raise UserError(f"--config {short_name(name)}: no such file; {hint}")
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -88,11 +74,10 @@ def shipped_configs() -> dict[str, Path]:
 
 def read_config(path: Path) -> Fields:
     """Return the nested values of a YAML file; UserError if it holds anything else."""
-    text = read_text(path, LONGEST)
     try:
-        values = read_yaml(text)
+        values = read_yaml(read_text(path, LONGEST))
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from None
     if not isinstance(values, Mapping):
         came = "nothing: the file is empty" if values is None else short_repr(values)
         raise UserError(f"{path}: expected sections and fields, got {came}")
@@ -102,18 +87,20 @@ def read_config(path: Path) -> Fields:
 def load_config(path: Path) -> Any:
     """Return the config that a YAML file holds, over the defaults of its task; UserError as `parse`."""
     values = with_defaults(read_config(path))
-    return build(find_task(values["task"][KEY]).config, values)
+    return build(find_task(values["task"]).config, values)
 
 
-def _default_files(values: Mapping[str, str], task: str | None, helping: bool) -> list[Path]:
-    run_dir = values.get("run_dir")
-    if values.get("resume") == "true" and (run_dir is not None or not helping):
+def _default_files(own: Mapping[str, str], helping: bool) -> list[Path]:
+    run_dir, task = own.get("run_dir"), own.get("task", own.get(f"task.{KEY}"))
+    if own.get("resume") == "true" and (run_dir is not None or not helping):
         if run_dir is None:
             raise UserError("--resume: say which run with --run_dir DIR")
         if not os.path.isfile(Path(run_dir) / "config.yaml"):
             raise UserError(f"--resume: {short_name(run_dir)} holds no run (no config.yaml); start it without --resume")
         return [Path(run_dir) / "config.yaml"]
-    default = DEFAULT_CONFIG if task is None else find_task(task).default_config
+    if task is None:
+        return [] if helping else [find_config(DEFAULT_CONFIG)]
+    default = find_task(task).default_config
     return [] if default is None else [find_config(default)]
 
 
@@ -122,68 +109,46 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     pending = list(arguments)
     while pending:
         argument, equals, value = pending.pop(0).partition("=")
-        _check_argument(argument, f"{argument}{equals}{value}")
         name = "--help" if argument == "-h" else argument
         if not name.startswith("--"):
             raise UserError(f"{short_name(argument)}: expected an option, such as --config FILE")
+        if name.count(".") > DEEPEST:
+            raise UserError(f"{short_repr(name)}: no such field")
+        alone = not pending or pending[0].startswith("-" if name == "--help" else "--")
         if not equals and name == "--help":
-            value = pending.pop(0) if pending and not pending[0].startswith("-") else ""
+            value = "" if alone else pending.pop(0)
         elif not equals and name in FLAGS:
             value = pending.pop(0).lower() if pending and pending[0].lower() in ("true", "false") else "true"
         elif not equals and name != "--print_config":
-            if not pending or pending[0].startswith("--"):
+            if alone:
                 raise UserError(_without_value(name))
             words = [pending.pop(0)]
-            while name == _LISTED and pending and not pending[0].startswith("--"):
+            while name == _SEVERAL and pending and not pending[0].startswith("--"):
                 words.append(pending.pop(0))
             value = ",".join(words)
-            _check_argument(name, value)
         yield name.removeprefix("--"), value
 
 
-def _check_argument(name: str, text: str) -> None:
-    """Raise UserError for an argument that is no text, or a field with more levels than any config has."""
-    try:
-        require_text(text)
-    except ValueError as error:
-        raise UserError(f"{short_repr(name)}: {error}") from error
-    if name.startswith("--") and name.count(".") > DEEPEST:
-        raise UserError(f"{short_repr(name)}: no such field")
+def _without_value(option: str) -> str:
+    """Return the line about an option without a value: what it is called here, if it is another program's."""
+    if other := hint_for(option.rpartition(".")[2].removeprefix("--")):
+        return f"{short_name(option)}: no such option; {other}"
+    near = difflib.get_close_matches(option, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)
+    return f"{short_name(option)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
 
 
-def _without_value(argument: str) -> str:
-    near = difflib.get_close_matches(argument, (*FLAGS, *_OTHERS), n=1, cutoff=0.75)
-    return f"{short_name(argument)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
-
-
-def _with_class(values: Values, place: Sequence[str], kind: str) -> Fields:
-    """Return values with the class at a place; where another stood, its fields go with it."""
-    first, *rest = place
-    inner = values.get(first) or {}
-    if rest:
-        return {**values, first: _with_class(inner, rest, kind)}
-    inner = {KEY: inner} if isinstance(inner, str) else inner
-    same = inner.get(KEY) in (None, kind)
-    return {**values, first: {**(inner if same else {}), KEY: kind}}
-
-
-def _assigned(values: Values, assignments: Sequence[tuple[str, str]], resets: Mapping[str, Values]) -> Fields:
-    for name, _ in assignments:
-        values = merged(values, resets.get(name, {}))
-    for name, text in assignments:
-        values = _placed(values, name.split("."), RawArgument(text))
-    return {**values}
-
-
-def _placed(values: Values, path: Sequence[str], text: RawArgument) -> Fields:
-    """Return values with an argument at a place; a section changes the fields it names."""
-    first, *rest = path
-    below = values.get(first)
-    value: Any = text
-    if rest and isinstance(below, list):
-        raise UserError(f"--{short_name('.'.join(path))}: {first} is a list, which is given whole")
-    if rest:
-        value = _placed(below if isinstance(below, Mapping) else {}, rest, text)
-    elif isinstance(below, Mapping) and isinstance(fields := text.read(first), Mapping):
-        value = merged(below, fields)
-    return {**values, first: value}
+def _assigned(values: Values, arguments: Sequence[tuple[str, str]]) -> Fields:
+    """Lay arguments over values, kinds first: null, lists and mappings are YAML, all else is text for its field."""
+    if any(name == "policy.lora.path" for name, _ in arguments):  # an adapter has its own rank, alpha and targets
+        values = {**values, "policy": {**(values.get("policy") or {}), "lora": {}}}
+    for name, text in sorted(arguments, key=lambda pair: pair[0].removesuffix(f".{KEY}").count(".")):
+        value: Any = Argument(text)
+        if text == "null" or text[:1] in ("[", "{"):
+            try:
+                value = read_yaml(text)
+            except ValueError as error:
+                raise UserError(f"{name}: {error}") from None
+        for part in reversed(name.split(".")):
+            value = {part: value}
+        values = merged(values, value)
+    return dict(values)

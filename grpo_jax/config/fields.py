@@ -1,32 +1,33 @@
-"""Types, ranges and checks of the fields of a section."""
+"""What sections, tasks and judges are made of: frozen pydantic models, and fields whose class the config names."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
-import json
-import re
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeGuard, Union, get_args, get_origin, get_type_hints
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self, get_args, get_origin
 
-from annotated_types import BaseMetadata, Ge, Gt, Le
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, core_schema
 
-from grpo_jax.errors import FieldError, UserError, short_name, short_repr
+from grpo_jax.config.named import FILE, load_module
+from grpo_jax.config.removed import REMOVED
+from grpo_jax.errors import FieldError, UserError, short_repr
 
-MAY_CHANGE = "may_change"
-"""Key of a field's metadata."""
+KEY = "kind"
+"""The key beside an object's fields that says its class."""
 
 COUNT, LENGTH, WIDTH = 2**31 - 1, 2**24, 2**20
-"""Upper bounds of what is counted (steps), of what lies side by side (tokens, rows), and of a matrix's width."""
-
+"""Upper bounds of a number of steps, of tokens or rows, and of a matrix's width: typing errors are refused early."""
 COEFFICIENT = 10**12
 """Upper bound of a weight: sums of its squares still fit into float32."""
 
-# The upper bounds are beyond anything that runs: a slip of the hand is refused before it fills the memory of a machine.
 Count = Annotated[int, Ge(0), Le(COUNT)]
 PositiveCount = Annotated[int, Ge(1), Le(COUNT)]
 Length = Annotated[int, Ge(1), Le(LENGTH)]
@@ -35,150 +36,196 @@ NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
-Path = Sequence[str | int]
-"""Of a value within another one."""
-UnknownField = Callable[[str, Path, Any], str]
-"""(name of the section, path with the key, value) → the line about a key that the section has not."""
 
-_NO_VALUE = ": expected a value, it has no default"
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "dataclass_type": "a mapping of fields",
-    "greater_than_equal": "a number >= {ge}",
-    "greater_than": "a number > {gt}",
-    "less_than_equal": "a number <= {le}",
-    "less_than": "a number < {lt}",
-}
-"""Expected values by pydantic's type of error; of others pydantic's own words."""
+class Argument(str):
+    """A text of the command line: pydantic reads it as its field's type says."""
 
 
-def require(condition: bool, name: str, expected: str, came: object) -> None:
-    """Raise UserError naming the field, what was expected and what came, unless `condition` holds."""
+def _yaml_value(value: Any) -> Any:
+    import yaml
+
+    return yaml.safe_load(value) if isinstance(value, Argument) else value
+
+
+Options = dict[str, Annotated[JsonValue, BeforeValidator(_yaml_value)]]
+"""Keyword arguments whose types nobody has declared."""
+Each = BeforeValidator(lambda value: [part.strip() for part in value.split(",")] if isinstance(value, str) else value)
+"""Mark of a list that may be given as text, with commas between its entries."""
+Words = Annotated[list[str], Each]
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""Texts of which one may stand alone."""
+
+
+class Section(BaseModel):
+    """A section of a config, a task or a judge; the text below a field is its help.
+
+    A subclass checks fields against each other in `__post_init__`, by `require`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    def __init__(self, **values: Any) -> None:
+        """Make a section in Python; UserError with a line for each mistake."""
+        try:
+            self.__pydantic_validator__.validate_python(values, self_instance=self)
+        except ValidationError as error:
+            from grpo_jax.config.build import mistakes
+
+            name = type(self).__name__
+            raise UserError(*(f"{name}.{line}" for line in mistakes(type(self), values, error))) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic makes the sections inside others
+
+    def model_post_init(self, context: Any) -> None:
+        """Check the fields against each other."""
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        pass
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other values, checked as at first."""
+        return type(self)(**{**dict(self), **changes})
+
+
+def resume_mutable(default: Any = PydanticUndefined, **more: Any) -> Any:
+    """Declare a field that a resumed run may change: memory, paths, how often is saved, how long is trained.
+
+    Every other field of a checkpoint's config must be the resumed run's (`build.identity`).
+    """
+    return Field(default, json_schema_extra={"resume_mutable": True}, **more)
+
+
+def require(condition: object, name: str, expected: str, came: object) -> None:
+    """Raise UserError naming the field, as the section that checks calls it, unless `condition` holds."""
     if not condition:
         raise FieldError(f"{name}: expected {expected}, got {short_repr(came)}")
 
 
-def check_ranges(section: object, name: str) -> None:
-    """Raise UserError for a field outside the range that its type declares, such as `Count` or `Share`.
+class OneOf:
+    """Annotation of a value whose class the config names: a kind alone, or a mapping of `kind` and the class's fields.
 
-    For `__post_init__`, so that sections made in Python are checked like those of a file.
+    Args:
+        what: Its name in `REMOVED`, "task" or "judges".
+        places: Modules of the built-in kinds, with {} for the kind; each has one section with a `load`. Any other kind
+            is package.module:Class or file.py:Class.
     """
-    for field, hint in _bounded(type(section)).items():
-        typed(hint, getattr(section, field), join(name, field))
+
+    def __init__(self, what: str, *places: str):
+        self.what, self.places = what, places
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        """Let pydantic make the object, and write it."""
+        write = core_schema.plain_serializer_function_ser_schema(self.plain)
+        return core_schema.no_info_plain_validator_function(self.make, serialization=write)
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, str]:
+        """The modules of the built-in kinds."""
+        modules = {}
+        for place in self.places:
+            package, _, rest = place.partition(".{}")
+            ending = f"{rest.replace('.', '/')}.py"
+            for folder in map(Path, importlib.import_module(package).__path__):
+                names = [str(path.relative_to(folder)).removesuffix(ending) for path in folder.glob(f"*{ending}")]
+                modules |= {name: place.format(name) for name in names if name[0] != "_"}
+        return dict(sorted(modules.items()))
+
+    def make(self, value: Any) -> Section:
+        """Return the object; pydantic adds the mistakes in its fields to those of the config, with their path."""
+        if isinstance(value, Section):
+            return value
+        fields = value if isinstance(value, Mapping) else {}
+        return self.class_of(value).model_validate({name: entry for name, entry in fields.items() if name != KEY})
+
+    def kind_of(self, value: Section) -> str:
+        """Return the kind of an object, which names its class from any working directory."""
+        module = sys.modules[type(value).__module__]
+        for kind, name in self.kinds.items():
+            if name == module.__name__:
+                return kind
+        place = str(Path(module.__file__ or "").resolve()) if module.__name__.startswith(FILE) else module.__name__
+        return f"{place}:{type(value).__qualname__}"
+
+    def plain(self, value: Section) -> dict[str, Any]:
+        """Return the inverse of `make`."""
+        return {KEY: self.kind_of(value), **value.model_dump()}
+
+    def class_of(self, value: Any) -> type[Section]:
+        """Return the class that a value names; ValueError if there is none."""
+        if isinstance(value, Section):
+            return type(value)
+        kind = value.get(KEY) if isinstance(value, Mapping) else value
+        if not isinstance(kind, str):
+            raise ValueError(f"expected a kind ({', '.join(self.kinds)}, file.py:Class), got {short_repr(value)}")
+        place, _, name = kind.rpartition(":")
+        if kind not in self.kinds and ":" not in kind:
+            near = difflib.get_close_matches(kind, self.kinds, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(self.kinds)}"
+            left = REMOVED.get(f"{self.what}.kind.{kind}")
+            hint = f"it {left}" if left else f"{hint} (your own: file.py:Class)"
+            raise ValueError(f"no such kind, got {short_repr(str(kind))}; {hint}")
+        try:
+            module = load_module(place or self.kinds[name])
+        except UserError as error:
+            raise ValueError(str(error)) from error
+        own = [one for one in vars(module).values() if _is_section(one) and one.__module__ == module.__name__]
+        own = [one for one in own if hasattr(one, "load")]
+        for one in own:
+            if name == one.__name__ or not place:
+                return one
+        have = ", ".join(one.__name__ for one in own) or "none"
+        raise ValueError(f"{place} has no task or judge called {name} (it has: {have})")
 
 
-@functools.cache
-def _bounded(kind: type) -> dict[str, Any]:
-    """Return the types of the fields whose type, or a member of whose union, has bounds."""
-    hints = get_type_hints(kind, include_extras=True)
-    marks = {
-        name: [mark for member in (hint, *get_args(hint)) for mark in getattr(member, "__metadata__", ())]
-        for name, hint in hints.items()
-    }
-    return {name: hints[name] for name, found in marks.items() if any(isinstance(mark, BaseMetadata) for mark in found)}
+def _is_section(hint: object) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Section)
 
 
-def typed(hint: object, value: Any, name: str, *, unknown: UnknownField | None = None, context: Any = None) -> Any:
-    """Return plain data as a value of a type, strictly: no text is a number, no number is text.
+class ConfigField(NamedTuple):
+    """A field of a config: section ("" of the run), its class, name, what pydantic knows, and the value in force."""
 
-    Raises:
-        FieldError: With a line for each mistake: where, what was expected, what came; `unknown` makes that of a field
-            that a section has not.
-    """
-    try:  # in a list, for pydantic takes no settings for a dataclass itself
-        return _adapter(list[hint]).validate_json(json.dumps([value], default=short_repr), context=context)[0]
-    except ValidationError as error:
-        lines: dict[str, Sequence[str]] = {}
-        for mistake in error.errors(include_url=False):
-            path = mistake["loc"][1:]
-            where = _place_of(path, value, name)
-            came = mistake["input"]
-            raised = mistake.get("ctx", {}).get("error")
-            if mistake["type"] == "missing":
-                where = join(where, str(path[-1]))
-                found = [f"{where}{_NO_VALUE}"]
-            elif mistake["type"] == "unexpected_keyword_argument" and unknown:
-                found = [unknown(_place_of(path[:-1], value, name), path, came)]
-            elif raised is not None:
-                found = raised.args if isinstance(raised, UserError) else [f"{where}: {raised}".removeprefix(": ")]
-            else:
-                found = [f"{where}: expected {_expected(mistake)}, got {short_repr(came)}"]
-            lines.setdefault(where, found)  # of the members of a union, what the first one says
-        every = [line for found in lines.values() for line in found]
-        misspelt = {f"{line.rpartition('did you mean ')[2].removesuffix('?')}{_NO_VALUE}" for line in every}
-        raise FieldError(*(line for line in every if line not in misspelt)) from error
+    section: str
+    about: type[Section]
+    name: str
+    info: FieldInfo
+    value: Any
 
+    @property
+    def path(self) -> str:
+        """Its dotted name."""
+        return f"{self.section}.{self.name}".lstrip(".")
 
-@functools.cache
-def _adapter(hint: Any) -> TypeAdapter:
-    return TypeAdapter(hint, config=_STRICT)
+    @property
+    def marked(self) -> OneOf | None:
+        """The annotation of a value, or of a dict's values, whose class the config names."""
+        marks = [*self.info.metadata, *(mark for hint in get_args(self.info.annotation) for mark in get_args(hint)[1:])]
+        return next((mark for mark in marks if isinstance(mark, OneOf)), None)
+
+    @property
+    def inner(self) -> type[Section] | None:
+        """The section that it holds, perhaps in a list or null."""
+        hints = (self.info.annotation, *get_args(self.info.annotation))
+        return next((hint for hint in hints if _is_section(hint)), None)
+
+    @property
+    def mutable(self) -> bool:
+        """Whether a resumed run may change it."""
+        return bool((self.info.json_schema_extra or {}).get("resume_mutable"))  # type: ignore[union-attr]
 
 
-def _place_of(path: Path, value: Any, name: str) -> str:
-    """Return the place of a mistake in a value as one name, such as rewards[0].weight."""
-    for part in path:
-        if isinstance(part, int):
-            name = f"{name}[{part}]"
-            value = value[part]
-        elif isinstance(value, Mapping) and part in value:  # else a member of a union
-            name = join(name, part)
-            value = value[part]
-    return name
-
-
-def _expected(mistake: ErrorDetails) -> str:
-    came = mistake["input"]
-    limits = mistake.get("ctx", {})
-    if mistake["type"] == "literal_error":
-        choices = re.findall(r"'([^']*)'|(\d+)", limits["expected"])
-        names = [text or number for text, number in choices]
-        near = difflib.get_close_matches(str(came), names, n=1)
-        return f"one of {', '.join(names)}" + (f" (did you mean {near[0]}?)" if near else "")
-    if mistake["type"] == "list_type" and isinstance(came, str | int | float):
-        return f"a list, such as [{short_name(came)}]"
-    expected = _EXPECTED.get(mistake["type"])
-    if expected is None:
-        return mistake["msg"].removeprefix("Input should be ")
-    return expected.format(
-        **{name: f"{limit:.12g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
-    )
-
-
-def may_change(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
-    """Declare a field that a resumed run may change, because results do not depend on it but for rounding.
-
-    Such are memory, paths, how often is saved and how long is trained. Every other field of a checkpoint's config
-    must be the resumed run's (`identity`).
-    """
-    return dataclasses.field(default=default, default_factory=default_factory, metadata={MAY_CHANGE: True})
-
-
-def join(*parts: str) -> str:
-    """Return names as one dotted name; empty ones are left out."""
-    return ".".join(part for part in parts if part)
-
-
-def is_section(hint: object) -> TypeGuard[type]:
-    """Whether the type of a field is a dataclass."""
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
-
-
-def members_of(hint: object) -> tuple[Any, ...]:
-    """Return the members of a union, or a type itself, without annotations."""
-    if get_origin(hint) is Annotated:
-        return members_of(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
-        return tuple(member for inner in get_args(hint) for member in members_of(inner))
-    return (hint,)
-
-
-def default_of(field: dataclasses.Field) -> Any:
-    """Return a field's default; `dataclasses.MISSING` where a value must be given."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def walk(kind: type[Section], values: Any, section: str = "") -> Iterator[ConfigField]:
+    """Yield all fields, those of sections inside too; `values` may lack some or be wrong, for help and hints."""
+    values = dict(values) if isinstance(values, Mapping | Section) else {}
+    for name, info in kind.model_fields.items():
+        value = values.get(name, None if info.is_required() else info.get_default(call_default_factory=True))
+        field = ConfigField(section, kind, name, info, value)
+        yield field
+        if field.marked:
+            entries = value if get_origin(info.annotation) is dict else {"": value}
+            for key, entry in entries.items() if isinstance(entries, Mapping) else ():
+                with suppress(ValueError, UserError):  # validation reports it
+                    yield from walk(field.marked.class_of(entry), entry, f"{field.path}.{key}".rstrip("."))
+        elif field.inner:
+            listed = get_origin(info.annotation) is list
+            yield from walk(field.inner, value, f"{field.path}[]" if listed else field.path)

@@ -17,8 +17,9 @@ GIVEN_TOOLS: dict[str, Callable[..., Any]] = {}
 
 
 def import_path(function: Callable[..., Any], label: str) -> str:
-    """Return the path that imports a function or class again, "module:function", else "<given>:label".
+    """Return the path that finds a function or class again from any folder, else "<given>:label".
 
+    It is "file.py:function" for a module that is one file of the user's, "package.module:function" otherwise.
     A function of a script that was run, a lambda, a method or an object has no such path.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
@@ -29,7 +30,8 @@ def import_path(function: Callable[..., Any], label: str) -> str:
     # A file that was loaded under another name, as a config's file.py is, is not found by that name.
     if module is None or not importable or stem != module.rpartition(".")[2]:
         return f"{IN_PYTHON}:{label}"
-    return f"{module}:{name}"
+    installed = {"site-packages", "dist-packages"} & {*file.parts}
+    return f"{module}:{name}" if "." in module or installed else f"{file.resolve()}:{name}"
 
 
 def with_named_tools(values: Values) -> Values:

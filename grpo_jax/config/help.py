@@ -1,29 +1,35 @@
-"""Print `--help`: one screen that leads to the rest, one section, one field, or all of them."""
+"""Print `--help`: one screen, or a section or field with type, value in force and meaning."""
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+import functools
+import inspect
+import itertools
 import re
 import shutil
 import textwrap
-import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-from grpo_jax.config.build import hinted_fields, named_of, no_such_field
-from grpo_jax.config.fields import default_of, is_section, join, members_of
+import yaml
+
+from grpo_jax.config.build import hint
+from grpo_jax.config.fields import KEY, Argument, ConfigField, Section, walk
 from grpo_jax.config.files import Values
-from grpo_jax.config.named import KEY, built_in_names, find_class
-from grpo_jax.config.other_names import TRL, fields_of, hint_of
+from grpo_jax.config.other_names import ALL_NAMES, fields_of
 from grpo_jax.errors import UserError
 
-RUN = "run"
-"""Section of the fields that stand in none."""
-ALL = "all"
+yaml.SafeDumper.add_representer(Argument, lambda dumper, text: dumper.represent_str(str(text)))
 _WIDTH = 100  # characters, where the terminal has as many
 _NAMES, _VALUES = 28, 18  # characters of the first screen's columns
-
-
+_MOST_USED = (
+    *("task", "run_dir", "policy.path", "policy.lora.rank", "policy.compute_dtype", "data.prompts", "rewards"),
+    *("sampling.group_size", "sampling.max_new_tokens", "sampling.temperature", "algorithm.preset"),
+    *("algorithm.kl_coef", "optimizer.learning_rate", "training.prompts_per_batch", "training.max_steps"),
+)
+_WORDS = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false", NoneType: "null", list: "LIST", dict: "{…}"}
 _TEXT = """--task text --policy.path FOLDER --data.prompts questions.jsonl \\
       --rewards rewards.py:correct"""
 SCREENS = {
@@ -40,9 +46,8 @@ miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship w
     "resume": """\
 usage: grpo resume DIR [--section.field VALUE …]
 
-Goes on with a run from its last checkpoint, to the same numbers as one that never stopped. What
-memory, devices or length of the run say may change; what would change what is learned is refused
-by name.
+Continues a run from its last checkpoint, to the same numbers as one that never stopped. Fields for
+memory, devices and the length of the run may change; one that changes what is learned is refused.
 
   grpo resume runs/mine
   grpo resume runs/mine --training.max_steps 200   make it longer
@@ -53,8 +58,8 @@ usage: grpo plan [--device_memory_gib GIB,GIB,… | --target DEVICE] [options of
 
 Says what each device would hold and whether the run fits, and what would make it fit; it reads no
 weights and trains nothing. --device_memory_gib plans for devices that are not here; --target asks
-their own compiler (h100, h200, b200, a100, a6000, rtx6000pro, v5e, v6e, v5p; h100:8, h100:2x8).
-Exit code: 0 fits, 1 does not.
+their own compiler (h100, h200, b200, a100, a6000, rtx6000pro, v5e, v6e, v5p; h100:8, h100:2x8), and
+--plan_json FILE writes what it says of each program. Exit code: 0 fits, 1 does not.
 
   grpo plan --config my.yaml                             on the devices of this machine
   grpo plan --config my.yaml --device_memory_gib 80,80   on two cards of 80 GiB
@@ -63,70 +68,55 @@ Exit code: 0 fits, 1 does not.
 """,
 }
 """The beginning of each command's first screen."""
-_MOST_USED = (
-    *("policy.path", "policy.lora.rank", "data.prompts", "rewards", "sampling.group_size", "sampling.max_new_tokens"),
-    *("algorithm.advantage", "optimizer.learning_rate", "training.prompts_per_batch", "training.max_steps", "seed"),
-)
 
 
-def show_help(topic: str, kind: type, values: Values, command: str = "train") -> str:
-    """Return the text of `--help TOPIC`; UserError names the nearest topic.
-
-    The topic is "" for the first screen of `command`, the name of a section or a field, or "all"; `values` are plain
-    values of all fields, those in force.
-    """
-    sections = sections_of(kind, values)
+def show_help(topic: str, kind: type[Section], values: Values, command: str = "train") -> str:
+    """Return the text of `--help TOPIC`: "" for the first screen, a section, a field, or "all"; else a UserError."""
+    fields = [field for field in walk(kind, values) if field.inner is None or "list" in str(field.info.annotation)]
+    sections: dict[str, str] = {}
+    for field in fields:
+        sections[_home(field)] = _help(field) if _home(field) == field.path else _sentence(field.about)
     if not topic:
-        return _overview(SCREENS[command], sections, values)
-    if topic == ALL:
-        return "\n\n".join(map(_section, sections))
-    options = [option for section in sections for option in section.options]
-    meant = [option for option in options if _is_meant(topic, option.name)]
-    place = None if meant else TRL.get(topic)
-    topic = next(iter(fields_of(place)), topic) if place else topic
-    meant = meant or [option for option in options if _is_meant(topic, option.name)]
-    inside = [section for section in sections if section.name.startswith(f"{topic}.")]
-    for section in sections:
-        if section.name == topic:
-            rows = [_row(f"--help {inner.name}", "", clause(inner.about)) for inner in inside]
-            return "\n".join([_section(section), *["\nInside it:"] * bool(rows), *rows])
-    if inside:
-        return "\n\n".join(map(_section, inside))
-    if not meant:
-        names = [*(section.name for section in sections), *(option.name for option in options)]
-        line = f"{topic}: no such section; {hint_of(place)}" if place else no_such_field(topic, names)
-        raise UserError(f"--help {line.replace('no such field', 'no such section')}")
-    return "\n".join(map(_option, meant))
+        return _first_screen(SCREENS[command], fields, sections)
+    for name in (topic, next(iter(fields_of(ALL_NAMES.get(topic, ""))), topic)):
+        whole = [home for home in sections if name in ("all", home)]
+        inside = [home for home in sections if home.startswith(f"{name}.")]
+        if whole in ([], ["judges"]):  # a name alone has no fields of its own
+            whole, inside = whole + inside, []
+        if whole:
+            more = [f"Inside it: {', '.join(f'--help {home}' for home in inside)}"] * bool(inside)
+            return "\n\n".join([_section(home, sections[home], fields) for home in whole] + more)
+        named = [field for field in fields if f".{field.path.replace('[]', '')}".endswith(f".{name}")]
+        if named:
+            return "\n".join(map(_option, named))
+    raise UserError(f"--help {topic}: no such section; {hint(topic, [*sections, *(field.path for field in fields)])}")
 
 
-def _is_meant(topic: str, name: str) -> bool:
-    name = name.replace("[]", "")
-    return name == topic or name.endswith(f".{topic}")
+def _home(field: ConfigField) -> str:
+    """Return the section that shows a field."""
+    return field.section.removesuffix("[]") or (field.name if field.marked or field.inner else "run")
 
 
-def _overview(screen: str, sections: Sequence[Section], values: Values) -> str:
-    options = {option.name: option for section in sections for option in section.options}
+def _first_screen(screen: str, fields: Sequence[ConfigField], sections: dict[str, str]) -> str:
+    options = {field.path: field for field in fields}
     used = [options[name] for name in _MOST_USED if name in options]
     return "\n".join(
         [
             screen,
-            "Used most, with the values in force:",
+            "Used most, with the values in force (--print_config prints all of them):",
             _row("--config", "FILE", "YAML file or name of a shipped config; several are laid over each other"),
-            _row("--task", _short_default(options["task"].value), f"{', '.join(options['task'].names)}, …"),
-            *(_row(f"--{option.name}", _short_default(option.value), clause(option.line)) for option in used),
-            _row("--print_config", "", "print the config in force as YAML, and stop"),
+            *(_row(f"--{field.path}", _spelled(field, _VALUES), _clause(_help(field))) for field in used),
             "",
-            "Sections (--help SECTION and --help SECTION.FIELD say more, --help all everything; --config and",
-            "--task beside it decide which there are):",
-            *(_row(section.name, "", clause(section.about)) for section in sections),
+            "Sections (--help SECTION, --help SECTION.FIELD, --help all; --task and --config beside it count):",
+            *(_row(name, "", _clause(about)) for name, about in sections.items() if not name.endswith(".pool")),
             "",
             "More: docs/ at https://github.com/grpo-jax/grpo_jax",
         ]
     )
 
 
-def _short_default(value: object) -> str:
-    return f"[{len(value)} entries]" if isinstance(value, list) and value else spelled(value, _VALUES)
+def _section(home: str, about: str, fields: Sequence[ConfigField]) -> str:
+    return "\n".join([_filled(f"{home}: {about}"), "", *(_option(field) for field in fields if _home(field) == home)])
 
 
 def _row(name: str, value: str, text: str) -> str:
@@ -134,30 +124,46 @@ def _row(name: str, value: str, text: str) -> str:
     return start + textwrap.shorten(text, _wide() - len(start), placeholder=" …")
 
 
-def _section(section: Section) -> str:
-    about = f"{section.name}: {section.about}" if section.about else section.name
-    return "\n".join([_filled(about), "", *map(_option, section.options)])
+def _option(field: ConfigField) -> str:
+    name = field.path if "[]" in field.path else f"--{field.path}"  # an entry's fields are given within the entry
+    value = "must be given" if field.info.is_required() and field.value is None else f"default: {_spelled(field)}"
+    kind = f"{', '.join(field.marked.kinds)}, file.py:Class" if field.marked else type_word(field.info.annotation)
+    return _filled(f"  {name}  {kind}  ({value})", 8) + "\n" + _filled(f"      {_help(field)}", 6)
 
 
-def _option(option: Option) -> str:
-    name = option.name if "[]" in option.name else f"--{option.name}"  # an entry's fields are given within the entry
-    kind = f"{', '.join(option.names)}, …" if option.names else type_word(option.hint)
-    missing = option.value is dataclasses.MISSING
-    value = "must be given" if missing else f"default: {spelled(option.value)}"
-    lines = [_filled(f"  {name}  {kind}  ({value})", indent=8)]
-    return "\n".join(lines + [_filled(f"      {option.line}", indent=6)] * bool(option.line))
+def _help(field: ConfigField) -> str:
+    return help_lines(field.about).get(field.name, "")
+
+
+@functools.cache
+def help_lines(kind: type) -> dict[str, str]:
+    """Return the text below each field of a section, which is its help."""
+    lines: dict[str, str] = {}
+    for section in reversed([one for one in kind.__mro__ if issubclass(one, Section) and one is not Section]):
+        (body,) = (node.body for node in ast.parse(textwrap.dedent(inspect.getsource(section))).body)
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                lines[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return lines
+
+
+def _spelled(field: ConfigField, most: int | None = None) -> str:
+    value = field.value
+    if field.marked:
+        entries = [value] if field.name == "task" else (value or {}).values()
+        kinds = [entry.get(KEY) if isinstance(entry, dict) else entry for entry in entries]
+        value = kinds[0] if field.name == "task" else dict(zip(value or {}, kinds, strict=True))
+    if most and isinstance(value, list) and value:
+        return f"[{len(value)} entries]"
+    return spelled(value, most)
 
 
 def spelled(value: object, most: int | None = None) -> str:
     """Return a value as a command line or a file spells it."""
-    import yaml
-
-    if isinstance(value, str):
-        text = value or '""'
-    else:
+    text = str(value) or '""'
+    if not isinstance(value, str):
         text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=2**20)
-        text = text.strip().removesuffix("...").strip()
-    text = " ".join(text.split())
+    text = " ".join(text.strip().removesuffix("...").split())
     return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -165,105 +171,27 @@ def _wide() -> int:
     return max(40, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns))
 
 
-def _filled(text: str, *, indent: int = 0) -> str:
+def _filled(text: str, indent: int = 0) -> str:
     lines = textwrap.wrap(text, _wide(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines)
 
 
-class Option(NamedTuple):
-    """A field.
-
-    Attributes:
-        name: Dotted, as `--NAME` has it; of an entry in a list "rewards[].weight".
-        value: In force; `dataclasses.MISSING` where one must be given.
-        names: Where it names a class, those that ship with the package.
-    """
-
-    name: str
-    hint: object
-    value: Any
-    line: str
-    names: tuple[str, ...] = ()
-
-
-class Section(NamedTuple):
-    """A section and its fields, without those of sections inside.
-
-    Attributes:
-        name: "sampling", "policy.lora", "judges.NAME".
-        about: Its help, in a sentence.
-    """
-
-    name: str
-    about: str
-    options: tuple[Option, ...]
-
-
-def sections_of(kind: type, values: Values) -> list[Section]:
-    """Return all sections of a config: those of the run, of the task and judges in use, and what all tasks share.
-
-    `values` are plain values of all fields (`build.complete`).
-    """
-    return [section for section in _sections(kind, values, "", "The run as a whole.") if section.options]
-
-
-def _sections(kind: type, values: Values, name: str, about: str, first: Sequence[Option] = ()) -> list[Section]:
-    options, objects, below = list(first), [], []
-    lines = help_lines(kind)
-    for field, hint in hinted_fields(kind):
-        line = lines.get(field.name, "")
-        dotted = join(name, field.name)
-        value = values.get(field.name, default_of(field))
-        named = named_of(hint)
-        if named:
-            entries = {dotted: value} if KEY in value else {join(dotted, key): value[key] for key in value}
-            for where, entry in entries.items():
-                option = Option(where, str, entry[KEY], line, tuple(built_in_names(named.places)))
-                named_kind = find_class(entry[KEY], named.places, where)
-                whole, *inner = _sections(named_kind, entry, where, named_kind.__doc__ or "", [option])
-                shared = _sections(named.holder.section, entry, where, "")[0].options if named.shared else ()
-                objects += [whole._replace(options=(*whole.options, *shared)), *inner]
-        elif is_section(hint):
-            below += _sections(hint, value if isinstance(value, Mapping) else {}, dotted, line)  # a run refuses others
-        elif get_origin(hint) is list and is_section(get_args(hint)[0]):
-            below += _sections(get_args(hint)[0], {}, f"{dotted}[]", line, [Option(dotted, hint, value, line)])
-        else:
-            options.append(Option(dotted, hint, value, line))
-    return [Section(name.removesuffix("[]") or RUN, first_sentence(about), tuple(options)), *objects, *below]
-
-
-def help_lines(kind: type) -> dict[str, str]:
-    """Return the help line of each field, from the docstring of the class that has it."""
-    from docstring_parser import parse
-
-    params = [param for one in reversed(kind.__mro__) for param in parse(vars(one).get("__doc__") or "").params]
-    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
-
-
-def first_sentence(text: str) -> str:
-    """Return the first sentence of a text's first paragraph."""
-    paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+def _sentence(about: type[Section]) -> str:
+    paragraph = " ".join((about.__doc__ or "").strip().partition("\n\n")[0].split())
     return re.split(r"(?<=\.) (?=[A-Z\"`])", paragraph, maxsplit=1)[0]
 
 
-def clause(line: str) -> str:
-    """Return the main clause of a field's or section's help."""
-    return re.split("[;:] ", first_sentence(line))[0].rstrip(".")
+def _clause(text: str) -> str:
+    return re.split(r"[;:] |\. ", text)[0].rstrip(".")
 
 
-_WORDS = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false", types.NoneType: "null"}
-
-
-def type_word(hint: object) -> str:
+def type_word(hint: Any) -> str:
     """Return a type as help spells it: INT, TEXT|null, constant|linear|cosine, [TEXT, …]."""
-    members = sorted(members_of(hint), key=lambda member: member is types.NoneType)
-    if len(members) > 1:
-        return "|".join(map(type_word, members))
-    (member,) = members
-    if get_origin(member) is Literal:
-        return "|".join(map(str, get_args(member)))
-    if get_origin(member) is list:
-        return f"[{type_word(get_args(member)[0])}, …]"
-    if get_origin(member) is dict:
-        return f"{{NAME: {type_word(get_args(member)[1])}, …}}"
-    return "{…}" if is_section(member) else _WORDS.get(member, "VALUE")
+    inner = get_args(hint)
+    if hasattr(hint, "__metadata__"):
+        return type_word(inner[0])
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, inner))
+    if get_origin(hint) in (list, dict):
+        return f"[{type_word(inner[0])}, …]" if len(inner) == 1 else f"{{NAME: {type_word(inner[1])}, …}}"
+    return "|".join(map(type_word, inner)) or _WORDS.get(hint, "{…}")

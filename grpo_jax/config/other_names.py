@@ -4,6 +4,8 @@ An entry is "names there": "fields here, then what differs". A field may have th
 value"). An entry that begins with NOT_HERE has no place, and says why.
 """
 
+from collections.abc import Sequence
+
 NOT_HERE = "not here: "
 _COMPILED = f"{NOT_HERE}the sampler is compiled with the policy and uses its weights where they lie"
 _TORCH = f"{NOT_HERE}JAX spreads weights, batch and sampler over policy.mesh (docs/scaling.md)"
@@ -38,7 +40,7 @@ GRPO_CONFIG = {
     "remove_unused_columns": f"{NOT_HERE}all columns reach the rewards",
     "num_generations": "sampling.group_size",
     "num_generations_eval": "evaluation.samples",
-    "max_completion_length": "sampling.max_new_tokens; 32 unless said otherwise",
+    "max_completion_length": "sampling.max_new_tokens; 128 unless said otherwise",
     "ds3_gather_for_generation": f"{NOT_HERE}no DeepSpeed; policy.mesh spreads weights and sampler alike",
     "shuffle_dataset": f"{NOT_HERE}the order is always drawn, by the seed",
     "pad_to_multiple_of": f"{NOT_HERE}shapes are rounded up to few sizes by themselves",
@@ -181,21 +183,68 @@ COMMAND = {
 """Names of TRL's command line, and of earlier versions."""
 
 
+OLDER_SCRIPTS = {
+    "num_sample_generations, num_rollouts": "sampling.group_size; completions of each prompt",
+    "k": "watch, sampling.group_size; a measure has its cut in its name, such as NAME@10",
+    "reward_type": "rewards; each function is one, with its weight: several are mixed by the advantages",
+    "use_dummy": "task.source: dummy",
+    "dummy_size": "task.dummy_users",
+    "sequential_file": "task.source",
+    "prompt_file": "data.prompts",
+    "policy_model": "policy.path",
+    "normalize_rewards": "algorithm.advantage, algorithm.scale; gdpo normalises each reward by itself",
+    "use_ref_model": "algorithm.kl_coef; above 0 there is a reference",
+    "clip_ratio": "algorithm.clip_low, algorithm.clip_high",
+    "kl_coef": "algorithm.kl_coef",
+    "gamma": "ppo.discount; groups compare whole completions, without a discount",
+    "grpo_epochs": "training.inner_epochs; passes over one sampled batch",
+    "update_ref_model_freq": "algorithm.update_ref_every; in iterations",
+    "checkpoint_dir": "run_dir; checkpoints are in its folder checkpoints/",
+    "max_length": "sampling.max_new_tokens, data.max_prompt_tokens; answer and prompt are bounded apart",
+}
+"""Options of older GRPO scripts."""
+
+METRICS = {
+    "avg_advantage": "mean_advantage",
+    "avg_reward, mean_reward": "reward/total/mean; and reward/NAME/mean of each",
+    "kl_penalty": "kl; its weight is algorithm.kl_coef",
+    "total_loss": "loss",
+}
+"""What older scripts log, and the name in metrics.jsonl here."""
+
+
 TRL = {
     name: entry
     for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND)
     for names, entry in table.items()
     for name in names.split(", ")
 }
-"""The entry of every name of the tables."""
+"""The entry of every name of TRL's tables."""
+ALL_NAMES = TRL | {name: entry for names, entry in OLDER_SCRIPTS.items() for name in names.split(", ")}
 
 
 def fields_of(entry: str) -> list[str]:
-    """Return the dotted names of an entry's fields; none where it has no place here."""
+    """Return the dotted names of an entry's fields; none if it has no place here."""
     settings = [] if entry.startswith(NOT_HERE) else entry.partition("; ")[0].split(", ")
-    return [setting.partition(": ")[0] for setting in settings]
+    return [setting.partition(": ")[0] for setting in settings if setting]
 
 
-def hint_of(entry: str) -> str:
-    """Return the text after "no such field; " in an error."""
+def metric_hint(name: str) -> str:
+    """Return where an older script's metric is here, in brackets; "" for any other name."""
+    return next(
+        (f" ({name} is {entry} of metrics.jsonl)" for names, entry in METRICS.items() if name in names.split(", ")), ""
+    )
+
+
+def hint_for(name: str, names: Sequence[str] | None = None, same: Sequence[str] = ()) -> str:
+    """Return the text after "no such field; " for another program's name; "" if it is none, or has no place in `names`.
+
+    `same` are fields of that name, which are meant rather than a name without a place.
+    """
+    entry = ALL_NAMES.get(name)
+    fields = fields_of(entry or "")
+    if entry is None or name in fields:
+        return ""
+    if names is not None and not (all(field in names for field in fields) if fields else not same):
+        return ""
     return f"TRL's is {entry}" if entry.startswith(NOT_HERE) else f"here it is {entry}"

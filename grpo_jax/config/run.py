@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from grpo_jax.config.build import Named, build, merged, require_known, to_dict
-from grpo_jax.config.fields import may_change, require
+from pydantic import BeforeValidator, Field
+
+from grpo_jax.config.build import build, merged, require_known
+from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, resume_mutable
 from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.given import with_named_tools
-from grpo_jax.config.named import KEY, find_class
+from grpo_jax.config.judge import Judge
 from grpo_jax.config.sections import (
     AlgorithmSection,
     DataSection,
     EvaluationSection,
-    LoraSection,
     OptimizerSection,
     PolicySection,
     PPOSection,
@@ -24,15 +23,14 @@ from grpo_jax.config.sections import (
     SamplingSection,
     TrainingSection,
     WarmStartSection,
+    reward_entries,
 )
-from grpo_jax.errors import UserError, short_repr
+from grpo_jax.errors import UserError
 
-TASKS = ("grpo_jax.tasks.{}.task", "grpo_jax.tasks.{}_task")
-"""Where the tasks lie that ship with the package: a folder, or a module."""
-JUDGES = ("bridges.renderers.{}", "bridges.scorers.{}")
-"""Where the judges lie that ship with the package."""
-POOLED = "bridges.pool.section:Pooled"
-"""A judge with where it runs, where that is not the run's process."""
+TASKS = OneOf("task", "grpo_jax.tasks.{}.task", "grpo_jax.tasks.{}_task")
+"""The tasks that ship with the package, each a folder or a module."""
+JUDGES = OneOf("judges", "bridges.renderers.{}", "bridges.scorers.{}")
+"""The judges that ship with the package, each a module."""
 POLICY = "policy"
 """The policy's name in `devices`."""
 
@@ -40,73 +38,64 @@ _LAGGING_CAP = 2.0  # the threshold of verl's configs
 _SAFE_RATES = {False: 1e-6, True: 1e-4}  # by whether adapters are trained
 
 
-@dataclass(frozen=True)
-class Config:
-    """A run of grpo_jax.
+class Config(Section):
+    """A run of grpo_jax."""
 
-    Args:
-        task: What the policy is to learn: the name of a task of the package, package.module:Class or file.py:Class,
-            with the task's own fields beside it.
-        seed: Seed of everything random.
-        run_dir: Folder of the run; null makes runs/TASK-TIME.
-        resume: Continue the run in run_dir from its last checkpoint.
-        deterministic: Ask GPUs for repeatable kernels (slower); the CPU always is.
-        debug: Show tracebacks of user errors.
-        report_to: Metric writers beside metrics.jsonl (docs/ending.md).
-        project: What the run belongs to: project on Weights & Biases.
-        push_to_hub: Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty
-            for none (docs/publishing.md).
-        hub_private: Whether a new repository is private.
-        on_judge_error: "stop" saves and ends the run; "missing" gives that completion no reward.
-        judge_timeout: Seconds one chunk may spend in a judge; 0 for no limit.
-        judges: What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge
-            of the package, package.module:Class or file.py:Class, with its own fields beside it, and those of a pool of
-            Ray actors that it is to run in (docs/judges.md).
-        policy: The policy that is trained.
-        data: Prompts.
-        sampling: How completions are drawn.
-        algorithm: Advantages and loss.
-        ppo: The value head and what belongs to it (algorithm.advantage "gae").
-        optimizer: AdamW and its schedule.
-        training: The loop.
-        warm_start: Supervised steps before the first iteration, where the task has supervised pairs.
-        rewards: The objectives; empty takes the task's default.
-        watch: Rewards and measures of the task that are logged and never trained on.
-        evaluation: Held-out measurement.
-        devices: Where each part runs, by its name: "auto", "cpu" or "gpu:N"; for "policy" also the cards of a mesh as
-            "gpu:0,gpu:1". A part that is left out is on "auto".
-    """
-
-    resets: ClassVar[Values] = {"policy.lora.path": {"policy": {"lora": to_dict(LoraSection())}}}
-    """An argument of this name overrides a file's value of the others: an adapter has a rank of its own."""
-
-    task: Annotated[Any, Named(TASKS)]
+    task: Annotated[Any, TASKS]
+    """What the policy is to learn: the name of a task of the package, package.module:Class or file.py:Class, with the
+    task's own fields beside it."""
     seed: int = 0
-    run_dir: str | None = may_change(None)
-    resume: bool = may_change(False)
-    deterministic: bool = may_change(False)
-    debug: bool = may_change(False)
-    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = may_change(
-        default_factory=lambda: ["tensorboard"]
-    )
-    project: str = may_change("grpo_jax")
-    push_to_hub: str = may_change("")
-    hub_private: bool = may_change(False)
-    on_judge_error: Literal["stop", "missing"] = may_change("stop")
-    judge_timeout: float = may_change(1800.0)
-    judges: dict[str, Annotated[Any, Named(JUDGES, POOLED)]] = field(default_factory=dict)
-    policy: PolicySection = field(default_factory=PolicySection)
-    data: DataSection = field(default_factory=DataSection)
-    sampling: SamplingSection = field(default_factory=SamplingSection)
-    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
-    ppo: PPOSection = field(default_factory=PPOSection)
-    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    training: TrainingSection = field(default_factory=TrainingSection)
-    warm_start: WarmStartSection = field(default_factory=WarmStartSection)
-    rewards: list[RewardSection] = field(default_factory=list)
-    watch: list[str] = field(default_factory=list)
-    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    devices: dict[str, str] = may_change(default_factory=dict)
+    """Seed of everything random."""
+    run_dir: str | None = resume_mutable(None)
+    """Folder of the run; null makes runs/TASK-TIME."""
+    resume: bool = resume_mutable(False)
+    """Continue the run in run_dir from its last checkpoint."""
+    deterministic: bool = resume_mutable(False)
+    """Ask GPUs for repeatable kernels (slower); the CPU always is."""
+    debug: bool = resume_mutable(False)
+    """Show tracebacks of user errors."""
+    report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
+    """Metric writers beside metrics.jsonl (docs/ending.md)."""
+    project: str = resume_mutable("grpo_jax")
+    """What the run belongs to: project on Weights & Biases."""
+    push_to_hub: str = resume_mutable("")
+    """Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty for none
+    (docs/publishing.md)."""
+    hub_private: bool = resume_mutable(False)
+    """Whether a new repository is private."""
+    on_judge_error: Literal["stop", "missing"] = resume_mutable("stop")
+    """"stop" saves and ends the run; "missing" gives that completion no reward."""
+    judge_timeout: float = resume_mutable(1800.0)
+    """Seconds one chunk may spend in a judge; 0 for no limit."""
+    judges: dict[str, Annotated[Judge, JUDGES]] = {}
+    """What judges texts and pictures, each by a name that rewards and devices refer to: the kind of a judge of the
+    package, package.module:Class or file.py:Class, with its own fields beside it, and those of a pool of Ray actors
+    that it is to run in (docs/judges.md)."""
+    policy: PolicySection = Field(default_factory=PolicySection)
+    """The policy that is trained."""
+    data: DataSection = Field(default_factory=DataSection)
+    """Prompts."""
+    sampling: SamplingSection = Field(default_factory=SamplingSection)
+    """How completions are drawn."""
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    """Advantages and loss."""
+    ppo: PPOSection = Field(default_factory=PPOSection)
+    """The value head and what belongs to it (algorithm.advantage "gae")."""
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    """AdamW and its schedule."""
+    training: TrainingSection = Field(default_factory=TrainingSection)
+    """The loop."""
+    warm_start: WarmStartSection = Field(default_factory=WarmStartSection)
+    """Supervised steps before the first iteration, where the task has supervised pairs."""
+    rewards: Annotated[list[RewardSection], BeforeValidator(reward_entries)] = []
+    """The objectives; empty takes the task's default."""
+    watch: Words = []
+    """Rewards and measures of the task that are logged and never trained on."""
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    """Held-out measurement."""
+    devices: dict[str, str] = resume_mutable({})
+    """Where each part runs, by its name: "auto", "cpu" or "gpu:N"; for "policy" also the cards of a mesh as
+    "gpu:0,gpu:1". A part that is left out is on "auto"."""
 
     def __post_init__(self) -> None:
         """Check the fields that no section can check alone."""
@@ -119,20 +108,20 @@ class Config:
         self._check_sampling()
         self._check_training()
         if self.algorithm.importance_cap is None:
-            capped = dataclasses.replace(self.algorithm, importance_cap=_LAGGING_CAP if self.training.lag else 0.0)
+            capped = self.algorithm.replace(importance_cap=_LAGGING_CAP if self.training.lag else 0.0)
             object.__setattr__(self, "algorithm", capped)
         self.task.check(self)
 
     @property
     def requests(self) -> dict[str, str]:
         """Where each part is asked to be, the policy first: as `devices` says, else as its judge does (`runs_on`)."""
-        requested = {name: getattr(judge, "runs_on", "auto") for name, judge in self.judges.items()}
+        requested = {name: "cpu" if judge.pool else judge.runs_on for name, judge in self.judges.items()}
         return {POLICY: "auto", **requested, **self.devices}
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """Names of the judges that take none of this process's devices."""
-        return tuple(name for name, judge in self.judges.items() if getattr(judge, "elsewhere", False))
+        return tuple(name for name, judge in self.judges.items() if judge.pool)
 
     @property
     def learning_rate(self) -> float:
@@ -190,9 +179,12 @@ class Config:
         require(divides, "training.chunk_prompts", f"a divisor of prompts_per_batch = {batch}", chunk)
 
 
-def find_task(name: str) -> type:
-    """Return the class of a task that a config names; UserError if there is none."""
-    return find_class(name, TASKS, "task")
+def find_task(value: Any) -> type:
+    """Return the class of the task that a value names; UserError if there is none."""
+    try:
+        return TASKS.class_of(value)
+    except ValueError as error:
+        raise UserError(f"task: {error}") from error
 
 
 def make_config(values: Values | None = None, **sections: Any) -> Any:
@@ -211,14 +203,17 @@ def make_config(values: Values | None = None, **sections: Any) -> Any:
         UserError: An unknown or missing field, a value of another type, or one out of range.
     """
     laid_over = with_defaults(with_named_tools(merged(values or {}, sections)))
-    return build(find_task(laid_over["task"][KEY]).config, laid_over)
+    return build(find_task(laid_over["task"]).config, laid_over)
 
 
 def with_defaults(values: Values) -> Fields:
-    """Return values over the defaults of their task; the task's name stands as {"kind": name}."""
-    task = values.get("task")
-    task = {KEY: task} if isinstance(task, str) else task
-    if not isinstance(task, Mapping) or KEY not in task:
-        raise UserError(f"task: expected the name of a task, got {short_repr(task)}")
-    kind = find_task(task[KEY])
-    return merged(kind.defaults, values, {"task": task})
+    """Return values over the defaults of their task; kinds stand as {"kind": name}."""
+    values = merged(find_task(values.get("task")).defaults, values)
+    judges = values.get("judges")
+    if isinstance(judges, Mapping):
+        values = {**values, "judges": {name: _with_key(judge) for name, judge in judges.items()}}
+    return {**values, "task": _with_key(values["task"])}
+
+
+def _with_key(value: Any) -> Any:
+    return {KEY: str(value)} if isinstance(value, str) else value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
+from pydantic import BeforeValidator, Field
 
 from grpo_jax.config.fields import (
     COEFFICIENT,
@@ -18,10 +18,12 @@ from grpo_jax.config.fields import (
     NonNegative,
     Positive,
     PositiveCount,
+    Section,
     Share,
-    check_ranges,
-    may_change,
+    Texts,
+    Words,
     require,
+    resume_mutable,
 )
 
 MOST_TURNS = 64
@@ -36,35 +38,30 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["default", "high", "highest"]
 
 
-@dataclass(frozen=True)
-class LoraSection:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685; docs/lora.md); rank 0 trains every weight.
-
-    Args:
-        rank: Rank of the adapters; 0 switches them off and trains all weights.
-        alpha: Adapters are scaled by alpha / rank.
-        targets: Projections that get an adapter, such as q_proj (GPT-2: c_attn, attn_c_proj, c_fc, mlp_c_proj); empty
-            for all of them.
-        vision: Whether all projections of the vision tower's layers get one too.
-        path: Folder of a PEFT adapter to start from; rank, alpha and targets are then its own, and the tower has
-            those that it has.
-    """
+class LoraSection(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685; docs/lora.md); rank 0 trains every weight."""
 
     rank: Annotated[int, Ge(0), Le(WIDTH)] = 0
+    """Rank of the adapters; 0 switches them off and trains all weights."""
     alpha: Positive = 32.0
-    targets: list[str] = field(default_factory=list)
+    """Adapters are scaled by alpha / rank."""
+    targets: Words = []
+    """Projections that get an adapter, such as q_proj (GPT-2: c_attn, attn_c_proj, c_fc, mlp_c_proj); empty for all of
+    them."""
     vision: bool = False
+    """Whether all projections of the vision tower's layers get one too."""
     path: str | None = None
+    """Folder of a PEFT adapter to start from; rank, alpha and targets are then its own, and the tower has those that it
+    has."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "policy.lora")
         beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
         alone = self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
         expected = "no rank, alpha or targets beside it, nor vision: the adapter has its own"
-        require(alone, "policy.lora.path", expected, beside)
+        require(alone, "path", expected, beside)
         adapted = self.used or not self.vision
         expected = "false without adapters (policy.lora.rank 0; policy.vision train)"
-        require(adapted, "policy.lora.vision", expected, self.vision)
+        require(adapted, "vision", expected, self.vision)
 
     @property
     def used(self) -> bool:
@@ -72,48 +69,47 @@ class LoraSection:
         return self.rank > 0 or self.path is not None
 
 
-@dataclass(frozen=True)
-class NewPolicySection:
-    """A small policy with random weights, made from the words of a task (policy.path "new").
+def lora_fields(value: Any) -> Any:
+    """Return the fields of a peft.LoraConfig; of anything else the value."""
+    if type(value).__name__ != "LoraConfig":
+        return value
+    for name in ("lora_dropout", "use_rslora", "use_dora", "modules_to_save"):
+        require(not getattr(value, name), name, "none in a LoraConfig: adapters are plain LoRA", getattr(value, name))
+    targets = value.target_modules
+    listed = [] if targets in (None, "all-linear") else [targets] if isinstance(targets, str) else sorted(targets)
+    return {"rank": value.r, "alpha": value.lora_alpha, "targets": listed}
 
-    Args:
-        architecture: "llama", or "gpt2": learned positions, of which there are `window`.
-        width: Of the hidden states.
-        layers: Decoder layers.
-        heads: Attention heads; they divide the width into even parts.
-        mlp: Width inside the MLPs; 0 for twice the width.
-        vocabulary: The task's most frequent words that become tokens; 0 for all of them.
-        window: Longest text in tokens.
-    """
+
+class NewPolicySection(Section):
+    """A small policy with random weights, made from the words of a task (policy.path "new")."""
 
     architecture: Literal["llama", "gpt2"] = "llama"
+    """"llama", or "gpt2": learned positions, of which there are `window`."""
     width: Annotated[int, Ge(1), Le(2**16)] = 96
+    """Of the hidden states."""
     layers: Annotated[int, Ge(1), Le(1024)] = 2
+    """Decoder layers."""
     heads: Annotated[int, Ge(1), Le(2**16)] = 4
+    """Attention heads; they divide the width into even parts."""
     mlp: Annotated[int, Ge(0), Le(2**17)] = 0
+    """Width inside the MLPs; 0 for twice the width."""
     vocabulary: Annotated[int, Ge(0), Le(LENGTH)] = 0
+    """The task's most frequent words that become tokens; 0 for all of them."""
     window: Annotated[int, Ge(1), Le(WIDTH)] = 256
+    """Longest text in tokens."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "policy.new")
         expected = f"a number that divides width = {self.width} into even parts"
-        require(self.width % (2 * self.heads) == 0, "policy.new.heads", expected, self.heads)
+        require(self.width % (2 * self.heads) == 0, "heads", expected, self.heads)
 
 
-@dataclass(frozen=True)
-class MeshSection:
-    """Several devices for the policy (docs/scaling.md); 1 x 1 is a single one.
-
-    Args:
-        fsdp: Parts that weights are stored in and a batch's prompts are shared out to.
-        tensor: Parts that heads, MLP and vocabulary are cut into.
-    """
+class MeshSection(Section):
+    """Several devices for the policy (docs/scaling.md); 1 x 1 is a single one."""
 
     fsdp: Annotated[int, Ge(1), Le(2**16)] = 1
+    """Parts that weights are stored in and a batch's prompts are shared out to."""
     tensor: Annotated[int, Ge(1), Le(2**16)] = 1
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "policy.mesh")
+    """Parts that heads, MLP and vocabulary are cut into."""
 
     @property
     def size(self) -> int:
@@ -121,109 +117,97 @@ class MeshSection:
         return self.fsdp * self.tensor
 
 
-@dataclass(frozen=True)
-class PolicySection:
-    """The policy that is trained.
-
-    Args:
-        path: Hugging Face folder or hub id of a Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, SmolLM3, Phi-3, Gemma 2 or 3,
-            GPT-2 or Qwen-VL model (docs/policies.md); the name of a policy that ships with the package; or "new".
-        new: The small untrained policy that "new" makes, where the task has words for one.
-        compute_dtype: Type of the activations; float16 comes with a dynamic scale of the loss.
-        matmul_precision: Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype
-            float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in
-            PyTorch follow it: full float32 with "highest", TF32 otherwise.
-        attn_implementation: "auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device
-            (docs/targets.md); "eager" never does.
-        frozen_dtype: Type of weights that are not trained (with LoRA); trained weights are float32.
-        quantised: Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md).
-        remat: What the backward pass computes again to save memory: "none"; "products", attention and all that is
-            elementwise, while results of products with weights are kept; "layer", whole layers.
-        vision: Whether the vision tower of a model that sees is "frozen" or "train"ed in all its weights; adapters on
-            a frozen one are policy.lora.vision.
-        lora: Low-rank adapters.
-        mesh: Several devices.
-    """
+class PolicySection(Section):
+    """The policy that is trained."""
 
     path: str = ""
-    new: NewPolicySection = field(default_factory=NewPolicySection)
+    """Hugging Face folder or hub id of a Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, SmolLM3, Phi-3, Gemma 2 or 3, GPT-2
+    or Qwen-VL model (docs/policies.md); the name of a policy that ships with the package; or "new"."""
+    new: NewPolicySection = Field(default_factory=NewPolicySection)
+    """The small untrained policy that "new" makes, where the task has words for one."""
     compute_dtype: Dtype = "float32"
+    """Type of the activations; float16 comes with a dynamic scale of the loss."""
     matmul_precision: Precision | None = None
-    attn_implementation: Literal["auto", "eager"] = may_change("auto")
+    """Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype float32, whose
+    products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in PyTorch follow it: full
+    float32 with "highest", TF32 otherwise."""
+    attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
+    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/targets.md); "eager" never
+    does."""
     frozen_dtype: Dtype = "float32"
+    """Type of weights that are not trained (with LoRA); trained weights are float32."""
     quantised: Literal["none", "int8", "int4"] = "none"
-    remat: Literal["none", "products", "layer"] = may_change("products")
+    """Bits of the frozen layers' weights (with LoRA, one device; docs/lora.md)."""
+    remat: Literal["none", "products", "layer"] = resume_mutable("products")
+    """What the backward pass computes again to save memory: "none"; "products", attention and all that is elementwise,
+    while results of products with weights are kept; "layer", whole layers."""
     vision: Literal["frozen", "train"] = "frozen"
-    lora: LoraSection = field(default_factory=LoraSection)
-    mesh: MeshSection = may_change(default_factory=MeshSection)
+    """Whether the vision tower of a model that sees is "frozen" or "train"ed in all its weights; adapters on a frozen
+    one are policy.lora.vision."""
+    lora: Annotated[LoraSection, BeforeValidator(lora_fields)] = Field(default_factory=LoraSection)
+    """Low-rank adapters; in Python also a peft.LoraConfig."""
+    mesh: MeshSection = resume_mutable(default_factory=MeshSection)
+    """Several devices."""
 
     def __post_init__(self) -> None:
         expected = "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)"
         require(self.vision == "frozen" or not self.lora.used, "policy.vision", expected, self.vision)
 
 
-@dataclass(frozen=True)
-class DataSection:
-    """Prompts.
-
-    Args:
-        prompts: A .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set;
-            "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT, for one of the hub; "builtin", "builtin:plain",
-            "builtin:attributes" or "builtin:crowded" for the prompts that ship with the package; or a name that the
-            task knows.
-        validation: The like for choosing the best checkpoint, where it is a file of its own; with it or `test` all of
-            `prompts` is trained on.
-        test: The like for what is measured before and after.
-        columns: Columns that have another name in the data, {name: name there}, such as {"prompt": "question"}.
-        held_out: Share of a file's prompts kept apart for testing (and as many for validation) if it has no
-            "split" column; 0 trains on all of them, and nothing is measured before and after.
-        form: "rewrite" asks the policy for a new prompt; "append" lets it continue the user's.
-        instruction: User message to a chat policy in the rewrite form; {prompt} stands for the user's prompt.
-            Empty: the prompt alone.
-        system_prompt: System message before each prompt; a conversation that begins with one keeps its own. Empty: the
-            chat template's default.
-        enable_thinking: Let a policy think first whose chat template can switch that off.
-        tools: Tools that the chat template offers the policy: a list of functions by import path, file.py:function,
-            which are called (task: text), and of JSON schemas; or the name of the column that has each row's schemas,
-            as a list or as JSON text.
-        chat_template_options: Further variables of the chat template, by name.
-        template_date: Date (YYYY-MM-DD) that a chat template writes which asks for today's; empty: that of the run's
-            first start.
-        max_prompt_tokens: Longest prompt in policy tokens, instruction and pictures included; a longer one is an error.
-        picture_size: Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for
-            Qwen3-VL), within what the policy's folder allows; 0 keeps each one's shape, as its processor does.
-        allowed_tokens: What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone;
-            "english", those of ASCII letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may.
-        forbidden_tokens: Tokens that do not exist for sampler, update and reference, each by its id or as a text that
-            is one token.
-    """
+class DataSection(Section):
+    """Prompts."""
 
     prompts: str = ""
+    """A .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set; "hub:OWNER/NAME",
+    perhaps with :CONFIG or :CONFIG:SPLIT, for one of the hub; "builtin", "builtin:plain", "builtin:attributes" or
+    "builtin:crowded" for the prompts that ship with the package; or a name that the task knows."""
     validation: str = ""
+    """The like for choosing the best checkpoint, where it is a file of its own; with it or `test` all of `prompts` is
+    trained on."""
     test: str = ""
-    columns: dict[str, str] = field(default_factory=dict)
+    """The like for what is measured before and after."""
+    columns: dict[str, str] = {}
+    """Columns that have another name in the data, {name: name there}, such as {"prompt": "question"}."""
     held_out: Annotated[NonNegative, Lt(0.5)] = 0.2
+    """Share of a file's prompts kept apart for testing (and as many for validation) if it has no "split" column; 0
+    trains on all of them, and nothing is measured before and after."""
     form: Literal["rewrite", "append"] = "rewrite"
+    """"rewrite" asks the policy for a new prompt; "append" lets it continue the user's."""
     instruction: str = ""
+    """User message to a chat policy in the rewrite form; {prompt} stands for the user's prompt. Empty: the prompt
+    alone."""
     system_prompt: str = ""
+    """System message before each prompt; a conversation that begins with one keeps its own. Empty: the chat template's
+    default."""
     enable_thinking: bool = False
-    tools: list[dict[str, Any] | str] | str = field(default_factory=list)
-    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    """Let a policy think first whose chat template can switch that off."""
+    tools: list[dict[str, Any] | str] | str = []
+    """Tools that the chat template offers the policy: a list of functions by import path, file.py:function, which are
+    called (task: text), and of JSON schemas; or the name of the column that has each row's schemas, as a list or as
+    JSON text."""
+    chat_template_options: dict[str, Any] = {}
+    """Further variables of the chat template, by name."""
     template_date: str = ""
+    """Date (YYYY-MM-DD) that a chat template writes which asks for today's; empty: that of the run's first start."""
     max_prompt_tokens: Length = 256
+    """Longest prompt in policy tokens, instruction and pictures included; a longer one is an error."""
     picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
+    """Pixels along both sides that every picture of a prompt is brought to; null for 448 (512 for Qwen3-VL), within
+    what the policy's folder allows; 0 keeps each one's shape, as its processor does."""
     allowed_tokens: Literal["all", "ascii", "english"] = "all"
-    forbidden_tokens: list[int | str] = field(default_factory=list)
+    """What may be sampled: "all" tokens; "ascii", those of printable ASCII characters alone; "english", those of ASCII
+    letters, digits, spaces and . , ; : ! ? ' " ( ) - alone. End tokens always may."""
+    forbidden_tokens: list[int | str] = []
+    """Tokens that do not exist for sampler, update and reference, each by its id or as a text that is one token."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "data")
         for name in ("system_prompt", "tools", "chat_template_options"):
             value = getattr(self, name)
             chat = self.form != "append" or not value
-            require(chat, f"data.{name}", "nothing with form 'append', which has no chat", value)
+            require(chat, f"{name}", "nothing with form 'append', which has no chat", value)
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
         expected = "what the template itself knows (data.tools and data.enable_thinking apart)"
-        require(not reserved, "data.chat_template_options", expected, reserved)
+        require(not reserved, "chat_template_options", expected, reserved)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -244,37 +228,32 @@ class DataSection:
         return tuple(tool for tool in tools if isinstance(tool, str) and tool != self.tool_column)
 
 
-@dataclass(frozen=True)
-class SamplingSection:
-    """How completions are drawn.
-
-    Args:
-        group_size: Completions per prompt (G).
-        max_new_tokens: Longest completion (T); of an episode the longest text of one turn.
-        temperature: Softmax temperature of the trained distribution.
-        top_k: Draw among the k likeliest tokens; 0 for all.
-        top_p: Draw within the smallest set of this probability; 1 for all.
-        min_p: Drop tokens below this share of the likeliest token's probability; 0 for none.
-        stop: Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including
-            the one that completes such a text are kept and trained.
-        turns: How often the policy writes in an episode, at most: above 1 what the task answers stands between.
-        max_answer_tokens: Most tokens that stand between two turns, the chat template's marks and the places of
-            pictures among them; a longer answer is refused as a failed judge is.
-    """
+class SamplingSection(Section):
+    """How completions are drawn."""
 
     group_size: Length = 8
+    """Completions per prompt (G)."""
     max_new_tokens: Length = 32
+    """Longest completion (T); of an episode the longest text of one turn."""
     temperature: Positive = 1.0
+    """Softmax temperature of the trained distribution."""
     top_k: Count = 0
+    """Draw among the k likeliest tokens; 0 for all."""
     top_p: Annotated[Positive, Le(1)] = 1.0
+    """Draw within the smallest set of this probability; 1 for all."""
     min_p: Annotated[NonNegative, Lt(1)] = 0.0
-    stop: list[str] = field(default_factory=list)
+    """Drop tokens below this share of the likeliest token's probability; 0 for none."""
+    stop: Texts = []
+    """Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including the one
+    that completes such a text are kept and trained."""
     turns: Annotated[int, Ge(1), Le(MOST_TURNS)] = 1
+    """How often the policy writes in an episode, at most: above 1 what the task answers stands between."""
     max_answer_tokens: Length = 64
+    """Most tokens that stand between two turns, the chat template's marks and the places of pictures among them; a
+    longer answer is refused as a failed judge is."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "sampling")
-        require(all(self.stop), "sampling.stop", "texts that are not empty", self.stop)
+        require(all(self.stop), "stop", "texts that are not empty", self.stop)
 
     @property
     def written_tokens(self) -> int:
@@ -287,86 +266,80 @@ class SamplingSection:
         return self.written_tokens + (self.turns - 1) * self.max_answer_tokens
 
 
-@dataclass(frozen=True)
-class AlgorithmSection:
-    """Advantages and loss.
-
-    Args:
-        preset: Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo.
-        advantage: "gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out;
-            "raft" teaches each group's best alone (rejection sampling); "batch" whitens the sum over the whole batch
-            (REINFORCE++); "gae" is PPO: a value head for the sum (ppo).
-        scale: What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the
-            preset's.
-        whiten: What GDPO whitens over the batch: "sequence", "token" or "none".
-        advantage_eps: Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread
-            loses its voice: lower it, or scale the reward.
-        clip_low: Lower clip bound; null takes the preset's.
-        clip_high: Upper clip bound; null takes the preset's.
-        kl_coef: Weight of the KL term of the loss against the reference; with 0 here (and in ppo) it never runs.
-        kl_estimator: KL estimator of the loss.
-        kl_corrected: Weigh the KL term by the policy ratio, which makes its gradient unbiased.
-        kl_straight_through: Give the KL term its estimator's value and the gradient of k2.
-        entropy_coef: Weight of the entropy bonus.
-        entropy_share: Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all.
-        importance_cap: Weigh each token by the trainer's probability over the sampler's, at most this; 0 for never.
-            For a sampler that older weights (training.lag), top_k, top_p, min_p or another number type set apart from
-            the trainer. null: 2 with training.lag 1, else 0.
-        update_ref_every: Refresh the reference every so many iterations; 0 keeps the start.
-        mask_truncated: Leave completions that hit max_new_tokens out of the loss.
-        overlong_buffer: Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an
-            objective of its own called "overlong"; 0 for no penalty.
-        overlong_weight: Weight of "overlong" among the rewards.
-        dead_groups: Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep"
-            them as zeros, "drop" them out of the loss and its denominators, or "resample" other prompts for them.
-        resample_rounds: Further draws of one iteration, at most, with dead_groups "resample".
-        turn_advantage: What weighs the tokens of an episode: "last", the rewards of its last turn alone, alike for all
-            turns; "return", of each turn the rewards from there on, compared with the same turn of the group.
-        turn_discount: Discount of later turns' rewards with turn_advantage "return".
-    """
+class AlgorithmSection(Section):
+    """Advantages and loss."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo"] = "grpo"
+    """Loss preset: grpo, dr_grpo, dapo, bnpo, gspo, cispo or sapo."""
     advantage: Literal["gdpo", "grpo", "rloo", "raft", "batch", "gae"] = "gdpo"
+    """"gdpo" normalises each reward in its group; "grpo" the weighted sum; "rloo" leaves one out; "raft" teaches each
+    group's best alone (rejection sampling); "batch" whitens the sum over the whole batch (REINFORCE++); "gae" is PPO: a
+    value head for the sum (ppo)."""
     scale: Literal["group", "batch", "none"] | None = None
+    """What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the preset's."""
     whiten: Literal["sequence", "token", "none"] = "sequence"
+    """What GDPO whitens over the batch: "sequence", "token" or "none"."""
     advantage_eps: NonNegative = 1e-4
+    """Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread loses its voice:
+    lower it, or scale the reward."""
     clip_low: Annotated[Positive, Le(1)] | None = None
+    """Lower clip bound; null takes the preset's."""
     clip_high: Positive | None = None
+    """Upper clip bound; null takes the preset's."""
     kl_coef: Coefficient = 0.0
+    """Weight of the KL term of the loss against the reference; with 0 here (and in ppo) it never runs."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """KL estimator of the loss."""
     kl_corrected: bool = False
+    """Weigh the KL term by the policy ratio, which makes its gradient unbiased."""
     kl_straight_through: bool = False
+    """Give the KL term its estimator's value and the gradient of k2."""
     entropy_coef: Coefficient = 0.0
+    """Weight of the entropy bonus."""
     entropy_share: Annotated[Positive, Le(1)] = 1.0
+    """Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all."""
     importance_cap: float | None = None
+    """Weigh each token by the trainer's probability over the sampler's, at most this; 0 for never. For a sampler that
+    older weights (training.lag), top_k, top_p, min_p or another number type set apart from the trainer. null: 2 with
+    training.lag 1, else 0."""
     update_ref_every: Count = 0
+    """Refresh the reference every so many iterations; 0 keeps the start."""
     mask_truncated: bool = False
+    """Leave completions that hit max_new_tokens out of the loss."""
     overlong_buffer: Count = 0
+    """Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an objective of its own
+    called "overlong"; 0 for no penalty."""
     overlong_weight: Positive = 1.0
+    """Weight of "overlong" among the rewards."""
     dead_groups: Literal["keep", "drop", "resample"] = "keep"
+    """Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep" them as zeros, "drop"
+    them out of the loss and its denominators, or "resample" other prompts for them."""
     resample_rounds: PositiveCount = 3
+    """Further draws of one iteration, at most, with dead_groups "resample"."""
     turn_advantage: Literal["last", "return"] = "last"
+    """What weighs the tokens of an episode: "last", the rewards of its last turn alone, alike for all turns; "return",
+    of each turn the rewards from there on, compared with the same turn of the group."""
     turn_discount: Share = 1.0
+    """Discount of later turns' rewards with turn_advantage "return"."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "algorithm")
         cap = self.importance_cap
-        require(not cap or cap >= 1, "algorithm.importance_cap", "null, 0 or a number >= 1", cap)
+        require(not cap or cap >= 1, "importance_cap", "null, 0 or a number >= 1", cap)
         by_turn = self.turn_advantage == "last" or not self.learns_values
-        require(by_turn, "algorithm.turn_advantage", "'last' with advantage 'gae'", self.turn_advantage)
+        require(by_turn, "turn_advantage", "'last' with advantage 'gae'", self.turn_advantage)
         scaled = self.scale is None or self.advantage == "grpo"
         own_scale = f"null with advantage {self.advantage!r}, which has a scale of its own"
-        require(scaled, "algorithm.scale", own_scale, self.scale)
+        require(scaled, "scale", own_scale, self.scale)
         grouped = self.dead_groups == "keep" or self.compares_groups
         no_groups = f"'keep' with advantage {self.advantage!r}, which compares no groups"
-        require(grouped, "algorithm.dead_groups", no_groups, self.dead_groups)
+        require(grouped, "dead_groups", no_groups, self.dead_groups)
         one_gradient = not (self.kl_corrected and self.kl_straight_through)
-        require(one_gradient, "algorithm.kl_straight_through", "false with kl_corrected", self.kl_straight_through)
+        require(one_gradient, "kl_straight_through", "false with kl_corrected", self.kl_straight_through)
         if self.preset in ("cispo", "sapo"):
             for name in ("clip_low", "clip_high"):
                 bound = getattr(self, name)
                 unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
-                require(bound is None, f"algorithm.{name}", unbounded, bound)
+                require(bound is None, f"{name}", unbounded, bound)
 
     @property
     def learns_values(self) -> bool:
@@ -379,150 +352,125 @@ class AlgorithmSection:
         return self.advantage not in ("gae", "batch")
 
 
-@dataclass(frozen=True)
-class PPOSection:
-    """What algorithm.advantage "gae" adds: a value head, a reward for each token, and the value loss.
-
-    Args:
-        discount: Discount of later rewards (gamma).
-        trace: How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end.
-        whiten: Give the advantages of the batch's tokens mean 0 and deviation 1.
-        value_coef: Weight of the value loss.
-        value_rate: Learning rate of the value head as a multiple of the policy's: it starts at 0 and must be quicker.
-        value_clip: How far a value may move from the old one before its gradient stops; null for never.
-        kl_coef: Weight of the KL against the reference in each token's reward.
-        kl_estimator: KL estimator of the reward.
-        kl_target: KL of one completion, summed over its tokens, that kl_coef is steered to; 0 keeps kl_coef.
-        kl_horizon: Completions in which the steering changes kl_coef by a fifth, at most (smaller is faster).
-    """
+class PPOSection(Section):
+    """What algorithm.advantage "gae" adds: a value head, a reward for each token, and the value loss."""
 
     discount: Share = 1.0
+    """Discount of later rewards (gamma)."""
     trace: Share = 0.95
+    """How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end."""
     whiten: bool = True
+    """Give the advantages of the batch's tokens mean 0 and deviation 1."""
     value_coef: Coefficient = 0.5
+    """Weight of the value loss."""
     value_rate: Annotated[Positive, Le(COEFFICIENT)] = 1.0
+    """Learning rate of the value head as a multiple of the policy's: it starts at 0 and must be quicker."""
     value_clip: Positive | None = 0.2
+    """How far a value may move from the old one before its gradient stops; null for never."""
     kl_coef: Coefficient = 0.0
+    """Weight of the KL against the reference in each token's reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """KL estimator of the reward."""
     kl_target: Coefficient = 0.0
+    """KL of one completion, summed over its tokens, that kl_coef is steered to; 0 keeps kl_coef."""
     kl_horizon: PositiveCount = 10_000
+    """Completions in which the steering changes kl_coef by a fifth, at most (smaller is faster)."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "ppo")
         steerable = self.kl_target == 0 or self.kl_coef > 0
-        require(steerable, "ppo.kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)
+        require(steerable, "kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)
 
 
-@dataclass(frozen=True)
-class OptimizerSection:
-    """AdamW and its schedule.
-
-    Args:
-        learning_rate: Peak learning rate; null takes one that is safe for a pretrained policy: 1e-6 where all weights
-            are trained, 1e-4 where adapters are (policy.lora).
-        schedule: Learning-rate schedule after the warm-up.
-        warmup_steps: Updates of linear warm-up.
-        weight_decay: Decoupled weight decay of projections and adapters; norms, biases, embeddings, the unembedding and
-            the value head do not decay.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        max_grad_norm: Gradients are scaled down to this global norm; 0 for never.
-    """
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
 
     learning_rate: Positive | None = None
+    """Peak learning rate; null takes one that is safe for a pretrained policy: 1e-6 where all weights are trained, 1e-4
+    where adapters are (policy.lora)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule after the warm-up."""
     warmup_steps: Count = 0
+    """Updates of linear warm-up."""
     weight_decay: Coefficient = 0.0
+    """Decoupled weight decay of projections and adapters; norms, biases, embeddings, the unembedding and the value head
+    do not decay."""
     beta1: Annotated[NonNegative, Lt(1)] = 0.9
+    """Decay of the first moment."""
     beta2: Annotated[NonNegative, Lt(1)] = 0.99
+    """Decay of the second moment."""
     max_grad_norm: NonNegative = 1.0
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "optimizer")
+    """Gradients are scaled down to this global norm; 0 for never."""
 
 
-@dataclass(frozen=True)
-class TrainingSection:
-    """The loop.
-
-    Args:
-        prompts_per_batch: Prompts of one iteration (P).
-        max_steps: Iterations in all; 0 leaves it to num_epochs.
-        num_epochs: Passes over the training prompts when max_steps is 0.
-        inner_epochs: Passes over one sampled batch.
-        minibatches: Optimizer updates per pass.
-        accumulation: Micro-batches per update, to save memory; the gradient stays the same.
-        chunk_prompts: Prompts that travel together through sampling, rendering and scoring; 0 for all.
-        lag: 1 samples the next batch while this one is judged and learned from, with the weights before that update
-            (docs/scaling.md); 0 samples each with the newest.
-        save_every: Iterations between checkpoints; 0 for the end only.
-        keep_checkpoints: Checkpoints kept beside best and final.
-        max_hours: Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for
-            never.
-        early_stopping_patience: End training after so many validations in a row without a better one; 0 for never.
-        early_stopping_threshold: What is better exceeds the best validation so far by more than this.
-        early_stopping_metric: Of a validation, what must get better: "score", which is maximised, or the name of a
-            reward or of a watched measure.
-    """
+class TrainingSection(Section):
+    """The loop."""
 
     prompts_per_batch: Length = 12
-    max_steps: Count = may_change(100)
-    num_epochs: PositiveCount = may_change(1)
+    """Prompts of one iteration (P)."""
+    max_steps: Count = resume_mutable(100)
+    """Iterations in all; 0 leaves it to num_epochs."""
+    num_epochs: PositiveCount = resume_mutable(1)
+    """Passes over the training prompts when max_steps is 0."""
     inner_epochs: PositiveCount = 1
+    """Passes over one sampled batch."""
     minibatches: PositiveCount = 1
-    accumulation: PositiveCount = may_change(1)
-    chunk_prompts: Annotated[int, Ge(0), Le(LENGTH)] = may_change(0)
+    """Optimizer updates per pass."""
+    accumulation: PositiveCount = resume_mutable(1)
+    """Micro-batches per update, to save memory; the gradient stays the same."""
+    chunk_prompts: Annotated[int, Ge(0), Le(LENGTH)] = resume_mutable(0)
+    """Prompts that travel together through sampling, rendering and scoring; 0 for all."""
     lag: Annotated[int, Ge(0), Le(1)] = 0
-    save_every: Count = may_change(25)
-    keep_checkpoints: PositiveCount = may_change(2)
-    max_hours: NonNegative = may_change(0.0)
-    early_stopping_patience: Count = may_change(0)
+    """1 samples the next batch while this one is judged and learned from, with the weights before that update
+    (docs/scaling.md); 0 samples each with the newest."""
+    save_every: Count = resume_mutable(25)
+    """Iterations between checkpoints; 0 for the end only."""
+    keep_checkpoints: PositiveCount = resume_mutable(2)
+    """Checkpoints kept beside best and final."""
+    max_hours: NonNegative = resume_mutable(0.0)
+    """Hours after which this process saves and stops behind an iteration, for --resume to go on; 0 for never."""
+    early_stopping_patience: Count = resume_mutable(0)
+    """End training after so many validations in a row without a better one; 0 for never."""
     early_stopping_threshold: NonNegative = 0.0
+    """What is better exceeds the best validation so far by more than this."""
     early_stopping_metric: str = "score"
+    """Of a validation, what must get better: "score", which is maximised, or the name of a reward or of a watched
+    measure."""
 
     def __post_init__(self) -> None:
         """Check the ranges and that batches divide."""
-        check_ranges(self, "training")
         parts = self.minibatches * self.accumulation
         expected = f"a multiple of minibatches x accumulation = {parts}"
-        require(self.prompts_per_batch % parts == 0, "training.prompts_per_batch", expected, self.prompts_per_batch)
+        require(self.prompts_per_batch % parts == 0, "prompts_per_batch", expected, self.prompts_per_batch)
 
 
-@dataclass(frozen=True)
-class RewardSection:
-    """One reward: an objective of its own, never summed before the advantages.
-
-    Args:
-        name: One that the task has (an unknown one is answered with their list), perhaps as name@judge for another
-            judge than the task's own; or package.module:function or file.py:function.
-        weight: Its weight among the objectives.
-        condition_on: Count this reward only where the named one (by its label; of an import path, the function) reaches
-            the threshold. Left out: as the task has it, mostly always. "none": always.
-        threshold: The threshold of a condition_on that names a reward.
-        options: Keyword arguments of the reward.
-        messages: Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an
-            import path alone.
-        group: Call it once for each prompt, with all completions of its group and what was drawn of them, to compare
-            them with each other; of an import path alone, and not with sampling.turns. Greedy completions of held-out
-            prompts are groups of one.
-        label: What metrics and condition_on call it, for several of one function; empty for its name, of an import
-            path the function alone.
-    """
-
-    shorthand: ClassVar[str] = "name"  # the field that a text alone sets
+class RewardSection(Section):
+    """One reward: an objective of its own, never summed before the advantages."""
 
     name: str
+    """One that the task has (an unknown one is answered with their list), perhaps as name@judge for another judge than
+    the task's own; or package.module:function or file.py:function."""
     weight: Annotated[float, Ge(-COEFFICIENT), Le(COEFFICIENT)] = 1.0
+    """Its weight among the objectives."""
     condition_on: str | None = None
+    """Count this reward only where the named one (by its label; of an import path, the function) reaches the threshold.
+    Left out: as the task has it, mostly always. "none": always."""
     threshold: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
+    """The threshold of a condition_on that names a reward."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the reward."""
     messages: bool = False
+    """Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an import path
+    alone."""
     group: bool = False
+    """Call it once for each prompt, with all completions of its group and what was drawn of them, to compare them with
+    each other; of an import path alone, and not with sampling.turns. Greedy completions of held-out prompts are groups
+    of one."""
     label: str = ""
+    """What metrics and condition_on call it, for several of one function; empty for its name, of an import path the
+    function alone."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "rewards.name", "a name", self.name)
-        check_ranges(self, f"rewards.{self.called}")
         require(math.isfinite(self.threshold), f"rewards.{self.called}.threshold", "a finite number", self.threshold)
 
     @property
@@ -531,64 +479,60 @@ class RewardSection:
         return self.label or self.name.rpartition(":")[2]
 
 
-@dataclass(frozen=True)
-class EvaluationSection:
-    """Held-out measurement.
+def reward_entries(value: Any) -> Any:
+    """Return rewards that are given as text, a.py:f,b.py:g, or as entries that are texts, as mappings."""
+    value = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    if not isinstance(value, list | tuple):
+        return value
+    return [{"name": entry} if isinstance(entry, str) else entry for entry in value]
 
-    Args:
-        prompts: Test prompts measured before and after; 0 for all of them.
-        validation_prompts: Validation prompts on which the best checkpoint is chosen.
-        every: Iterations between validations; 0 for never.
-        best_by: What the best checkpoint has most of in validation: "score", which is maximised, or the name of a
-            reward or of a watched measure. One whose watched measures fell below the start's is never the best.
-        gallery: Prompts shown in the before/after gallery.
-        sampled: Measure sampled completions beside the greedy ones.
-        samples: Sampled completions of each test prompt (k); above 1 their mean@k and pass@k are reported, with 95 %
-            intervals.
-        temperature: Of the sampled completions; null for that of training.
-        top_k: Likewise; null for that of training.
-        top_p: Likewise; null for that of training.
-        pass_threshold: What a reward or watched measure must reach for a completion to pass.
-        by: A column of the prompts; what is watched is measured for each of its values too, as MEASURE/VALUE.
-    """
+
+class EvaluationSection(Section):
+    """Held-out measurement."""
 
     prompts: Count = 128
+    """Test prompts measured before and after; 0 for all of them."""
     validation_prompts: Count = 32
+    """Validation prompts on which the best checkpoint is chosen."""
     every: Count = 25
+    """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    gallery: Count = may_change(12)
+    """What the best checkpoint has most of in validation: "score", which is maximised, or the name of a reward or of a
+    watched measure. One whose watched measures fell below the start's is never the best."""
+    gallery: Count = resume_mutable(12)
+    """Prompts shown in the before/after gallery."""
     sampled: bool = True
+    """Measure sampled completions beside the greedy ones."""
     samples: Length = 1
+    """Sampled completions of each test prompt (k); above 1 their mean@k and pass@k are reported, with 95 %
+    intervals."""
     temperature: Positive | None = None
+    """Of the sampled completions; null for that of training."""
     top_k: Count | None = None
+    """Likewise; null for that of training."""
     top_p: Annotated[Positive, Le(1)] | None = None
+    """Likewise; null for that of training."""
     pass_threshold: float = 1.0
+    """What a reward or watched measure must reach for a completion to pass."""
     by: str = ""
+    """A column of the prompts; what is watched is measured for each of its values too, as MEASURE/VALUE."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "evaluation")
         drawn = self.samples == 1 or self.sampled
-        require(drawn, "evaluation.samples", "1 with evaluation.sampled false", self.samples)
+        require(drawn, "samples", "1 with evaluation.sampled false", self.samples)
         for name in ("temperature", "top_k", "top_p"):
             value = getattr(self, name)
-            require(value is None or self.sampled, f"evaluation.{name}", "null with evaluation.sampled false", value)
+            require(value is None or self.sampled, f"{name}", "null with evaluation.sampled false", value)
 
 
-@dataclass(frozen=True)
-class WarmStartSection:
-    """Supervised steps before the first iteration, by the same trainer; "before" is measured after them.
-
-    Args:
-        steps: Supervised updates, on pairs that the task has; 0 for none.
-        batch: Pairs of one update.
-        learning_rate: Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine.
-        group_by_length: Make batches of prompts of like length, which need less padding: faster where lengths differ.
-    """
+class WarmStartSection(Section):
+    """Supervised steps before the first iteration, by the same trainer; "before" is measured after them."""
 
     steps: Count = 0
+    """Supervised updates, on pairs that the task has; 0 for none."""
     batch: Length = 64
+    """Pairs of one update."""
     learning_rate: Positive = 1e-3
+    """Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine."""
     group_by_length: bool = False
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "warm_start")
+    """Make batches of prompts of like length, which need less padding: faster where lengths differ."""

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from grpo_jax.core.masking import (
     as_float,
     as_mask,
     binary_scale,
+    check_choice,
+    check_shape,
     count,
     masked_mean,
     masked_std,
@@ -42,11 +43,6 @@ def _as_rewards(rewards: ArrayLike, ndim: int) -> jax.Array:
             "a group of one has nothing to be compared with"
         )
     return rewards
-
-
-def _check_eps(eps: float) -> None:
-    if not eps >= 0:
-        raise ValueError(f"eps must be at least 0, got {eps}")
 
 
 def _signal(rewards: jax.Array) -> jax.Array:
@@ -108,12 +104,10 @@ def group_advantages(rewards: ArrayLike, *, scale: str = "group", eps: float = 1
         `[P, G]`, at least float32.
 
     Raises:
-        ValueError: another rank, a group of one, an unknown scale, a negative eps.
+        ValueError: another rank, a group of one, an unknown scale.
     """
     rewards = _as_rewards(rewards, 2)
-    _check_eps(eps)
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+    check_choice("scale", scale, "group", "batch", "none")
     if scale == "none":
         return _centred(rewards)
     return _scaled(rewards, eps, axis=1 if scale == "group" else None)
@@ -186,12 +180,10 @@ def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps:
         `[P, G]`, at least float32.
 
     Raises:
-        ValueError: another rank, a group of one under "group", an unknown centre, a negative eps.
+        ValueError: another rank, a group of one under "group", an unknown centre.
     """
-    if centre not in ("batch", "group"):
-        raise ValueError(f"centre must be 'batch' or 'group', got {centre!r}")
+    check_choice("centre", centre, "batch", "group")
     rewards = _as_rewards(rewards, 2) if centre == "group" else as_float("rewards", rewards, ndim=2)
-    _check_eps(eps)
     present = ~jnp.isnan(rewards)
     if centre == "batch":
         return masked_whiten(rewards, present, eps=eps)
@@ -203,10 +195,7 @@ def as_objective_weights(weights: Sequence[float] | ArrayLike | None, objectives
     if weights is None:
         return jnp.ones(objectives, dtype)
     weights = jnp.asarray(weights, dtype)
-    if weights.shape != (objectives,):
-        raise ValueError(
-            f"weights must have one entry for each of the {objectives} objectives, got shape {weights.shape}"
-        )
+    check_shape("weights", weights, (objectives,))
     return weights
 
 
@@ -265,13 +254,11 @@ def gdpo_advantages(
         `[P, G]`, at least float32.
 
     Raises:
-        ValueError: another rank, a group of one, weights of another length, a negative eps, an unknown
-            `whiten`, a mask that is missing or does not fit.
+        ValueError: another rank, a group of one, weights of another length, an unknown `whiten`, a mask that is
+            missing or does not fit.
     """
     rewards = _as_rewards(rewards, 3)
-    _check_eps(eps)
-    if whiten not in ("sequence", "token", None):
-        raise ValueError(f"whiten must be 'sequence', 'token' or None, got {whiten!r}")
+    check_choice("whiten", whiten, "sequence", "token", None)
     if whiten == "token" and mask is None:
         raise ValueError("mask must be given for whiten='token': it says how many tokens each row has")
     weights = as_objective_weights(weights, rewards.shape[-1], rewards.dtype)
@@ -281,9 +268,7 @@ def gdpo_advantages(
     alive = (_signal(rewards) & counted).any(axis=-1)
     votes = jnp.ones(rows.shape, rewards.dtype)
     if mask is not None:
-        mask = as_mask("mask", mask)
-        if mask.ndim != 3 or mask.shape[:2] != rows.shape:
-            raise ValueError(f"mask must have shape {(*rows.shape, 'T')}, got {mask.shape}")
+        mask = as_mask("mask", mask, (*rows.shape, *jnp.shape(mask)[2:3]))
         rows = rows & mask.any(axis=-1)
         votes = count(mask, axis=-1, dtype=rewards.dtype) if whiten == "token" else votes
     advantages = select(rows & alive, jnp.sum(terms, axis=-1))
@@ -326,13 +311,8 @@ def _chains(conditions: Sequence[Condition], objectives: int) -> dict[int, set[t
     """All (hard, threshold) pairs that each easy objective waits for, its chain followed to the end."""
     waits: dict[int, set[tuple[int, float]]] = {}
     for easy, hard, threshold in conditions:
-        for name, index in (("easy", easy), ("hard", hard)):
-            if not isinstance(index, (int, np.integer)) or isinstance(index, bool):
-                raise TypeError(f"conditions: {name} must be the index of an objective, got {index!r}")
-            if not 0 <= index < objectives:
-                raise ValueError(f"conditions: {name} must be in 0..{objectives - 1}, got {index}")
-        if np.isnan(threshold):
-            raise ValueError(f"conditions: threshold must be a number, got {threshold}")
+        if not (0 <= easy < objectives and 0 <= hard < objectives):
+            raise ValueError(f"conditions: indices must be in 0..{objectives - 1}, got {easy} and {hard}")
         waits.setdefault(int(easy), set()).add((int(hard), float(threshold)))
 
     def follow(easy: int, path: tuple[int, ...]) -> set[tuple[int, float]]:
@@ -364,7 +344,7 @@ def condition_rewards(rewards: ArrayLike, conditions: Sequence[Condition]) -> ja
         `[P, G, N]`, at least float32.
 
     Raises:
-        ValueError: another rank, an index out of range, a threshold that is NaN, conditions that form a cycle.
+        ValueError: another rank, an index out of range, conditions that form a cycle.
     """
     rewards = as_float("rewards", rewards, ndim=3)
     columns = [rewards[..., n] for n in range(rewards.shape[-1])]

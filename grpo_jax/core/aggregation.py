@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from grpo_jax.core.masking import as_mask, count, masked_mean, safe_divide, select
+from grpo_jax.core.masking import as_mask, check_choice, check_shape, count, masked_mean, safe_divide, select
 
 
 class Mean(NamedTuple):
@@ -43,18 +43,8 @@ class FixedLength:
 
     length: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.length is not None and self.length < 1:
-            raise ValueError(f"length must be at least 1, got {self.length}")
-
 
 Aggregation = str | FixedLength
-
-
-def check_aggregation(aggregation: Aggregation) -> None:
-    """Raise ValueError for an aggregation that does not exist."""
-    if not isinstance(aggregation, FixedLength) and aggregation not in ("sequence", "token"):
-        raise ValueError(f"aggregation must be 'sequence', 'token' or FixedLength(n), got {aggregation!r}")
 
 
 def loss_normaliser(
@@ -71,15 +61,13 @@ def loss_normaliser(
         dtype: type of the result.
 
     Raises:
-        ValueError: an unknown aggregation, or a mask without axes.
+        ValueError: an unknown aggregation.
     """
     mask = as_mask("mask", mask)
-    check_aggregation(aggregation)
-    if mask.ndim < 1:
-        raise ValueError("mask must have a token axis, got a scalar")
     tokens, rows = count(mask, dtype=dtype), count(mask.any(axis=-1), dtype=dtype)
     if isinstance(aggregation, FixedLength):
         return Normaliser(rows * (mask.shape[-1] if aggregation.length is None else aggregation.length), tokens)
+    check_choice("aggregation", aggregation, "sequence", "token")
     return Normaliser(rows if aggregation == "sequence" else tokens, tokens)
 
 
@@ -93,8 +81,7 @@ def as_normaliser(normaliser, local: Normaliser, aggregation: Aggregation, bonus
     if isinstance(normaliser, Normaliser):
         return Normaliser(*(jnp.asarray(x, jnp.result_type(local.loss)) for x in normaliser))
     normaliser = jnp.asarray(normaliser, jnp.result_type(local.loss))
-    if normaliser.ndim:
-        raise ValueError(f"normaliser must be a Normaliser or a scalar, got shape {normaliser.shape}")
+    check_shape("normaliser", normaliser, ())
     if bonus and aggregation != "token":
         raise ValueError("normaliser must be a Normaliser when there is an entropy bonus, got a scalar")
     return Normaliser(normaliser, normaliser)

@@ -6,15 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from grpo_jax.core.masking import as_float
+from grpo_jax.core.masking import as_float, check_choice
 
 ESTIMATORS = ("k1", "k2", "k3")
-
-
-def check_estimator(estimator: str) -> None:
-    """Raise ValueError for an estimator that does not exist."""
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
 
 
 @dataclass(frozen=True)
@@ -37,9 +31,6 @@ class KLPenalty:
     straight_through: bool = False
 
     def __post_init__(self) -> None:
-        if not self.coef >= 0:
-            raise ValueError(f"coef must be at least 0, got {self.coef}")
-        check_estimator(self.estimator)
         if self.corrected and self.straight_through:
             raise ValueError(
                 "corrected and straight_through must not both be True: each mends the gradient by itself, "
@@ -78,10 +69,9 @@ def kl_divergence(logprobs: ArrayLike, ref_logprobs: ArrayLike, *, estimator: st
     Raises:
         ValueError: shapes that differ, or an unknown estimator.
     """
-    check_estimator(estimator)
-    logprobs, ref_logprobs = as_float("logprobs", logprobs), as_float("ref_logprobs", ref_logprobs)
-    if logprobs.shape != ref_logprobs.shape:
-        raise ValueError(f"ref_logprobs must have logprobs' shape {logprobs.shape}, got {ref_logprobs.shape}")
+    check_choice("estimator", estimator, *ESTIMATORS)
+    logprobs = as_float("logprobs", logprobs)
+    ref_logprobs = as_float("ref_logprobs", ref_logprobs, shape=logprobs.shape)
     difference = ref_logprobs.astype(logprobs.dtype) - logprobs
     if estimator == "k1":
         return -difference

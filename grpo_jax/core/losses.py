@@ -19,11 +19,10 @@ from grpo_jax.core.aggregation import (
     Normaliser,
     aggregate,
     as_normaliser,
-    check_aggregation,
     loss_normaliser,
 )
 from grpo_jax.core.kl import KLPenalty, kl_divergence
-from grpo_jax.core.masking import as_float, as_mask, count, masked_mean, safe_divide, select
+from grpo_jax.core.masking import as_float, as_mask, check_choice, check_shape, count, masked_mean, safe_divide, select
 from grpo_jax.core.surrogates import CappedWeight, Clip, SoftGate, Surrogate
 
 
@@ -91,25 +90,17 @@ def _log_ratio(logprobs, old_logprobs, mask, ratio: str, per_token: bool) -> jax
 def _prepare(logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy) -> _Prepared:
     """Check shapes and types, and take masked values out of everything."""
     logprobs = as_float("logprobs", logprobs)
-    if logprobs.ndim < 1:
-        raise ValueError("logprobs must have a token axis, got a scalar")
     mask = as_mask("mask", mask, logprobs.shape)
 
     def same(name, value) -> jax.Array:
-        value = as_float(name, value).astype(logprobs.dtype)
-        if value.shape != logprobs.shape:
-            raise ValueError(f"{name} must have logprobs' shape {logprobs.shape}, got {value.shape}")
-        return select(mask, value)
+        return select(mask, as_float(name, value, shape=logprobs.shape).astype(logprobs.dtype))
 
     advantages = jax.lax.stop_gradient(as_float("advantages", advantages).astype(logprobs.dtype))
-    if advantages.shape == logprobs.shape[:-1]:
-        advantages = select(mask.any(axis=-1), advantages)[..., None]
-    elif advantages.shape == logprobs.shape:
+    check_shape("advantages", advantages, logprobs.shape[:-1], logprobs.shape)
+    if advantages.shape == logprobs.shape:
         advantages = select(mask, advantages)
     else:
-        raise ValueError(
-            f"advantages must have shape {logprobs.shape[:-1]} or {logprobs.shape}, got {advantages.shape}"
-        )
+        advantages = select(mask.any(axis=-1), advantages)[..., None]
     old_logprobs = jax.lax.stop_gradient(same("old_logprobs", old_logprobs))
     ref = None if ref_logprobs is None else jax.lax.stop_gradient(same("ref_logprobs", ref_logprobs))
     entropy = None if entropy is None else same("entropy", entropy)
@@ -121,21 +112,13 @@ def _as_token_weights(weights, mask, dtype) -> jax.Array:
     weights = jnp.asarray(weights)
     if weights.dtype != jnp.bool_:
         weights = as_float("token_weights", weights)
-    rows = (*mask.shape[:-1], 1)
-    if weights.shape not in (mask.shape, rows):
-        raise ValueError(f"token_weights must have shape {mask.shape} or {rows}, got {weights.shape}")
+    check_shape("token_weights", weights, mask.shape, (*mask.shape[:-1], 1))
     return jax.lax.stop_gradient(select(mask, weights.astype(dtype)))
 
 
-def _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef) -> bool:
+def _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
     """Refuse choices that do not fit together; return whether there is an entropy bonus."""
-    if ratio not in ("token", "sequence"):
-        raise ValueError(f"ratio must be 'token' or 'sequence', got {ratio!r}")
-    check_aggregation(aggregation)
-    if isinstance(surrogate, type) or not (hasattr(surrogate, "objective") and hasattr(surrogate, "clipped")):
-        raise TypeError(f"surrogate must be a Clip, CappedWeight or SoftGate, got {surrogate!r}")
-    if kl is not None and not isinstance(kl, KLPenalty):
-        raise TypeError(f"kl must be a KLPenalty or None, got {kl!r}")
+    check_choice("ratio", ratio, "token", "sequence")
     if kl is not None and ref_logprobs is None:
         raise ValueError("ref_logprobs must be given with a KL penalty, got None")
     bonus = not (isinstance(entropy_coef, (int, float)) and entropy_coef == 0)
@@ -218,7 +201,7 @@ def grpo_loss(
         ValueError: shapes that do not fit, an unknown choice, a penalty without `ref_logprobs`, a bonus
             without `entropy`.
     """
-    bonus = _check_choices(surrogate, ratio, aggregation, kl, ref_logprobs, entropy, entropy_coef)
+    bonus = _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef)
     logprobs, old, advantages, mask, ref, entropies = _prepare(
         logprobs, old_logprobs, advantages, mask, ref_logprobs, entropy
     )

@@ -11,17 +11,21 @@ from jax.typing import ArrayLike
 Axis = int | tuple[int, ...] | None
 
 
-def as_float(name: str, value: ArrayLike, *, ndim: int | None = None) -> jax.Array:
+def as_float(
+    name: str, value: ArrayLike, *, ndim: int | None = None, shape: tuple[int, ...] | None = None
+) -> jax.Array:
     """Return `value` as an array of at least float32 (float64 stays float64).
 
     Raises:
-        ValueError: it has not `ndim` axes.
+        TypeError: it is not of a floating type.
+        ValueError: it has not `ndim` axes, or another shape.
     """
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be of a floating type, got {array.dtype}")
     if ndim is not None and array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} axes, got shape {array.shape}")
+    check_shape(name, array, shape)
     return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
 
 
@@ -30,9 +34,20 @@ def as_mask(name: str, value: ArrayLike, shape: tuple[int, ...] | None = None) -
     array = jnp.asarray(value)
     if array.dtype != jnp.bool_:
         raise TypeError(f"{name} must be of type bool, got {array.dtype}")
-    if shape is not None and array.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    check_shape(name, array, shape)
     return array
+
+
+def check_shape(name: str, array: jax.Array, *shapes: tuple[int, ...] | None) -> None:
+    """Raise ValueError for an array of none of the shapes, which might broadcast to a wrong result; None allows all."""
+    if None not in shapes and array.shape not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {array.shape}")
+
+
+def check_choice(name: str, value: str | None, *choices: str | None) -> None:
+    """Raise ValueError for a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def safe_divide(numerator: ArrayLike, denominator: ArrayLike) -> jax.Array:

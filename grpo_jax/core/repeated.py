@@ -28,11 +28,7 @@ def pass_at_k(passed: np.ndarray, judged: np.ndarray, k: int) -> np.ndarray:
     Returns:
         float64 [P]; NaN where fewer than k were judged.
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
     passed, judged = np.asarray(passed, np.float64), np.asarray(judged, np.float64)
-    if (passed > judged).any():
-        raise ValueError("passed must be at most judged, completion by completion")
     # C(n - c, k) / C(n, k) as a product of k factors, none of which overflows.
     lower = np.arange(k)
     left, all_of = (np.maximum(count[..., None] - lower, 0) for count in (judged - passed, judged))

@@ -9,31 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.core.masking import as_float, as_mask, masked_whiten, select
+from grpo_jax.core.masking import as_float, as_mask, check_shape, masked_whiten, select
 
 
 def _as_fraction(name: str, value: ArrayLike, like: jax.Array) -> jax.Array:
     """A discount or trace as an array of `like`'s shape; what is known while tracing must lie in [0, 1]."""
     if not isinstance(value, jax.Array):
-        value = np.asarray(value)
-        if value.ndim == 0 and value.dtype.kind in "iu":
-            value = value.astype(np.float32)
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"{name} must be of a floating type, got {value.dtype}")
-        undefined = np.isnan(value) & (value.ndim == 0)  # an array may hold anything where it is masked
-        if ((value < 0) | (value > 1) | undefined).any():
+        value = np.asarray(value, np.float32 if isinstance(value, (int, np.integer)) else None)
+        if ((value < 0) | (value > 1)).any():
             raise ValueError(f"{name} must be in [0, 1], got {value}")
     array = as_float(name, value).astype(like.dtype)
-    if array.shape not in ((), like.shape):
-        raise ValueError(f"{name} must be a scalar or have shape {like.shape}, got {array.shape}")
+    check_shape(name, array, (), like.shape)
     return jnp.broadcast_to(array, like.shape)
-
-
-def _as_steps(name: str, value: ArrayLike) -> jax.Array:
-    array = as_float(name, value)
-    if array.ndim < 1:
-        raise ValueError(f"{name} must have a time axis, got a scalar")
-    return array
 
 
 def _as_step_mask(name: str, mask: ArrayLike | None, like: jax.Array, default: bool) -> jax.Array:
@@ -68,7 +55,7 @@ def discounted_returns(rewards: ArrayLike, *, discount: ArrayLike, mask: ArrayLi
     Raises:
         ValueError: a shape that does not fit, or a discount outside [0, 1].
     """
-    rewards = _as_steps("rewards", rewards)
+    rewards = as_float("rewards", rewards)
     discount = _as_fraction("discount", discount, rewards)
     exists = _as_step_mask("mask", mask, rewards, True)
     carry = jnp.where(exists, discount, 1)
@@ -119,7 +106,7 @@ def gae_advantages(
     Raises:
         ValueError: a shape that does not fit, or a discount or trace outside [0, 1].
     """
-    rewards = _as_steps("rewards", rewards)
+    rewards = as_float("rewards", rewards)
     discount = _as_fraction("discount", discount, rewards)
     trace = _as_fraction("trace", trace, rewards)
     exists = _as_step_mask("mask", mask, rewards, True)
@@ -137,14 +124,10 @@ def _values(values, next_values, rewards, exists) -> tuple[jax.Array, jax.Array]
     values = as_float("values", values).astype(rewards.dtype)
     steps = rewards.shape[-1]
     shapes = [(*rewards.shape[:-1], steps + 1)] + ([rewards.shape] if next_values is not None else [])
-    if values.shape not in shapes:
-        raise ValueError(f"values must have shape {' or '.join(map(str, shapes))}, got {values.shape}")
+    check_shape("values", values, *shapes)
     here = values[..., :steps]
     if next_values is not None:
-        following = as_float("next_values", next_values).astype(rewards.dtype)
-        if following.shape != rewards.shape:
-            raise ValueError(f"next_values must have rewards' shape {rewards.shape}, got {following.shape}")
-        return here, following
+        return here, as_float("next_values", next_values, shape=rewards.shape).astype(rewards.dtype)
     if exists is None:
         return here, values[..., 1:]
     # The next step that exists: each place that does not passes on what follows it.
@@ -170,11 +153,9 @@ def normalised_returns(returns: ArrayLike, *, mask: ArrayLike, eps: float = 1e-4
         `[.., G, T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        ValueError: fewer than two axes, a group of one, a mask of another shape, a negative eps.
+        ValueError: fewer than two axes, a group of one, a mask of another shape.
     """
     returns = as_float("returns", returns)
     if returns.ndim < 2 or returns.shape[-2] < 2:
         raise ValueError(f"returns must be [.., G, T] with at least 2 episodes in a group, got shape {returns.shape}")
-    if not eps >= 0:
-        raise ValueError(f"eps must be at least 0, got {eps}")
     return masked_whiten(returns, as_mask("mask", mask, returns.shape), axis=(-2, -1), eps=eps)

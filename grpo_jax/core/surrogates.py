@@ -27,14 +27,6 @@ class Clip:
     high: float = 0.2
     dual: float | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1:
-            raise ValueError(f"low must be in [0, 1], got {self.low}")
-        if not self.high >= 0:
-            raise ValueError(f"high must be at least 0, got {self.high}")
-        if self.dual is not None and not self.dual > 1:
-            raise ValueError(f"dual must be more than 1, got {self.dual}")
-
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
         """The objective per token."""
         del logprobs
@@ -92,11 +84,6 @@ class SoftGate:
 
     positive: float = 1.0  # τ for positive advantages
     negative: float = 1.05  # τ for the others; larger, since their gradients spread over all other tokens
-
-    def __post_init__(self) -> None:
-        for name, value in (("positive", self.positive), ("negative", self.negative)):
-            if not value > 0:
-                raise ValueError(f"{name} must be more than 0, got {value}")
 
     def objective(self, log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
         """The objective per token."""

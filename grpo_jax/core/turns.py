@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from grpo_jax.core.advantages import group_mean
-from grpo_jax.core.masking import as_float, as_mask, select
+from grpo_jax.core.masking import as_float, as_mask, check_shape, select
 from grpo_jax.core.returns import discounted_returns
 
 
@@ -93,11 +93,8 @@ def turn_advantages(
         ValueError: shapes that do not fit.
     """
     returns, turn = as_float("returns", returns, ndim=4), jnp.asarray(turn)
-    if not jnp.issubdtype(turn.dtype, jnp.integer):
-        raise TypeError(f"turn must be of an integer type, got {turn.dtype}")
+    check_shape("turn", turn, (*returns.shape[:2], turn.shape[-1]))
     mask = as_mask("mask", mask, turn.shape)
-    if turn.ndim != 3 or turn.shape[:2] != returns.shape[:2]:
-        raise ValueError(f"turn must have shape {(*returns.shape[:2], 'T')}, got {turn.shape}")
     each = [estimate(returns[:, :, u], mask & (turn == u)) for u in range(returns.shape[2])]
     places = jnp.clip(turn, 0, returns.shape[2] - 1)
     return select(mask, jnp.take_along_axis(jnp.stack(each, axis=-1), places, axis=-1))

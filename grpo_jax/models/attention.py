@@ -14,7 +14,6 @@ from grpo_jax.core.logprobs import capped
 from grpo_jax.models import cache as caches
 from grpo_jax.models.flash import HEADS, PLATFORMS, SHORTEST, causal_rows
 
-IMPLEMENTATIONS = ("auto", "eager")
 _MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
 _MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
 _DECODED_HEADS = (64, 128)  # sizes of a head that `decode_attention` takes: Triton's blocks are powers of two
@@ -338,8 +337,6 @@ def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation:
     ``rows`` on a CPU, whose cache then holds what a row computes. On a GPU or TPU its kernels (``cuda``, ``tpu``)
     where the computation is in bfloat16 and on one device, else, and where `implementation` is ``eager``, ``blocks``.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"attn_implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if platform == "cpu" and not over_mesh:
         return "rows"
     kernels = platform in PLATFORMS and implementation == "auto" and not over_mesh and dtype == jnp.bfloat16

@@ -159,8 +159,6 @@ def extend_context(
 
 
 def _places(config: ModelConfig, tokens: jax.Array, mask: jax.Array, pictures: PictureStates) -> Places:
-    if config.vision is None:
-        raise ValueError("pictures must be None for a model without a vision tower")
     token, capacity = config.vision.image_token, pictures.states.shape[-2]
     return find_places(tokens, mask, pictures.grid, image_token=token, capacity=capacity)
 

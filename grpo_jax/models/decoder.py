@@ -15,8 +15,6 @@ from grpo_jax.models.lora import LoraConfig, init_adapters
 from grpo_jax.models.sharding import OverPrompts
 from grpo_jax.models.variables import PyTree
 
-REMAT = ("none", "products", "layer")
-
 
 class Decoder(nn.Module):
     """Embedding, scanned layers, final norm."""
@@ -111,7 +109,7 @@ def init_variables(
     lora: LoraConfig | None = None,
 ) -> dict[str, PyTree]:
     """Draw variables: normal weights (``Family.initial_stddev``), unit norms, zero biases, float32 adapters."""
-    decoder = Decoder(config, param_dtype=as_dtype(param_dtype, "param_dtype"), remat="none")
+    decoder = Decoder(config, param_dtype=jnp.dtype(param_dtype), remat="none")
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
     shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]
     weights_key, adapters_key = jax.random.split(key)
@@ -121,10 +119,3 @@ def init_variables(
     if lora is not None:
         variables["lora"] = init_adapters(variables["params"], adapters_key, lora)
     return variables
-
-
-def as_dtype(name: str, argument: str) -> jnp.dtype:
-    """The floating type of this name; a ValueError names the argument."""
-    if str(name) not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"{argument} must be 'float32', 'bfloat16' or 'float16', got {name!r}")
-    return jnp.dtype(name)

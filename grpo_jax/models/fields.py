@@ -1,6 +1,6 @@
 """Checks of the fields of a ``config.json``: kinds, ranges, and values that would change what is computed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from grpo_jax.errors import short_repr
@@ -85,8 +85,20 @@ def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> N
     """Raise ValueError naming the first field of another kind and its value; absent ones and None pass."""
     for name, kind in kinds.items():
         value = fields.get(name)
-        if value is not None and not kind.holds(value):
-            raise ValueError(f"{where}{name}: expected {kind.words}, got {short_repr(value)}")
+        expect(value is None or kind.holds(value), f"{where}{name}", kind.words, value)
+
+
+def expect(holds: bool, name: str, words: str, value: Any) -> None:
+    """Raise ValueError naming a field, what it must be and its value, unless that holds."""
+    if not holds:
+        raise ValueError(f"{name}: expected {words}, got {short_repr(value)}")
+
+
+def require(fields: Fields, names: Iterable[str], where: str = "config.json") -> None:
+    """Raise ValueError naming the fields that are absent or null."""
+    missing = [name for name in names if fields.get(name) is None]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}")
 
 
 def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:

@@ -231,10 +231,6 @@ def make_mlp(
     (https://arxiv.org/abs/2005.12729, table 1). `output_scale` is the last layer's gain: small, so that a policy
     starts near uniform. Without hidden layers it is linear.
     """
-    if features < 1 or any(width < 1 for width in hidden):
-        raise ValueError(f"features, hidden: expected widths of at least 1, got {features}, {tuple(hidden)}")
-    if activation not in ("relu", "tanh"):
-        raise ValueError(f"activation: expected one of ['relu', 'tanh'], got {activation!r}")
     module = MLP(tuple(hidden), activation, output_scale)
 
     def init(key: jax.Array) -> PyTree:

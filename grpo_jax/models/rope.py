@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 
 SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
@@ -61,9 +60,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         return plain / np.float32(rope.factor)
     if rope.scaling == "llama3":
         return _llama3(rope, plain)
-    if rope.scaling == "yarn":
-        return _yarn(rope, plain, head_dim)
-    raise ValueError(f"rope scaling must be one of {SCALINGS}, got {rope.scaling!r}")
+    return _yarn(rope, plain, head_dim)
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
@@ -89,8 +86,6 @@ def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> np.ndarray:
 
 def axes(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """The axis of a position (0 time, 1 row, 2 column) that each frequency turns with, i32 [head_dim / 2]."""
-    if len(rope.sections) != 3 or sum(rope.sections) != head_dim // 2:
-        raise ValueError(f"rope sections must be three that add up to {head_dim // 2}, got {rope.sections}")
     if not rope.interleaved:
         return np.repeat(np.arange(3, dtype=np.int32), rope.sections)
     interleaved = np.zeros(head_dim // 2, np.int32)
@@ -132,6 +127,13 @@ _ROPE_KINDS = {
 }
 
 
+_NEEDED = {
+    "llama3": ("low_freq_factor", "high_freq_factor", "max_position_embeddings"),
+    "yarn": ("max_position_embeddings",),
+}
+"""Fields without which a scaling means nothing; the original length stands for the last."""
+
+
 def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
     """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before), of a ``config.json``.
 
@@ -140,15 +142,13 @@ def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
     nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
-    if nested:
-        raise ValueError(f"rope_parameters per layer type ({', '.join(nested)}) are not supported")
-    if scaling.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported")
+    kinds.expect(not nested, "rope_parameters", "one table for all layers", nested)
+    share = scaling.get("partial_rotary_factor", 1)
+    kinds.expect(share == 1, "partial_rotary_factor", "1", share)
     theta = scaling.get("rope_theta") or fields.get("rope_theta") or theta
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "default" if kind in plain else kind
-    if kind not in SCALINGS:
-        raise ValueError(f"rope type {short_repr(kind)} is not supported; supported: {', '.join(SCALINGS)}")
+    kinds.expect(kind in SCALINGS, "rope_type", f"one of {', '.join(SCALINGS)}", kind)
     if kind == "default":
         return RopeConfig(theta=float(theta))
     original = (
@@ -159,19 +159,12 @@ def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str
     factor = scaling.get("factor")
     if factor is None and kind == "yarn" and original:
         factor = (fields.get("max_position_embeddings") or original) / original
-    needed = {"llama3": ("low_freq_factor", "high_freq_factor")}.get(kind, ())
-    missing = [name for name in needed if scaling.get(name) is None]
-    if factor is None:
-        missing.append("factor")
-    if missing:
-        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}")
-    if kind in ("llama3", "yarn") and not original:
-        raise ValueError(f"rope type {kind!r} needs original_max_position_embeddings or max_position_embeddings")
+    given = {**scaling, "factor": factor, "max_position_embeddings": original or None}
+    kinds.require(given, ("factor", *_NEEDED.get(kind, ())), f"rope_type {kind!r}")
     low, high = float(scaling.get("low_freq_factor") or 1.0), float(scaling.get("high_freq_factor") or 4.0)
-    if kind == "llama3" and low >= high:
-        raise ValueError(f"rope_parameters.low_freq_factor must be below high_freq_factor, got {low} and {high}")
-    if kind == "yarn" and float(theta) <= 1:
-        raise ValueError(f"rope_theta must be above 1 with rope type 'yarn', got {theta}")
+    rises = kind != "llama3" or low < high
+    kinds.expect(rises, "rope_parameters.low_freq_factor", f"a number below high_freq_factor={high}", low)
+    kinds.expect(kind != "yarn" or float(theta) > 1, "rope_theta", "a number above 1 with rope_type 'yarn'", theta)
     return RopeConfig(
         theta=float(theta),
         scaling=kind,

@@ -90,8 +90,6 @@ TABLE = (
 
 def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
     """Make a mesh of the first fsdp · tensor devices; neighbours share a tensor axis, which communicates most."""
-    if min(fsdp, tensor) < 1:
-        raise ValueError(f"fsdp and tensor must be at least 1, got {fsdp} and {tensor}")
     if len(devices) < fsdp * tensor:
         raise ValueError(f"a mesh of fsdp {fsdp} x tensor {tensor} takes {fsdp * tensor} devices, got {len(devices)}")
     return Mesh(np.asarray(devices[: fsdp * tensor]).reshape(fsdp, tensor), (FSDP, TENSOR))

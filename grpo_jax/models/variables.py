@@ -38,11 +38,8 @@ def token_values(head: dict[str, jax.Array], hidden: jax.Array) -> jax.Array:
 
 
 def tower_params(variables: Variables) -> PyTree:
-    """The tower's parameters, frozen or trained; ValueError where there are none."""
-    for collection in (variables, variables.get("params", {})):
-        if VISUAL in collection:
-            return collection[VISUAL]
-    raise ValueError("variables hold no vision tower: load the folder with vision=True")
+    """The tower's parameters, frozen or trained."""
+    return variables[VISUAL] if VISUAL in variables else variables["params"][VISUAL]
 
 
 def with_tower(variables: Variables, visual: PyTree, *, trained: bool) -> dict[str, PyTree]:

@@ -10,6 +10,7 @@ import jax
 
 from grpo_jax.config.build import flat, to_dict
 from grpo_jax.config.fields import require
+from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
@@ -87,7 +88,8 @@ def plan_cards(
     names = list(dict.fromkeys([*(f"{kind}:{i}" for i in range(len(gib))), *sum(places.values(), ())]))
     cards = {name: Card(name, _capacity(name, gib), {}) for name in names}
     lines = {POLICY: policy_lines(config, memory, target)}
-    lines |= {name: judge_lines(judge) for name, judge in config.judges.items()}
+    placed = own_package("bridges", "pool.section").placed
+    lines |= {name: judge_lines(placed(judge, name)) for name, judge in config.judges.items()}
     for part, where in places.items():
         for name in where:
             cards[name].parts[part] = lines[part]
@@ -146,10 +148,9 @@ def policy_lines(config: Config, memory: PolicyMemory, target: Target | None = N
     ]
 
 
-def judge_lines(judge: object) -> list[Line]:
+def judge_lines(judge: Judge) -> list[Line]:
     """The lines that a judge reports (`memory`)."""
-    count = getattr(judge, "memory", None)
-    return [Line(type(judge).__name__, 0, "it does not say")] if count is None else [Line(*row) for row in count()]
+    return [Line(*row) for row in judge.memory()]
 
 
 def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
@@ -169,7 +170,7 @@ def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
     policy["sampling.group_size"] = max(config.sampling.group_size // 2, 2)
     changes = policy if POLICY in full else {}
     for name in full & config.judges.keys():
-        for fields in getattr(config.judges[name], "savings", list)():
+        for fields in own_package("bridges", "pool.section").placed(config.judges[name], name).savings():
             changes |= {f"judges.{name}.{field}": value for field, value in fields.items()}
     now = flat(to_dict(config))
     return {name: value for name, value in changes.items() if now[name] != value}

@@ -6,7 +6,6 @@ not exist, and the compiler reports their memory.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,7 +112,7 @@ def policy_memory(
     narrow = {config.policy.compute_dtype, weight_dtype(config.policy)} - {"float32"}
     widened = bool(narrow) and target is None and device.platform == "cpu"
     same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
-    wide = dataclasses.replace(config, policy=dataclasses.replace(config.policy, **same)) if widened else config
+    wide = config.replace(policy=config.policy.replace(**same)) if widened else config
     programs = run_programs(wide, model, mesh, shown, platform)
     reports = {
         name: report(program, target, device, 1 if mesh is None else mesh.size) for name, program in programs.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -162,7 +161,7 @@ def _logprobs_program(
 ) -> Program:
     """Return the old or the reference's log-probabilities of a whole batch."""
     training = config.training
-    whole = dataclasses.replace(config, training=dataclasses.replace(training, minibatches=1))
+    whole = config.replace(training=training.replace(minibatches=1))
     policy = configured_functions(config.policy, model, mesh, platform)
     forward = make_forward(policy, temperature=config.sampling.temperature)
     state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)

@@ -230,8 +230,7 @@ def resolve_rewards(
     names = (*(watch or source.watched), *source.always_watched)
     watched = tuple(resolver.find(name, {}, "watch") for name in names)
     without_none = tuple(
-        dataclasses.replace(section, condition_on=None) if section.condition_on == "none" else section
-        for section in sections
+        section.replace(condition_on=None) if section.condition_on == "none" else section for section in sections
     )
     return ResolvedRewards(without_none, tuple(maximised), watched, names)
 

@@ -6,7 +6,6 @@ checkpoint, so that a run killed at any moment goes on as if nothing had happene
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 import time
@@ -43,7 +42,7 @@ Row = Mapping[str, Any]
 _AT_FAULT = {"render": "the renderer", "respond": "the environment"}  # by stage
 _KILLABLE = (
     ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
-    "(judges.NAME.replicas: 1, docs/judges.md)"
+    "(judges.NAME.pool, docs/judges.md)"
 )
 
 
@@ -97,6 +96,14 @@ class Callbacks(NamedTuple):
         return bool(answer)
 
 
+def epoch_line(rows: Sequence[Row]) -> str:
+    """Return the line about an epoch: means over its iterations."""
+    shown = {"reward": "reward/total/mean", "loss": "loss", "kl": "kl"}
+    values = {label: [row[name] for row in rows if row.get(name) is not None] for label, name in shown.items()}
+    means = [f"{label} {sum(found) / len(found):.4g}" for label, found in values.items() if found]
+    return f"epoch {rows[-1]['epoch']:.0f} ends, means of {len(rows)} iterations: {', '.join(means)}"
+
+
 @dataclass
 class Run:
     """One process's part of a run: `output` is its `RunOutput`, `clock` `time.monotonic()` when it started."""
@@ -112,6 +119,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.config = self.program.config
+        self._epoch: list[Row] = []
         self.again = f"--resume --run_dir {self.config.run_dir}"
 
     def execute(self) -> Record:
@@ -208,7 +216,7 @@ class Run:
         Comes after what may refuse the resume: config.yaml must not keep what was refused.
         """
         if self.config.resume and is_main_process():
-            self.output.directory.write_config(to_yaml(dataclasses.replace(self.config, resume=False)))
+            self.output.directory.write_config(to_yaml(self.config.replace(resume=False)))
 
     def train(self) -> None:
         """Advance to the end, a stop, a judge's failure, or updates that learn nothing; save the last good state."""
@@ -295,8 +303,13 @@ class Run:
             raise
         row = {**row, **measures}
         self.output.iteration(row)
+        self._epoch += [*before, row]
+        if row.get("epoch", 0.5) % 1 == 0:
+            self.output.say(epoch_line(self._epoch)) if len(self._epoch) > 1 else None
+            self._epoch = []
         if measures and self._now.best_iteration == self._now.iteration:  # after its row: --resume may go on from it
             self.checkpoints.save_as("best", *self._saved())
+            self.output.say(f"new best checkpoint after iteration {self._now.iteration}: {self._now.best_score:.4g}")
         for written in (*before, row):
             self._tell("on_iteration", written)
         if measures:

@@ -15,7 +15,6 @@ Nothing that is learned depends on how long anything takes, and a resumed run be
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -79,7 +78,7 @@ def make_learner(parts: RunContext) -> Learner:
     config, policy, training = parts.config, parts.policy, parts.config.training
     iterations = iterations_in_all(training, len(parts.prompts.train))
     per_iteration = config.training.inner_epochs * config.training.minibatches
-    section = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
+    section = config.optimizer.replace(learning_rate=config.learning_rate)
     schedule = make_schedule(section, iterations * per_iteration)
     optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=config.ppo.value_rate), policy.mesh)
     update = make_update(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -286,7 +285,7 @@ def load_program(
     parts = load_parts(source.config, output.part, **given, stopping=stop.is_set, leaving=leaving)
     learner = make_learner(parts)
     learner = learner._replace(update=_announced(learner.update, output.say))
-    config = dataclasses.replace(source.config, data=parts.config.data)
+    config = source.config.replace(data=parts.config.data)
     if config != source.config and not config.resume and is_main_process():  # data.template_date is filled in
         output.directory.write_config(to_yaml(config))
     return LanguageProgram(config, parts, learner, output.say, clock)

@@ -51,7 +51,7 @@ def fallen(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[f
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
     """Refuse rewards and watched measures that have the name of another measure of the run."""
-    sections = [*rewards.sections, *map(RewardSection, rewards.watch)]
+    sections = [*rewards.sections, *(RewardSection(name=name) for name in rewards.watch)]
     names = [section.called for section in sections]
     taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
     if config.algorithm.overlong_buffer:
@@ -60,7 +60,7 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
     measured: dict[str, RewardSection] = {}
     for place, section in enumerate(sections):
         name = section.called
-        plain = RewardSection(section.name, options=section.options, messages=section.messages)
+        plain = RewardSection(name=section.name, options=section.options, messages=section.messages)
         same = measured.setdefault(name, plain) == plain  # a reward may be watched too, as it is
         where = "rewards" if place < len(rewards.sections) else "watch"
         expected = "a name that no other measure of the run has (set a reward's label; in Python: ('name', function))"

@@ -16,6 +16,7 @@ import numpy as np
 from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
+from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
@@ -152,12 +153,14 @@ def load_parts(
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
     say("rewards", resolved.describe())
-    judge_sections = config.judges if is_main_process() else {}
+    placed = own_package("bridges", "pool.section").placed
+    mine = config.judges if is_main_process() else {}
+    judge_sections = {name: placed(judge, f"judges.{name}") for name, judge in mine.items()}
 
     def check_judges() -> None:
         for name, judge in judge_sections.items():
             with judge_named(name):
-                getattr(judge, "check", lambda: None)()
+                judge.check()
 
     together(check_judges)
     devices = policy_devices(placement, config.policy)
@@ -228,7 +231,7 @@ def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
     if config.data.template_date or "strftime_now" not in str(getattr(tokenizer, "chat_template", "")):
         return config
     today = broadcast(datetime.date.today().isoformat())
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, template_date=today))
+    return config.replace(data=config.data.replace(template_date=today))
 
 
 def place_parts(config: Config, say: Say) -> dict[str, str]:
@@ -377,7 +380,7 @@ def _check_measures(config: Config, prompts: PromptSet, environment: Environment
     """Refuse a best checkpoint, and early stopping, by what no validation measures, and kinds that prompts have not."""
     training, names = config.training, (SCORE, *environment.reward_names, *environment.watch_names)
     chosen_by = config.evaluation.best_by
-    require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}", chosen_by)
+    require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}{metric_hint(chosen_by)}", chosen_by)
     column, rows = config.evaluation.by, prompts.test[: config.evaluation.prompts or None]
     if column and (missing := sum(column not in row.columns for row in rows)):
         raise UserError(f"evaluation.by: {missing} of {len(rows)} held-out prompts have no column {column!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -153,7 +152,7 @@ def run_config(run_dir: str | Path) -> Config:
     if not isinstance(config, Config):
         name = to_dict(config)["task"]["kind"]
         raise UserError(f"{run_dir}: a {name} run has no language policy; its results are in summary.json")
-    return dataclasses.replace(config, run_dir=str(run_dir))  # the folder may have moved since
+    return config.replace(run_dir=str(run_dir))  # the folder may have moved since
 
 
 def restore_policy(
@@ -161,7 +160,7 @@ def restore_policy(
 ) -> tuple[Config, Policy, Record]:
     """Restore a run's config, its policy from a checkpoint (without judges, on one device), and the meta."""
     config = run_config(run_dir)
-    config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, mesh=MeshSection()))
+    config = config.replace(policy=config.policy.replace(mesh=MeshSection()))
     policy = load_run_policy(config, [_policy_device(config)], lambda *_: None, pictures=pictures)
     variables, meta = restore_variables(policy.variables, run_dir, checkpoint)
     return config, policy.replace(variables=variables), meta

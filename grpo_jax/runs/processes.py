@@ -6,7 +6,6 @@ one's own around `grpo_jax.training.update` and `grpo_jax.models.sharding` (docs
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -96,7 +95,7 @@ def join(config: Any) -> Any:
     require_for_processes(config, count)
     join_processes()
     require_same(start_facts(config))
-    return dataclasses.replace(config, run_dir=exchange(str(config.run_dir))[0])
+    return config.replace(run_dir=exchange(str(config.run_dir))[0])
 
 
 def require_for_processes(config: Config, count: int) -> None:

@@ -6,7 +6,6 @@ same functions, where they can be imported.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -47,10 +46,10 @@ def from_python(config: Config, prompts: object, rewards: object) -> PythonInput
     """Check prompts and rewards, and write them into the config."""
     taken = None if prompts is None else _prompt_set(prompts, config.data)
     if taken is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=IN_PYTHON))
+        config = config.replace(data=config.data.replace(prompts=IN_PYTHON))
     functions = {} if rewards is None else _by_label(rewards)
     if functions:
-        config = dataclasses.replace(config, rewards=_sections(config.rewards, functions))
+        config = config.replace(rewards=_sections(config.rewards, functions))
     return PythonInput(config, taken, functions)
 
 
@@ -196,7 +195,7 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
     for label, function in functions.items():
         name = import_path(function, label)
         named = {"name": name, "label": "" if name.endswith(f":{label}") else label}
-        resolved.append(dataclasses.replace(configured.get(label, RewardSection(label)), **named))
+        resolved.append(configured.get(label, RewardSection(name=label)).replace(**named))
     return resolved
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -116,8 +115,8 @@ def make_sft_step(
 ) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
     """Make init(variables) → state, which takes them over, and the compiled supervised step of (state, batch)."""
     section = config.warm_start
-    optimizing = dataclasses.replace(
-        config.optimizer, learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
+    optimizing = config.optimizer.replace(
+        learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
     )
     optimizer = make_optimizer(optimizing, make_schedule(optimizing, section.steps))
     optimizer = shard_optimizer(optimizer, policy.mesh)

@@ -113,7 +113,6 @@ def make_episode_sampler(
         tokens = np.asarray(tokens, np.int32)
         mask = np.asarray(mask, bool)
         active = np.asarray(active, bool)
-        _check_answers(tokens, mask, keys, active)
         more = carried.last.shape[0] - len(tokens)
         longer = bucket_size(tokens.shape[-1], smallest=8) - tokens.shape[-1]
         padded = [np.pad(array, ((0, more), (0, 0), (0, longer))) for array in (tokens, mask)]
@@ -141,13 +140,3 @@ def _grown(cache: Cache, larger: Cache) -> Cache:
     keys, values = move((cache.keys, cache.values), (larger.keys, larger.values))
     room = jnp.zeros((*rows.mask.shape[:2], keys[0].shape[-1]), bool)
     return Cache(keys, values, cache.length, Rows(move(rows.mask, room), rows.advance))
-
-
-def _check_answers(tokens: np.ndarray, mask: np.ndarray, keys: jax.Array, active: np.ndarray) -> None:
-    if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[:2] != active.shape or len(keys) != len(tokens):
-        raise ValueError(
-            "tokens and mask must be [P, G, A], active [P, G] and keys [P], got the shapes "
-            f"{tokens.shape}, {mask.shape}, {active.shape} and {keys.shape}"
-        )
-    if (mask[..., 1:] & ~mask[..., :-1]).any():
-        raise ValueError("mask must be true for the first tokens of each answer and false after them")

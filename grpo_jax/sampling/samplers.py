@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -51,7 +50,7 @@ def measured_section(section: SamplingSection, evaluation: EvaluationSection) ->
     """The section of an evaluation's sampled completions: k of each prompt, one by one, else as in training."""
     fields = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
     changed = {name: value for name, value in fields.items() if value is not None}
-    return dataclasses.replace(section, group_size=evaluation.samples, **changed)
+    return section.replace(group_size=evaluation.samples, **changed)
 
 
 def make_samplers(
@@ -177,15 +176,13 @@ def stop_table(stops: Sequence[str], first: Sequence[bytes], later: Sequence[byt
 
     Over bytes it is that of Aho and Corasick (1975): a state is the longest beginning of a stop string that the text
     ends with. A token is several steps of it at once. The state S, which has no row, is reached by the token that
-    completes a stop string. ValueError without stop strings or with an empty one.
+    completes a stop string.
 
     Args:
         stops: The stop strings.
         first: Bytes that each of V tokens adds to an empty text; b"" for nothing.
         later: Bytes that each adds to any other text.
     """
-    if not stops or not all(stops):
-        raise ValueError(f"stops: expected texts that are not empty, got {list(stops)}")
     moves, complete = _byte_moves([stop.encode() for stop in stops])
     ended = len(complete)
     moves = np.vstack([np.where(complete[moves], ended, moves), np.full(256, ended)])  # what follows changes nothing

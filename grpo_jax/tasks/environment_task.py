@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,20 +21,16 @@ from grpo_jax.rollout.stepping import Stepper, first_prompt
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
 
 
-@dataclass(frozen=True)
 class Environment(Task):
-    """Episodes of environments of your own: reset(seed) → prompt, step(text) → (reply, reward, done).
+    """Episodes of environments of your own: reset(seed) → prompt, step(text) → (reply, reward, done)."""
 
-    Args:
-        environment: Classes, package.module:Class or file.py:Class, made without arguments, one for each episode; of
-            several a list, or {class: share} of how much of the prompts each has.
-        seeds: How many episodes there are to train on, over and over; further ones are held out.
-        held_out: How many episodes each measure the run and choose the best checkpoint.
-    """
-
-    environment: dict[str, Any] | list[str] | str = field(default_factory=list)
+    environment: dict[str, Any] | list[str] | str = []
+    """Classes, package.module:Class or file.py:Class, made without arguments, one for each episode; of several a list,
+    or {class: share} of how much of the prompts each has."""
     seeds: int = 1024
+    """How many episodes there are to train on, over and over; further ones are held out."""
     held_out: int = 64
+    """How many episodes each measure the run and choose the best checkpoint."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "sampling": {"turns": 4, "max_new_tokens": 64, "max_answer_tokens": 64},
@@ -100,7 +95,7 @@ def _rewards(stepper: Stepper, kinds: Sequence[str]) -> TaskRewards:
     """Return the reward of a step, and beside it that of each kind of environment where there are several."""
     alone = {f"reward_{kind}": _of_kind(stepper.reward, kind) for kind in kinds} if len(kinds) > 1 else {}
     return TaskRewards(
-        {"reward": stepper.reward, **alone}, defaults=(RewardSection("reward"),), always_watched=tuple(alone)
+        {"reward": stepper.reward, **alone}, defaults=(RewardSection(name="reward"),), always_watched=tuple(alone)
     )
 
 

@@ -7,7 +7,6 @@ scorer's device. Every picture is scored against the **user's** prompt: a rewrit
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -216,26 +215,21 @@ def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
                     "rewards.quality: a pretty picture of something else would earn it; list alignment or "
                     "alignment_gain among the rewards, or say condition_on: none"
                 )
-            section = dataclasses.replace(section, condition_on=condition, threshold=thresholds[condition])
+            section = section.replace(condition_on=condition, threshold=thresholds[condition])
         resolved.append(section)
     return tuple(resolved)
 
 
-@dataclass(frozen=True)
 class PictureTask(Task):
-    """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them.
-
-    Args:
-        unusable: What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by
-            objective the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned
-            from it ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt").
-        pictures_per_text: Pictures drawn of each text in training, from as many noises that its group shares. A reward
-            that names `images` or `baseline_images` is the mean over those it has a value for; held-out prompts have
-            one picture.
-    """
+    """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
     unusable: Unusable = "worst"
+    """What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by objective
+    the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned from it
+    ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt")."""
     pictures_per_text: PositiveCount = 1
+    """Pictures drawn of each text in training, from as many noises that its group shares. A reward that names `images`
+    or `baseline_images` is the mean over those it has a value for; held-out prompts have one picture."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,10 +29,13 @@ COMPOSITIONAL = "compositional"
 """Value of data.prompts: objects, counts, colours and places, with questions for a judge that sees."""
 BOTH = "builtin+compositional"
 """Value of data.prompts: those that ship with the package, and as many compositional ones, in turn."""
-DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("faithfulness", 0.5), RewardSection("length", 0.2))
+DEFAULT_REWARDS = (
+    RewardSection(name="alignment"),
+    RewardSection(name="faithfulness", weight=0.5),
+    RewardSection(name="length", weight=0.2),
+)
 
 
-@dataclass(frozen=True)
 class PromptEnhancement(PictureTask):
     """Rewrites prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 

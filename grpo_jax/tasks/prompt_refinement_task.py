@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -35,26 +35,23 @@ INSTRUCTION = (
 CONTROLS: Mapping[str, Shown] = {"blind": "none", "wrong": "other"}
 """Controls, by the ending of their measures: pictures shown between two turns in place of the trained ones."""
 
-DEFAULT_REWARDS = (RewardSection("alignment"), RewardSection("length", 0.1))
+DEFAULT_REWARDS = (RewardSection(name="alignment"), RewardSection(name="length", weight=0.1))
 
 
-@dataclass(frozen=True)
 class PromptRefinement(PictureTask):
     """Rewrites prompts in several turns: judges.renderer draws each, the policy sees it, and writes a better one.
 
     All pictures of a prompt are drawn from the same noise.
-
-    Args:
-        answer: What is said between two turns; {prompt} stands for the user's. Empty: a request to mend what is wrong.
-        shown: What the policy sees between two turns: the picture that was just drawn of its prompt ("drawn"), "none",
-            or that of an "other" user's prompt. The last two are controls.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {**PictureTask.defaults, "sampling": {"turns": 2}}
     default_config: ClassVar[str | None] = "prompt_refinement_miniature"
 
     answer: str = ""
+    """What is said between two turns; {prompt} stands for the user's. Empty: a request to mend what is wrong."""
     shown: Shown = "drawn"
+    """What the policy sees between two turns: the picture that was just drawn of its prompt ("drawn"), "none", or that
+    of an "other" user's prompt. The last two are controls."""
 
     def check(self, config: Config) -> None:
         """Refuse settings that no picture task has, and a single turn."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from grpo_jax.config.fields import Section
 from grpo_jax.config.run import Config
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet, Row
@@ -161,8 +162,7 @@ class TaskData:
     unusable: Unusable = "prompt"
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(Section):
     """What a policy is to learn; derive from it as a frozen dataclass.
 
     Attributes:

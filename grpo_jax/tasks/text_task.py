@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from grpo_jax.config.fields import require
@@ -23,22 +22,18 @@ from grpo_jax.rollout.tools import Toolbox, ToolEpisodes, toolbox
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment
 
 
-@dataclass(frozen=True)
 class Text(Task):
-    """Any Hugging Face folder, prompts from a file, rewards by import path.
-
-    Args:
-        environment: What answers the policy between its turns (sampling.turns), package.module:function or
-            file.py:function: respond(rows, episodes) → an answer for each, its text alone, or None where it is done.
-            Tools that data.tools names answer by themselves.
-        pictures: Whether the environment shows pictures, which prompts need not: loads the policy's vision tower.
-        seeds: Without data.prompts, how often a class of data.tools is asked for a prompt; a sixteenth as often for
-            held-out ones.
-    """
+    """Any Hugging Face folder, prompts from a file, rewards by import path."""
 
     environment: str = ""
+    """What answers the policy between its turns (sampling.turns), package.module:function or file.py:function:
+    respond(rows, episodes) → an answer for each, its text alone, or None where it is done. Tools that data.tools names
+    answer by themselves."""
     pictures: bool = False
+    """Whether the environment shows pictures, which prompts need not: loads the policy's vision tower."""
     seeds: int = 1024
+    """Without data.prompts, how often a class of data.tools is asked for a prompt; a sixteenth as often for held-out
+    ones."""
 
     calls_tools: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {"sampling": {"max_new_tokens": 128}}  # room for an answer
@@ -102,7 +97,7 @@ class Text(Task):
         reward = {"reward": episodes.stepper.reward} if tools.judges else {}
         rewards = TaskRewards(
             reward,
-            defaults=[*map(RewardSection, reward)],
+            defaults=[RewardSection(name=name) for name in reward],
             columns=episodes.environments,
             column_names=("environments",),
         )

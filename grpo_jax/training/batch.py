@@ -58,8 +58,6 @@ def pack(mask: np.ndarray, *, shortest: int = 32) -> Packing | None:
     program for shared rows is worth compiling from T = `shortest` on. R is the same for all prompts.
     """
     mask = np.asarray(mask)
-    if (mask[..., 1:] & ~mask[..., :-1]).any():
-        raise ValueError("mask must be true for the first tokens of each completion and false after them")
     prompts, group, width = mask.shape
     if width < shortest:
         return None
@@ -248,6 +246,4 @@ def minibatches(batch: Batch, count: int, key: jax.Array) -> list[Batch]:
 def micro_batches(batch: Batch, parts: int) -> Batch:
     """Split a batch into `parts` equal micro-batches along P, on a new leading axis."""
     prompts = batch.tokens.shape[0]
-    if prompts % parts:
-        raise ValueError(f"batch: expected a number of prompts that {parts} micro-batches divide, got {prompts}")
     return jax.tree.map(lambda array: array.reshape(parts, prompts // parts, *array.shape[1:]), batch)

@@ -162,10 +162,8 @@ def estimate_advantages(
         return raft_advantages(summed)
     if section.advantage == "batch":
         return batch_whitened_advantages(summed, eps=section.advantage_eps)
-    if section.advantage == "grpo":
-        scale = section.scale or losses.PRESET_SCALES[section.preset]
-        return group_advantages(summed, scale=scale, eps=section.advantage_eps)
-    raise ValueError(f"section.advantage: expected gdpo, grpo, rloo, raft or batch, got {section.advantage!r}")
+    scale = section.scale or losses.PRESET_SCALES[section.preset]
+    return group_advantages(summed, scale=scale, eps=section.advantage_eps)
 
 
 def estimate_turn_advantages(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -131,7 +130,7 @@ def batch_shapes(
     if shown is not None:
         batch = batch._replace(pictures=shown(shape[:2]))
         batch = batch._replace(packing=None) if "answers" in batch.pictures else batch  # as `make_batch`
-    whole = dataclasses.replace(training, minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
+    whole = training.replace(minibatches=1, inner_epochs=training.inner_epochs * training.minibatches)
     prepare = make_preparation(forward, config.algorithm, config.ppo, whole)
     shapes = jax.eval_shape(lambda state, batch: prepare(state, batch)[0], state, batch)
     if mesh is None:
@@ -148,8 +147,8 @@ def require_memory(config: Config, model: ModelConfig, *, available: int | None,
     """
     if available is None:
         return
-    without_tower = dataclasses.replace(config.policy, vision="frozen")
-    config, sampling = dataclasses.replace(config, policy=without_tower), config.sampling
+    without_tower = config.policy.replace(vision="frozen")
+    config, sampling = config.replace(policy=without_tower), config.sampling
     state = tree_bytes(state_shapes(config, model, None))
     first = whole = 0
     if not listed:
@@ -267,7 +266,7 @@ def shown_shapes(
 
 
 def _optimizer(config: Config) -> optax.GradientTransformation:
-    section = dataclasses.replace(config.optimizer, learning_rate=config.learning_rate)
+    section = config.optimizer.replace(learning_rate=config.learning_rate)
     schedule = make_schedule(section, max(config.training.max_steps, 1))
     return make_optimizer(section, schedule, value_rate=config.ppo.value_rate)
 

@@ -96,11 +96,6 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
     bounds = {"low": section.clip_low, "high": section.clip_high}
     changed = {name: value for name, value in bounds.items() if value is not None}
     if changed:
-        if not isinstance(surrogate, losses.Clip):
-            raise ValueError(
-                f"algorithm.clip_low/clip_high: expected null for preset {section.preset!r}, which has no clip bounds, "
-                f"got {changed}"
-            )
         options["surrogate"] = dataclasses.replace(surrogate, **changed)
     if section.kl_coef > 0:
         options["kl"] = losses.KLPenalty(

@@ -133,13 +133,9 @@ def reference_variables(state: TrainState) -> Variables:
     """Return the variables of the reference policy; it has no value head."""
     policy = {name: tree for name, tree in state.variables.items() if name != VALUE}
     name = policy_collection(policy)
-    if state.reference is not None:
-        return {**policy, name: state.reference}
-    if name == "lora":
+    if state.reference is None and name == "lora":
         return {name: tree for name, tree in policy.items() if name != "lora"}
-    raise ValueError(
-        "state.reference: expected the reference weights, got None; pass keep_reference=True to init_state"
-    )
+    return {**policy, name: state.reference}
 
 
 def refresh_reference(state: TrainState) -> TrainState:

@@ -90,7 +90,7 @@ def _scene_figures(folder: Path, prompts: int) -> dict:
     from bridges.renderers.stable_diffusion_3 import StableDiffusion3
     from scripts.miniature.train_scorer_scenes import fill_in
 
-    renderer = StableDiffusion3(str(folder / "renderer_scenes"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
+    renderer = StableDiffusion3(path=str(folder / "renderer_scenes"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
     rows, rng = scenes.prompts("test", prompts, _SEED), np.random.default_rng(_SEED)
     asked = [row["prompt"] for row in rows]
     texts = {
@@ -127,8 +127,8 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
     from bridges.scorers.open_clip import OpenClip
     from scripts.miniature import seeing, train_scorer
 
-    renderer = StableDiffusion3(str(folder / "renderer"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
-    scorer = OpenClip(str(folder / "scorer")).load("cpu")
+    renderer = StableDiffusion3(path=str(folder / "renderer"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
+    scorer = OpenClip(model=str(folder / "scorer")).load("cpu")
 
     def draw(texts: list[str]) -> torch.Tensor:
         return renderer.draw(texts, list(range(len(texts))), evaluation=False)

@@ -22,7 +22,7 @@ TEXTS = ["a red dog", "two cats", "", "dog"]
 
 
 def load_scorer(model, batch_size=32, **fields):
-    scorer = OpenClip(str(model), **fields).load("cpu")
+    scorer = OpenClip(model=str(model), **fields).load("cpu")
     scorer._batch_size = batch_size
     return scorer
 

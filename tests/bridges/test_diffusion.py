@@ -22,7 +22,7 @@ SETTINGS = RenderSettings(steps=2, guidance=3.0, size=16, batch_size=3)
 
 
 def load_renderer(folder, **fields):
-    return StableDiffusion3(str(folder), **fields).load("cpu")
+    return StableDiffusion3(path=str(folder), **fields).load("cpu")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The user's mistakes: one clear line, exit code 2, no traceback, nothing lost."""
 
-import dataclasses
 import os
 import shutil
 
@@ -124,11 +123,11 @@ def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run
 
 def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, run):
     config = parse([f"--config={place.config}", f"--policy.path={garbage}", f"--run_dir={run}"])
-    named = dataclasses.replace(config, rewards=[RewardSection("missing_rewards:f")])
+    named = config.replace(rewards=[RewardSection(name="missing_rewards:f")])
     with pytest.raises(UserError, match="reward 'missing_rewards:f': no module missing_rewards"):
         train(named)
     with pytest.raises(UserError, match="a batch takes 4 different prompts and there are 1"):
-        train(dataclasses.replace(config, rewards=[]), prompts=["a", "b", "c"], rewards=[lambda completions: []])
+        train(config.replace(rewards=[]), prompts=["a", "b", "c"], rewards=[lambda completions: []])
     with pytest.raises(UserError, match="garbage"):
         train(config)
     assert not run.exists()

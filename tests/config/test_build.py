@@ -1,11 +1,7 @@
 """One build makes every section of every task: files, Python and saved configs say the same thing."""
 
-import dataclasses
-from typing import get_args, get_type_hints
-
 import pytest
 import yaml
-from docstring_parser import parse as parse_docstring
 from support import taught_task
 from support.text_task import ROOT
 
@@ -21,30 +17,21 @@ from grpo_jax.config import (
     to_yaml,
 )
 from grpo_jax.config.command_line import find_config, load_config, parse
+from grpo_jax.config.fields import walk
 from grpo_jax.config.help import help_lines
-from grpo_jax.config.named import built_in_names, find_class
 from grpo_jax.config.run import JUDGES, TASKS, find_task
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
 from grpo_jax.tasks.text_task import Text
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-NAMES = built_in_names(TASKS)
+NAMES = [*TASKS.kinds]
 OWN_TASK, OWN_JUDGE = ROOT / "examples" / "own_task" / "task.py", ROOT / "examples" / "own_judge" / "brightness.py"
 
 
-def sections_of(kind):
-    """A dataclass and all that its fields hold."""
-    yield kind
-    for hint in get_type_hints(kind).values():
-        for inner in (hint, *get_args(hint)):
-            if dataclasses.is_dataclass(inner):
-                yield from sections_of(inner)
-
-
-JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
+JUDGE_CLASSES = [JUDGES.class_of(name) for name in JUDGES.kinds]
 CLASSES = [Config, CartPoleConfig, *map(find_task, NAMES), *JUDGE_CLASSES]
-SECTIONS = list(dict.fromkeys(section for kind in CLASSES for section in sections_of(kind)))
+SECTIONS = list(dict.fromkeys(field.about for kind in CLASSES for field in walk(kind, {})))
 
 
 def other_values():
@@ -57,7 +44,7 @@ def other_values():
         report_to=[],
         judge_timeout=2.5,
         policy={"path": "x", "lora": {"rank": 3, "targets": ["q_proj"]}},
-        judges={"second": {"kind": "open_clip", "model": "ViT"}, "third": str(OWN_JUDGE)},
+        judges={"second": {"kind": "open_clip", "model": "ViT"}, "third": f"{OWN_JUDGE}:Brightness"},
         rewards=[
             {"name": "alignment"},
             {"name": "m.py:f", "weight": -0.5, "condition_on": "alignment", "threshold": 0.2, "options": {"a": 1.5}},
@@ -71,12 +58,9 @@ def other_values():
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_every_field_has_its_help_line_once(section):
-    docstrings = [vars(one).get("__doc__") or "" for one in reversed(section.__mro__)]  # each of its own fields
-    params = [param for text in docstrings for param in parse_docstring(text).params]
-    documented = [param for param in params if param.args[0] == "param"]  # and no class attributes
-    assert [param.arg_name for param in documented] == [field.name for field in dataclasses.fields(section)]
-    assert all(line.endswith((".", ".)")) for line in help_lines(section).values())
+def test_every_field_has_its_help(section):
+    lines = help_lines(section)
+    assert all(lines[name].endswith((".", ".)")) for name in section.model_fields)
 
 
 # round trips
@@ -119,15 +103,15 @@ def test_anyones_task_and_judge_are_named_by_their_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the names that are saved do not depend on where one stands
     saved = to_dict(config)
     assert saved["task"]["kind"] == f"{OWN_TASK}:Countdown"
-    assert saved["judges"]["brightness"] == {"kind": f"{OWN_JUDGE}:Brightness", "red": 0.5}
+    assert saved["judges"]["brightness"] == {"kind": f"{OWN_JUDGE}:Brightness", "pool": None, "red": 0.5}
     same_again(config, tmp_path)
 
 
 def test_objects_of_python_stand_in_their_places():
-    config = Config(task=Text(), policy=PolicySection(path="x"), rewards=[RewardSection("m:f")])
+    config = Config(task=Text(), policy=PolicySection(path="x"), rewards=[RewardSection(name="m:f")])
     fields = {"environment": "", "pictures": False, "seeds": 1024}
     assert to_dict(config)["task"] == {"kind": "text", **fields}
-    same = make_config(task="text", policy=PolicySection(path="x"), rewards=[RewardSection("m:f")])
+    same = make_config(task="text", policy=PolicySection(path="x"), rewards=[RewardSection(name="m:f")])
     assert same.policy == config.policy and same.rewards == config.rewards
     assert same.sampling.max_new_tokens == 128 != config.sampling.max_new_tokens  # a task's defaults are make_config's
 
@@ -144,18 +128,19 @@ def test_numbers_may_be_written_as_text():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "task: expected the name of a task, got None"),
-        ({"task": "txt"}, "task: expected cartpole, .*, text, package.module:Class or"),
+        ({}, "task: expected a kind \\(cartpole, .*, text, file.py:Class\\), got None"),
+        ({"task": "prompt_recreation"}, "task: no such kind, got .*; it left: use prompt_refinement"),
+        ({"task": "txt"}, "task: no such kind, got 'txt'; did you mean text\\? \\(your own: file.py:Class\\)"),
         ({"task": "nowhere.py:Mine"}, "task: the file nowhere.py does not exist"),
         ({"task": "no_such_package.tasks:Mine"}, "task: no module no_such_package.tasks"),
+        ({"task": f"{OWN_TASK}:Countdow"}, "has no task or judge called Countdow .it has: Calculator, Countdown"),
+        ({"task": f"{taught_task.__file__}:Taught"}, "task.texts: expected a value, it has no default"),
+        ({"task": "text", "judges": {"a": {"model": "x"}}}, "judges.a: expected a kind"),
+        ({"task": "text", "judges": {"a": "clip"}}, "judges.a: no such kind, got .clip.; did you mean open_clip"),
         (
-            {"task": f"{OWN_TASK}:Countdow"},
-            "must name one frozen dataclass with a `load`; .*: Calculator, Countdown",
+            {"task": "text", "judges": {"a": {"kind": "stable_diffusion_3", "steps": 0}}},
+            "judges.a.steps: expected a number >= 1, got 0",
         ),
-        ({"task": taught_task.__file__}, "task.texts: expected a value, it has no default"),
-        ({"task": "text", "judges": {"a": {"model": "x"}}}, "judges.a.kind: expected the name of a class"),
-        ({"task": "text", "judges": {"a": "clip"}}, "judges.a: expected .*text_to_image, vqa, package.module"),
-        ({"task": "text", "judges": {"a": {"kind": "stable_diffusion_3", "steps": 0}}}, "judges.a.steps: expected a n"),
         ({"task": "text", "judges": {"policy": "open_clip"}}, "judges: expected another name: policy is the policy's"),
         ({"task": "text", "judges": ["open_clip"]}, "judges: expected a mapping, got"),
     ],

@@ -1,5 +1,6 @@
 """One name for all commands, and what is said of options that are called otherwise."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,21 @@ def test_the_package_is_a_command():
     assert (done.returncode, done.stderr) == (2, "error: trian: no such command; did you mean train?\n")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"]["grpo"] == "grpo_jax.__main__:command"
+
+
+def test_the_console_script_imports_from_the_current_folder(tmp_path):
+    (tmp_path / "own_rewards.py").write_text("raise ValueError('it was imported')\n")
+    (tmp_path / "p.txt").write_text("\n".join("abcdefghijklmnopqrstuvwxyz"))
+    words = ["--task=text", "--policy.path=nowhere", "--data.prompts=p.txt", "--rewards=own_rewards:f", "--run_dir=run"]
+    script = "import sys; del sys.path[0]; from grpo_jax.__main__ import command; command()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2 and "it was imported" in done.stderr
 
 
 def printed(capsys, *words):

@@ -17,10 +17,10 @@ from grpo_jax.errors import UserError
         ({"algorithm": {"clip_low": 2.0}}, "algorithm.clip_low: expected a number <= 1, got 2.0"),
         ({"algorithm": {"resample_rounds": 0}}, "algorithm.resample_rounds: expected a number >= 1, got 0"),
         ({"ppo": {"trace": float("nan")}}, "ppo.trace: expected a finite number"),
-        ({"ppo": {"value_rate": 1e308}}, "ppo.value_rate: expected a number <= 1e.12"),
+        ({"ppo": {"value_rate": 1e308}}, "ppo.value_rate: expected a number <= 1000000000000"),
         (
             {"rewards": [{"name": "m:a", "weight": -1e13}]},
-            r"rewards\[0\].weight: expected a number >= -1e\+12, got -1000",
+            r"rewards\[0\].weight: expected a number >= -1000000000000, got -1000",
         ),
         # policy
         ({"policy": {"lora": {"path": "a", "rank": 2}}}, "policy.lora.path: expected no rank, alpha or targets beside"),
@@ -75,9 +75,9 @@ def test_values_that_cannot_be(values, message):
 
 
 def test_ranges_hold_in_python_too():
-    with pytest.raises(UserError, match=r"sampling.top_p: expected a number <= 1, got 2"):
+    with pytest.raises(UserError, match=r"SamplingSection.top_p: expected a number <= 1, got 2"):
         SamplingSection(top_p=2.0)
-    with pytest.raises(UserError, match=r"policy.lora.rank: expected a whole number, got 2.5"):
+    with pytest.raises(UserError, match=r"LoraSection.rank: expected a whole number, got 2.5"):
         LoraSection(rank=2.5)
 
 

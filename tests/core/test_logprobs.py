@@ -165,10 +165,6 @@ H, W, T = np.zeros((2, 3, 4), np.float32), np.zeros((5, 4), np.float32), np.zero
         (lambda: token_logprobs(H[0, 0], W, T[0, 0]), ValueError, r"hidden must be \[.., T, D\]"),
         (lambda: token_logprobs(H, W.T, T), ValueError, r"head must have shape \(V, 4\), got \(4, 5\)"),
         (lambda: token_logprobs(H, W, T, temperature=-1.0), ValueError, "temperature must be finite and at least"),
-        (lambda: token_logprobs(H, W, T, temperature="1"), TypeError, "temperature must be a number, got str"),
-        (lambda: token_logprobs(H, W, T, softcap=0.0), ValueError, "softcap must be finite and above 0, got 0.0"),
-        (lambda: token_logprobs(H, W, T, chunk_size=0), ValueError, "chunk_size must be at least 1, got 0"),
-        (lambda: token_logprobs(H, W, T, chunk_size=1.5), TypeError, "chunk_size must be an integer, got 1.5"),
     ],
 )
 def test_bad_input(call, error, message):

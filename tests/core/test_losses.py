@@ -176,24 +176,23 @@ X = np.zeros((2, 3), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: grpo_loss(X[0, 0], X, A, M), ValueError, "logprobs must have a token axis"),
         (lambda: grpo_loss(X, X[:1], A, M), ValueError, r"old_logprobs must have .* \(2, 3\), got \(1, 3\)"),
         (lambda: grpo_loss(X, X, A[:1], M), ValueError, r"advantages must have shape \(2,\) or \(2, 3\)"),
-        (lambda: grpo_loss(X, X, A, M, ratio="row"), ValueError, "ratio must be 'token' or 'sequence'"),
-        (lambda: grpo_loss(X, X, A, M, aggregation="mean"), ValueError, "aggregation must be 'sequence', 'token'"),
-        (lambda: grpo_loss(X, X, A, M, surrogate=Clip), TypeError, "surrogate must be a Clip"),
-        (lambda: grpo_loss(X, X, A, M, kl=0.1), TypeError, "kl must be a KLPenalty or None, got 0.1"),
+        (lambda: grpo_loss(X, X, A, M, ratio="row"), ValueError, "ratio must be one of 'token', 'sequence'"),
+        (
+            lambda: grpo_loss(X, X, A, M, aggregation="mean"),
+            ValueError,
+            "aggregation must be one of 'sequence'",
+        ),
         (lambda: grpo_loss(X, X, A, M, kl=KLPenalty(0.1)), ValueError, "ref_logprobs must be given"),
         (lambda: grpo_loss(X, X, A, M, entropy_coef=0.1), ValueError, "entropy must be given"),
-        (lambda: grpo_loss(X, X, A, M, normaliser=A), ValueError, "normaliser must be a Normaliser or a scalar"),
+        (lambda: grpo_loss(X, X, A, M, normaliser=A), ValueError, r"normaliser must have shape \(\), got"),
         (
             lambda: grpo_loss(X, X, A, M, normaliser=2.0, entropy=X, entropy_coef=0.1),
             ValueError,
             "normaliser must be a Normaliser when there is an entropy bonus",
         ),
         (lambda: grpo_loss(X, X, A, M, token_weights=A), ValueError, r"token_weights must have shape .* got \(2,\)"),
-        (lambda: FixedLength(0), ValueError, "length must be at least 1, got 0"),
-        (lambda: loss_normaliser(M[0, 0]), ValueError, "mask must have a token axis"),
     ],
 )
 def test_bad_input(call, error, message):

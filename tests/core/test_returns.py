@@ -148,17 +148,18 @@ def gae(rewards=R, values=V, discount=0.9, trace=0.9, **options):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: discounted_returns(R[0, 0], discount=0.9), ValueError, "rewards must have a time axis"),
         (lambda: discounted_returns(R, discount=1.1), ValueError, r"discount must be in \[0, 1\], got 1.1"),
-        (lambda: discounted_returns(R, discount=np.nan), ValueError, r"discount must be in \[0, 1\], got nan"),
-        (lambda: discounted_returns(R, discount=R[0]), ValueError, r"scalar or have shape \(2, 3\), got \(3,\)"),
+        (
+            lambda: discounted_returns(R, discount=R[0]),
+            ValueError,
+            r"shape \(\) or \(2, 3\), got \(3,\)",
+        ),
         (lambda: gae(trace=1.5), ValueError, r"trace must be in \[0, 1\], got 1.5"),
         (lambda: gae(values=R), ValueError, r"values must have shape \(2, 4\), got \(2, 3\)"),
         (lambda: gae(values=V[:1], next_values=R), ValueError, r"values must have shape \(2, 4\) or \(2, 3\)"),
-        (lambda: gae(next_values=V), ValueError, r"next_values must have rewards' shape \(2, 3\), got \(2, 4\)"),
+        (lambda: gae(next_values=V), ValueError, r"next_values must have shape \(2, 3\), got \(2, 4\)"),
         (lambda: gae(boundary=R), TypeError, "boundary must be of type bool"),
         (lambda: normalised_returns(R[0], mask=M[0]), ValueError, r"returns must be \[.., G, T\] .* got shape \(3,\)"),
-        (lambda: normalised_returns(R, mask=M, eps=-1.0), ValueError, "eps must be at least 0, got -1.0"),
     ],
 )
 def test_bad_input(call, error, message):

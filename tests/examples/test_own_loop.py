@@ -17,7 +17,7 @@ from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
 
 PATH = ROOT / "examples" / "own_loop.py"
-loop = load_module(str(PATH), "example")
+loop = load_module(str(PATH))
 
 
 @pytest.fixture(scope="module")

@@ -80,9 +80,7 @@ def test_its_table_and_measures_are_reported(finished):
 
 def test_what_it_remarks_on_completions_is_said_once(tmp_path, capsys):
     (tmp_path / "remarking.py").write_text(
-        "from dataclasses import dataclass\n"
         "from grpo_jax.config.named import load_object\n"
-        "@dataclass(frozen=True)\n"
         f"class Remarking(load_object({f'{FILE}:Countdown'!r}, 'task')):\n"
         "    def remark(self, completions):\n"
         "        return f'{len(completions)} completions were read'\n"

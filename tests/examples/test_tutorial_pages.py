@@ -7,7 +7,7 @@ from support.imports import ROOT
 
 from grpo_jax.config.named import load_module
 
-maker = load_module(str(ROOT / "docs" / "make_tutorial.py"), "tutorial")
+maker = load_module(str(ROOT / "docs" / "make_tutorial.py"))
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?%?")
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 each_page = pytest.mark.parametrize("path", maker.PAGES, ids=[path.stem for path in maker.PAGES])

@@ -19,7 +19,7 @@ def find(folder, fault):
     """The reward of a fault, as a config's section finds it."""
     path = folder / "odd_judge.py"
     path.write_text(fault.source)
-    section, source = RewardSection(f"{path}:judged"), TaskRewards()
+    section, source = RewardSection(name=f"{path}:judged"), TaskRewards()
     (found,) = resolve_rewards([section], [], source, ()).maximised
     return bind(found, {})
 

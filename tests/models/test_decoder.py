@@ -24,7 +24,7 @@ from support.tiny_decoders import (
 
 from grpo_jax.models import attention
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.lora import LoraConfig, init_adapters
+from grpo_jax.models.lora import init_adapters
 from grpo_jax.models.policy import make_policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -148,27 +148,13 @@ def test_bfloat16_compute_is_close(model):
 
 
 def test_adapters_need_their_configuration(model):
-    with pytest.raises(ValueError, match="LoraConfig"):
-        merged_params(model.variables, None)
     with pytest.raises(ValueError, match="lora=None"):
         make_policy(LLAMA).forward_group(model.variables, *BATCH)
-    with pytest.raises(ValueError, match="targets must be at least one"):
-        LoraConfig(2, 4.0, ())
-    with pytest.raises(ValueError, match="rank"):
-        LoraConfig(0, 4.0, ("q_proj",))
 
 
 def test_misshapen_calls_are_refused(model):
     with pytest.raises(ValueError, match="prompt_tokens"):
         model.policy.forward_group(model.variables, BATCH[0], BATCH[1][:, :-1], BATCH[2], BATCH[3])
-    with pytest.raises(TypeError, match="mask bool or integers, got int32 and float32"):
-        model.policy.prefill(model.variables, BATCH[0], BATCH[1].astype(np.float32))
-    with pytest.raises(ValueError, match="compute_dtype"):
-        make_policy(LLAMA, compute_dtype="float64")
-    with pytest.raises(ValueError, match="remat must be one of"):
-        make_policy(LLAMA, remat="some")
-    with pytest.raises(ValueError, match="matmul_precision must be one of"):
-        make_policy(LLAMA, matmul_precision="some")
 
 
 @pytest.mark.parametrize(("dtype", "given", "highest"), [("float32", None, True), ("bfloat16", None, False)])

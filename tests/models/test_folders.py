@@ -4,7 +4,6 @@ import json
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -246,13 +245,6 @@ def test_float16_overflow_is_refused(tmp_path):
     assert not (tmp_path / "export").exists()
 
 
-def test_params_of_another_model_are_refused(tmp_path, qwen):
-    loaded = hf.load_folder(qwen)
-    params = {**loaded.params, "norm": {"scale": jnp.ones(3)}, "extra": jnp.ones(1)}
-    with pytest.raises(ValueError, match=r"extra, norm\.scale"):
-        hf.save_folder(tmp_path / "export", qwen, loaded.config, params)
-
-
 def wrong_tensors(folder):
     stored = tensors(folder)
     stored["model.norm.weight"] = torch.ones(7)
@@ -361,7 +353,7 @@ def test_a_panic_in_a_tokenizer_is_one_line(qwen, monkeypatch):
         raise PanicException("index out of bounds: the len is 0 but the index is 7\n and where")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
-    with pytest.raises(UserError, match=r"cannot load the tokenizer in .*index is 7; copy its files again$"):
+    with pytest.raises(UserError, match=r"cannot load the tokenizer in .*index is 7.*; copy its files again$"):
         hf.load_folder(qwen)
 
 

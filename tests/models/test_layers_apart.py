@@ -72,15 +72,6 @@ def test_each_layer_is_merged_as_that_of_a_stack(family):
                 np.testing.assert_array_equal(entry(apart[module][name], (layer,)), entry(leaf, (layer,)))
 
 
-def test_layers_that_are_trained_must_be_stacked():
-    """Apart they have no gradient."""
-    config, _, variables = drawn("llama")
-    prompts, prompt_mask, tokens, mask = group_batch()
-    apart = {"params": apart_and_joined(variables["params"], config)}
-    with pytest.raises(ValueError, match="layers must be stacked where they are trained"):
-        make_policy(config).forward_group(apart, prompts, prompt_mask, tokens, mask)
-
-
 SECTION = {"compute_dtype": "bfloat16", "frozen_dtype": "bfloat16", "lora": LoraSection(rank=2)}
 
 

@@ -111,7 +111,7 @@ def test_a_folder_of_adapters_brings_its_own_settings(tmp_path):
     section = LoraSection(path=str(tmp_path / "adapter"))
     assert section.used and lora_config(section, tiny_update.CONFIG) == LORA
     for beside in (dict(rank=2), dict(alpha=4.0), dict(targets=["q_proj"])):
-        with pytest.raises(UserError, match=r"policy.lora.path: expected no rank, alpha or targets beside it"):
+        with pytest.raises(UserError, match=r"LoraSection.path: expected no rank, alpha or targets beside it"):
             LoraSection(path="somewhere", **beside)
     assert not PolicySection().lora.used
 

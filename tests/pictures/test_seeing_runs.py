@@ -1,6 +1,5 @@
 """Runs of a policy that sees: its tower frozen, with adapters, trained; what is written, and what a resume restores."""
 
-import dataclasses
 import json
 
 import jax
@@ -94,7 +93,7 @@ def test_a_resumed_run_goes_on_with_its_tower(place, trained, tmp_path):
     parts = configured(place, tmp_path / "parts", *TRAINED)
     with pytest.raises(UserError, match="the judge is away"):
         run(parts, rewards=[Letters(fails_at=2)])
-    run(dataclasses.replace(parts, resume=True), rewards=[Letters()])
+    run(parts.replace(resume=True), rewards=[Letters()])
     one, other = (tensors(folder / "policy") for folder in (trained, tmp_path / "parts"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -335,7 +335,7 @@ def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
     """As in a run (`runs.parts`), where it has no part in the placing."""
     from bridges import placement
 
-    pool = ("--judges.renderer.replicas=4", "--judges.renderer.resources={num_gpus: 1}")
+    pool = ("--judges.renderer.pool.replicas=4", "--judges.renderer.pool.resources={num_gpus: 1}")
     config = parse(["--config=prompt_enhancement_miniature", *pool])
     memory = policy_memory(config, read_shape("miniature"))
     first, second, third, host = cards.plan_cards(config, memory, (16.0, 16.0, 16.0))

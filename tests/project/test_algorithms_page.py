@@ -1,7 +1,6 @@
 """The code of docs/algorithms.md runs and prints what it says; its names exist."""
 
 import contextlib
-import dataclasses
 import io
 import re
 from pathlib import Path
@@ -35,7 +34,7 @@ def test_code_prints_what_it_says():
 
 @pytest.mark.parametrize(("prefix", "section"), [("algorithm", AlgorithmSection), ("ppo", PPOSection)])
 def test_config_fields_are_real_and_all_there(prefix, section):
-    fields = {field.name for field in dataclasses.fields(section)}
+    fields = set(section.model_fields)
     named = set(re.findall(rf"`{prefix}\.(\w+)", PAGE))
     assert named <= fields
     undescribed = {name for name in fields if f"`{prefix}.{name}" not in PAGE and f"`{name}" not in PAGE}

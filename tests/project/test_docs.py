@@ -1,21 +1,18 @@
 """What README and docs name is there: command lines parse, fields and files exist, imports in code lead somewhere."""
 
-import dataclasses
 import importlib
 import itertools
 import re
 import shlex
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import yaml
 from support import import_checks
 
-from bridges.pool.section import PoolSection
 from grpo_jax import demo, evaluate, export, predict, recommend, report
 from grpo_jax.config.command_line import parse
-from grpo_jax.config.named import built_in_names, find_class
+from grpo_jax.config.judge import PoolSection
 from grpo_jax.config.run import JUDGES, TASKS, make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
@@ -25,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 OTHERS = {command.__name__: command for command in (demo, evaluate, export, predict, recommend, report)}
-TASK_NAMES = built_in_names(TASKS)
-TASK_CLASSES = [find_class(name, TASKS, "task") for name in TASK_NAMES]
-JUDGE_CLASSES = [find_class(name, JUDGES, "judges") for name in built_in_names(JUDGES)]
+TASK_NAMES = [*TASKS.kinds]
+TASK_CLASSES = [TASKS.class_of(name) for name in TASK_NAMES]
+JUDGE_CLASSES = [JUDGES.class_of(name) for name in JUDGES.kinds]
 CONFIGS = list(dict.fromkeys(kind.config for kind in TASK_CLASSES))
-SECTIONS = {field.name for kind in CONFIGS for field in dataclasses.fields(kind)}
+SECTIONS = {name for kind in CONFIGS for name in kind.model_fields}
 SHIPPED = (
     *("prompt_enhancement_miniature", "prompt_refinement_miniature"),
     *("prompt_enhancement_sdxl_turbo", "prompt_enhancement_flux_schnell"),
@@ -86,7 +83,7 @@ def dotted_names(text: str) -> set[str]:
 def is_field(name: str) -> bool:
     """Whether a dotted name is a field of some task's config; NAME stands for any judge."""
     first, *rest = name.replace("[]", "").split(".")
-    given = {"task": TASK_CLASSES, "judges": [*JUDGE_CLASSES, PoolSection], "rewards": [RewardSection]}
+    given = {"task": TASK_CLASSES, "judges": JUDGE_CLASSES, "rewards": [RewardSection]}
     kinds = given.get(first) or types_of(CONFIGS, first)
     if first == "devices":  # a table
         return True
@@ -98,10 +95,8 @@ def is_field(name: str) -> bool:
 
 def types_of(kinds: list, name: str) -> list:
     """Types of the fields of one name."""
-    sections = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
-    return [
-        get_type_hints(kind)[name] for kind in sections if name in {field.name for field in dataclasses.fields(kind)}
-    ]
+    infos = [kind.model_fields[name] for kind in kinds if name in getattr(kind, "model_fields", {})]
+    return [PoolSection if name == "pool" else info.annotation for info in infos]
 
 
 def is_object(name: str) -> bool:

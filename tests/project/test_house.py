@@ -19,8 +19,9 @@ BRIDGE_COMMANDS = ("bridges.retrieval.__main__",)
 """Modules of the bridges that count as commands."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
 KNOWN_BY_BRIDGES = (
+    "grpo_jax.config.judge",
     "grpo_jax.errors",
-    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "named", "retrieval")),
+    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "retrieval")),
 )
 TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|cartpole|miniature|ndcg|pixel_accuracy)(?!\w)")
 

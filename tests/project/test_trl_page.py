@@ -11,7 +11,16 @@ import pytest
 from grpo_jax.config import make_config
 from grpo_jax.config.build import flat, to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.config.other_names import COMMAND, GRPO_CONFIG, NOT_HERE, TRAINER, TRAINING_ARGUMENTS, TRL
+from grpo_jax.config.other_names import (
+    COMMAND,
+    GRPO_CONFIG,
+    METRICS,
+    NOT_HERE,
+    OLDER_SCRIPTS,
+    TRAINER,
+    TRAINING_ARGUMENTS,
+    TRL,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_trl.md").read_text()
@@ -64,7 +73,7 @@ def test_the_page_has_the_table():
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     assert page.with_tables(PAGE) == PAGE, "run docs/make_trl_page.py"
-    for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND):
+    for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND, OLDER_SCRIPTS, METRICS):
         assert page.rows(table) in PAGE
 
 

@@ -87,7 +87,7 @@ def test_only_texts_taken_for_messages_are_told_of_them(tmp_path):
     file = tmp_path / "taken.py"
     file.write_text(TAKEN)
     for name, helped in {"get": True, "first": True, "other": False, "knows": False}.items():
-        section = RewardSection(f"{file}:{name}")
+        section = RewardSection(name=f"{file}:{name}")
         (found,) = resolve_rewards([section], (), TaskRewards(), ()).maximised
         columns = {"completion_messages": [[{"role": "assistant", "content": "text"}]]}
         with pytest.raises(RewardError, match=f"reward {name}: it raised") as caught:
@@ -101,7 +101,7 @@ def test_rewards_that_a_task_adapts_take_messages():
     def mine(completions):
         return [len(completion[0]["content"]) for completion in completions]
 
-    section = RewardSection("<given>:mine", messages=True)
+    section = RewardSection(name="<given>:mine", messages=True)
     (found,) = resolve_rewards([section], (), TaskRewards(adapt=where_ranked), (), {"mine": mine}).maximised
     score = make_score({"mine": bind(found, {})}, {}, missing=False)
     rows = [Row(0, "a", {"rank": 1.0}), Row(1, "b", {"rank": float("nan")})]

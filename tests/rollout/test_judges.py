@@ -1,7 +1,5 @@
 """How judges become the environment: conditions by default, honest baselines, judges that fail."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -26,11 +24,11 @@ def load(tmp_path_factory):
     """Loads the judges of a config: a tiny pipeline with a picture cache of some megabytes, and a tiny CLIP."""
     folder = tmp_path_factory.mktemp("models")
     renderer = str(tiny_models.stable_diffusion_3(folder / "renderer"))
-    scorer = OpenClip(str(tiny_models.clip(folder / "scorer")))
+    scorer = OpenClip(model=str(tiny_models.clip(folder / "scorer")))
     small = {"size": 16, "steps": 2, "eval_steps": 3, "guidance": 3.0, "batch_size": 3}
 
     def judges(cache_megabytes):
-        section = StableDiffusion3(renderer, cache_megabytes=cache_megabytes, **small)
+        section = StableDiffusion3(path=renderer, cache_megabytes=cache_megabytes, **small)
         return {"renderer": section.load("cpu"), "scorer": scorer.load("cpu")}
 
     return judges
@@ -42,17 +40,25 @@ def resolved(*sections):
 
 
 def test_quality_goes_with_alignment_unless_told_otherwise():
-    alignment, gain, quality = RewardSection("alignment"), RewardSection("alignment_gain"), RewardSection("quality")
-    assert resolved(alignment, quality)[1] == RewardSection("quality", 1.0, "alignment", 0.25)
-    assert resolved(quality, alignment, gain)[0] == RewardSection("quality", 1.0, "alignment_gain", 0.0)
-    explicit = RewardSection("quality", 0.5, "alignment", 0.1)
+    alignment, gain, quality = (
+        RewardSection(name="alignment"),
+        RewardSection(name="alignment_gain"),
+        RewardSection(name="quality"),
+    )
+    assert resolved(alignment, quality)[1] == RewardSection(
+        name="quality", weight=1.0, condition_on="alignment", threshold=0.25
+    )
+    assert resolved(quality, alignment, gain)[0] == RewardSection(
+        name="quality", weight=1.0, condition_on="alignment_gain", threshold=0.0
+    )
+    explicit = RewardSection(name="quality", weight=0.5, condition_on="alignment", threshold=0.1)
     assert resolved(alignment, explicit) == (alignment, explicit)
-    alone = RewardSection("quality", condition_on="none")
+    alone = RewardSection(name="quality", condition_on="none")
     assert resolved(alone, alignment) == (quality, alignment)
     with pytest.raises(UserError, match="list alignment or alignment_gain"):
-        resolved(quality, RewardSection("length"))
+        resolved(quality, RewardSection(name="length"))
     with pytest.raises(UserError, match=r"rewards.quality.condition_on: expected one of \['alignment'\], got 'beauty'"):
-        make_config(task="text", rewards=[alignment, RewardSection("quality", condition_on="beauty")])
+        make_config(task="text", rewards=[alignment, RewardSection(name="quality", condition_on="beauty")])
 
 
 @pytest.mark.parametrize(("cache_megabytes", "evaluation"), [(0, True), (16, False)])
@@ -82,7 +88,7 @@ def test_a_picture_that_cannot_be_drawn_is_missing_or_an_error(load):
     texts = [[row.prompt] for row in ROWS]
     with pytest.raises(RenderError):
         make_render(judges, CONFIG, baselines=False)(ROWS, texts, 0, False)
-    lenient = dataclasses.replace(CONFIG, on_judge_error="missing")
+    lenient = CONFIG.replace(on_judge_error="missing")
     pictures = make_render(judges, lenient, baselines=True)(ROWS, texts, 0, False)
     rewards = {"alignment": alignment, "faithfulness": Faithfulness()}
     bound = {name: bind(ResolvedReward(name, reward), judges) for name, reward in rewards.items()}

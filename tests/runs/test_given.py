@@ -1,15 +1,17 @@
 """Prompts and rewards that `run` is given in Python: what they mean, and that its folder is enough to go on."""
 
-import dataclasses
 import importlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
-from support.text_task import rewound, rows, train_here
+from support.text_task import ROOT, rewound, rows, train_here
 
 from grpo_jax import evaluate
 from grpo_jax.config import make_config
@@ -94,6 +96,32 @@ def test_a_run_from_python_is_evaluated_on_its_own_prompts(finished, tmp_path, c
     assert measured["greedy"] == {name: values["after"] for name, values in summary["evaluation"].items()}
 
 
+def test_rewards_from_python_are_found_from_any_folder(finished, own, tmp_path):
+    folder, _ = finished
+    assert [reward.name for reward in run_config(folder).rewards] == [
+        f"{own.__file__}:{f}" for f in ("letters", "brief")
+    ]
+    words = [sys.executable, "-m", "grpo_jax", "evaluate", "--run", str(folder), "--json"]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_epoch_that_ends_and_a_new_best_checkpoint_are_told(finished):
+    log = (finished[0] / "train.log").read_text()
+    assert "epoch 1 ends, means of 2 iterations: reward " in log and "new best checkpoint after iteration " in log
+
+
+def test_a_mistake_is_raised_from_the_top(config, tmp_path):
+    with pytest.raises(UserError, match="no_such_folder") as raised:
+        run(config(tmp_path / "run", policy={"path": "./no_such_folder"}), prompts=RECORDS, rewards=[brief])
+    assert len(raised.traceback) == 2 and raised.value.__cause__ is None and raised.value.__suppress_context__
+    with pytest.raises(UserError) as raised:
+        make_config(task="text", sampling={"top_p": 2})
+    assert raised.value.__suppress_context__
+
+
 def test_a_run_from_python_is_resumed_by_the_command(finished, tmp_path):
     folder, summary = finished
     again = rewound(folder, tmp_path / "again", 1)
@@ -104,7 +132,7 @@ def test_a_run_from_python_is_resumed_by_the_command(finished, tmp_path):
 
 def test_resuming_with_other_prompts_is_refused(finished, own, config, tmp_path):
     folder, _ = finished
-    again = dataclasses.replace(config(folder), resume=True)
+    again = config(folder).replace(resume=True)
     with pytest.raises(UserError, match="--resume: the prompts are not those that"):
         run(again, prompts=[*RECORDS[1:], RECORDS[0]], rewards=[own.letters, own.brief])
 
@@ -130,7 +158,7 @@ def brief(completions, size=10, **columns):
 )
 def test_what_cannot_be_is_one_clear_line(config, tmp_path, given, message):
     with pytest.raises(UserError, match="run_dir: expected a folder"):
-        run(dataclasses.replace(config(tmp_path), run_dir=None))
+        run(config(tmp_path).replace(run_dir=None))
     config = config(tmp_path / "run", rewards=[{"name": "brief", "options": {"sise": 40}}])
     with pytest.raises(UserError, match=message):
         run(config, **{"prompts": [f"{c} tree" for c in "abcdefghijkl"], **given})
@@ -167,14 +195,14 @@ def test_columns_that_json_would_change_are_not_kept_and_said(config, tmp_path, 
 
     folder = tmp_path / "run"
     short = config(folder, evaluation={"every": 0, "sampled": False})
-    short = dataclasses.replace(short, training=dataclasses.replace(short.training, max_steps=1))
+    short = short.replace(training=short.training.replace(max_steps=1))
     run(short, prompts=records, rewards=[wished])
     assert "column 'wish' of row 0 holds what JSON does not keep, such as a tuple" in capsys.readouterr().out
     assert evaluate.main(["--run", str(folder)]) == 2
     assert "prompts.jsonl does not keep them: call run(config, prompts=...) again" in capsys.readouterr().err
     with pytest.raises(UserError, match="reward wished: run\\(\\) was given this function in Python"):
-        run(dataclasses.replace(run_config(folder), resume=True), prompts=records)
-    assert run(dataclasses.replace(short, resume=True), prompts=records, rewards=[wished])["iterations"] == 1
+        run(run_config(folder).replace(resume=True), prompts=records)
+    assert run(short.replace(resume=True), prompts=records, rewards=[wished])["iterations"] == 1
 
 
 def test_without_held_out_prompts_all_are_trained_on(place, tmp_path, capsys, recwarn):

@@ -151,7 +151,7 @@ def test_no_two_measures_have_one_name():
     """Of a reward and what is watched, of a reward and another's turns, of a reward and another's control."""
 
     def names(rewards, watch=(), controls=(), turns=1):
-        sections = tuple(RewardSection(**one) if isinstance(one, dict) else RewardSection(one) for one in rewards)
+        sections = tuple(RewardSection(**one) if isinstance(one, dict) else RewardSection(name=one) for one in rewards)
         task = {"kind": "text", "environment": "a.py:answers" if turns > 1 else ""}
         config = make_config(task=task, sampling={"turns": turns})
         require_names(config, ResolvedRewards(sections, (), (), tuple(watch)), controls)

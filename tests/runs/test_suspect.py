@@ -99,3 +99,5 @@ def test_a_name_that_nothing_has(config, tmp_path, capsys):
     train(config, tmp_path / "run", "--evaluation.best_by", "honesty", expected=2)
     error = capsys.readouterr().err
     assert error == "error: evaluation.best_by: expected one of score, pleased, honest, got 'honesty'\n"
+    train(config, tmp_path / "run", "--evaluation.best_by", "kl_penalty", expected=2)
+    assert "(kl_penalty is kl; its weight is algorithm.kl_coef of metrics.jsonl)" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """How often the weights lie in memory while a run trains: once, twice as moments, and once more as a reference."""
 
-import dataclasses
 import gc
 
 import jax
@@ -44,7 +43,7 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
         "--algorithm.kl_coef=0.1",
         "--algorithm.update_ref_every=1",
     ]
-    config = dataclasses.replace(parse(arguments), rewards=())
+    config = parse(arguments).replace(rewards=())
 
     first = Probe(fails_at=2)
     with pytest.raises(UserError, match="the judge is away"):
@@ -52,7 +51,7 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
     assert first.counts == [4] * 2
 
     second = Probe()
-    run(dataclasses.replace(config, resume=True), rewards=[second])
+    run(config.replace(resume=True), rewards=[second])
     assert second.counts == [4] * 2
 
 

@@ -203,14 +203,3 @@ def test_levels_of_several_widths_are_ranked_alike(model, monkeypatch):
     own = [np.take_along_axis(x.scores, np.argsort(x.texts, axis=1), axis=1) for x in (together, apart)]
     np.testing.assert_allclose(*own, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(np.exp(own[0]).sum(1), 1, rtol=1e-4)
-
-
-def test_what_does_not_fit_is_refused(model, trie):
-    policy, variables = model
-    foreign = make_trie(TEXTS, vocab_size=LLAMA.vocab_size + 1)
-    sample = make_sampler(policy, SamplingParams(2, LENGTH), pad_id=PAD, trie=foreign, eos_ids=())
-    with pytest.raises(ValueError, match="trie must be of the policy's vocabulary of 64"):
-        sample(variables, PROMPTS, MASK, keys())
-    twice = {"eos_ids": (EOS,), "pad_id": PAD, "trie": trie, "allowed_tokens": np.ones(LLAMA.vocab_size, bool)}
-    with pytest.raises(ValueError, match="leave out allowed_tokens"):
-        make_sampler(policy, SamplingParams(2, LENGTH), **twice)(variables, PROMPTS, MASK, keys())

@@ -67,14 +67,3 @@ def test_the_first_turn_is_the_samplers():
     plain = make_sampler(model.policy, PARAMS, eos_ids=(EOS,), pad_id=PAD)(model.variables, PROMPTS, PROMPTS > 0, KEYS)
     samples, _ = sampler.begin(model.variables, PROMPTS, PROMPTS > 0, KEYS)
     jax.tree.map(np.testing.assert_array_equal, samples, plain)
-
-
-def test_answers_that_do_not_fit_are_refused():
-    model = tiny("llama")
-    sampler = make_episode_sampler(model.policy, PARAMS, eos_ids=(EOS,), pad_id=PAD)
-    _, carried = sampler.begin(model.variables, PROMPTS, PROMPTS > 0, KEYS)
-    active, said = np.ones((3, 4), bool), np.full((3, 4, 2), 5, np.int32)
-    with pytest.raises(ValueError, match="first tokens"):
-        sampler.go_on(model.variables, carried, said, np.array([False, True]) & (said > 0), KEYS, active)
-    with pytest.raises(ValueError, match=r"active \[P, G\]"):
-        sampler.go_on(model.variables, carried, said, said > 0, KEYS, active[:2])

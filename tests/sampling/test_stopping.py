@@ -121,11 +121,3 @@ def test_each_turn_looks_for_stop_strings_in_its_own_text():
     expected, stopped = cut(free, STOPS)
     assert stopped
     assert_same(came, expected)
-
-
-def test_stop_strings_that_are_none_are_refused():
-    for stops in ([], ["a", ""]):
-        with pytest.raises(ValueError, match="texts that are not empty"):
-            stop_table(stops, PIECES, PIECES)
-    with pytest.raises(ValueError, match=r"shape \[S, 64\] of the vocabulary"):
-        sampler(TABLE[:, :7])(tiny("llama").variables, PROMPTS, PROMPTS > 0, KEYS)

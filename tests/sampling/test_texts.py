@@ -44,8 +44,8 @@ def test_completions_differ_by_seed_and_place(policy):
 @pytest.mark.parametrize(
     ("prompts", "options", "error", "message"),
     [
-        ("one text", {}, TypeError, "prompts: expected a list of texts, got one"),
-        ([], {}, ValueError, "prompts: expected at least one, got none"),
+        ("one text", {}, ValueError, "prompts: expected a list of at least one text, got .one text."),
+        ([], {}, ValueError, "prompts: expected a list of at least one text"),
         (PROMPTS, {"temperature": -1.0}, ValueError, "temperature"),
         (PROMPTS, {"top": 3}, TypeError, "top"),
     ],

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(folder):
-    return ClipModel(str(folder), batch_size=3).load("cpu")
+    return ClipModel(path=str(folder), batch_size=3).load("cpu")
 
 
 def pictures(count, size=24, seed=0):
@@ -59,7 +59,7 @@ def test_similarities_are_those_of_transformers(folder, scorer, size):
     expected = of_transformers(folder, images, TEXTS)
     assert expected.std() > 0.03
     torch.testing.assert_close(scorer.image_text(images, TEXTS), expected, atol=1e-5, rtol=0)
-    fast = ClipModel(str(folder), batch_size=3, preprocessing="tensor").load("cpu").image_text(images, TEXTS)
+    fast = ClipModel(path=str(folder), batch_size=3, preprocessing="tensor").load("cpu").image_text(images, TEXTS)
     torch.testing.assert_close(fast, expected, atol=5e-3, rtol=0)
     assert (size == 24) == torch.equal(fast, scorer.image_text(images, TEXTS))
 
@@ -80,7 +80,7 @@ def test_tokens_are_counted_as_they_are_read(scorer):
 
 def test_a_head_reads_its_features(folder, tmp_path):
     save_file({"weight": torch.ones(1, 16), "bias": torch.zeros(1)}, tmp_path / "head.safetensors")
-    judged = ClipModel(str(folder), quality_head=str(tmp_path / "head.safetensors"), dtype="bfloat16").load("cpu")
+    judged = ClipModel(path=str(folder), quality_head=str(tmp_path / "head.safetensors"), dtype="bfloat16").load("cpu")
     images = pictures(2)
     torch.testing.assert_close(judged.quality(images), judged.image_features(images).sum(1))
     assert judged.summary == f"{folder}: CLIP, features of 16, on cpu"
@@ -129,17 +129,17 @@ def with_more_tokens(path):
 )
 def test_broken_folders_are_one_line(folder, tmp_path, change, message):
     with pytest.raises(UserError, match=message) as caught:
-        ClipModel(broken(folder, tmp_path / "broken", change)).load("cpu")
+        ClipModel(path=broken(folder, tmp_path / "broken", change)).load("cpu")
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_no_clip_is_refused_before_a_weight_is_read(tmp_path):
     with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
-        ClipModel("/nowhere/at/all").check()
+        ClipModel(path="/nowhere/at/all").check()
     other = tiny_models.causal_lm(tmp_path / "text")
     (other / "model.safetensors").unlink()
     with pytest.raises(UserError, match="expected a CLIPModel of transformers, it is a qwen2 model"):
-        ClipModel(str(other)).check()
+        ClipModel(path=str(other)).check()
 
 
 def test_the_page_makes_a_folder_of_weights_like_those_of_hpsv2(tmp_path, monkeypatch):
@@ -155,7 +155,7 @@ def test_the_page_makes_a_folder_of_weights_like_those_of_hpsv2(tmp_path, monkey
     model = open_clip.create_model("tiny-H-14").eval()
     torch.save({"state_dict": model.state_dict(), "epoch": 1}, "HPS_v2.1_compressed.pt")
     exec(block.replace("ViT-H-14", "tiny-H-14"), {})
-    judge = OpenClip(str(next(Path.cwd().glob("*/open_clip_config.json")).parent))
+    judge = OpenClip(model=str(next(Path.cwd().glob("*/open_clip_config.json")).parent))
     judge.check()
     scorer, images = judge.load("cpu"), pictures(2, 224)
     normal = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD

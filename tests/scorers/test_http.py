@@ -3,7 +3,7 @@
 import json
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -53,6 +53,10 @@ class Script(BaseHTTPRequestHandler):
             self.connection.close()
         elif step == "too late":
             self.late.wait(30)
+        elif step == "cut off":
+            self.reply(200, b'{"scores": [', {}, missing=5)
+        elif step in ("slow head", "slow body"):
+            self.trickle(b"HTTP/1.0 200 OK\r\nX-Slow: " if step == "slow head" else b"HTTP/1.0 200 OK\r\n\r\n")
         elif isinstance(step, int):
             self.reply(step, b"", {"Retry-After": "0", "Location": "http://127.0.0.1:9/elsewhere"})
         elif isinstance(step, bytes):
@@ -60,9 +64,16 @@ class Script(BaseHTTPRequestHandler):
         else:
             self.reply(200, json.dumps({"scores": [len(text) for text in asked["completions"]]}).encode(), {})
 
-    def reply(self, status, body, headers):
+    def trickle(self, head):
+        """A byte now and then, and never the last: no single read is late."""
+        with suppress(OSError):
+            self.wfile.write(head)
+            while not self.late.wait(0.1):
+                self.wfile.write(b"0")
+
+    def reply(self, status, body, headers, missing=0):
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+        for name, value in {**headers, "Content-Length": str(len(body) + missing)}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -77,14 +88,14 @@ def scripted(*steps, **options):
     state = {"steps": list(steps), "seen": [], "lock": threading.Lock(), "late": threading.Event()}
     with serving(type("Scripted", (Script,), state)) as url:
         try:
-            yield HttpJudge(Http(url, **options), first_pause=0.001), state["seen"]
+            yield HttpJudge(Http(url=url, **options), first_pause=0.001), state["seen"]
         finally:
             state["late"].set()
 
 
 @pytest.mark.parametrize(("batch_size", "concurrency"), [(64, 1), (2, 4), (1, 8)])
 def test_scores_come_in_order_however_they_are_asked_for(example, batch_size, concurrency):
-    judge = Http(example, batch_size=batch_size, concurrency=concurrency).load("cpu")
+    judge = Http(url=example, batch_size=batch_size, concurrency=concurrency).load("cpu")
     assert judge(PROMPTS, COMPLETIONS) == SCORES
     assert judge([], []) == []
     assert judge.summary == f"{example}: {concurrency} requests at once, of {batch_size} completions"
@@ -93,13 +104,13 @@ def test_scores_come_in_order_however_they_are_asked_for(example, batch_size, co
 def test_the_example_is_short_and_a_column_that_the_data_lack_is_named(example):
     assert len(EXAMPLE.read_text().splitlines()) < 50
     with pytest.raises(JudgeError, match=r"^the data have no column answer, which is to be sent"):
-        Http(example, columns=["answer"]).load("cpu")(PROMPTS, COMPLETIONS)
+        Http(url=example, columns=["answer"]).load("cpu")(PROMPTS, COMPLETIONS)
 
 
 def test_a_request_holds_the_columns_and_headers_that_the_config_names(monkeypatch):
     monkeypatch.setenv("JUDGE_HEADERS", "Authorization: Bearer a:b\n\nX-Team: red\n")
     options = {"columns": ["answer"], "headers_from": "JUDGE_HEADERS"}
-    Http("http://localhost/x", **options).check()
+    Http(url="http://localhost/x", **options).check()
     with scripted(**options, batch_size=2, concurrency=1) as (judge, seen):
         assert judge(["p", "q", "r"], ["a", "bb", "ccc"], answer=["1", None, {"n": 3}], other=[object()] * 3) == [
             1,
@@ -125,12 +136,16 @@ def test_requests_are_made_at_once():
             super().do_POST()
 
     with serving(Together) as url:
-        assert HttpJudge(Http(url, batch_size=1, concurrency=3, attempts=1))(["p"] * 3, ["a", "bb", "ccc"]) == [1, 2, 3]
+        assert HttpJudge(Http(url=url, batch_size=1, concurrency=3, attempts=1))(["p"] * 3, ["a", "bb", "ccc"]) == [
+            1,
+            2,
+            3,
+        ]
 
 
-@pytest.mark.parametrize("step", [503, 429, 500, "hang up", "too late"])
+@pytest.mark.parametrize("step", [503, 429, 500, "hang up", "cut off", "too late", "slow head", "slow body"])
 def test_what_passes_is_tried_again(step):
-    timeout = 1.0 if step == "too late" else 30
+    timeout = 1.0 if step in ("too late", "slow head", "slow body") else 30
     with scripted(step, step, attempts=3, timeout=timeout) as (judge, seen):
         assert judge(["p"], ["abc"]) == [3]
     assert len(seen) == 3 and seen[0][0] == seen[2][0]
@@ -149,6 +164,7 @@ def test_pauses_double_vary_and_keep_to_what_the_server_asks():
     [
         ([503] * 3, r"HTTP 503 Service Unavailable, 3 attempts, http://127.0.0.1:\d+/score", 3),
         (["hang up"] * 3, r"RemoteDisconnected: .*, 3 attempts, http://127", 3),
+        (["cut off"] * 3, r"HTTPException: the answer broke off 5 bytes before its end, 3 attempts, http://127", 3),
         ([404], r"HTTP 404 Not Found, http://127", 1),
         ([307], r"HTTP 307 Temporary Redirect, http://127", 1),
         ([b"<html>welcome</html>"], r'it answered no JSON {"scores": \[...\]} but <html>welcome</html>', 1),
@@ -164,6 +180,14 @@ def test_a_judge_that_gives_no_scores_says_why_in_one_line(steps, message, reque
         assert len(seen) == requests and "\n" not in str(caught.value)
 
 
+def test_the_time_limit_is_one_for_the_whole_answer():
+    with (
+        scripted("slow body", attempts=1, timeout=0.5) as (judge, _),
+        pytest.raises(JudgeError, match=r"^no whole answer within 0\.5 s, 1 attempts, http://127"),
+    ):
+        judge(["p"], ["abc"])
+
+
 def test_one_batch_without_an_answer_calls_off_the_others():
     with scripted(404, "too late", "too late", batch_size=1, concurrency=1) as (judge, seen):
         with pytest.raises(JudgeError, match="HTTP 404"):
@@ -175,7 +199,7 @@ def test_no_server_at_all_and_what_a_run_makes_of_it():
     """The policy of the run decides: a stop that names the reward, or missing values."""
     with scripted() as (judge, _):
         pass  # its port is closed now
-    judge = HttpJudge(Http(judge.name + "?key=secret", attempts=2), first_pause=0.001)
+    judge = HttpJudge(Http(url=judge.name + "?key=secret", attempts=2), first_pause=0.001)
     with pytest.raises(RewardError, match=r"^reward far: it raised JudgeError: ConnectionRefusedError") as caught:
         collect_rewards({"far": judge}, ["p"] * 2, ["a"] * 2, {}, 2)
     assert "secret" not in str(caught.value) + judge.summary + str(caught.value.__cause__)
@@ -219,7 +243,7 @@ def test_headers_that_are_none_are_refused_and_never_shown(monkeypatch, held):
     if held is not None:
         monkeypatch.setenv("JUDGE_HEADERS", held)
     with pytest.raises(UserError, match=r'lines "Name: value" in the environment variable JUDGE_HEADERS') as caught:
-        Http("http://h/", headers_from="JUDGE_HEADERS").check()
+        Http(url="http://h/", headers_from="JUDGE_HEADERS").check()
     assert "secret" not in str(caught.value)
 
 

@@ -53,7 +53,7 @@ def of_transformers(folder, image, threshold):
 @pytest.mark.parametrize("threshold", [0.3, 0.5])
 def test_objects_are_those_of_transformers_whatever_else_is_in_the_batch(folders, threshold):
     images = pictures(7)
-    judge = ObjectDetection(str(folders[0]), threshold=threshold, counting_threshold=0.9, batch_size=3).load("cpu")
+    judge = ObjectDetection(path=str(folders[0]), threshold=threshold, counting_threshold=0.9, batch_size=3).load("cpu")
     expected = [of_transformers(folders[0], image, threshold) for image in images]
     counts = [{name: len(boxes) for name, boxes in found.items()} for found in expected]
     assert len({tuple(count.values()) for count in counts}) > 1
@@ -74,12 +74,12 @@ def test_a_colour_is_the_likeliest_of_the_crop(folders):
     name, boxes = max(found.items(), key=lambda entry: len(entry[1]))
     left, top, right, bottom = boxes[0]
     crop = image[None, :, max(int(top), 0) : int(np.ceil(bottom)), max(int(left), 0) : int(np.ceil(right))]
-    clip = ClipModel(str(folders[1])).load("cpu")
+    clip = ClipModel(path=str(folders[1])).load("cpu")
     cosines = []
     for colour in COLOURS:
         mean = clip.text_features([text.format(colour=colour, name=name) for text in COLOUR_TEXTS]).mean(0)
         cosines.append(float((clip.image_features(crop)[0] * mean / mean.norm()).sum()))
-    judge = ObjectDetection(str(folders[0])).load("cpu")
+    judge = ObjectDetection(path=str(folders[0])).load("cpu")
     asked = [{"include": [{"class": name, "count": 1, "color": colour}]} for colour in COLOURS]
     expected = [float(place == int(np.argmax(cosines))) for place in range(len(COLOURS))]
     images = image.expand(len(COLOURS), -1, -1, -1)
@@ -178,12 +178,12 @@ def test_part_of_what_is_asked_can_earn_and_nothing_asked_is_missing(folders):
     there = max(of_transformers(folders[0], images[0], 0.3).items(), key=lambda entry: len(entry[1]))[0]
     include = [[{"class": there, "count": 1}, {"class": there, "count": 9}], None]
     for partial, earned in ((True, 0.5), (False, 0.0)):
-        judge = ObjectDetection(str(folders[0]), partial=partial).load("cpu")
+        judge = ObjectDetection(path=str(folders[0]), partial=partial).load("cpu")
         assert geneval([], [], images=images, include=include, detector=judge, scorer=None) == [earned, None]
 
 
 def test_what_is_asked_wrongly_is_one_line(folders, tmp_path):
-    judge = ObjectDetection(str(folders[0])).load("cpu")
+    judge = ObjectDetection(path=str(folders[0])).load("cpu")
     include = {"class": "dog", "count": 1}
     for wrong, said in (
         ([{"class": "computer mouze", "count": 1}], "include: the detector knows no 'computer mouze'; did you mean"),
@@ -196,9 +196,9 @@ def test_what_is_asked_wrongly_is_one_line(folders, tmp_path):
             judge.geneval(pictures(1), [{"include": wrong}], None)
     assert judge.geneval(pictures(1), [{"include": [{"class": "computer mouse", "count": 9}]}], None) == [0.0]
     with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
-        ObjectDetection("/nowhere/at/all").check()
+        ObjectDetection(path="/nowhere/at/all").check()
     with pytest.raises(UserError, match="expected a model that detects objects"):
-        ObjectDetection(str(folders[1])).load("cpu")
+        ObjectDetection(path=str(folders[1])).load("cpu")
     with pytest.raises(UserError, match=r"judges.d.threshold: expected a number in \[0, 1\)"):
         make_config(task="text", judges={"d": {"kind": "object_detection", "path": "x", "threshold": 2}})
 

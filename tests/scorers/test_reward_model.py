@@ -62,7 +62,7 @@ def chat(folder, messages):
 
 
 def test_scores_are_the_models_own_of_each_conversation_alone(folder):
-    judge = SequenceClassification(str(folder), batch_size=2).load("cpu")
+    judge = SequenceClassification(path=str(folder), batch_size=2).load("cpu")
     rows = [
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
@@ -76,7 +76,7 @@ def test_scores_are_the_models_own_of_each_conversation_alone(folder):
 
 
 def test_a_conversation_is_judged_as_a_whole(folder):
-    judge = SequenceClassification(str(folder)).load("cpu")
+    judge = SequenceClassification(path=str(folder)).load("cpu")
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     expected = chat(folder, [*asked, {"role": "assistant", "content": "4"}])
     parts = [{"type": "image"}, {"type": "text", "text": "2+2"}, {"type": "text", "text": "?"}]
@@ -86,7 +86,7 @@ def test_a_conversation_is_judged_as_a_whole(folder):
 
 
 def test_without_a_template_the_pair_is_read_and_the_label_says_which_output(encoder):
-    judges = {name: SequenceClassification(str(encoder), label=name, batch_size=3) for name in ("bad", "good")}
+    judges = {name: SequenceClassification(path=str(encoder), label=name, batch_size=3) for name in ("bad", "good")}
     for judge in judges.values():
         judge.check()
     prompts, answers = PROMPTS[:4], ANSWERS[:4]
@@ -96,14 +96,14 @@ def test_without_a_template_the_pair_is_read_and_the_label_says_which_output(enc
     for column, judge in ((0, judges["bad"]), (2, judges["good"])):
         torch.testing.assert_close(judge.load("cpu")(prompts, answers), expected[:, column], atol=1e-5, rtol=0)
     with pytest.raises(UserError, match="it has 3 outputs; say which as label: one of bad, fair, good"):
-        SequenceClassification(str(encoder)).check()
+        SequenceClassification(path=str(encoder)).check()
 
 
 def test_of_a_text_that_is_too_long_the_end_is_read(folder, encoder):
-    short = SequenceClassification(str(folder), max_tokens=20).load("cpu")
+    short = SequenceClassification(path=str(folder), max_tokens=20).load("cpu")
     first, second, other = short(["x" * 90, "y" * 90, "x" * 90], ["the end", "the end", "an end!"])
     assert first == second != other
-    judge = SequenceClassification(str(encoder), label="good", max_tokens=500).load("cpu")
+    judge = SequenceClassification(path=str(encoder), label="good", max_tokens=500).load("cpu")
     assert "pairs, 128 tokens" in judge.summary  # as many as it has positions for
     assert torch.isfinite(judge(["x" * 200], ["y" * 300])).all()
 
@@ -115,7 +115,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
     tokenizer.pad_token = None
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").unlink()
-    found = SequenceClassification(str(folder)).load("cpu")(PROMPTS, ANSWERS)
+    found = SequenceClassification(path=str(folder)).load("cpu")(PROMPTS, ANSWERS)
     pairs = zip(PROMPTS, ANSWERS, strict=True)
     expected = [of_transformers(folder, *pair)[0] for pair in pairs]
     torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=0)
@@ -125,6 +125,6 @@ def test_a_language_model_is_no_reward_model(tmp_path):
     """transformers would draw the head at random, and say so in a log line."""
     folder = str(tiny_models.causal_lm(tmp_path, num_labels=1))
     with pytest.raises(UserError, match=r"as a Qwen2ForSequenceClassification: its weights lack score.weight"):
-        SequenceClassification(folder).load("cpu")
+        SequenceClassification(path=folder).load("cpu")
     with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
-        SequenceClassification("/nowhere/at/all").check()
+        SequenceClassification(path="/nowhere/at/all").check()

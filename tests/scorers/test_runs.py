@@ -63,7 +63,7 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
         assert train_here(place.config, run, *words, *SHORT, "--on_judge_error=missing") == 0
     assert [(row["missing/gone"], row.get("missing/letters", 0.0)) for row in rows(run)] == [(1.0, 0.0)] * 2
     table = pyarrow.parquet.read_table(run / "completions" / "step_000002.parquet").to_pydict()
-    judge = SequenceClassification(str(folder)).load("cpu")
+    judge = SequenceClassification(path=str(folder)).load("cpu")
     expected = judge(table["prompt"], table["text"])
     np.testing.assert_allclose(table["reward/preference"], expected.numpy(), atol=1e-5)
     assert np.ptp(table["reward/preference"]) > 1e-3

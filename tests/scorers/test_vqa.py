@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge(folder):
-    return Vqa(str(folder), question="Is it {prompt}?", answer="Y", dtype="float32", batch_size=3).load("cpu")
+    return Vqa(path=str(folder), question="Is it {prompt}?", answer="Y", dtype="float32", batch_size=3).load("cpu")
 
 
 def pictures(count, seed=0):
@@ -62,7 +62,7 @@ def test_probabilities_are_those_of_transformers_whatever_else_is_in_the_batch(f
 
 
 def test_an_answer_of_several_tokens_is_read_whole(folder):
-    yes = Vqa(str(folder), answer="Yes", dtype="float32").load("cpu")
+    yes = Vqa(path=str(folder), answer="Yes", dtype="float32").load("cpu")
     images = pictures(2)
     expected = [of_transformers(folder, image, "Is it red?", "Yes") for image in images]
     torch.testing.assert_close(yes.yes(images, ["Is it red?"] * 2), torch.tensor(expected), atol=0, rtol=1e-4)
@@ -71,7 +71,7 @@ def test_an_answer_of_several_tokens_is_read_whole(folder):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_answer_is_a_probability(folder, dtype):
-    assert 0 < Vqa(str(folder), dtype=dtype).load("cpu").yes(pictures(1), ["Is it?"]) < 1
+    assert 0 < Vqa(path=str(folder), dtype=dtype).load("cpu").yes(pictures(1), ["Is it?"]) < 1
 
 
 def reward(name, judge):
@@ -107,12 +107,12 @@ def test_questions_of_the_row_give_their_mean_and_none_gives_none(judge):
 def test_what_cannot_answer_is_refused(tmp_path):
     text = str(tiny_models.causal_lm(tmp_path / "text"))
     with pytest.raises(UserError, match="expected a model that sees pictures"):
-        Vqa(text).load("cpu")
+        Vqa(path=text).load("cpu")
     plain = seeing_folder(tmp_path / "plain", template=None)
     with pytest.raises(UserError, match="no such folder: /nowhere/at/all"):
-        Vqa("/nowhere/at/all").check()
+        Vqa(path="/nowhere/at/all").check()
     (plain / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="expected a model with a chat template"):
-        Vqa(str(plain)).load("cpu")
+        Vqa(path=str(plain)).load("cpu")
     with pytest.raises(UserError, match=r"judges.v.question: expected a text with \{prompt\} in it"):
         make_config(task="text", judges={"v": {"kind": "vqa", "path": "x", "question": "Is it good?"}})

@@ -1,7 +1,5 @@
 """A task of one's own with something to teach: for warm starts, and for configs that name a task by its file."""
 
-from dataclasses import dataclass
-
 from grpo_jax.config import RewardSection
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.prompts import make_prompt_set
@@ -14,20 +12,16 @@ def brevity(completions):
     return [-float(len(text)) for text in completions]
 
 
-@dataclass(frozen=True)
 class Taught(Task):
-    """What to answer to "linen lamp" is taught; what is rewarded is to be brief.
-
-    Args:
-        texts: The answers.
-    """
+    """What to answer to "linen lamp" is taught; what is rewarded is to be brief."""
 
     texts: list[str]
+    """The answers."""
 
     def load(self, setup: TaskSetup) -> TaskData:
         train, validation, test = ["wool rug", "oak desk", PROMPT, "tin cup"], ["red mat"], ["blue mat"]
         return TaskData(
             make_prompt_set(*([{"prompt": prompt} for prompt in part] for part in (train, validation, test))),
-            rewards=TaskRewards({"brevity": brevity}, defaults=[RewardSection("brevity")]),
+            rewards=TaskRewards({"brevity": brevity}, defaults=[RewardSection(name="brevity")]),
             pairs=lambda: [(PROMPT, text) for text in self.texts],
         )

@@ -17,7 +17,7 @@ PROMPTS, TEXTS = ["1+1", "1+1", "2+3", "2+3"], ["2", "3", "5", "four"]
 
 def load_reward(path):
     """The function that a config's reward of this name is."""
-    (found,) = resolve_rewards([RewardSection(path)], [], TaskRewards(), ()).maximised
+    (found,) = resolve_rewards([RewardSection(name=path)], [], TaskRewards(), ()).maximised
     return bind(found, {})
 
 

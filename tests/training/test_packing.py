@@ -81,11 +81,6 @@ def test_short_rows_are_not_worth_a_program():
     assert pack(np.tile(mask, (2, 4, 1))).source.shape == (2, 1, 32)
 
 
-def test_a_mask_with_holes_is_refused():
-    with pytest.raises(ValueError, match="mask must be true for the first tokens"):
-        pack(np.array([[[True, False, True]]]))
-
-
 @pytest.mark.parametrize(("longest", "kept"), [(1, 16), (16, 16), (17, 32), (33, 48), (50, 50)])
 def test_trimming_keeps_the_longest_row(longest, kept):
     mask = np.arange(50) < np.array([[longest], [1]])

@@ -14,7 +14,7 @@ from support.tiny_update import PROMPTS, STEPS
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import make_policy
-from grpo_jax.training.batch import micro_batches, minibatches
+from grpo_jax.training.batch import minibatches
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import init_state, reference_variables, refresh_reference
 from grpo_jax.training.update import make_configured_step, make_update
@@ -37,11 +37,6 @@ def test_minibatches_are_a_partition_with_whole_groups(batch):
     parts = minibatches(batch, 2, jax.random.key(3))
     rows = np.concatenate([part.tokens for part in parts]).reshape(PROMPTS, -1)
     assert sorted(map(tuple, rows)) == sorted(map(tuple, np.asarray(batch.tokens).reshape(PROMPTS, -1)))
-
-
-def test_a_batch_that_does_not_divide_is_refused(batch):
-    with pytest.raises(ValueError, match="that 3 micro-batches divide, got 4"):
-        micro_batches(batch, 3)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Episodes of a tiny policy from sampler to gradient: one stream, in which every number is that of long prompts."""
 
-import dataclasses
 import functools
 
 import jax
@@ -370,6 +369,6 @@ def test_dead_groups_are_judged_by_their_turns():
     options = {"weights": {"a": 1.0}, "max_new_tokens": 4}
     returned = make_turn_objectives(jnp.asarray(rewards), lengths, section, **options)
     assert (np.asarray(returned.rewards) == 1).all() and informative_groups(returned, section).all()
-    last = dataclasses.replace(section, turn_advantage="last")
+    last = section.replace(turn_advantage="last")
     ended = make_turn_objectives(jnp.asarray(rewards), lengths, last, **options)
     np.testing.assert_array_equal(ended.rewards[0, :, 0], [1, 0])

@@ -3,12 +3,11 @@
 A new family is a file that ends in its `Family`, and its row here.
 """
 
-from grpo_jax.errors import short_repr
 from grpo_jax.models.families import gemma, gpt2, llama, phi, qwen3_moe, smollm
 from grpo_jax.models.families.family import Family
 from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.families.llama import DecoderConfig
-from grpo_jax.models.fields import Fields
+from grpo_jax.models.fields import Fields, expect
 
 ModelConfig = DecoderConfig | GPT2Config
 
@@ -27,6 +26,6 @@ def family_of(config: ModelConfig) -> Family:
 def read_config(fields: Fields) -> ModelConfig:
     """Read the contents of a ``config.json``; ValueError names a field that is missing or not supported."""
     model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"model_type must be one of {tuple(FAMILIES)}, got {short_repr(model_type)}")
+    known = isinstance(model_type, str) and model_type in FAMILIES
+    expect(known, "model_type", f"one of {tuple(FAMILIES)}", model_type)
     return FAMILIES[model_type].read(fields)

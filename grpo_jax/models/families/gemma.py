@@ -88,9 +88,8 @@ def _ropes(fields: kinds.Fields) -> tuple[RopeConfig, RopeConfig]:
     kinds.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), kinds.TABLE))
     tables = dict(fields.get("rope_parameters") or {})
     kinds.check_kinds(tables, dict.fromkeys(tables, kinds.TABLE), "rope_parameters.")
-    unknown = sorted(set(tables) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(f"rope_parameters.{unknown[0]}: expected full_attention and sliding_attention alone")
+    known = set(tables) <= {"full_attention", "sliding_attention"}
+    kinds.expect(known, "rope_parameters", "full_attention and sliding_attention alone", sorted(tables))
     kinds.check_kinds(fields, dict.fromkeys(("rope_theta", "rope_local_base_freq"), kinds.POSITIVE))
     far = {"rope_parameters": (tables.get("full_attention") or {}) | (fields.get("rope_scaling") or {})}
     far |= {name: fields.get(name) for name in ("rope_theta", "max_position_embeddings")}

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.attention import Context, LayerInput, attend_streams
 from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family, Naming
@@ -65,16 +64,10 @@ class GPT2Config:
     vision: ClassVar[None] = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"n_embd must be a multiple of n_head, got {self.hidden_size} and {self.num_heads}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation_function must be one of {tuple(ACTIVATIONS)}, got {short_repr(self.activation)}"
-            )
+        whole = self.hidden_size % self.num_heads == 0
+        kinds.expect(whole, "n_embd", f"a multiple of n_head={self.num_heads}", self.hidden_size)
+        known = self.activation in ACTIVATIONS
+        kinds.expect(known, "activation_function", f"one of {tuple(ACTIVATIONS)}", self.activation)
 
     @property
     def model_type(self) -> str:
@@ -101,9 +94,7 @@ class GPT2Config:
         ``summary_*`` fields belong to a head that a causal language model lacks.
         """
         fields = {name: config[alias] for alias, name in _ALIASES.items() if alias in config} | dict(config)
-        missing = [name for name in _REQUIRED if fields.get(name) is None]
-        if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        kinds.require(fields, _REQUIRED)
         kinds.check_kinds(fields, _KINDS)
         kinds.refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
         fields = kinds.not_null(fields)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend_streams
 from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
@@ -53,10 +52,6 @@ class Mixture:
     width: int  # of each one's gated MLP
     normalised: bool = False  # whether the weights of the chosen ones add up to 1
 
-    def __post_init__(self):
-        if not 1 <= self.chosen <= self.experts:
-            raise ValueError(f"num_experts_per_tok must be from 1 to num_experts={self.experts}, got {self.chosen}")
-
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -98,23 +93,10 @@ class DecoderConfig:
         """Fill in ``windows`` and refuse impossible shapes."""
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-        for name in (*sizes, "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_dim}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {tuple(ACTIVATIONS)}, got {short_repr(self.activation)}")
-        for name in ("windows", "layer_ropes"):
-            value = getattr(self, name)
-            if value and len(value) != self.num_layers:
-                raise ValueError(f"{name} must have one entry per layer ({self.num_layers}), got {short_repr(value)}")
+        divides = self.num_heads % self.num_kv_heads == 0
+        kinds.expect(divides, "num_key_value_heads", f"a divisor of {self.num_heads} heads", self.num_kv_heads)
+        kinds.expect(self.head_dim % 2 == 0, "head_dim", "an even number", self.head_dim)
+        kinds.expect(self.activation in ACTIVATIONS, "hidden_act", f"one of {tuple(ACTIVATIONS)}", self.activation)
 
     @property
     def context_length(self) -> int | None:
@@ -131,7 +113,7 @@ class DecoderConfig:
         kinds.check_kinds(config, {"text_config": kinds.TABLE, "tie_word_embeddings": kinds.FLAG})
         fields = _text_fields(config, model_type)
         shared = read_shared(fields, model_type, head_dim=128 if model_type in ("qwen3", "qwen3_vl") else None)
-        _refuse_unsupported(fields, model_type)
+        kinds.refuse_changed(fields, _neutral(fields, model_type), model_type)
         attention_bias = bool(fields.get("attention_bias", False))
         qwen2_like = model_type in ("qwen2", "qwen2_vl", "qwen2_5_vl")
         return cls(
@@ -163,9 +145,7 @@ def read_shared(
     """
     kinds.check_kinds(fields, {**_KINDS, **extra_kinds})
     fields = kinds.not_null(fields)
-    missing = [name for name in _REQUIRED if fields.get(name) is None]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    kinds.require(fields, _REQUIRED)
     neutral = {name: values for name, values in kinds.NEUTRAL.items() if name not in honoured}
     kinds.refuse_changed(fields, neutral, model_type)
     return {
@@ -195,23 +175,23 @@ def _text_fields(config: kinds.Fields, model_type: str) -> dict[str, Any]:
     return fields
 
 
-def _refuse_unsupported(fields: kinds.Fields, model_type: str) -> None:
-    if model_type.startswith("qwen2") and fields.get("attention_bias") is False:
-        raise ValueError("attention_bias=False is not supported: Qwen2 always has query, key, value biases")
-    if model_type == "mistral" and fields.get("attention_bias"):
-        raise ValueError("attention_bias=True is not supported: Mistral has no biases")
-    if model_type != "llama" and fields.get("mlp_bias"):
-        raise ValueError(f"mlp_bias=True is not supported for model_type {model_type!r}")
-    if model_type in ("qwen2_vl", "qwen2_5_vl") and fields.get("head_dim") not in (None, _head_dim(fields)):
-        raise ValueError(
-            f"head_dim={fields['head_dim']} is not supported for model_type {model_type!r}: it is {_head_dim(fields)}"
-        )
+def _neutral(fields: kinds.Fields, model_type: str) -> dict[str, tuple[Any, ...]]:
+    """The values of fields that other model types have, and this one computes nothing else for."""
+    neutral: dict[str, tuple[Any, ...]] = {} if model_type == "llama" else {"mlp_bias": (False,)}
+    if model_type.startswith("qwen2"):
+        neutral["attention_bias"] = (True,)  # of queries, keys and values, always there
+    if model_type == "mistral":
+        neutral["attention_bias"] = (False,)
+    if model_type in ("llama", "qwen3_vl"):
+        neutral["sliding_window"] = ()
+    if model_type in ("qwen2_vl", "qwen2_5_vl"):
+        neutral["head_dim"] = (_head_dim(fields),)
+    return neutral
 
 
 def _head_dim(fields: kinds.Fields) -> int:
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
-    if width % heads:
-        raise ValueError(f"hidden_size must be a multiple of num_attention_heads, got {width} and {heads}")
+    kinds.expect(width % heads == 0, "hidden_size", f"a multiple of num_attention_heads={heads}", width)
     return width // heads
 
 
@@ -220,13 +200,7 @@ def _windows(fields: kinds.Fields, model_type: str) -> tuple[int | None, ...]:
     layers = fields["num_hidden_layers"]
     types = fields.get("layer_types")
     window = fields.get("sliding_window")
-    if model_type in ("llama", "qwen3_vl"):
-        if window is not None or any(name != "full_attention" for name in types or ()):
-            raise ValueError(
-                f"sliding_window={window}, layer_types={short_repr(types)} not supported for {model_type!r}"
-            )
-        return (None,) * layers
-    if model_type == "mistral":
+    if model_type in ("llama", "qwen3_vl", "mistral"):
         return same_window(fields, window)
     window = window if fields.get("use_sliding_window", False) else None
     if types is not None:
@@ -241,22 +215,18 @@ def same_window(fields: kinds.Fields, window: int | None) -> tuple[int | None, .
     """The same window, or none, for every layer; ValueError where layer_types says something else."""
     layers, types = fields["num_hidden_layers"], fields.get("layer_types")
     kind = "full_attention" if window is None else "sliding_attention"
-    if types is not None and list(types) != [kind] * layers:
-        name = fields.get("model_type")
-        raise ValueError(f"sliding_window={window}, layer_types={short_repr(types)} not supported for {name!r}")
+    same = not types or list(types) == [kind] * layers
+    kinds.expect(same, "layer_types", f"{kind} in each of {layers} layers, with sliding_window={window}", types)
     return (window,) * layers
 
 
 def typed_windows(fields: kinds.Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer whose type is ``sliding_attention``; None for ``full_attention``."""
     layers = fields["num_hidden_layers"]
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(f"layer_types {short_repr(unknown)} are not supported")
-    if len(types) != layers:
-        raise ValueError(f"layer_types must have {layers} entries, one per layer, got {len(types)}")
-    if "sliding_attention" in types and window is None:
-        raise ValueError("layer_types has sliding_attention but sliding_window or use_sliding_window is unset")
+    known = len(types) == layers and set(types) <= {"full_attention", "sliding_attention"}
+    kinds.expect(known, "layer_types", f"full_attention or sliding_attention for each of {layers} layers", types)
+    slides = window is not None or "sliding_attention" not in types
+    kinds.expect(slides, "sliding_window", "a number, and use_sliding_window, for layers of sliding_attention", window)
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
@@ -273,8 +243,8 @@ def _rope(fields: kinds.Fields, model_type: str, half: int) -> RopeConfig:
         if sum(sections) != half:
             return rope  # without pictures the three positions agree
     sections = tuple(sections)
-    if len(sections) != 3 or sum(sections) != half:
-        raise ValueError(f"mrope_section must be three numbers that add up to {half}, got {short_repr(list(sections))}")
+    fits = len(sections) == 3 and sum(sections) == half
+    kinds.expect(fits, "mrope_section", f"three numbers that add up to {half}", list(sections))
     return dataclasses.replace(rope, sections=sections, interleaved=model_type == "qwen3_vl")
 
 

@@ -5,7 +5,6 @@ Adapters go on ``qkv_proj`` and ``gate_up_proj`` as they are, one pair of factor
 
 import math
 
-from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import FUSED, ROWS
@@ -14,6 +13,7 @@ from grpo_jax.models.rope import RopeConfig
 
 MODEL_TYPE = "phi3"
 _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "max_position_embeddings": 4096}
+_NEUTRAL = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias", "resid_pdrop", "embd_pdrop"), (0,))
 _FACTORS = kinds.list_of(kinds.POSITIVE, "a list of numbers > 0")
 _EXTRA_KINDS = {"partial_rotary_factor": kinds.POSITIVE}
 _ROPE_KINDS = {
@@ -28,9 +28,7 @@ def read_config(config: kinds.Fields) -> DecoderConfig:
     """Read a ``config.json`` of the Phi-3 family; ValueErrors name the field."""
     fields = {**_DEFAULTS, **kinds.not_null(config)}
     shared = read_shared(fields, MODEL_TYPE, extra_kinds=_EXTRA_KINDS, honoured=("partial_rotary_factor",))
-    for name in ("attention_bias", "mlp_bias", "lm_head_bias", "resid_pdrop", "embd_pdrop"):
-        if fields.get(name):
-            raise ValueError(f"{name}={short_repr(fields[name])} is not supported for model_type {MODEL_TYPE!r}")
+    kinds.refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
     return DecoderConfig(
         **shared,
         rope=_rope(fields, shared["head_dim"]),
@@ -45,22 +43,18 @@ def _rope(fields: kinds.Fields, head_dim: int) -> RopeConfig:
     kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
     share = float(scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0)
     turned = int(head_dim * share)
-    if share > 1 or turned < 2 or turned % 2:
-        raise ValueError(f"partial_rotary_factor={share} is not supported for heads of {head_dim} dimensions")
+    even = share <= 1 and turned >= 2 and turned % 2 == 0
+    kinds.expect(even, "partial_rotary_factor", f"an even part of {head_dim} dimensions", share)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", *_LONG):
-        raise ValueError(
-            f"rope type {short_repr(kind)} is not supported for model_type {MODEL_TYPE!r}; only longrope is"
-        )
+    kinds.expect(kind in ("default", *_LONG), "rope_type", f"longrope for model_type {MODEL_TYPE!r}", kind)
     theta = float(scaling.get("rope_theta") or fields.get("rope_theta") or 1e4)
     if kind == "default":
         return RopeConfig(theta=theta, share=share)
     short = scaling.get("short_factor")
-    if short is None or len(short) != turned // 2:
-        raise ValueError(f"rope_parameters.short_factor must be {turned // 2} numbers, got {short_repr(short)}")
+    fits = short is not None and len(short) == turned // 2
+    kinds.expect(fits, "rope_parameters.short_factor", f"{turned // 2} numbers", short)
     original = fields["original_max_position_embeddings"]
-    if original < 2:
-        raise ValueError(f"original_max_position_embeddings must be at least 2 with longrope, got {original}")
+    kinds.expect(original >= 2, "original_max_position_embeddings", "at least 2 with longrope", original)
     factor = scaling.get("factor") or fields["max_position_embeddings"] / original
     temperature = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeConfig(

@@ -4,7 +4,6 @@ The auxiliary loss that balances experts in pre-training (``router_aux_loss_coef
 Adapters go on attention alone: an expert's would have to be one of X in a stack.
 """
 
-from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.family import COLUMNS, ROWS
@@ -35,10 +34,11 @@ def read_config(config: kinds.Fields) -> DecoderConfig:
     fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
     shared = read_shared(fields, MODEL_TYPE, extra_kinds=_EXTRA_KINDS, honoured=("num_experts", "num_local_experts"))
     dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
-    if dense or fields["decoder_sparse_step"] != 1:
-        # The layers are one stack, so they are all of one kind, as in every published folder.
-        name = "mlp_only_layers" if dense else "decoder_sparse_step"
-        raise ValueError(f"{name}={short_repr(fields[name])} is not supported: every layer must have experts")
+    # The layers are one stack, so they are all of one kind, as in every published folder.
+    kinds.expect(not dense, "mlp_only_layers", "experts in every layer", dense)
+    kinds.refuse_changed(fields, {"decoder_sparse_step": (1,)}, MODEL_TYPE)
+    experts, chosen = fields["num_experts"], fields["num_experts_per_tok"]
+    kinds.expect(chosen <= experts, "num_experts_per_tok", f"at most num_experts={experts}", chosen)
     bias = bool(fields.get("attention_bias", False))
     return DecoderConfig(
         **shared,
@@ -48,8 +48,8 @@ def read_config(config: kinds.Fields) -> DecoderConfig:
         output_bias=bias,
         qk_norm=True,
         mixture=Mixture(
-            fields["num_experts"],
-            fields["num_experts_per_tok"],
+            experts,
+            chosen,
             fields["moe_intermediate_size"],
             bool(fields.get("norm_topk_prob", False)),
         ),

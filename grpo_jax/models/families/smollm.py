@@ -1,6 +1,5 @@
 """SmolLM3: Llama's layers, some of which do not know positions (Bakouch et al. 2025, https://hf.co/blog/smollm3)."""
 
-from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import llama
 from grpo_jax.models.families.llama import DecoderConfig, read_shared, typed_windows
@@ -37,8 +36,7 @@ def _turns(fields: kinds.Fields) -> tuple[bool, ...]:
     if turns is None:
         interval = fields.get("no_rope_layer_interval") or 4
         return tuple((index + 1) % interval != 0 for index in range(layers))
-    if len(turns) < layers:
-        raise ValueError(f"no_rope_layers must have {layers} entries, one per layer, got {short_repr(list(turns))}")
+    kinds.expect(len(turns) >= layers, "no_rope_layers", f"{layers} entries, one per layer", list(turns))
     return tuple(map(bool, turns[:layers]))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from grpo_jax.errors import UserError, short_name, short_repr
-from grpo_jax.models.hf.tokens import Json, Tokenizer, failures_named, render, text_marks, texts_encoder
+from grpo_jax.models.hf.tokens import Json, Tokenizer, failing, failures_named, render, text_marks, texts_encoder
 from grpo_jax.models.vision.config import VisionConfig
 
 PICTURE = None  # among the parts of a message
@@ -127,8 +127,6 @@ def conversation_encoder(
     def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:
         parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
-        if len(lengths) != parts.count(PICTURE):
-            raise ValueError(f"lengths: expected one for each of {parts.count(PICTURE)} pictures, got {len(lengths)}")
         if lengths and tokens is None:
             raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
         # Texts of a conversation change from row to row, its form does not.
@@ -231,7 +229,7 @@ def answer_encoder(
                 f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} shows no second turn of a "
                 f"{role}: sampling.turns must be 1"
             )
-        with failures_named(tokenizer):
+        with failures_named(failing(tokenizer)):
             before = tokenizer(head, add_special_tokens=False)["input_ids"]
         return encoder(render=rendered), not set(eos_ids).isdisjoint(before)
 

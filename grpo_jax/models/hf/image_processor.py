@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grpo_jax.errors import UserError, short_repr
+from grpo_jax.errors import UserError
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import read_json
@@ -158,16 +158,14 @@ def _fields(folder: Path) -> tuple[Path, kinds.Fields]:
 def _settings(fields: kinds.Fields) -> PictureSettings:
     kinds.check_kinds(fields, _KINDS)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        if fields.get(name) is False:
-            raise ValueError(f"{name}=False is not supported: pictures are resized, rescaled and normalised, in RGB")
+        kinds.expect(fields.get(name) is not False, name, "true, as pictures are prepared here", False)
     size = fields.get("size") or {}
     edges = {name: size[name] for name in ("shortest_edge", "longest_edge") if size.get(name) is not None}
     kinds.check_kinds(edges, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
     usual = PictureSettings()
     least = fields.get("min_pixels") or edges.get("shortest_edge") or usual.least
     most = fields.get("max_pixels") or edges.get("longest_edge") or usual.most
-    if least > most:
-        raise ValueError(f"min_pixels must be at most max_pixels, got {short_repr(least)} and {short_repr(most)}")
+    kinds.expect(least <= most, "min_pixels", f"at most max_pixels={most}", least)
     return PictureSettings(
         patch=fields.get("patch_size") or usual.patch,
         merge=fields.get("merge_size") or usual.merge,

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
+from grpo_jax.models import fields as kinds
 from grpo_jax.models.families import ModelConfig, family_of
-from grpo_jax.models.fields import Fields
 from grpo_jax.models.hf.weights import (
     TensorFiles,
     first_problems,
@@ -98,16 +98,15 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         _refuse_unsupported(raw)
         prefixes = [_found_prefix(config, part, files.names) for part in _parts(config)]
         targets = [_targets(raw, part, prefix) for part, prefix in zip(_parts(config), prefixes, strict=True)]
-        if not targets[0]:
-            projections = tuple(_parts(config)[0].modules)
-            raise ValueError(f"target_modules={raw.get('target_modules')!r} reaches none of {projections}")
+        projections = tuple(_parts(config)[0].modules)
+        kinds.expect(bool(targets[0]), "target_modules", f"some of {projections}", raw.get("target_modules"))
         lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), *targets)
         return lora, _read(files, lora, config, prefixes)
     except (ValueError, TypeError, re.error) as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
-def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> Fields:
+def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> kinds.Fields:
     naming = family_of(config).naming
     if naming.beside:  # a list would also reach modules of the same names in the vision tower
         parts = ((part, _targets_of(lora, part)) for part in _parts(config))
@@ -183,21 +182,19 @@ def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str
     raise ValueError(f"its tensors are not those of a {config.model_type!r} model, such as {next(iter(names), 'none')}")
 
 
-def _refuse_unsupported(raw: Fields) -> None:
+def _refuse_unsupported(raw: kinds.Fields) -> None:
     """Honour or refuse by name every field that changes what the adapters compute."""
-    if raw.get("peft_type") != "LORA":
-        raise ValueError(f"peft_type must be 'LORA', got {raw.get('peft_type')!r}")
-    if raw.get("init_lora_weights") not in _PLAIN_STARTS:
-        raise ValueError(
-            f"init_lora_weights={raw['init_lora_weights']!r} changes the base's weights, which is not supported: "
-            "convert it to plain LoRA with PEFT (save_pretrained's path_initial_model_for_weight_conversion)"
-        )
+    kinds.expect(raw.get("peft_type") == "LORA", "peft_type", "'LORA'", raw.get("peft_type"))
+    kinds.expect(kinds.WIDTH.holds(raw.get("r")), "r", kinds.WIDTH.words, raw.get("r"))
+    words = "plain LoRA (PEFT's save_pretrained converts it: path_initial_model_for_weight_conversion)"
+    start = raw.get("init_lora_weights")
+    kinds.expect(start in _PLAIN_STARTS, "init_lora_weights", words, start)
     for name, value in raw.items():
         if name not in _READ + _SILENT and value not in (None, False, "none", "", [], {}):
             raise ValueError(f"{name}={value!r} is not supported")
 
 
-def _targets(raw: Fields, part: _Part, prefix: str) -> tuple[str, ...]:
+def _targets(raw: kinds.Fields, part: _Part, prefix: str) -> tuple[str, ...]:
     """The projections that target_modules (endings, pattern, or "all-linear") reaches, by PEFT's own rules."""
 
     def reached(wanted: str | Sequence[str] | None, module: str) -> bool:
@@ -212,8 +209,8 @@ def _targets(raw: Fields, part: _Part, prefix: str) -> tuple[str, ...]:
             reached(raw.get("target_modules"), module) and not reached(raw.get("exclude_modules"), module)
             for module in modules
         ]
-        if any(adapted) and not all(adapted):
-            raise ValueError(f"target_modules reaches {name} in a part of the layers, which is not supported")
+        whole = all(adapted) or not any(adapted)
+        kinds.expect(whole, "target_modules", f"{name} in all layers or in none", raw.get("target_modules"))
         targets += [name] * all(adapted)
     return tuple(targets)
 

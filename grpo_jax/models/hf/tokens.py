@@ -44,7 +44,7 @@ def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
     unknown, ends = tokenizer.unk_token_id, (tokenizer.bos_token_id, tokenizer.eos_token_id)
     if unknown is None or unknown in ends:
         return special_ids(tokenizer)
-    with failures_named(tokenizer):
+    with failures_named(failing(tokenizer)):
         unknown_ids = tokenizer(_UNKNOWN, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return frozenset(mark for mark in special_ids(tokenizer) if mark != unknown or mark not in unknown_ids)
 
@@ -52,7 +52,7 @@ def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
 def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text by itself; what looks like a mark in it is text."""
     marks = text_marks(tokenizer)
-    with failures_named(tokenizer):
+    with failures_named(failing(tokenizer)):
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if marks.isdisjoint(ids):
             return ids
@@ -106,7 +106,7 @@ def texts_encoder(
     marks = text_marks(tokenizer) | frozenset(further_marks)
 
     def tokens_of(text: str, *, special: bool) -> list[int]:
-        with failures_named(tokenizer):
+        with failures_named(failing(tokenizer)):
             return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def marks_in(ids: Sequence[int]) -> list[int]:
@@ -174,15 +174,20 @@ def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
 
 
 @contextmanager
-def failures_named(tokenizer: Tokenizer) -> Iterator[None]:
-    """Make a tokenizer's failure a UserError; in Rust it is a panic, which is no ``Exception``."""
+def failures_named(what: str) -> Iterator[None]:
+    """Make a tokenizer's failure a UserError that begins so; in Rust it is a panic, which is no ``Exception``."""
     try:
         yield
     except BaseException as error:
         if not is_failure(error):
             raise
-        reason = f"{type(error).__name__}: {one_line(error, 100) or 'no reason given'}"
-        raise UserError(f"the tokenizer of {_folder(tokenizer)} failed ({reason}); copy its files again") from error
+        reason = f"{type(error).__name__}: {one_line(error, 120) or 'no reason given'}"
+        raise UserError(f"{what} ({reason}); copy its files again") from error
+
+
+def failing(tokenizer: Tokenizer) -> str:
+    """Say which tokenizer failed, for `failures_named`."""
+    return f"the tokenizer of {_folder(tokenizer)} failed"
 
 
 def is_failure(error: BaseException) -> bool:

@@ -149,10 +149,8 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, its index's shards or the single one; UserError if one is missing."""
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{folder / INDEX} has no weight_map; download the folder again")
-        shards = sorted({str(shard) for shard in weight_map.values()})
-        missing = [s for s in shards if Path(s).name != s or not os.path.isfile(folder / s)]
+        shards = sorted({str(shard) for shard in weight_map.values()}) if isinstance(weight_map, dict) else []
+        missing = [s for s in shards or ["that its index names"] if Path(s).name != s or not os.path.isfile(folder / s)]
         if missing:
             more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
             named = ", ".join(map(short_name, missing[:2]))

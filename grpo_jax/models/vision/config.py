@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from grpo_jax.errors import short_repr
 from grpo_jax.models import fields as kinds
 from grpo_jax.models.layers import ACTIVATIONS as TEXT_ACTIVATIONS
 
@@ -44,24 +43,14 @@ class VisionConfig:
 
     def __post_init__(self):
         """Refuse impossible shapes, by the names of the fields in a ``config.json``."""
-        if self.width % self.heads or self.head_dim % 4:
-            raise ValueError(
-                "vision_config: the width must be a multiple of num_heads and a head's size a multiple of 4, "
-                f"got {self.width} and {self.heads}"
-            )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"vision_config.hidden_act must be one of {tuple(ACTIVATIONS)}, got {short_repr(self.activation)}"
-            )
-        chosen = {
-            "fullatt_block_indexes": self.full_attention_layers,
-            "deepstack_visual_indexes": self.deepstack_layers,
-        }
-        for name, layers in chosen.items():
-            if list(layers) != sorted(set(layers) & set(range(self.depth))):
-                raise ValueError(
-                    f"vision_config.{name} must be ascending numbers of {self.depth} layers, got {short_repr(layers)}"
-                )
+        whole = self.width % self.heads == 0 and self.head_dim % 4 == 0
+        words = f"a divisor of the width {self.width} that leaves a multiple of 4"
+        kinds.expect(whole, "vision_config.num_heads", words, self.heads)
+        known = self.activation in ACTIVATIONS
+        kinds.expect(known, "vision_config.hidden_act", f"one of {tuple(ACTIVATIONS)}", self.activation)
+        rising = list(self.deepstack_layers) == sorted(set(self.deepstack_layers) & set(range(self.depth)))
+        words = f"ascending numbers of {self.depth} layers"
+        kinds.expect(rising, "vision_config.deepstack_visual_indexes", words, self.deepstack_layers)
 
     @property
     def head_dim(self) -> int:
@@ -149,15 +138,12 @@ def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> Visi
         shape = _read_shape(raw, family)
     except ValueError as error:
         raise ValueError(f"vision_config: {error}") from error
-    if shape["out"] != hidden_size:
-        name = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
-        raise ValueError(
-            f"vision_config.{name}={shape['out']} does not fit the language model's hidden_size={hidden_size}"
-        )
+    name = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
+    fits = shape["out"] == hidden_size
+    kinds.expect(fits, f"vision_config.{name}", f"the language model's hidden_size={hidden_size}", shape["out"])
     tokens = _TOKENS | {name: config[name] for name in _TOKENS if config.get(name) is not None}
     for name, token in tokens.items():
-        if token >= vocab_size:
-            raise ValueError(f"{name}={token} is beyond the vocabulary of {vocab_size}: say which token it is")
+        kinds.expect(token < vocab_size, name, f"a token of the vocabulary of {vocab_size}", token)
     return VisionConfig(family, **shape, **{name.removesuffix("_id"): token for name, token in tokens.items()})
 
 
@@ -193,24 +179,17 @@ def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
     kinds.refuse_changed(present, _NEUTRAL, family)
     defaults = _FIELDS[family]
     fields = defaults | {name: value for name, value in present.items() if name in defaults}
-    for name in sorted(present.keys() - defaults.keys()):
-        if any(name in other for other in _FIELDS.values()):
-            raise ValueError(f"{name}={short_repr(present[name])} is not supported for model_type {family!r}")
-    for name, meaning in _REPEATED.items():
-        if present.get(name, fields[meaning]) != fields[meaning]:
-            raise ValueError(f"{name}={present[name]} differs from {meaning}={fields[meaning]}")
-    if present.get("model_type", family) not in (family, f"{family}_vision"):
-        raise ValueError(f"model_type={short_repr(present['model_type'])} is not supported in a {family!r}")
+    foreign = {name for other in _FIELDS.values() for name in other} - defaults.keys()
     head_dim = fields.get("embed_dim", fields["hidden_size"]) // fields["num_heads"]
-    if present.get("head_dim", head_dim) != head_dim:
-        raise ValueError(f"head_dim={present['head_dim']} is not supported: it is {head_dim}")
+    neutral = dict.fromkeys(sorted(foreign), ()) | {name: (fields[same],) for name, same in _REPEATED.items()}
+    neutral |= {"model_type": (family, f"{family}_vision"), "head_dim": (head_dim,)}
+    kinds.refuse_changed(present, neutral, family)
     return fields | {name: present[name] for name in ("rope_parameters", "rope_theta") if name in present}
 
 
 def _window(size: int, fields: kinds.Fields) -> int:
     tokens = size // fields["spatial_merge_size"] // fields["patch_size"]
-    if tokens < 1:
-        raise ValueError(f"window_size={size} is smaller than a merged token")
+    kinds.expect(tokens >= 1, "window_size", "a merged token or more", size)
     return tokens
 
 
@@ -218,7 +197,6 @@ def _theta(fields: kinds.Fields) -> float:
     rope = fields.get("rope_parameters") or {}
     kinds.check_kinds(rope, {"rope_theta": kinds.POSITIVE}, "rope_parameters.")
     kind = rope.get("rope_type") or rope.get("type") or "axial"
-    if kind not in _ROPE:
-        raise ValueError(f"rope type {short_repr(kind)} is not supported; supported: {', '.join(_ROPE)}")
+    kinds.expect(kind in _ROPE, "rope_type", f"one of {', '.join(_ROPE)}", kind)
     kinds.refuse_changed(rope, {"partial_rotary_factor": (1,), "factor": (1,)}, "rope_parameters")
     return float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)

@@ -80,18 +80,13 @@ def pack_pictures(
     """Pack pictures of several rows, up to I in each, into host arrays [rows, I, ..] of a bucket's shape.
 
     `slots` is I, `patches` is S; None makes a bucket of the largest. Returns None where no row has a picture.
-    ValueError where a picture's patches do not fit its grid or the tower, or there are more than the shape holds.
     """
     pictures = [picture for row in rows for picture in row]
     if not pictures:
         return None
-    for picture in pictures:
-        _check(picture.patches.shape, picture.grid, config)
     most_slots, most_patches = max(map(len, rows)), max(len(picture.patches) for picture in pictures)
     slots = slots or bucketed(most_slots)
     patches = patches or bucket_patches(most_patches, config)
-    if most_slots > slots or most_patches > patches:
-        raise ValueError(f"pictures: {slots} of {patches} patches in a row were asked for, and there are more")
     return _packed(rows, config, slots, patches)
 
 
@@ -120,9 +115,8 @@ def _packed(rows: Sequence[Sequence[Picture]], config: VisionConfig, slots: int,
 
 
 def same_size(patches: jax.Array, grid: tuple[int, int], config: VisionConfig) -> Pictures:
-    """Pad pictures [.., I, h·w, C] of one grid, on their device, to their bucket; raises as `pack_pictures`."""
+    """Pad pictures [.., I, h·w, C] of one grid, on their device, to their bucket."""
     lead, count = patches.shape[:-2], patches.shape[-2]
-    _check(patches.shape[-2:], grid, config)
     size = bucket_patches(count, config)
     if size > count:
         patches = jnp.pad(patches, [(0, 0)] * len(lead) + [(0, size - count), (0, 0)])
@@ -145,24 +139,12 @@ def pack_windows(grids: np.ndarray, patches: int, config: VisionConfig) -> np.nd
     return packed.reshape(*np.shape(grids)[:-1], count, size)
 
 
-def _check(shape: tuple[int, ...], grid: tuple[int, int], config: VisionConfig) -> None:
-    height, width = grid
-    if min(height, width) < 1 or height % config.merge or width % config.merge:
-        raise ValueError(f"grid: expected multiples of {config.merge} patches, got {tuple(grid)}")
-    if tuple(shape) != (height * width, config.pixels):
-        raise ValueError(
-            f"patches: expected [{height * width}, {config.pixels}] for a grid of {height} x {width}, got {list(shape)}"
-        )
-
-
 Shown = TypeVar("Shown", bound=Pictures | PictureStates)
 
 
 def joined(parts: Sequence[Shown | None]) -> Shown | None:
     """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None where none has any."""
     some = [part for part in parts if part is not None]
-    if some and len(some) < len(parts):
-        raise ValueError("parts: expected pictures in all or in none")
     return _concatenate(some, 0) if some else None
 
 

@@ -314,8 +314,6 @@ class Tower(nn.Module):
             x = x + interpolated(self.pos_embed, c.side, where, grid).astype(self.dtype)
         layout = Layout(where.present, rotation(c, where))
         if c.window is not None:
-            if windows is None:
-                raise ValueError("windows: this tower's attention has windows, and the pictures came without them")
             windows, slots = window_slots(windows, patches.shape[1] // c.merged)
             layout = layout._replace(windows=windows, slots=slots)
         x, deep_states = self._run(x, layout)
@@ -356,17 +354,11 @@ def make_tower(
     """Make encode_images(variables, Pictures) -> PictureStates; arguments as of `policy.make_policy`.
 
     The tower's parameters are ``variables["visual"]``, or ``variables["params"]["visual"]`` where it is trained;
-    adapters ``variables["lora"]["visual"]``, if any. ValueError where an adapter's target is no projection of the
-    tower.
+    adapters ``variables["lora"]["visual"]``, if any.
     """
-    projections = tuple(TOWERS[config.family].projections)
-    unknown = [name for name in (lora.vision if lora else ()) if name not in projections]
-    if unknown:
-        raise ValueError(f"vision must be some of {projections} for the tower of {config.family!r}, got {unknown}")
     tower = Tower(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
 
     def encode_images(variables: Variables, pictures: Pictures) -> PictureStates:
-        _check(config, pictures)
         collections = {"params": tower_params(variables)}
         adapters = variables.get("lora", {}).get(VISUAL)
         if adapters is not None:
@@ -384,17 +376,6 @@ def make_tower(
         return PictureStates(apart(states), jnp.asarray(pictures.grid) // config.merge, tuple(map(apart, deepstack)))
 
     return encode_images
-
-
-def _check(config: VisionConfig, pictures: Pictures) -> None:
-    patches, grid, _ = pictures
-    shapes = f"got {patches.shape} and {grid.shape}"
-    if patches.shape[:-2] != grid.shape[:-1] or grid.shape[-1:] != (2,):
-        raise ValueError(f"patches and grid must be [.., I, S, C] and [.., I, 2], {shapes}")
-    if patches.shape[-1] != config.pixels or patches.shape[-2] % config.merged:
-        raise ValueError(
-            f"patches must have {config.pixels} numbers each and be a multiple of {config.merged}, {shapes}"
-        )
 
 
 def tower_shapes(config: VisionConfig) -> dict[str, PyTree]:

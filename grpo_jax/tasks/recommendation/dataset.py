@@ -313,7 +313,7 @@ def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) 
             f"catalogue: expected all {len(old)} items of {task.catalogue}, "
             f"got {path} without {len(missing)} of them, the first {missing[0]!r}"
         )
-    return dataclasses.replace(task, catalogue=path)
+    return task.replace(catalogue=path)
 
 
 def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, Sequences]:

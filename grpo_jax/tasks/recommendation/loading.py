@@ -79,7 +79,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         source=task.source,
         rewards=TaskRewards(
             task_rewards(len(catalogue), fused=fused),
-            defaults=(RewardSection("ndcg"),),
+            defaults=(RewardSection(name="ndcg"),),
             watched=("ndcg@10", "hr@10", "ndcg@5", "hr@5", "mrr"),
             always_watched=(FUSED, RANK) if fused else (RANK,),
             measures=measure,

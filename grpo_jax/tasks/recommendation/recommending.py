@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import unicodedata
@@ -181,7 +180,7 @@ def _by_policy(config: Config, policy: Policy, dataset: Dataset) -> BestItems:
 
 def _by_query(config: Config, catalogue: Catalogue, write: Callable[[str], str]) -> BestItems:
     retrieval = own_package("bridges", "retrieval")
-    local = dataclasses.replace(config.task.retrieval, backend="local")  # a question needs no service; equal results
+    local = config.task.retrieval.replace(backend="local")  # a question needs no service; equal results
     retriever, _ = open_retriever(local, catalogue.titles, retrieval)
 
     def best(row: Row, count: int) -> list[tuple[int, float]]:
@@ -260,7 +259,7 @@ def choose_prior(config: Config, policy: Policy, *, users: int | None = None) ->
     scores = levelled(policy_ranking(config, policy, catalogue, rows)(rows))
     measured = functools.partial(weigh, scores, make_parts(catalogue.titles, dataset.known), rows)
     earned = measured(list(dict.fromkeys([*grid(), task.prior])))
-    near = [dataclasses.replace(earned[0].prior, following=weight) for weight in FOLLOWING]
+    near = [earned[0].prior.replace(following=weight) for weight in FOLLOWING]
     tried = {one.prior for one in earned}
     earned = sorted([*earned, *measured([one for one in near if one not in tried])], key=lambda one: -one.ndcg)
     records = [{**vars(one.prior), "ndcg@10": one.ndcg, "hr@10": one.hit} for one in earned]

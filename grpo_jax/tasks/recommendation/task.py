@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge
+from pydantic import Field
 
 from grpo_jax.config.fields import (
     Count,
     Length,
     NonNegative,
     PositiveCount,
+    Section,
     Share,
-    check_ranges,
     require,
 )
 from grpo_jax.config.retrieval import RetrievalSection
@@ -34,25 +34,18 @@ EVENT_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
 """Columns of a CSV of events; a rating only where `minimum_rating` asks for one."""
 
 
-@dataclass(frozen=True)
-class PriorSection:
-    """What is known without the policy, and how much it counts beside what the policy says; all 0 for that alone.
-
-    Args:
-        history: A, the weight of how much a title resembles the history's. Where texts are ranked, of the history in
-            the query: unit(text) + a · unit(history).
-        together: B, the weight of how often an item was taken with those of the history.
-        following: C, the weight of the share in which an item came right after those of the history.
-        decay: Weight of each older item of the history.
-    """
+class PriorSection(Section):
+    """What is known without the policy, and how much it counts beside what the policy says; all 0 for that alone."""
 
     history: NonNegative = 0.0
+    """A, the weight of how much a title resembles the history's. Where texts are ranked, of the history in the query:
+    unit(text) + a · unit(history)."""
     together: NonNegative = 0.0
+    """B, the weight of how often an item was taken with those of the history."""
     following: NonNegative = 0.0
+    """C, the weight of the share in which an item came right after those of the history."""
     decay: Share = 0.7
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "prior")
+    """Weight of each older item of the history."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -65,57 +58,51 @@ class PriorSection:
         return bool(self.weights)
 
 
-@dataclass(frozen=True)
 class Recommendation(Task):
-    """Write what a user looks for next; the reward is the rank of the item that came next.
-
-    Args:
-        source: "dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV
-            of events with user_id, item_id, timestamp and perhaps rating (`data.columns` renames them); "" if it is
-            still to be given.
-        catalogue: Items and titles (.tsv, .csv or .json); none for the dummy world.
-        prompts: JSON of {user: prompt} to use in place of the template; users are then split, one example each.
-        writes: What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its
-            "title" or by a word that is the "item"'s alone: then the policy ranks the catalogue itself.
-        template: The prompt; {history} stands for the titles, {last} for the newest, {items} for the items' own words.
-        history_items: How many of the newest titles a prompt lists.
-        title_characters: Titles in prompts are cut to so many characters; 0 for never.
-        separator: What stands between two titles.
-        split: What is held out: each user's "last" item (the one before it for validation), some "items" of which
-            training sees nothing (cold start), or what happened after a moment in "time" (ratings only).
-        held_out_items: Share of the items held out for testing, and as many for validation (split items only).
-        time_share: Share of the interactions before the cut, half of the others for validation (split time only).
-        blank_titles: An item without a title is an "error", or "keep" it as a text that nothing resembles.
-        minimum_rating: Ratings below do not count (ratings only).
-        minimum_items: Users with fewer items are left out (ratings only).
-        order_column: Column of the catalogue whose order splits the report into rising and falling users; null for
-            no such split.
-        dummy_users: Users of the dummy world.
-        dummy_items: Its items, rounded up to a multiple of 280.
-        retrieval: What ranks the items.
-        prior: What is added to the log-probabilities of a policy that ranks them itself, for a second ranking. Of one
-            that writes queries its `history` is a part of every query: one that says nothing asks with the history.
-    """
+    """Write what a user looks for next; the reward is the rank of the item that came next."""
 
     source: str = "dummy"
+    """"dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV of events
+    with user_id, item_id, timestamp and perhaps rating (`data.columns` renames them); "" if it is still to be given."""
     catalogue: str | None = None
+    """Items and titles (.tsv, .csv or .json); none for the dummy world."""
     prompts: str | None = None
+    """JSON of {user: prompt} to use in place of the template; users are then split, one example each."""
     writes: Literal["query", "title", "item"] = "query"
+    """What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its "title"
+    or by a word that is the "item"'s alone: then the policy ranks the catalogue itself."""
     template: str = "{history}"
+    """The prompt; {history} stands for the titles, {last} for the newest, {items} for the items' own words."""
     history_items: PositiveCount = 4
+    """How many of the newest titles a prompt lists."""
     title_characters: Count = 60
+    """Titles in prompts are cut to so many characters; 0 for never."""
     separator: str = "\n"
+    """What stands between two titles."""
     split: Literal["last", "items", "time"] = "last"
+    """What is held out: each user's "last" item (the one before it for validation), some "items" of which training sees
+    nothing (cold start), or what happened after a moment in "time" (ratings only)."""
     held_out_items: float = 0.1
+    """Share of the items held out for testing, and as many for validation (split items only)."""
     time_share: float = 0.9
+    """Share of the interactions before the cut, half of the others for validation (split time only)."""
     blank_titles: Literal["error", "keep"] = "error"
+    """An item without a title is an "error", or "keep" it as a text that nothing resembles."""
     minimum_rating: float = 0.0
+    """Ratings below do not count (ratings only)."""
     minimum_items: Annotated[int, Ge(2)] = 4
+    """Users with fewer items are left out (ratings only)."""
     order_column: str | None = None
+    """Column of the catalogue whose order splits the report into rising and falling users; null for no such split."""
     dummy_users: Length = 2000
+    """Users of the dummy world."""
     dummy_items: Length = 2000
-    retrieval: RetrievalSection = field(default_factory=RetrievalSection)
-    prior: PriorSection = field(default_factory=PriorSection)
+    """Its items, rounded up to a multiple of 280."""
+    retrieval: RetrievalSection = Field(default_factory=RetrievalSection)
+    """What ranks the items."""
+    prior: PriorSection = Field(default_factory=PriorSection)
+    """What is added to the log-probabilities of a policy that ranks them itself, for a second ranking. Of one that
+    writes queries its `history` is a part of every query: one that says nothing asks with the history."""
 
     default_config: ClassVar[str | None] = "recommendation_dummy"
     display: ClassVar[Display] = Display(
@@ -128,7 +115,6 @@ class Recommendation(Task):
 
     def __post_init__(self) -> None:
         """Check what fits together; other ranges are checked where they are used, before anything is loaded."""
-        check_ranges(self, "")
         dummy = self.source == "dummy"
         require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
         require(not dummy or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)

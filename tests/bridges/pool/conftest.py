@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.pools import in_pool, load_in_pool
 
 ODD = Path(__file__).with_name("odd_judges.py")
 
@@ -11,13 +12,10 @@ ODD = Path(__file__).with_name("odd_judges.py")
 @pytest.fixture
 def pool(cluster, tmp_path):
     """pool(**fields) loads the odd judge into actors, which end with the test."""
-    from grpo_jax.config import make_config
-
     made = []
 
     def make(**fields):
-        judge = {"kind": f"{ODD}:Odd", "folder": str(tmp_path), "replicas": 2, **fields}
-        made.append(make_config(task="text", judges={"odd": judge}).judges["odd"].load("cpu"))
+        made.append(load_in_pool(f"{ODD}:Odd", **{"folder": str(tmp_path), "replicas": 2, **fields}))
         return made[-1]
 
     yield make
@@ -31,7 +29,7 @@ def configured(place, tmp_path_factory):
 
     def write(function="letters", **fields):
         values = yaml.safe_load(place.config.read_text())
-        values["judges"] = {"letters": {"kind": "function", "name": f"{ODD}:{function}", **fields}}
+        values["judges"] = {"letters": in_pool("function", name=f"{ODD}:{function}", **fields)}
         values["rewards"][0] = {"name": "letters"}
         file = tmp_path_factory.mktemp("pooled") / "config.yaml"
         file.write_text(yaml.safe_dump(values))

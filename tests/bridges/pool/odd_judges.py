@@ -5,16 +5,13 @@ import os
 import random
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_jax.config.judge import Judge
 
-@dataclass(frozen=True)
-class Odd:
-    """Args:
-    folder: where each copy leaves a number, in the order in which they are loaded, and finds what is to go wrong.
-    slow: seconds that the first copy takes for a batch.
-    """
+
+class Odd(Judge):
+    """Leaves a number of each copy in `folder`, and finds there what is to go wrong; the first takes `slow` seconds."""
 
     folder: str = ""
     slow: float = 0.0
@@ -107,8 +104,7 @@ def patient(prompts, completions, wish, **columns):
     return letters(prompts, completions, wish)
 
 
-@dataclass(frozen=True)
-class Versioned:
+class Versioned(Judge):
     """Judges texts by a package that another judge needs in another version."""
 
     def load(self, device):

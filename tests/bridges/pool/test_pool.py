@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("ray")
 
 from bridges.pool.cluster import BatchLost, NotRowByRow, PoolLost
+from bridges.pool.section import placed
 from grpo_jax.config import make_config
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
@@ -128,8 +129,7 @@ def test_judges_that_need_different_versions_of_a_package_judge_side_by_side(clu
     judges = {
         f"judge{version}": {
             "kind": f"{ODD}:Versioned",
-            "replicas": 1,
-            "runtime_env": {"py_executable": make_interpreter(tmp_path / version, version)},
+            "pool": {"runtime_env": {"py_executable": make_interpreter(tmp_path / version, version)}},
         }
         for version in ("1", "2")
     }
@@ -137,11 +137,12 @@ def test_judges_that_need_different_versions_of_a_package_judge_side_by_side(clu
     loaded = {}
     try:
         for name, judge in config.judges.items():
+            judge = placed(judge, name)
             judge.check()  # which this process could not
             loaded[name] = judge.load("cpu")
         assert loaded["judge1"].score(["ab", "c"]) == [2, 1] and loaded["judge2"].score(["ab", "c"]) == [4, 2]
         with pytest.raises(ModuleNotFoundError):
-            config.judges["judge1"].judge.load("cpu")
+            config.judges["judge1"].load("cpu")
     finally:
         for one in loaded.values():
             one.close()

@@ -1,78 +1,81 @@
 """The fields of a pool beside a judge's own: read, refused, shown and written back; nothing of Ray is needed."""
 
 import copy
-import dataclasses
 import pickle
 
 import pytest
 from support.imports import ROOT
 
 from bridges.pool.actor import JudgeActor
-from bridges.pool.section import Pooled, PoolSection
+from bridges.pool.section import Pooled, placed
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import make_config, to_dict
 from grpo_jax.config.build import identity
 from grpo_jax.config.command_line import parse
+from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.errors import UserError
 from grpo_jax.planning.cards import judge_lines
 from grpo_jax.train import main
 
-CLASH = """
-from dataclasses import dataclass
 
-@dataclass(frozen=True)
-class Clash:
-    batch: int = 1
-    def load(self, device):
-        return self
-"""
-
-
-class Sized:
+class Sized(Judge):
     """A judge that says what it takes."""
 
     def memory(self):
         return [("weights", 10, "float32")]
 
 
+POOL = {"replicas": 2, "resources": {"num_gpus": 1}, "runtime_env": {"a": 1}}
+
+
 def pooled(**fields):
-    return make_config(task="text", judges={"a": {"kind": "open_clip", **fields}}).judges["a"]
+    return placed(make_config(task="text", judges={"a": {"kind": "open_clip", "pool": fields}}).judges["a"], "judges.a")
 
 
 def test_fields_of_a_pool_make_a_pooled_judge_and_come_back_from_a_file():
-    values = {"kind": "open_clip", "model": "ViT", "replicas": 2, "resources": {"num_gpus": 1}, "runtime_env": {"a": 1}}
+    values = {"kind": "open_clip", "model": "ViT", "pool": POOL}
     config = make_config(task="text", judges={"a": values, "b": "open_clip"})
     pool = PoolSection(replicas=2, resources={"num_gpus": 1.0}, runtime_env={"a": 1})
-    assert config.judges == {"a": Pooled(OpenClip(model="ViT"), pool), "b": OpenClip()}
+    assert config.judges == {"a": OpenClip(model="ViT", pool=pool), "b": OpenClip()}
     saved = to_dict(config)["judges"]
-    assert saved["a"] == {"kind": "open_clip", **to_dict(OpenClip(model="ViT")), **to_dict(pool)}
-    assert "replicas" not in saved["b"]
+    assert saved["a"] == {"kind": "open_clip", **to_dict(OpenClip(model="ViT")), "pool": to_dict(pool)}
     assert make_config(to_dict(config)) == config == make_config(task="text", judges=config.judges)
     assert config.judges["a"].model == "ViT" and copy.deepcopy(config.judges["a"]) == config.judges["a"]
     assert pickle.loads(pickle.dumps(config.judges["a"])) == config.judges["a"]
-    assert identity(config) == identity(make_config(task="text", judges={"a": OpenClip("ViT"), "b": "open_clip"}))
+    assert identity(config) == identity(make_config(task="text", judges={"a": OpenClip(model="ViT"), "b": "open_clip"}))
 
 
 def test_the_command_line_and_its_help_know_them(capsys):
-    words = ["--judges.scorer.replicas=2", "--judges.scorer.resources.num_cpus", "2", "--judges.scorer.model=x"]
+    words = [
+        "--judges.scorer.pool.replicas=2",
+        "--judges.scorer.pool.resources.num_cpus",
+        "2",
+        "--judges.scorer.model=x",
+    ]
     scorer = parse(words).judges["scorer"]
-    assert scorer == Pooled(OpenClip("x"), PoolSection(replicas=2, resources={"num_cpus": 2.0}))
+    assert scorer == OpenClip(model="x", pool=PoolSection(replicas=2, resources={"num_cpus": 2.0}))
     with pytest.raises(SystemExit):
-        main(["--help", "judges.renderer"])
+        main(["--config=prompt_enhancement_miniature", "--help", "judges.renderer.pool"])
     shown = capsys.readouterr().out
-    assert all(f"--judges.renderer.{field.name}  " in shown for field in dataclasses.fields(PoolSection))
-    assert "Actors of a Ray cluster that run this judge" in shown
+    assert all(f"--judges.renderer.pool.{name}  " in shown for name in PoolSection.model_fields)
+    assert "Actors that run this judge" in shown
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"replicaz": 2}, "judges.a.replicaz: no such field; did you mean judges.a.replicas?"),
-        ({"replicas": -1}, "judges.a.replicas: expected a number >= 0, got -1"),
-        ({"in_flight": 0}, "judges.a.in_flight: expected a number >= 1, got 0"),
-        ({"replicas": 1, "resources": {"num_gpus": "x"}}, "judges.a.resources.num_gpus: expected a number, got 'x'"),
-        ({"resources": {"num_gpus": -1}}, "judges.a.resources.num_gpus: expected a number >= 0, got -1"),
-        ({"address": "auto"}, "judges.a.address: expected HOST:PORT of a Ray cluster, or null for one of the run's"),
+        ({"replicaz": 2}, "judges.a.pool.replicaz: no such field; did you mean judges.a.pool.replicas?"),
+        ({"replicas": -1}, "judges.a.pool.replicas: expected a number >= 1, got -1"),
+        ({"in_flight": 0}, "judges.a.pool.in_flight: expected a number >= 1, got 0"),
+        (
+            {"replicas": 1, "resources": {"num_gpus": "x"}},
+            "judges.a.pool.resources.num_gpus: expected a number, got 'x'",
+        ),
+        ({"resources": {"num_gpus": -1}}, "judges.a.pool.resources.num_gpus: expected a number >= 0, got -1"),
+        (
+            {"address": "auto"},
+            "judges.a.pool.address: expected HOST:PORT of a Ray cluster, or null for one of the run's",
+        ),
     ],
 )
 def test_mistakes_are_named(fields, message):
@@ -81,22 +84,13 @@ def test_mistakes_are_named(fields, message):
     assert str(error.value).startswith(message)
 
 
-def test_a_judge_with_a_field_of_a_pools_name_is_refused_in_a_pool_alone(tmp_path):
-    (tmp_path / "clash.py").write_text(CLASH)
-    judge = {"kind": f"{tmp_path / 'clash.py'}:Clash", "batch": 3}
-    assert make_config(task="text", judges={"a": judge}).judges["a"].batch == 3
-    with pytest.raises(UserError, match=r"judges.a.batch: expected no field of Clash's own of this name beside repl"):
-        make_config(task="text", judges={"a": {**judge, "replicas": 2}})
-
-
 def test_where_a_pool_is_and_what_it_takes():
-    config = make_config(task="text", judges={"a": {"kind": "open_clip", "replicas": 2}, "b": "open_clip"})
+    config = make_config(task="text", judges={"a": {"kind": "open_clip", "pool": {"replicas": 2}}, "b": "open_clip"})
     assert config.requests == {"policy": "auto", "a": "cpu", "b": "auto"}
     (copies,) = judge_lines(Pooled(Sized(), PoolSection(replicas=3)))
     assert copies[:3] == ("weights", 30, "float32, in 3 actors")
     (elsewhere,) = judge_lines(pooled(replicas=2, resources={"num_gpus": 1}))
     assert elsewhere.bytes == 0 and "2 actors in a Ray cluster of the run's own, each with 1 of its" in elsewhere.note
-    assert pooled(replicas=0, in_flight=1).runs_on == "auto"
     with pytest.raises(UserError, match="devices: expected none for a judge in a pool"):
         pooled(replicas=2).load("gpu:1")
 
@@ -106,10 +100,10 @@ def test_a_function_is_a_judge_by_its_path():
     judge = make_config(task="text", judges={"a": {"kind": "function", "name": f"{file}:letters"}}).judges["a"]
     judge.check()
     assert judge.load("cpu")(["p"], ["abca"], wish=["a"], other=[1]) == [4 / 8 + 2]
-    with_options = dataclasses.replace(judge, name=f"{file}:deadly", options={"folder": "/nowhere"})
+    with_options = judge.replace(name=f"{file}:deadly", options={"folder": "/nowhere"})
     assert with_options.load("cpu")(["p"], ["abca"], ["a"]) == [4 / 8 + 2]
     with pytest.raises(UserError, match="has no nothing"):
-        dataclasses.replace(judge, name=f"{file}:nothing").check()
+        judge.replace(name=f"{file}:nothing").check()
     with pytest.raises(UserError, match=r"judges.a.name: expected package.module:function or file.py:function"):
         make_config(task="text", judges={"a": "function"})
 

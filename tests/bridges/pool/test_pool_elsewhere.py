@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
+from support.pools import load_in_pool
 from support.text_task import ROOT, rows, train_here
 
-from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
@@ -107,8 +107,7 @@ def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address,
 
 
 def load(folder, **fields):
-    judge = {"kind": f"{ODD}:Odd", "folder": str(folder), "replicas": 2, **fields}
-    return make_config(task="text", judges={"odd": judge}).judges["odd"].load("cpu")
+    return load_in_pool(f"{ODD}:Odd", **{"folder": str(folder), "replicas": 2, **fields})
 
 
 def test_each_actor_has_cards_of_its_own_and_what_the_cluster_has_not_is_said(address, tmp_path):

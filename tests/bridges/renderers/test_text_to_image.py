@@ -1,6 +1,5 @@
 """Any pipeline of diffusers as a judge: the pictures, windows and weights are those of diffusers itself."""
 
-import dataclasses
 import json
 import shutil
 
@@ -235,7 +234,7 @@ def test_lora_weights_are_those_of_diffusers(kind, folders, load, tmp_path):
 )
 def test_what_a_pipeline_ignores_is_refused_before_anything_is_read(kind, fields, message, folders):
     with pytest.raises(UserError, match=message) as caught:
-        dataclasses.replace(judge_of(kind, folders[kind]), **fields).check()
+        judge_of(kind, folders[kind]).replace(**fields).check()
     assert "\n" not in str(caught.value)
 
 

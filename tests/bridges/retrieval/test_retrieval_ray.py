@@ -14,10 +14,10 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.pool.section import PoolSection  # noqa: E402
 from bridges.retrieval import service  # noqa: E402
 from bridges.retrieval.queries import make_queries  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
+from grpo_jax.config.judge import PoolSection  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
@@ -60,7 +60,10 @@ def running(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     orders = folder / "orders.json"
     orders.write_text("{}")
-    section, pool = retrieval.RetrievalSection(cache=str(folder / "cache")), PoolSection(2, CPU, max_restarts=2)
+    section, pool = (
+        retrieval.RetrievalSection(cache=str(folder / "cache")),
+        PoolSection(replicas=2, resources=CPU, max_restarts=2),
+    )
     backend = service.start_service(TITLES, section, pool, shard_class=make_faulty(orders))
     yield backend, orders
     backend.close()
@@ -93,7 +96,7 @@ def kill_once_held(running, actor, *, restart):
 
 
 def test_ray_and_in_process_agree(running):
-    over_ray, share = retrieval.open_retriever(TITLES, retrieval.RetrievalSection("ray"))
+    over_ray, share = retrieval.open_retriever(TITLES, retrieval.RetrievalSection(backend="ray"))
     here, same_share = retrieval.open_retriever(TITLES)
     assert share == same_share > 0.9
     assert over_ray.fingerprint == here.fingerprint
@@ -119,7 +122,9 @@ def test_a_service_for_another_run_is_refused(running):
     with pytest.raises(
         UserError, match=r"large\.resources\.num_cpus: 100 actors need 100, this machine's cluster has "
     ):
-        service.start_service(TITLES, retrieval.RetrievalSection(service="large"), PoolSection(100, {"num_cpus": 1.0}))
+        service.start_service(
+            TITLES, retrieval.RetrievalSection(service="large"), PoolSection(replicas=100, resources={"num_cpus": 1.0})
+        )
 
 
 def test_a_missing_service_says_how_to_start_one(running):

@@ -1,6 +1,5 @@
 """sentence-transformers as the encoder, by a tiny random model."""
 
-import dataclasses
 import json
 import shutil
 
@@ -117,7 +116,7 @@ def test_a_hybrid_scores_with_the_words_cosine_and_the_weighted_sentences(encode
     for pairs, own, rows in zip(retriever.nearest(queries, 4, taken, history), scores, taken, strict=True):
         left = [score for row, score in enumerate(own) if row not in rows]
         np.testing.assert_allclose([score for _, score in pairs], sorted(left, reverse=True)[:4], atol=1e-6)
-    other, _ = retrieval.open_retriever(TITLES, dataclasses.replace(section, dense_weight=0.4))
+    other, _ = retrieval.open_retriever(TITLES, section.replace(dense_weight=0.4))
     assert other.fingerprint.encoder != retriever.fingerprint.encoder
     assert words.identity in other.fingerprint.encoder and encoder.identity in other.fingerprint.encoder
 

@@ -27,7 +27,7 @@ ASK = """
 import sys
 from grpo_jax.errors import guarded
 from bridges import retrieval
-where = retrieval.RetrievalSection("ray", address=sys.argv[1])
+where = retrieval.RetrievalSection(backend="ray", address=sys.argv[1])
 sys.exit(guarded(lambda: retrieval.open_retriever(["red soap"], where) and None))
 """
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -72,7 +72,7 @@ def served(home, catalogue):
 
 
 def open_service(**fields):
-    return retrieval.open_retriever(TITLES, retrieval.RetrievalSection("ray", **fields))
+    return retrieval.open_retriever(TITLES, retrieval.RetrievalSection(backend="ray", **fields))
 
 
 def asking(address, environment):

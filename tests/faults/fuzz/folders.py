@@ -63,7 +63,11 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     sources = [*marked]
     for name in ("llama", "gpt2"):
         words = ["a", "red", "fox"]
-        sources.append(write_policy(folder / name, words, NewPolicySection(name, 8, 1, 2, window=32)))
+        sources.append(
+            write_policy(
+                folder / name, words, NewPolicySection(architecture=name, width=8, layers=1, heads=2, window=32)
+            )
+        )
     programs: dict[Any, Callable[..., Any]] = {}
     for number in range(count):
         work = folder / "work"

@@ -16,7 +16,6 @@ from grpo_jax.models.hf.weights import tower_table  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision import tower as tower_module  # noqa: E402
 from grpo_jax.models.vision.pictures import (  # noqa: E402
-    Picture,
     Pictures,
     pack_windows,
     same_size,
@@ -148,24 +147,6 @@ def test_pictures_of_one_size_where_they_are(world, see):
     jax.tree.map(
         np.testing.assert_array_equal, same_size(patches, (6, 6), world.config), tiny.packed(rows, world.config)
     )
-
-
-@pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
-def test_pictures_that_do_not_fit_are_refused(world, see):
-    (row,) = tiny.draw(world.config, [[(4, 4)]])
-    with pytest.raises(ValueError, match="multiples of 2 patches, got"):
-        tiny.packed([[Picture(row[0].patches, (3, 4))]], world.config)
-    with pytest.raises(ValueError, match=r"expected \[24, 96\] for a grid of 4 x 6, got \[16, 96\]"):
-        tiny.packed([[Picture(row[0].patches, (4, 6))]], world.config)
-    with pytest.raises(ValueError, match="there are more"):
-        tiny.packed([row], world.config, patches=12)
-    pictures = tiny.packed([row], world.config)
-    with pytest.raises(ValueError, match="96 numbers"):
-        see(world.variables, pictures._replace(patches=pictures.patches[..., :-1]))
-    with pytest.raises(ValueError, match="vision=True"):
-        see({"params": world.loaded.params}, pictures)
-    with pytest.raises(ValueError, match="windows"):
-        see(world.variables, pictures._replace(windows=None))
 
 
 def test_windows_are_those_of_transformers():

@@ -86,10 +86,8 @@ def test_a_run_that_failed_and_was_slow_is_the_same(config, finished, tmp_path, 
     monkeypatch.setenv("MOOD", "fails")
     assert main(["--config", str(config), "--run_dir", str(run), "--training.save_every=0"]) == 2
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1
-        and "letters: it raised RuntimeError: the judge is away. Saved after iteration 2;" in error
-    )
+    assert error.count("\n") == 1 and "letters: it raised RuntimeError: the judge is away (" in error
+    assert "Saved after iteration 2;" in error
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest_step() == 2
     monkeypatch.setenv("MOOD", "slow")

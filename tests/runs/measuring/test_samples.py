@@ -1,6 +1,5 @@
 """Several completions of each held-out prompt: mean@k, pass@k and their intervals, as formulas and in a run."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -57,8 +56,8 @@ def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
     """Drawn and judged again by hand, with the settings of the evaluation and not of training."""
     monkeypatch.setenv("JUDGE_RUN", str(run))
     config = run_config(run)
-    by_hand = dataclasses.replace(config.sampling, group_size=COUNT, temperature=0.7, top_k=50)
-    parts = load_parts(dataclasses.replace(config, sampling=by_hand), lambda *_: None)
+    by_hand = config.sampling.replace(group_size=COUNT, temperature=0.7, top_k=50)
+    parts = load_parts(config.replace(sampling=by_hand), lambda *_: None)
     _, judgement = collect(
         *(parts.environment, parts.samplers.training, parts.policy.variables, parts.test_rows),
         key=parts.key,

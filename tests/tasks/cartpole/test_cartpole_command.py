@@ -130,14 +130,14 @@ def test_the_task_decides_the_fields(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert "judges.renderer" in text and "rollout" not in text and "--task beside it decide" in text
+    assert "policy.lora" in text and "rollout" not in text and "--task and --config beside it count" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--algorithm.discount", "1.5"], "algorithm.discount: expected a number <= 1, got 1.5"),
-        (["--algorithm.clip_low", "-1"], "algorithm.clip_low: expected a number > 0, got -1"),
+        (["--algorithm.discount", "1.5"], "algorithm.discount: expected a number <= 1, got '1.5'"),
+        (["--algorithm.clip_low", "-1"], "algorithm.clip_low: expected a number > 0, got '-1'"),
         (["--rollout.group_size", "1"], "rollout.group_size: expected a number >= 2"),
         (["--algorithm.weights", "[1, 2]"], "algorithm.weights: expected none or 1 finite numbers"),
         (["--algorithm.objectives", "[upright, upright]"], "algorithm.objectives: expected one or more, each once"),
@@ -148,7 +148,7 @@ def test_the_task_decides_the_fields(tmp_path, capsys):
         (["--training.iterations", "15"], "training.iterations: expected a multiple of evaluation.every = 10, got 15"),
         (["--network.hidden", "[0]"], "network.hidden: expected up to 64 widths from 1 to 65536, got [0]"),
         (["--optimizer.learning_rate", "0"], "optimizer.learning_rate: expected a number > 0"),
-        (["--judges.renderer.steps", "4"], "judges.renderer.steps: no such field"),
+        (["--judges.renderer.steps", "4"], "judges: no such field"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):

@@ -7,8 +7,8 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from bridges.pool.section import PoolSection  # noqa: E402
 from bridges.retrieval import service  # noqa: E402
+from grpo_jax.config.judge import PoolSection  # noqa: E402
 from grpo_jax.config.retrieval import RetrievalSection  # noqa: E402
 from grpo_jax.tasks.recommendation.dummy import make_catalogue_of_words  # noqa: E402
 from grpo_jax.train import main  # noqa: E402
@@ -77,7 +77,10 @@ def serve(cluster, tmp_path_factory):
         if not running:
             titles = make_catalogue_of_words(280).titles
             kind = make_faulty(folder)
-            section, pool = RetrievalSection(cache=str(folder / "cache")), PoolSection(1, {"num_cpus": 0.5})
+            section, pool = (
+                RetrievalSection(cache=str(folder / "cache")),
+                PoolSection(replicas=1, resources={"num_cpus": 0.5}),
+            )
             running.append(service.start_service(titles, section, pool, shard_class=kind))
         return folder / "calls"
 

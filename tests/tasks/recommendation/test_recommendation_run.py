@@ -252,7 +252,7 @@ def data(folder):
 def test_no_rank_is_no_reward_and_never_a_number(data):
     """Of the first of two texts the retriever said nothing."""
     rows = [Row(1, "a", {"target_row": 0, "history": (1,)})]
-    found = resolve_rewards([RewardSection("ndcg"), RewardSection("soft")], ["hr@5"], data.rewards, ())
+    found = resolve_rewards([RewardSection(name="ndcg"), RewardSection(name="soft")], ["hr@5"], data.rewards, ())
     rewards, watched = ({one.name: bind(one, {}) for one in some} for some in (found.maximised, found.watched))
     answer = reward_columns(np.array([np.nan, 3.0]), np.array([np.nan, 0.3], np.float32))
     score = make_score(rewards, watched, missing=False, columns_of=lambda completions, columns: answer)
@@ -273,4 +273,4 @@ def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
 @pytest.mark.parametrize("name", ["hr", "hr@", "ndcg@0", "mrr@²", "ndcg@" + "9" * 5000, "mrr@x", "recall@5"])
 def test_a_watched_measure_must_be_known(name, data):
     with pytest.raises(UserError, match=f"watch: expected .* hr@10, .*; got '{name}'"):
-        resolve_rewards([RewardSection("ndcg")], [name], data.rewards, ())
+        resolve_rewards([RewardSection(name="ndcg")], [name], data.rewards, ())

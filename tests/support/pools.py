@@ -1,0 +1,17 @@
+"""Judges in pools, as a config has them."""
+
+from bridges.pool.section import placed
+from grpo_jax.config import make_config
+from grpo_jax.config.judge import PoolSection
+
+
+def in_pool(kind, **fields):
+    """The values of a judge, those of its pool among them."""
+    pool = {name: fields.pop(name) for name in [*fields] if name in PoolSection.model_fields}
+    return {"kind": kind, **fields, "pool": pool or None}
+
+
+def load_in_pool(kind, **fields):
+    """The judge, loaded into its actors."""
+    judge = make_config(task="text", judges={"odd": in_pool(kind, **fields)}).judges["odd"]
+    return placed(judge, "judges.odd").load("cpu")

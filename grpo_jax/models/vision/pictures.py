@@ -100,8 +100,7 @@ def pack_rows(rows: Sequence[Sequence[Picture]], config: VisionConfig, *, slots:
     most_patches = max([config.merged, *(len(picture.patches) for row in rows for picture in row)])
     slots = max(most_slots, min(bucketed(most_slots), slots))
     patches = max(most_patches, min(bucket_patches(most_patches, config), patches))
-    packed = pack_pictures(rows, config, slots=slots, patches=patches)
-    return _packed(rows, config, slots, patches) if packed is None else packed
+    return _packed(rows, config, slots, patches)
 
 
 def _packed(rows: Sequence[Sequence[Picture]], config: VisionConfig, slots: int, patches: int) -> Pictures:

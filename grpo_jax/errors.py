@@ -116,6 +116,18 @@ def is_own_doing(error: BaseException) -> bool:
     return not interrupt and not isinstance(error, StopRun | Stopped)
 
 
+@contextmanager
+def failures_as(describe: Callable[[BaseException], BaseException]) -> Iterator[None]:
+    """Raise describe(error) in place of an error of a user's own code inside (`is_own_doing`); others pass."""
+    try:
+        yield
+    except BaseException as error:
+        described = describe(error) if is_own_doing(error) else error
+        if described is error:
+            raise
+        raise described from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the memory of a device ran out, by JAX's error or torch's."""
     return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)

@@ -39,7 +39,7 @@ Precision = Literal["default", "high", "highest"]
 
 
 class LoraSection(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685; docs/lora.md); rank 0 trains every weight."""
+    """Low-rank adapters; rank 0 trains every weight (Hu et al. 2021, arXiv:2106.09685; docs/lora.md)."""
 
     rank: Annotated[int, Ge(0), Le(WIDTH)] = 0
     """Rank of the adapters; 0 switches them off and trains all weights."""

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
@@ -17,7 +17,7 @@ from grpo_jax.config.given import IN_PYTHON
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
-from grpo_jax.errors import UserError, is_out_of_memory, is_own_doing, one_line, short_name
+from grpo_jax.errors import UserError, failures_as, one_line, short_name
 from grpo_jax.rollout.data import RESERVED_COLUMNS, Row
 from grpo_jax.rollout.rewards import (
     Columns,
@@ -224,11 +224,8 @@ def resolve_rewards(
             reward = resolver.of_user(section.called, function, section.options)
         else:
             reward = resolver.find(section.name, section.options, "rewards")
-            for name, takes in (("messages", "take texts"), ("group", "take all prompts at once")):
-                if getattr(section, name) and ":" not in section.name:
-                    raise UserError(
-                        f"rewards.{section.called}.{name}: expected false, the task's own rewards {takes}; got true"
-                    )
+            if (section.messages or section.group) and ":" not in section.name:
+                raise UserError(f"rewards.{section.called}: messages and group are for rewards of your own; drop them")
         maximised.append(reward._replace(name=section.called, messages=section.messages, group=section.group))
     names = (*(watch or source.watched), *source.always_watched)
     watched = tuple(resolver.find(name, {}, "watch") for name in names)
@@ -283,19 +280,15 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
     return reward if resolved.adapt is None else resolved.adapt(reward)
 
 
-@contextmanager
-def judge_named(name: str) -> Iterator[None]:
+def judge_named(name: str) -> AbstractContextManager[None]:
     """Raise a UserError that names the judge in place of any error inside."""
-    try:
-        yield
-    except (UserError, ModuleNotFoundError):
-        raise
-    except BaseException as error:
-        if not is_own_doing(error):
-            raise
-        if is_out_of_memory(error):
-            raise UserError(f"judges.{name} ran out of its device's memory: {one_line(error, 150)}") from error
-        raise UserError(f"judges.{name}: loading it raised {type(error).__name__}: {one_line(error, 150)}") from error
+
+    def describe(error: BaseException) -> BaseException:
+        if isinstance(error, UserError | ModuleNotFoundError):
+            return error
+        return UserError(f"judges.{name}: loading it raised {type(error).__name__}: {one_line(error, 150)}")
+
+    return failures_as(describe)
 
 
 class _Resolver(NamedTuple):
@@ -331,7 +324,7 @@ class _Resolver(NamedTuple):
             check_options(name, JUDGE_AS_REWARD, options)
             return ResolvedReward(name, JUDGE_AS_REWARD, name)
         if base not in self.source.functions or (judge and not self.judges):
-            _refuse(name, self.source, where)
+            raise UserError(f"{where}: {_unknown(name, self.source, where)}")
         if judge:
             require_known(judge, self.judges, f"{where}.{name}: judges")
         function, options = _made(self.source.functions[base], options, name)
@@ -339,17 +332,15 @@ class _Resolver(NamedTuple):
         return ResolvedReward(name, function, judge, options, providers=providers)
 
 
-def _refuse(name: str, source: TaskRewards, where: str) -> None:
+def _unknown(name: str, source: TaskRewards, where: str) -> str:
     if os.path.isdir(name):
-        raise UserError(
-            f"{where}: {short_name(name)} is a folder: a reward model is a judge, --judges.NAME "
-            "sequence_classification --judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
+        return (
+            f"{short_name(name)} is a folder: a reward model is a judge, --judges.NAME sequence_classification "
+            "--judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
         )
     measures = source.watched if where == "watch" else ()  # of those that follow a pattern, examples
     names = ", ".join(sorted({*source.functions, *measures})) or "no reward of its own"
-    raise UserError(
-        f"{where}: expected package.module:function, file.py:function, or of this task {names}; got {name!r}"
-    )
+    return f"expected package.module:function, file.py:function, or of this task {names}; got {name!r}"
 
 
 def _made(reward: Reward | Maker, options: Mapping[str, object], label: str) -> tuple[Reward, Mapping[str, object]]:

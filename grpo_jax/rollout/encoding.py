@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,11 +104,7 @@ def make_encode(
         completion_tokens: The most tokens behind a prompt.
     """
     sizes = row_sizes(rows)
-    processor = None
-    if sizes["pictures"].any():
-        if image_processor is None:
-            raise UserError(_NO_VISION)
-        processor = image_processor()
+    processor = image_processor() if image_processor is not None and sizes["pictures"].any() else None
     vision = None if processor is None else processor.vision
     tokens_of = _make_tokens_of(tokenizer, section, vision, vocab_size)
 
@@ -156,7 +152,7 @@ def make_encode(
         longest = max(longest, len(ids))
         slots = max(slots, len(grids))
         patches = max([patches, *(height * width for height, width in grids)])
-    _require_prompts_in_tokens(tokenizer, compared, tokens_of)
+    _require_prompts_in_tokens(tokenizer, compared)
 
     def encode(rows: Sequence[Row]) -> Encoded:
         prepared: list[list[Picture]] = [[] for _ in rows] if processor is None else prepare_rows(rows, processor)
@@ -171,17 +167,11 @@ def make_encode(
     return encode
 
 
-def _require_prompts_in_tokens(
-    tokenizer: PreTrainedTokenizerBase, encoded: Sequence[tuple[Row, list[int]]], tokens_of: TokensOf
-) -> None:
-    """Refuse a tokenizer or a chat template that loses the prompts: a policy would learn from nothing.
+def _require_prompts_in_tokens(tokenizer: PreTrainedTokenizerBase, encoded: Sequence[tuple[Row, list[int]]]) -> None:
+    """Refuse a tokenizer or a chat template that makes the same tokens of all prompts: a policy would learn nothing.
 
-    Prompts are lost where different ones all become the same tokens (a template that ignores them, a tokenizer
-    without words), or one the same tokens as an empty prompt (a normaliser that deletes its characters). Prompts that
-    differ in case, spaces or Unicode's forms alone may become the same.
+    Prompts that differ in case, spaces or Unicode's forms alone may become the same.
     """
-    where = f"the tokenizer in {getattr(tokenizer, 'name_or_path', '') or 'the policy folder'}, or its chat template,"
-    mend = "copy the model's tokenizer files (tokenizer.json, chat_template.jinja) again"
     different: dict[str, str] = {}
     for row, _ in encoded:
         texts = " ".join([row.prompt, *(message.text for message in row.messages)])
@@ -189,18 +179,10 @@ def _require_prompts_in_tokens(
     if len(different) > 1 and len({tuple(ids) for _, ids in encoded}) == 1:
         one, other = map(short_repr, list(different.values())[:2])
         raise UserError(
-            f"{where} makes the same {len(encoded[0][1])} tokens of all prompts, of {one} as of {other}: {mend}"
+            f"the tokenizer in {getattr(tokenizer, 'name_or_path', '') or 'the policy folder'}, or its chat template, "
+            f"makes the same {len(encoded[0][1])} tokens of all prompts, of {one} as of {other}: copy the model's "
+            "tokenizer files (tokenizer.json, chat_template.jinja) again"
         )
-    plain = [(row, ids) for row, ids in encoded if row.prompt.strip() and not (row.messages or row.pictures)]
-    try:
-        without_prompt = tokens_of(dataclasses.replace(plain[0][0], prompt=""), []) if plain else []
-    except UserError:  # no tokens without a prompt: none is lost
-        return
-    for row, ids in plain:
-        if ids == without_prompt:
-            raise UserError(
-                f"{where} makes no token of the prompt {short_repr(row.prompt)}: {mend}, or leave the prompt out"
-            )
 
 
 def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
@@ -267,11 +249,7 @@ def _make_tokens_of(
 
     def tokens_of(row: Row, lengths: Sequence[int]) -> list[int]:
         tools = _tools_of(row, section.tool_column) if section.tool_column else ""
-        messages = messages_of(row, instruction, section.system_prompt)
-        count = sum(message.parts.count(PICTURE) for message in messages)
-        if count != len(row.pictures):
-            raise UserError(f"row {row.id}: its messages show {count} pictures, and it has {len(row.pictures)}")
-        return encoder(tools)(messages, lengths)
+        return encoder(tools)(messages_of(row, instruction, section.system_prompt), lengths)
 
     return tokens_of
 
@@ -286,12 +264,8 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
     if section.tools:
         options["data.tools"] = "tools"
     for field, name in options.items():
-        if not _uses_template(tokenizer, section):
-            raise UserError(f"{field}: expected nothing, the policy's tokenizer has no chat template")
-        if not knows_option(tokenizer, name):
-            raise UserError(
-                f"{field}: the policy's chat template knows no {name!r}, and would pass it over: leave it out"
-            )
+        if not (_uses_template(tokenizer, section) and knows_option(tokenizer, name)):
+            raise UserError(f"{field}: the policy has no chat template that knows {name!r}: leave it out")
 
 
 def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
@@ -318,12 +292,7 @@ def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Mess
         return row.messages if row.messages[0].role == "system" else (*before, *row.messages)
     parts: list[Part] = [PICTURE] * len(row.pictures)
     prompt: list[Part] = [row.prompt]
-    if row.pictures and row.prompt.count(PICTURE_MARK) == len(row.pictures):
-        if instruction.count("{prompt}") > 1:
-            raise UserError(
-                f"row {row.id}: its pictures stand where it says {PICTURE_MARK}, and data.instruction says {{prompt}} "
-                "more than once"
-            )
+    if row.pictures and row.prompt.count(PICTURE_MARK) == len(row.pictures) and instruction.count("{prompt}") <= 1:
         pieces = re.split(f"({PICTURE_MARK})", row.prompt)
         prompt = [PICTURE if piece == PICTURE_MARK else piece for piece in pieces if piece]
         parts = []
@@ -339,10 +308,8 @@ def _tools_of(row: Row, column: str) -> str:
     """Return a row's tools, a column of JSON schemas, as JSON text; "" where it has none."""
     tools = row.columns.get(column)
     if isinstance(tools, str) and tools:
-        try:
+        with suppress(ValueError):
             tools = read_json(tools)
-        except ValueError as error:
-            raise UserError(f"row {row.id}, data.tools: column {column!r}: {error}") from error
     if not tools:
         return ""
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

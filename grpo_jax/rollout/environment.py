@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.models.hf.chat import answer_encoder
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.config import VisionConfig
@@ -240,41 +240,35 @@ def make_encode_answer(
     return encode_answer
 
 
-def collect_answers(
-    respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode], *, on_error: Literal["raise", "missing"]
-) -> list[Answer | None]:
-    """Ask the environment for its answer to each episode; None where it failed to give one.
+def collect_answers(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | AnswerError]:
+    """Ask the environment for its answer to each episode, or why it failed to give one.
 
     An environment fails if it raises (SystemExit too) or returns another number of answers, for all episodes; with an
-    exception or anything else that is no answer, for one. "raise" raises AnswerError then, "missing" gives None.
-    `StopRun` always passes.
+    exception or anything else that is no answer, for one. `StopRun` passes.
     """
     at_work("the environment")
     try:
-        returned = answers_of(respond, rows, episodes)
-    except BaseException as error:
-        if not is_own_doing(error):
-            raise
-        if on_error == "missing":
-            return [None] * len(episodes)
-        if isinstance(error, AnswerError):
-            raise
-        raise AnswerError(str(error) if isinstance(error, UserError) else reason_of(error)) from error
-    answers: list[Answer | None] = []
+        with failures_as(_failure):
+            returned = answers_of(respond, rows, episodes)
+    except AnswerError as error:
+        return [error] * len(episodes)
+    answers: list[Answer | AnswerError] = []
     for number, answer in enumerate(returned):
-        if isinstance(answer, BaseException):
-            if on_error == "raise":
-                raise AnswerError(reason_of(answer)) from answer
-            answers.append(None)
-            continue
         try:
-            answers.append(checked(answer))
+            answers.append(_failure(answer) if isinstance(answer, BaseException) else checked(answer))
         except ValueError as error:
-            if on_error == "raise":
-                text = one_line(repr(episodes[number].last.text[:40]), 50)
-                raise AnswerError(f"it answered {error} to completion {number} ({text})") from error
-            answers.append(None)
+            text = one_line(repr(episodes[number].last.text[:40]), 50)
+            answers.append(AnswerError(f"it answered {error} to completion {number} ({text})"))
     return answers
+
+
+def _failure(error: BaseException) -> AnswerError:
+    """Describe what an environment raised."""
+    if isinstance(error, AnswerError):
+        return error
+    failure = AnswerError(str(error) if isinstance(error, UserError) else reason_of(error))
+    failure.__cause__ = error
+    return failure
 
 
 def ask_environment(
@@ -292,27 +286,27 @@ def ask_environment(
     these completions, and so have the answers: None where the environment failed and `answering` is lenient,
     otherwise it raises AnswerError.
     """
-    answers = collect_answers(answering.respond, rows, episodes, on_error="missing" if answering.lenient else "raise")
-    answer_pictures = [() if answer is None or answer.done else answer.pictures for answer in answers]
+    answers = collect_answers(answering.respond, rows, episodes)
+    shown = [() if isinstance(answer, AnswerError) or answer.done else answer.pictures for answer in answers]
     pictures = None
     try:
-        pictures = prepared(prepare, answer_pictures, places, shape)
-    except AnswerError:
-        if not answering.lenient:
-            raise
-        answers = [None if several else answer for several, answer in zip(answer_pictures, answers, strict=True)]
+        pictures = prepared(prepare, shown, places, shape)
+    except AnswerError as error:
+        answers = [error if several else answer for several, answer in zip(shown, answers, strict=True)]
     encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
     for number, ((p, g), answer) in enumerate(zip(places, answers, strict=True)):
-        if answer is None or answer.done:
+        if isinstance(answer, AnswerError) or answer.done:
             continue
         grids = [] if pictures is None else [*pictures.grid[p, g][: len(answer.pictures)]]
         try:
             answers[number], encoded[p][g] = _encoded(answering.encode_answer, answer, ended[number], grids)
-        except AnswerError:
-            if not answering.lenient:
-                raise
-            answers[number] = None
-    return answers, _padded(encoded, answering.pad_id, pictures)
+        except AnswerError as error:
+            answers[number] = error
+    failures = [answer for answer in answers if isinstance(answer, AnswerError)]
+    if failures and not answering.lenient:
+        raise failures[0]
+    given = [None if isinstance(answer, AnswerError) else answer for answer in answers]
+    return given, _padded(encoded, answering.pad_id, pictures)
 
 
 def _encoded(
@@ -324,8 +318,8 @@ def _encoded(
     except AnswerError:
         if not answer.otherwise:
             raise
-    in_place = Answer(answer.otherwise)
-    return in_place, encode(in_place, ended, [])
+        in_place = Answer(answer.otherwise)
+        return in_place, encode(in_place, ended, [])
 
 
 def _padded(encoded: Sequence[Sequence[Sequence[int]]], pad_id: int, pictures: Pictures | None) -> ReplyTokens:
@@ -351,13 +345,13 @@ def prepared(
         return None
     if prepare is None:
         raise AnswerError("it answered with a picture, and the policy reads text alone")
-    try:
-        return placed(prepare(_stacked(sources)), owners, shape)
-    except BaseException as error:
-        if not is_own_doing(error):
-            raise
+
+    def describe(error: BaseException) -> AnswerError:
         reason = str(error) if isinstance(error, UserError | ValueError) else reason_of(error)
-        raise AnswerError(f"its picture: {one_line(reason, 150)}") from error
+        return AnswerError(f"its picture: {one_line(reason, 150)}")
+
+    with failures_as(describe):
+        return placed(prepare(_stacked(sources)), owners, shape)
 
 
 def _stacked(sources: list[Source]) -> Source:

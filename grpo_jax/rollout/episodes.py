@@ -108,11 +108,9 @@ def checked(answer: object) -> Answer:
         return Answer(done=True)
     if isinstance(answer, str):
         answer = Answer(answer)
-    if not isinstance(answer, Answer):
-        raise ValueError(f"{one_line(answer, 60)}, not an Answer, a text or None")
-    for value, expected in ((answer.text, str), (answer.pictures, tuple | list)):
-        if not isinstance(value, expected):
-            raise ValueError(f"an Answer with a {type(value).__name__} in place of its text or its tuple of pictures")
+    valid = isinstance(answer, Answer) and isinstance(answer.text, str) and isinstance(answer.pictures, tuple | list)
+    if not valid:
+        raise ValueError(f"{one_line(answer, 60)}, not an Answer (a text and a list of pictures), a text or None")
     require_text(answer.text)
     return replace(answer, pictures=tuple(answer.pictures), done=bool(answer.done))
 

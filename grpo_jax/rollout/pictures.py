@@ -63,9 +63,8 @@ def source_of(value: object, base: Path | None) -> Source:
         # The bytes before the path, which may name a file of another machine.
         held = (value.get(name) for name in ("bytes", "base64", "image", "url", "path"))
         inner = next((entry for entry in held if entry is not None), None)
-        if inner is None:
-            raise ValueError(f'a picture as {{…}} needs "bytes" or "path", got {short_repr(dict(value), 40)}')
-        return source_of(inner, base)
+        if inner is not None:
+            return source_of(inner, base)
     if isinstance(value, File):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -84,8 +83,6 @@ def source_of(value: object, base: Path | None) -> Source:
 
 def _from_text(text: str, base: Path | None) -> File | bytes:
     head, _, data = text.partition(",") if text.startswith("data:") else ("", "", text)
-    if head and not head.endswith(";base64"):
-        raise ValueError(f"a data URL must be base64 (data:image/png;base64,…), got {short_repr(head, 40)}")
     if not head and _WEB.match(text):
         raise ValueError(f"{short_name(text, 60)}: pictures are not fetched; download them and give their paths")
     if not head and not _BASE64.fullmatch(text):
@@ -145,11 +142,7 @@ def _opened(source: File | bytes) -> Iterator[Image]:
     """Open an encoded picture with Pillow, which reads its pixels when they are asked for."""
     from PIL import Image
 
-    try:
-        stream = source.path.open("rb") if isinstance(source, File) else io.BytesIO(source)
-    except OSError as error:
-        raise ValueError(f"it cannot be read ({error.strerror})") from error
-    with stream, _pillow_errors():
+    with _pillow_errors(), source.path.open("rb") if isinstance(source, File) else io.BytesIO(source) as stream:
         picture = Image.open(stream, formats=FORMATS)
         _check_opened(picture)
         yield picture
@@ -158,7 +151,7 @@ def _opened(source: File | bytes) -> Iterator[Image]:
 @contextmanager
 def _pillow_errors() -> Iterator[None]:
     """Turn the errors and warnings of Pillow into a ValueError."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     logger = logging.getLogger("PIL")  # it also tells of them, line by line
     level = logger.level
@@ -167,14 +160,14 @@ def _pillow_errors() -> Iterator[None]:
         warnings.simplefilter("ignore")
         try:
             yield
-        except UnidentifiedImageError:
-            raise ValueError(f"it is no picture that can be read ({', '.join(FORMATS)})") from None
-        except Image.DecompressionBombError:
-            raise ValueError(_TOO_LARGE) from None
         except _RefusedError:
             raise
         except Exception as error:  # of the format's own reader, of any kind
-            raise ValueError(f"it is broken ({one_line(error, 60)})") from error
+            unknown = isinstance(error, UnidentifiedImageError)
+            reason = (
+                f"no picture that can be read ({', '.join(FORMATS)})" if unknown else f"broken ({one_line(error, 60)})"
+            )
+            raise ValueError(f"it is {reason}") from error
         finally:
             logger.setLevel(level)
 
@@ -183,12 +176,9 @@ class _RefusedError(ValueError):
     """A picture that can be read, and is not one for a prompt."""
 
 
-_TOO_LARGE = f"it has more than {MOST_PIXELS:,} pixels, the most that are read: make it smaller"
-
-
 def _check_opened(picture: Image) -> None:
     if picture.width * picture.height > MOST_PIXELS:
-        raise _RefusedError(_TOO_LARGE)
+        raise _RefusedError(f"it has more than {MOST_PIXELS:,} pixels, the most that are read: make it smaller")
     kind = getattr(picture, "format", None)
     if getattr(picture, "is_animated", False) and kind != "MPO":  # a camera's: the first is the picture
         what = "pages" if kind == "TIFF" else "frames"
@@ -226,12 +216,10 @@ def eight_bits(values: np.ndarray) -> np.ndarray:
         return values
     if values.dtype.kind == "u" and values.dtype.itemsize == 2:
         return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
-    if "float" not in str(values.dtype):
-        raise _RefusedError(f"its values are {values.dtype}: expected {_VALUES}")
-    values = values.astype(np.float32)
+    kind, values = str(values.dtype), values.astype(np.float32)
     lowest, highest = float(values.min()), float(values.max())
-    if not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # NaN is neither
-        raise _RefusedError(f"its values are floats from {lowest:.4g} to {highest:.4g}: expected {_VALUES}")
+    if "float" not in kind or not (lowest >= -MARGIN and highest <= 1 + MARGIN):  # NaN is neither
+        raise _RefusedError(f"its values are {kind} from {lowest:.4g} to {highest:.4g}: expected {_VALUES}")
     return np.round(np.clip(values, 0, 1) * 255).astype(np.uint8)
 
 

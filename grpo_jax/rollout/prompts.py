@@ -31,16 +31,15 @@ from grpo_jax.rollout.data import (
     split_places,
 )
 from grpo_jax.rollout.pictures import File, Source, source_of
-from grpo_jax.rollout.records import Fields, Records, listed, read_records
+from grpo_jax.rollout.records import Fields, Record, Records, listed, read_records
 
-TIERS = ("plain", "attributes", "crowded")
+BUILTIN = ("builtin", "builtin:plain", "builtin:attributes", "builtin:crowded")
 _NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
 """Column names that data sets often have for prompts."""
 Data = str | Path | Records | Iterable[Mapping[str, object]]
 """Name of a data set, or records, each like a line of a ``.jsonl`` file."""
 ROLES = ("system", "user", "assistant")
-_MOST_PICTURES = 256
 _PICTURE_KEYS = ("image", "image_url", "base64", "url", "path")
 
 
@@ -131,9 +130,6 @@ def _builtin(name: str) -> Records:
     The tier is a column; a prompt has the same id in both.
     """
     tier = name.partition(":")[2]
-    if tier and tier not in TIERS:
-        choices = ", ".join(f"builtin:{name}" for name in TIERS)
-        raise UserError(f"no built-in prompts called {short_repr(name)}: choose builtin, {choices}")
     text = resources.files("grpo_jax.rollout").joinpath("builtin_prompts.txt").read_text(encoding="utf-8")
     records: list[Fields] = []
     heading = ""
@@ -153,9 +149,6 @@ def rename_columns(record: Fields, columns: Mapping[str, str]) -> Fields:
 
 def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | None]:
     """Return a record's row and split, or raise ValueError; paths of its pictures are relative to `base`."""
-    nameless = [name for name in record if not isinstance(name, str)]
-    if nameless:
-        raise ValueError(f"a column's name must be text, got {short_repr(nameless[0])}")
     split = record.pop("split", None)
     if split is not None and not (isinstance(split, str) and split in SPLITS):
         raise ValueError(f'"split" must be one of {", ".join(SPLITS)}, got {short_repr(split)}')
@@ -188,8 +181,6 @@ def take_pictures(record: Fields, base: Path | None) -> list[Source]:
     value = columns[names[0]]
     several = isinstance(value, list | tuple) and not isinstance(value, File)
     values = list(value) if several else [value]
-    if len(values) > _MOST_PICTURES:
-        raise ValueError(f'"{names[0]}" holds {len(values)} pictures; a prompt takes {_MOST_PICTURES} at most')
     sources = []
     for number, picture in enumerate(values, 1):
         try:
@@ -215,8 +206,6 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
         return Prompt(value.strip(), tuple(pictures), ())
     if not isinstance(value, list | tuple):
         raise ValueError(f'"prompt" must be text or a list of messages, got {type(value).__name__}')
-    if not value:
-        raise ValueError('"prompt" is empty')
     sources: list[Source | None] = []  # None where the column has it
     messages: list[Message] = []
     first = None  # the number of pictures before the user's first message, and its place
@@ -245,28 +234,23 @@ def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) ->
 
 def _read_message(message: object, sources: list[Source | None], base: Path | None) -> Message:
     """Read a message, and put the sources of its pictures behind `sources`."""
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        expected = f'{{"role": {" | ".join(ROLES)}, "content": …}}'
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str | list | tuple) or message.get("role") not in ROLES:
+        expected = f'{{"role": {" | ".join(ROLES)}, "content": text or a list of parts}}'
         raise ValueError(f"expected {expected}, got {short_repr(message, 40)}")
-    content = message.get("content")
-    if not isinstance(content, str | list | tuple):
-        raise ValueError(f"content must be text or a list of parts, got {type(content).__name__}")
     parts: list[Part] = []
     for part in [content] if isinstance(content, str) else content:
-        fields = {"type": "text", "text": part} if isinstance(part, str) else part
-        kind = fields.get("type") if isinstance(fields, Mapping) else None
-        if kind == "text":
-            text = fields.get("text")
-            if not isinstance(text, str):
-                raise ValueError(f'a part of type "text" holds no text, got {short_repr(text, 40)}')
-            require_text(text)
-            parts.append(text)
-        elif kind in ("image", "image_url"):
+        fields = part if isinstance(part, Mapping) else {"type": "text", "text": part}
+        kind, text = fields.get("type"), fields.get("text")
+        if kind in ("image", "image_url"):
             picture = next((fields[name] for name in _PICTURE_KEYS if fields.get(name) is not None), None)
             sources.append(None if picture is None else source_of(picture, base))
             parts.append(PICTURE)
+        elif kind == "text" and isinstance(text, str):
+            require_text(text)
+            parts.append(text)
         else:
-            raise ValueError(f'a part must be of type "text" or "image", got {short_repr(kind or part, 40)}')
+            raise ValueError(f'a part must be of type "text", with a text, or "image", got {short_repr(part, 40)}')
     return Message(message["role"], tuple(parts))
 
 
@@ -288,14 +272,13 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
         records = data
     elif not isinstance(data, str | Path):
         records = listed("row", None, [*enumerate(map(dict, data))])
-    elif subject == "builtin" or subject.startswith("builtin:"):
+    elif subject in BUILTIN:
         records = _builtin(subject)
     else:
         records = read_records(subject)
 
-    def parse(record: Fields | str | None, number: int) -> tuple[Row, str | None]:
-        if not isinstance(record, dict):
-            raise ValueError(record)
+    def parse(record: Record, number: int) -> tuple[Row, str | None]:
+        assert isinstance(record, dict)
         return _parse(rename_columns(record, columns), number + first, records.base)
 
     places, numbers, sizes = array("q"), array("q"), array("q")
@@ -303,10 +286,11 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
     problems = Problems()
     names: dict[str, None] = {}
     for place, (number, record) in enumerate(records.all()):
-        if record is None:
+        if not isinstance(record, dict):
+            if record is not None:
+                problems.add(f"{records.unit} {number}: {record}")
             continue
-        if isinstance(record, dict):
-            names |= dict.fromkeys(map(str, record))
+        names |= dict.fromkeys(map(str, record))
         try:
             row, split = parse(record, number)
             if hashed:

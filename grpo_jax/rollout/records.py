@@ -58,12 +58,12 @@ def read_records(place: str) -> Records:
 
     Also "hub:OWNER/NAME", "hub:OWNER/NAME:CONFIG" and "hub:OWNER/NAME:CONFIG:SPLIT".
     """
-    if place.startswith(_HUB):
+    if place.startswith(_HUB) and place != _HUB:
         return _loaded(lambda: _load_hub(place), place, None)
     path = Path(place)
     kind = path.suffix.lower()
-    if os.path.isdir(path):
-        return _saved(path)
+    if os.path.isdir(path):  # of `save_to_disk`
+        return _loaded(lambda: _load_folder(path), path, path.parent)
     if kind == ".jsonl":
         return read_lines(path, _parse_object)
     if kind == ".txt":
@@ -74,7 +74,7 @@ def read_records(place: str) -> Records:
         return _sheet(path, _DELIMITERS[kind])
     raise UserError(
         f"{short_name(path)}: prompts come from a .jsonl, .csv, .tsv, .txt or .parquet file, from a saved data set's "
-        f"folder, from {_HUB}OWNER/NAME, or from builtin[:TIER]"
+        f"folder, from {_HUB}OWNER/NAME, or from builtin[:plain|attributes|crowded]"
     )
 
 
@@ -114,8 +114,8 @@ def _sheet(path: Path, delimiter: str) -> Records:
 
         with open(path, encoding="utf-8-sig", newline="") as file:
             names = next(csv.reader(file, delimiter=delimiter), [])
-        if len(set(names)) != len(names):
-            raise UserError(f"{short_name(path)}: its first line names a column twice; it must name each one once")
+        if len(set(names)) != len(names):  # pandas would rename them
+            raise ValueError("its first line names a column twice")
         features = datasets.Features({name: datasets.Value("string") for name in names})
         as_text = {"keep_default_na": False, "na_values": [""], "skip_blank_lines": False, "index_col": False}
         return _load_file("csv", path, sep=delimiter, features=features, encoding="utf-8-sig", **as_text)
@@ -140,24 +140,17 @@ def _load_file(builder: str, path: Path, **options: Any) -> Any:
     return datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train", **options)
 
 
-def _saved(path: Path) -> Records:
-    """Open a folder of `save_to_disk`."""
+def _load_folder(path: Path) -> Any:
     import datasets
 
-    if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        raise UserError(
-            f"{short_name(path)} is a folder without prompts: give a file, or what Dataset.save_to_disk wrote"
-        )
-    return _loaded(lambda: datasets.load_from_disk(str(path)), path, path.parent)
+    return datasets.load_from_disk(str(path))
 
 
 def _load_hub(place: str) -> Any:
     """Load "hub:OWNER/NAME", perhaps with :CONFIG or :CONFIG:SPLIT behind it."""
-    name, config, named, *more = [*place.removeprefix(_HUB).split(":"), "", ""]
-    if not name or any(more):
-        raise UserError(f"{short_name(place)}: expected {_HUB}OWNER/NAME, with :CONFIG or :CONFIG:SPLIT behind it")
     import datasets
 
+    name, config, named = [*place.removeprefix(_HUB).split(":", 2), "", ""][:3]
     return datasets.load_dataset(name, config or None, split=named or None)
 
 
@@ -186,17 +179,12 @@ def _loaded(load: Callable[[], object], subject: str | Path, base: Path | None) 
         raise UserError(f"{name}: expected at least one prompt")
     try:
         with _quiet_datasets(), warnings.catch_warnings(action="error", category=_cells_lost()):
-            records = dataset_records(load(), str(subject), base)
-    except UserError:
-        raise
+            return dataset_records(load(), str(subject), base) or listed("row", base, [])
     except Exception as error:  # of the network, of the hub, of pandas, of pyarrow, of its own
         cause = error.__cause__ or error
         if isinstance(subject, Path) and isinstance(cause, UnicodeDecodeError):
             raise UserError(f"{name}: line {_undecodable_line(subject)}: not UTF-8 text; save it as UTF-8") from error
         raise UserError(f"{name} cannot be loaded: {one_line(cause, 150)}") from error
-    if records is None:
-        raise UserError(f"{name} cannot be loaded: it has no rows")
-    return records
 
 
 def _cells_lost() -> type[Warning]:

@@ -14,16 +14,16 @@ import os
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.errors import UserError, failures_as, one_line
 from grpo_jax.rollout.pipeline import at_work
 
 T = TypeVar("T")
@@ -117,20 +117,18 @@ def _read(returned: object, function: Reward, name: str, completions: list[str],
     """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for no finite number."""
     at_work(f"reward {name}")
     with _blamed(function, name):
-        values = as_list(returned.result() if isinstance(returned, Future) else returned)
-        if len(values) != len(completions):
-            raise BadReturn(f"it must return one value for each of {len(completions)} completions, got {len(values)}")
+        values = as_list(returned.result() if isinstance(returned, Future) else returned, len(completions))
     numbers = np.full(len(values), np.nan)
     for i, value in enumerate(values):
         number = None if value is None else as_number(value)
         if number is not None:
             numbers[i] = number
-        elif isinstance(value, BaseException) and not lenient:  # of one episode
-            raise RewardError(name, reason_of(value)) from value
         elif value is not None and not lenient:
             short = one_line(repr(value[:100]) if type(value) is str else value, 60)
             text = one_line(repr(completions[i][:40]), 50)
-            raise RewardError(name, f"it returned {short} for completion {i} ({text}), not a finite number or None")
+            reason = f"it returned {short} for completion {i} ({text}), not a finite number or None"
+            failed = value if isinstance(value, BaseException) else None  # of one episode
+            raise RewardError(name, reason if failed is None else reason_of(failed)) from failed
     return numbers
 
 
@@ -157,16 +155,14 @@ def finished(returned: T | Coroutine[Any, Any, T]) -> T:
     return _begin(returned).result() if isinstance(returned, Coroutine) else returned
 
 
-@contextmanager
-def _blamed(function: Reward, name: str) -> Iterator[None]:
+def _blamed(function: Reward, name: str) -> AbstractContextManager[None]:
     """Raise whatever a reward raises inside as RewardError; `StopRun` passes."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_own_doing(error):
-            raise
+
+    def describe(error: BaseException) -> RewardError:
         reason = reason_of(error)
-        raise RewardError(name, f"{reason}{_messages_hint(function, name, reason)}") from error
+        return RewardError(name, f"{reason}{_messages_hint(function, name, reason)}")
+
+    return failures_as(describe)
 
 
 def _messages_hint(function: Reward, name: str, reason: str) -> str:
@@ -289,11 +285,7 @@ async def _gathered(returned: Sequence[Coroutine[object, object, object]], sizes
 
 def _joined(returned: Sequence[object], sizes: Sequence[int]) -> list[object]:
     """Return the values of all groups, each of which must have one for each of its completions."""
-    groups = [as_list(values) for values in returned]
-    for values, size in zip(groups, sizes, strict=True):
-        if len(values) != size:
-            raise BadReturn(f"it must return one value for each of {size} completions of a prompt, got {len(values)}")
-    return [value for values in groups for value in values]
+    return [value for values, size in zip(returned, sizes, strict=True) for value in as_list(values, size)]
 
 
 def asking_also(function: Reward, names: Sequence[str]) -> inspect.Signature:
@@ -303,8 +295,8 @@ def asking_also(function: Reward, names: Sequence[str]) -> inspect.Signature:
     return inspect.Signature(sorted([*parameters.values(), *added], key=lambda parameter: parameter.kind))
 
 
-def as_list(returned: Any) -> list[object]:
-    """Return values from a list or an array of one axis, of NumPy, JAX or torch; None where NumPy masks one.
+def as_list(returned: Any, count: int) -> list[object]:
+    """Return `count` values from a list or an array of one axis, of NumPy, JAX or torch; None where NumPy masks one.
 
     Raises:
         BadReturn: It is anything else.
@@ -313,8 +305,10 @@ def as_list(returned: Any) -> list[object]:
     if hasattr(returned, "shape"):
         got = f"shape {tuple(returned.shape)}"
         returned = returned.tolist() if len(returned.shape) == 1 else None
-    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Sequence):
-        raise BadReturn(f"it must return a list or an array with one axis, got {one_line(got, 60)}")
+    listed = isinstance(returned, Sequence) and not isinstance(returned, str | bytes | Mapping)
+    if not listed or len(returned) != count:
+        got = str(len(returned)) if listed else one_line(got, 60)
+        raise BadReturn(f"it must return a list or an array, one value for each of {count} completions, got {got}")
     return [None if value is np.ma.masked else value for value in returned]
 
 
@@ -330,9 +324,7 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except BaseException as error:
-        if not is_own_doing(error):
-            raise
+    except (Exception, SystemExit):
         return None
     return number if abs(number) <= _LARGEST else None
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from grpo_jax.errors import is_own_doing, one_line
+from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Answer, Episode
 from grpo_jax.rollout.rewards import as_number, finished
@@ -130,6 +130,16 @@ class Stepper(Generic[Environment]):
         for text in texts:
             await awaited(environment.step(text))
         return environment
+
+
+def first_prompt(stepper: Stepper, kind: str, seed: int, method: str) -> Prompt:
+    """Return what the episode of a seed begins with; UserError, which names the `method`, where it fails."""
+
+    def describe(error: BaseException) -> UserError:
+        return UserError(f"{method} raised {type(error).__name__}: {one_line(error, 100)}")
+
+    with failures_as(describe):
+        return stepper.prompt(kind, seed)
 
 
 async def awaited(returned: Any) -> Any:

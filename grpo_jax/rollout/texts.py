@@ -70,21 +70,17 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
         readable = [i not in special and bool(re.fullmatch(_ALLOWED[rule], text)) for i, text in enumerate(texts)]
         allowed[:] = False
         allowed[:count] = readable
-        if not allowed.any():
-            raise UserError(f"data.allowed_tokens = {rule}: no token of this tokenizer is allowed by it")
         allowed[ends] = True
     for entry in forbidden:
         ids = [entry] if isinstance(entry, int) else tokenizer(entry, add_special_tokens=False)["input_ids"]
         where = f"data.forbidden_tokens: {one_line(repr(entry), 60)}"
         if len(ids) != 1:
             raise UserError(f"{where} is {len(ids)} tokens, {list(ids)}: name one token, by its text or its id")
-        if not 0 <= ids[0] < size:
-            raise UserError(f"{where} is not in [0, {size}), the policy's tokens")
-        if ids[0] in ends:
-            raise UserError(f"{where} ends completions: none would end any more")
+        if not 0 <= ids[0] < size or ids[0] in ends:
+            raise UserError(f"{where} ends completions, or is not in [0, {size}), the policy's tokens")
         allowed[ids[0]] = False
-    if forbidden and not np.delete(allowed, ends).any():
-        raise UserError("data.forbidden_tokens: no token is left to write")
+    if not np.delete(allowed, ends).any():
+        raise UserError("data.allowed_tokens and data.forbidden_tokens: no token is left to write")
     if vision is not None:
         allowed[list(picture_tokens(vision))] = False
     return allowed

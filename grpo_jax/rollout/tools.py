@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from grpo_jax.config.given import GIVEN_TOOLS, IN_PYTHON
 from grpo_jax.config.named import load_object
 from grpo_jax.config.sections import DataSection
-from grpo_jax.errors import UserError, is_own_doing, one_line
+from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.episodes import Answer, Episode
 from grpo_jax.rollout.rewards import Columns, accepted_arguments, finished
-from grpo_jax.rollout.stepping import Stepper, awaited
+from grpo_jax.rollout.stepping import Stepper, awaited, first_prompt
 
 _RESERVED = ("reset", "get_reward")  # methods that are no tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -115,18 +115,15 @@ class Toolbox:
                 raise UserError(f"data.tools: expected functions, and one class at most, got {path}")
 
     def _add_class(self, path: str, make: Callable[[], Any]) -> None:
-        try:
-            example = make()
-        except BaseException as error:
-            if not is_own_doing(error):
-                raise
-            raise UserError(
+        def describe(error: BaseException) -> UserError:
+            return UserError(
                 f"data.tools: {path} is made without arguments, which raised {type(error).__name__}: "
                 f"{one_line(error, 100)}; give its arguments defaults, or name a functools.partial of it"
-            ) from error
+            )
+
+        with failures_as(describe):
+            example = make()
         kind = type(example)
-        if not callable(getattr(example, "reset", None)):
-            raise UserError(f"data.tools: {path} must have a method reset(**row)")
         for name in dir(kind):
             member, shown = inspect.getattr_static(kind, name), getattr(kind, name)
             if name in _RESERVED or name.startswith("_"):
@@ -161,14 +158,13 @@ class Toolbox:
     async def _result(self, call: Call, environment: object) -> str:
         try:
             if call.problem:
-                raise ValueError(call.problem)
-            if call.name in self._methods:
-                result = self._methods[call.name](environment, **call.arguments)
+                text = f"error: {call.problem}"
+            elif call.name in self._methods:
+                text = str(await awaited(self._methods[call.name](environment, **call.arguments)))
             elif call.name in self._functions:
-                result = self._functions[call.name](**call.arguments)
+                text = str(await awaited(self._functions[call.name](**call.arguments)))
             else:
-                raise ValueError(f"no tool {call.name[:40]!r}, there are {', '.join(self._functions | self._methods)}")
-            text = str(await awaited(result))
+                text = f"error: no tool {call.name[:40]!r}, there are {', '.join(self._functions | self._methods)}"
         except BaseException as error:
             if not is_own_doing(error):
                 raise
@@ -313,13 +309,7 @@ class ToolEpisodes:
 
     def shown(self, number: int) -> str:
         """Return what the object of a row says at the beginning; UserError where it fails."""
-        try:
-            return str(self.stepper.prompt(self.name, number))
-        except BaseException as error:
-            if not is_own_doing(error):
-                raise
-            reason = f"{type(error).__name__}: {one_line(error, 100)}"
-            raise UserError(f"data.tools: {self.name}.reset raised {reason}") from error
+        return str(first_prompt(self.stepper, self.name, number, f"data.tools: {self.name}.reset"))
 
     def _columns(self, number: int) -> dict[str, object]:
         return {"environment": self.name, _ID: number}

@@ -13,11 +13,11 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError, is_own_doing, one_line, short_name
+from grpo_jax.errors import UserError, short_name
 from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.stepping import Stepper
+from grpo_jax.rollout.stepping import Stepper, first_prompt
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
 
 
@@ -87,13 +87,7 @@ class Environment(Task):
 
 
 def _row(stepper: Stepper, kind: str, seed: int) -> dict[str, object]:
-    try:
-        prompt = stepper.prompt(kind, seed)
-    except BaseException as error:
-        if not is_own_doing(error):
-            raise
-        reason = f"{type(error).__name__}: {one_line(error, 100)}"
-        raise UserError(f"task.environment: {kind}.reset({seed}) raised {reason}") from error
+    prompt = first_prompt(stepper, kind, seed, f"task.environment: {kind}.reset({seed})")
     return {"prompt": prompt, "environment": kind, "seed": seed}
 
 

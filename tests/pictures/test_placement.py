@@ -11,7 +11,6 @@ from transformers import AutoImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProce
 from grpo_jax.config import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import as_chat_messages, load_image_processor, make_encode
 from grpo_jax.rollout.prompts import make_prompt_set
 
@@ -220,6 +219,3 @@ def test_a_policy_that_sees_nothing_says_so(loaded):
 def test_an_instruction_does_not_go_with_a_conversation(loaded):
     with pytest.raises(UserError, match="row 0: it is a conversation, which has its own words"):
         tokens_of(loaded, RECORDS["parts"], instruction="Say {prompt}")
-    (talk,) = rows_of({"prompt": [{"role": "user", "content": "x"}]})
-    with pytest.raises(UserError, match="row 4: its messages show 0 pictures, and it has 1"):
-        encoder(loaded, [Row(4, "x", pictures=(picture(0),), messages=talk.messages)])

@@ -112,5 +112,5 @@ def test_rewards_that_a_task_adapts_take_messages():
 def test_a_tasks_own_reward_takes_texts():
     source = TaskRewards({"own": lambda completions: [0.0]})
     sections = make_config(task="text", rewards=[{"name": "own", "messages": True}]).rewards
-    with pytest.raises(UserError, match=r"rewards.own.messages: expected false, the task's own rewards take texts"):
+    with pytest.raises(UserError, match=r"rewards.own: messages and group are for rewards of your own"):
         resolve_rewards(sections, (), source, ())

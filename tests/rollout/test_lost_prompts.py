@@ -7,10 +7,8 @@ import pytest
 from support.encoded_prompts import plain_rows
 from support.marked_tokenizers import words
 from support.text_task import train_here
-from support.tiny_models import chat_tokenizer
 
 from grpo_jax.config import DataSection
-from grpo_jax.errors import UserError
 from grpo_jax.models.families import read_config
 from grpo_jax.rollout.encoding import make_encode
 
@@ -81,17 +79,6 @@ def test_a_run_with_such_a_folder_is_refused_in_one_line(place, tmp_path, capsys
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert all(message in error for message in messages)
-
-
-@pytest.mark.parametrize("prompts", [["a fox", "!?!"], ["!?!"]])
-def test_a_single_prompt_that_leaves_no_token_is_named(prompts):
-    """The normaliser deletes it; a template may ignore the only one."""
-    with pytest.raises(UserError, match=r"makes no token of the prompt '!\?!'"):
-        make_encode(words(), DataSection(), pad_id=0, rows=plain_rows(prompts))
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = IGNORES
-    with pytest.raises(UserError, match="makes no token of the prompt 'a fox'"):
-        make_encode(tokenizer, DataSection(), pad_id=0, rows=plain_rows(["a fox"]))
 
 
 @pytest.mark.parametrize("prompts", [["a fox"] * 3, ["A Fox", "a  fox ", "a ｆox"], ["a fox", "red"], [""]])

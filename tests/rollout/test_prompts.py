@@ -12,9 +12,8 @@ from grpo_jax.rollout.data import (
     like_batch_at,
     noise_seed,
     repeat_rows,
-    split_rows,
 )
-from grpo_jax.rollout.prompts import TIERS, load_prompts, make_prompt_set
+from grpo_jax.rollout.prompts import BUILTIN, load_prompts, make_prompt_set
 
 # ------------------------------------------------------------------------------------------------------ reading
 
@@ -113,19 +112,19 @@ def test_files_without_prompts_to_train_on(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message) as error:
         load_prompts(tmp_path / name)
     assert len(str(error.value)) < 400
-    with pytest.raises(UserError, match="is a folder without prompts"):
+    with pytest.raises(UserError, match="is neither a `Dataset` directory nor a `DatasetDict` directory"):
         load_prompts(tmp_path)
 
 
 def test_builtin_tiers():
     everything = load_prompts("builtin", held_out=0).train
     assert len({row.prompt for row in everything}) == len(everything) == 120
-    for tier in TIERS:
-        rows = load_prompts(f"builtin:{tier}", held_out=0).train
+    for name in BUILTIN[1:]:
+        rows, tier = load_prompts(name, held_out=0).train, name.removeprefix("builtin:")
         assert len(rows) == 40
         assert all(everything[row.id] == row and row.columns == {"tier": tier} for row in rows)
     assert [len(part) for part in load_prompts("builtin", held_out=0.1)] == [96, 12, 12]
-    with pytest.raises(UserError, match="builtin:crowded"):
+    with pytest.raises(UserError, match=r"from builtin\[:plain\|attributes\|crowded\]"):
         load_prompts("builtin:hard")
 
 
@@ -142,12 +141,6 @@ def test_rows_in_memory_get_ids_that_count_through():
 
 
 # ----------------------------------------------------------------------------------------------- splits and order
-
-
-@pytest.mark.parametrize("held_out", [0.5, -0.1, -1, True, "0.2", float("nan")])
-def test_held_out_is_a_count_or_a_share(held_out):
-    with pytest.raises(ValueError, match="held_out"):
-        split_rows([Row(0, "a")], held_out=held_out)
 
 
 def test_epoch_orders_are_different_permutations_of_fixed_value():
@@ -195,8 +188,6 @@ def test_noise_is_shared_by_a_prompt_fresh_in_training_and_fixed_in_evaluation()
     assert noise_seed(0, 0, 2, evaluation=True) != noise_seed(0, 0, 2)
     # Large numbers must not run into their neighbours: (2^32, 0) is not (0, 1).
     assert noise_seed(2**32, 0, 0) != noise_seed(0, 1, 0)
-    with pytest.raises(ValueError, match="seeds"):
-        noise_seed(-1, 0, 0)
 
 
 def test_repeat_rows_fills_missing_columns_with_none():

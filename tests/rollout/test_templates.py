@@ -77,10 +77,10 @@ def test_marks_in_tools_are_text(mark):
         assert tokenizer.decode(ids) == expected(tokenizer, prompt, tools=[SIT, odd], tokenize=False)
 
 
-@pytest.mark.parametrize(("tools", "reason"), [(["sit"], r"must hold a list of JSON schemas, got"), ("{", "not JSON")])
-def test_a_column_that_holds_no_tools_is_named(tools, reason):
+@pytest.mark.parametrize("tools", [["sit"], "{"])
+def test_a_column_that_holds_no_tools_is_named(tools):
     rows = load_prompts([{"prompt": "a", "can": tools}], held_out=0).train
-    with pytest.raises(UserError, match=f"row 0, data.tools: column 'can'.*{reason}"):
+    with pytest.raises(UserError, match=r"row 0, data.tools: column 'can' must hold a list of JSON schemas, got"):
         make_encode(templated(), DataSection(tools="can"), pad_id=0, rows=rows)
     with pytest.raises(UserError, match=r"data.tools: expected a list of JSON schemas or a column of .*, got 'cannot'"):
         check_tools(DataSection(tools="cannot"), rows)
@@ -92,10 +92,10 @@ def test_what_a_template_passes_over_is_refused():
         (DataSection(tools=[ADD]), "data.tools"),
         (DataSection(chat_template_options={"mood": 1}), "data.chat_template_options.mood"),
     ):
-        with pytest.raises(UserError, match=f"^{name}: the policy's chat template knows no "):
+        with pytest.raises(UserError, match=f"^{name}: the policy has no chat template that knows "):
             make_encode(tokenizer, section, pad_id=0)
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"^data.tools: expected nothing, the policy's tokenizer has no chat template"):
+    with pytest.raises(UserError, match=r"^data.tools: the policy has no chat template that knows 'tools'"):
         make_encode(tokenizer, DataSection(tools=[ADD]), pad_id=0)
 
 
@@ -128,7 +128,10 @@ def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_n
     count = len(expected(templated(), "a tree", tools=[ADD], mood="merry"))
     for option, message in (
         (f"max_prompt_tokens={count - 1}", f"takes {count} tokens with its instruction"),
-        ("chat_template_options.tone=low", "data.chat_template_options.tone: the policy's chat template knows no"),
+        (
+            "chat_template_options.tone=low",
+            "data.chat_template_options.tone: the policy has no chat template that knows",
+        ),
     ):
         mood = "--data.chat_template_options.mood=merry"
         assert train_here(place.config, tmp_path / "run", *words, mood, f"--data.{option}") == 2

@@ -50,7 +50,7 @@ def test_predict_honours_it_too(run, section):
     [
         ([0.5], r"forbidden_tokens\[0\]: expected"),
         (["tree"], "'tree' is 4 tokens"),
-        ([259], r"259 is not in \[0, 259\)"),
+        ([259], r"259 ends completions, or is not in \[0, 259\)"),
         (["<|im_end|>"], "'<|im_end|>' ends completions".replace("|", r"\|")),
         (list(range(258)), "no token is left to write"),
     ],

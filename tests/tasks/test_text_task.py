@@ -54,7 +54,7 @@ def test_what_is_masked_is_missing(kind):
     """Beneath a mask lies whatever was there before: an all-masked array once was 1.0 everywhere."""
     expected = [[1, np.nan], [np.nan, 3]]
     array = np.ma.masked_array(np.array([1, 1, 1, 3], kind), mask=[0, 1, 1, 0])
-    for returned in (array, list(array), as_list(array)):
+    for returned in (array, list(array), as_list(array, 4)):
         np.testing.assert_array_equal(call(lambda completions, given=returned: given)[..., 0], expected)
     assert np.isnan(call(lambda completions: np.ma.masked_all(4, kind))).all()
     unmasked = np.ma.masked_array([1.0, np.inf, np.inf, 3.0], mask=[0, 1, 0, 0])
@@ -68,7 +68,7 @@ def test_arrays_of_every_library_and_type_are_values():
     tensor = torch.arange(4.0)
     learned = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
     np.testing.assert_array_equal(call(lambda **_: learned).ravel(), [0.5, -1.0, 2.0, 0.0])
-    assert as_list([1, None]) == [1, None] and as_list(tensor) == as_list(jnp.arange(4)) == [0, 1, 2, 3]
+    assert as_list([1, None], 2) == [1, None] and as_list(tensor, 4) == as_list(jnp.arange(4), 4) == [0, 1, 2, 3]
     same = [1.0, 0.0, 1.0, 0.0]
     for kind in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool):
         np.testing.assert_array_equal(call(lambda kind=kind, **_: torch.tensor(same).to(kind)).ravel(), same)
@@ -101,7 +101,7 @@ def raises(completions, **_):
         (lambda **_: [1.0, 1.0, float("inf"), 1.0], "returned inf for completion 2"),
         (lambda **_: [1.0, 1.0, 1e39, 1.0], "returned 1e\\+39 for completion 2"),
         (lambda **_: [1.0, 1.0, 1.0, "good"], "returned 'good' for completion 3"),
-        (lambda **_: np.zeros((4, 1)), r"one axis, got shape \(4, 1\)"),
+        (lambda **_: np.zeros((4, 1)), r"completions, got shape \(4, 1\)"),
         (lambda **_: 1.0, "got float"),
         (lambda **_: None, "got NoneType"),
         (lambda completions, answer, **_: [1.0] * 4, "missing 1 required positional argument: 'answer'"),

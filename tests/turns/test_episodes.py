@@ -290,7 +290,7 @@ BAD = {
     "no list": (lambda rows, episodes: "5", "answers, one for each completion, got str"),
     "a number": (
         lambda rows, episodes: [7] * len(rows),
-        r"it answered 7, not an Answer, a text or None to completion 0",
+        r"it answered 7, not an Answer .*, a text or None to completion 0",
     ),
     "half a letter": (lambda rows, episodes: ["\ud800"] * len(rows), r"it answered .* to completion 0"),
     "a picture": (

@@ -128,9 +128,7 @@ def where_ranked(reward: Reward) -> Reward:
             return values
         every = {"completions": completions, "rank": rank, **columns}
         part = {name: [column[i] for i in ranked_rows] for name, column in every.items()}
-        answers = as_list(finished(reward(**accepted_arguments(reward, part))))
-        if len(answers) != len(ranked_rows):
-            raise ValueError(f"it must return one value for each of {len(ranked_rows)} completions, got {len(answers)}")
+        answers = as_list(finished(reward(**accepted_arguments(reward, part))), len(ranked_rows))
         for i, answer in zip(ranked_rows, answers, strict=True):
             values[i] = answer
         return values

@@ -214,11 +214,12 @@ def test_functions_of_python_are_named_by_themselves_or_in_pairs():
 def test_a_function_under_another_name_is_found_again(own, monkeypatch):
     monkeypatch.syspath_prepend(own.parent)
     asking = importlib.import_module("asking")
+    path = f"{own.resolve()}:late"
     (section,) = from_python(make_config(task="text"), None, {"mine": asking.late}).config.rewards
-    assert (section.name, section.label, section.called) == ("asking:late", "mine", "mine")
+    assert (section.name, section.label, section.called) == (path, "mine", "mine")
     config = make_config(task="text", rewards=[{"name": "x:f", "label": "mine", "weight": 2.0}])
     (section,) = from_python(config, None, [("mine", asking.late)]).config.rewards
-    assert (section.name, section.called, section.weight) == ("asking:late", "mine", 2.0)
+    assert (section.name, section.called, section.weight) == (path, "mine", 2.0)
 
 
 def test_what_is_logged_is_a_number_of_training():

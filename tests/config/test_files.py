@@ -6,8 +6,6 @@ import threading
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import UserError
-from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.train import main
 
 
@@ -31,15 +29,3 @@ def test_a_config_from_a_pipe():
     threading.Thread(target=tell).start()
     assert parse(["--config", f"/dev/fd/{read}"]).seed == 5
     os.close(read)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [*((name, "is longer than 64 MB") for name in ("p.jsonl", "p.txt")), ("p.csv", "field larger than field limit")],
-)
-def test_a_line_that_no_row_has(tmp_path, name, reason):
-    with (tmp_path / name).open("wb") as file:
-        file.write(b"prompt\n")
-        file.truncate(2**26 + 100)
-    with pytest.raises(UserError, match=f"line 2:? {reason}"):
-        load_prompts(tmp_path / name)

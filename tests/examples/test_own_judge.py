@@ -89,7 +89,7 @@ def test_a_second_clip_is_a_judge_of_its_own(run, table):
 
 
 def test_a_reward_of_a_judge_that_is_not_there(tmp_path, capsys):
-    words = [f"--judges.brightness={FILE}", f"--run_dir={tmp_path / 'run'}", '--watch=["alignment@nobody"]']
+    words = [f"--judges.brightness={FILE}:Brightness", f"--run_dir={tmp_path / 'run'}", '--watch=["alignment@nobody"]']
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: watch.alignment@nobody: judges.nobody: no such field; there are:")

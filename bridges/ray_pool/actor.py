@@ -125,9 +125,9 @@ def own(value, device=None):
 
 
 def on_host(value):
-    """Move a value's tensors, also those in lists, tuples and dictionaries, to the CPU, without gradients."""
+    """Move a value's tensors, also those in lists, tuples and dictionaries, to the CPU, as Ray can lend them."""
     if "torch" not in sys.modules:
         return value
     from torch.utils._pytree import tree_map
 
-    return tree_map(lambda leaf: leaf.detach().cpu() if is_tensor(leaf) else leaf, value)
+    return tree_map(lambda leaf: leaf.detach().cpu().contiguous() if is_tensor(leaf) else leaf, value)

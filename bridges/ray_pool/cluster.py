@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,6 +55,7 @@ def import_ray(*, token: bool) -> Any:
     """Import Ray with the settings of a run; with `token` it shows and asks for one."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", "Zero-copy tensor serialization")  # tensors are contiguous, and copied at the end
     if token and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     excepthook = sys.excepthook

@@ -1,7 +1,7 @@
 """Fields that left, by their dotted path, each with its successor."""
 
 REMOVED: dict[str, str] = {
-    "rewards.isolated": "left: use a judge of kind function in a pool of one actor (judges.NAME.replicas 1)",
+    "rewards.isolated": "left: use a judge of kind function in a pool of one actor (judges.NAME.pool)",
     "task.isolated": "left: environments run in threads of the run, with judge_timeout as their limit",
     "recommendation_slates": "left: take recommendation_quick, whose policy ranks the catalogue",
     "sampling.group": "left: a group is always made of independent samples",

@@ -117,7 +117,7 @@ def test_a_reward_beyond_its_time_limit_is_told_of_the_pool(place, tmp_path, cap
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: stage 'score' failed on chunk 0: reward letters: no result after 1 s. Saved after")
     assert f"fix the reward and go on with --resume --run_dir {run}, give it more time (--judge_timeout)" in line
-    assert line.endswith("a pool of one Ray actor, which can be killed (judges.NAME.replicas: 1, docs/judges.md)")
+    assert line.endswith("a pool of one Ray actor, which can be killed (judges.NAME.pool, docs/judges.md)")
 
 
 def test_a_reward_that_raises_is_shown_with_its_line_and_logged_with_its_traceback(place, tmp_path, capsys):

@@ -41,7 +41,7 @@ class Asker:
 
     def __init__(self, run_dir: str | Path, say: Say, leaving: ExitStack):
         """Load the run of a directory; `leaving` closes its judges."""
-        config = run_config(run_dir).model_copy(update={"on_judge_error": "raise"})  # which no config file may say
+        config = run_config(run_dir).replace(on_judge_error="stop")
         prompts = kept_prompts(RunDirectory(run_dir)) if config.data.prompts == IN_PYTHON else None
         self.parts = load_parts(config, say, prompts=prompts, leaving=leaving)
         self._held_out = [*self.parts.test_rows, *self.parts.validation_rows]

@@ -67,8 +67,6 @@ def test_missing_writers(tmp_path, monkeypatch):
     assert len(writers) == 1 and notes == ["no TensorBoard events: pip install tensorboard adds them"]
     with pytest.raises(UserError, match="wandb is not installed; pip install wandb"):
         open_writers(run, ["wandb"])
-    with pytest.raises(UserError, match="expected tensorboard, wandb, got comet"):
-        open_writers(run, ["comet"])
 
 
 def test_wandb_continues_its_run(tmp_path, monkeypatch):

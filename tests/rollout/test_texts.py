@@ -117,11 +117,11 @@ def test_appended_words_are_told_apart_from_the_prompt():
     """A word tokenizer writes no space before a text's first word: 'a fox' + 'in snow' was once 'a foxin snow'."""
     words, bytes_ = word_tokenizer(), byte_tokenizer()
     ids = words("in snow <|end|>")["input_ids"]
-    assert make_decode(words, form="append", read=continued)(ids, "a fox") == (" in snow", ("a fox in snow", True, {}))
+    assert make_decode(words, form="append", read=continued)(ids, "a fox") == (" in snow", ("a fox in snow", True))
     whole = make_decode(words, form="rewrite", read=as_written)
-    assert whole(np.array(ids), "a fox") == ("in snow", ("in snow", True, {}))
+    assert whole(np.array(ids), "a fox") == ("in snow", ("in snow", True))
     ids = bytes_("es, été<|end|>")["input_ids"]
-    assert make_decode(bytes_, form="append", read=continued)(ids, "a fox") == ("es, été", ("a foxes, été", True, {}))
+    assert make_decode(bytes_, form="append", read=continued)(ids, "a fox") == ("es, été", ("a foxes, été", True))
 
 
 def test_statistics_by_hand():

@@ -33,10 +33,6 @@ def test_pass_at_k_of_many_completions_is_finite_and_of_too_few_there_is_none():
     came = pass_at_k(np.array([3, 2, 0]), np.array([4000, 2, 0]), 100)
     assert came[0] == pytest.approx(1 - math.comb(3997, 100) / math.comb(4000, 100), rel=1e-9)
     assert np.isnan(came[1:]).all()
-    with pytest.raises(ValueError, match="at most judged"):
-        pass_at_k(np.array([2]), np.array([1]), 1)
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        pass_at_k(np.array([1]), np.array([1]), 0)
 
 
 def test_intervals_hold_the_mean_as_often_as_they_say():
@@ -101,7 +97,10 @@ def test_terminal_and_report_show_them(run):
     log, page = (run / "train.log").read_text(), (run / "report.html").read_text()
     (line,) = [line for line in log.splitlines() if line.split()[:2] == ["letters", "pass@2"]]
     assert told.format(*before) in line and line.endswith(told.format(*after))
-    assert f"<td>{told.format(*after)}</td>" in page and f"{COUNT} completions of each held-out prompt" in page
+    assert (
+        f'<td class="text">{told.format(*after)}</td>' in page
+        and f"{COUNT} completions of each held-out prompt" in page
+    )
 
 
 def test_evaluate_takes_other_settings(run, capsys, monkeypatch):

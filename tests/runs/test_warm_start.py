@@ -38,7 +38,7 @@ def taught(policy, tmp_path):
 
     def teach(*texts, steps=1, allowed="english", max_new_tokens=12, **more):
         config = Config(
-            task=Taught([*texts]),
+            task=Taught(texts=[*texts]),
             policy=PolicySection(path=str(policy), remat="none"),
             warm_start=WarmStartSection(steps=steps, batch=1, learning_rate=0.01, **more),
             data=DataSection(allowed_tokens=allowed),

@@ -106,7 +106,7 @@ def test_the_plan_counts_them(folder, place, tmp_path, capsys):
 def test_the_plan_counts_its_weights(make, kind, part, dtype, tmp_path):
     import torch
 
-    judge = kind(str(make(tmp_path / "folder")), dtype=dtype)
+    judge = kind(path=str(make(tmp_path / "folder")), dtype=dtype)
     loaded = judge.load("cpu")
     weights = [*(loaded.model.model if kind is ClipModel else loaded._model).parameters()]
     assert {weight.dtype for weight in weights} == {getattr(torch, dtype)}
@@ -154,9 +154,9 @@ def test_code_of_a_folder_is_not_run(make, kind, known, tmp_path):
             own = {**dict.fromkeys(autos, "own.Own"), "AutoTokenizer": [None, "own.Own"]}
             (folder / name).write_text(json.dumps(fields | {"auto_map": own}))
     if known:
-        kind(str(folder)).load("cpu")
+        kind(path=str(folder)).load("cpu")
     else:
         with pytest.raises(UserError, match="cannot load") as caught:
-            kind(str(folder)).load("cpu")
+            kind(path=str(folder)).load("cpu")
         assert "\n" not in str(caught.value)
     assert not ran.exists()

@@ -99,9 +99,9 @@ def test_of_missing_values_the_others_are_the_mean():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--task.pictures_per_text", "0"], "task.pictures_per_text: expected a number >= 1, got 0"),
-        (["--task.pictures_per_text", "-2"], "task.pictures_per_text: expected a number >= 1, got -2"),
-        (["--task.pictures_per_text", "1.5"], "task.pictures_per_text: expected a whole number, got 1.5"),
+        (["--task.pictures_per_text", "0"], "task.pictures_per_text: expected a number >= 1, got '0'"),
+        (["--task.pictures_per_text", "-2"], "task.pictures_per_text: expected a number >= 1, got '-2'"),
+        (["--task.pictures_per_text", "1.5"], "task.pictures_per_text: expected a whole number, got '1.5'"),
         (["--task", "text", "--task.pictures_per_text", "2"], "task.pictures_per_text: "),
         (
             ["--config", "prompt_refinement_miniature", "--task.pictures_per_text", "2"],

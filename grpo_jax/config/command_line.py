@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.build import build, listed, merged, to_yaml
-from grpo_jax.config.fields import KEY, Argument
+from grpo_jax.config.fields import KEY, Argument, walk
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
 from grpo_jax.config.other_names import hint_for
 from grpo_jax.config.removed import REMOVED
@@ -39,8 +39,9 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     neutral = {"task": "text"} if asked["help"] and not files else {}
     values = reduce(merged, map(read_config, files), neutral)
     task = [(name, value) for name, value in own if name in ("task", f"task.{KEY}")]
-    values = _assigned(with_defaults(_assigned(values, task)), own)
+    values = with_defaults(_assigned(values, task))
     kind = find_task(values["task"]).config
+    values = _assigned(values, own, {field.path for field in walk(kind, values) if field.info.annotation is str})
     for topic in asked["help"]:
         from grpo_jax.config.help import show_help
 
@@ -137,13 +138,16 @@ def _without_value(option: str) -> str:
     return f"{short_name(option)}: " + (f"no such option; did you mean {near[0]}?" if near else "expected a value")
 
 
-def _assigned(values: Values, arguments: Sequence[tuple[str, str]]) -> Fields:
-    """Lay arguments over values, kinds first: null, lists and mappings are YAML, all else is text for its field."""
+def _assigned(values: Values, arguments: Sequence[tuple[str, str]], texts: Collection[str] = ()) -> Fields:
+    """Lay arguments over values, kinds first: null, lists and mappings are YAML, all else is text for its field.
+
+    `texts` names the fields that hold text, which a bracket may begin.
+    """
     if any(name == "policy.lora.path" for name, _ in arguments):  # an adapter has its own rank, alpha and targets
         values = {**values, "policy": {**(values.get("policy") or {}), "lora": {}}}
     for name, text in sorted(arguments, key=lambda pair: pair[0].removesuffix(f".{KEY}").count(".")):
         value: Any = Argument(text)
-        if text == "null" or text[:1] in ("[", "{"):
+        if text == "null" or (text[:1] in ("[", "{") and name not in texts):
             try:
                 value = read_yaml(text)
             except ValueError as error:

@@ -129,8 +129,7 @@ R = np.zeros((1, 2, 3, 1))
         (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2), bool), discount=1.0), ValueError, "exists"),
         (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2, 3), bool), discount=2.0), ValueError, "discount"),
         (lambda: turn_returns(np.zeros((1, 2, 3, 1), int), np.ones((1, 2, 3), bool), discount=1.0), TypeError, "float"),
-        (lambda: turn_advantages(R, np.zeros((1, 2, 4)), np.ones((1, 2, 4), bool), None), TypeError, "turn"),
-        (lambda: turn_advantages(R, np.zeros((1, 1, 4), int), np.ones((1, 1, 4), bool), None), ValueError, "'T'"),
+        (lambda: turn_advantages(R, np.zeros((1, 1, 4), int), np.ones((1, 1, 4), bool), None), ValueError, "turn must"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, error, message):

@@ -106,7 +106,9 @@ def _read_weights(loaded: PolicyFolder, param_dtype: str | None, *, tower: bool 
         return read_params(loaded.config, TensorFiles(weight_files(loaded.path)), dtype, tower=tower)
     except UserError as error:
         named = str(loaded.path) in str(error)
-        raise error if named else UserError(f"cannot load the policy in {loaded.path}: {error}") from error
+        if named:
+            raise
+        raise UserError(f"cannot load the policy in {loaded.path}: {error}") from error
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

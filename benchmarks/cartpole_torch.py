@@ -193,18 +193,18 @@ def value_loss(value: nn.Module, batch: Batch, settings: CartPoleAlgorithm) -> T
     return 0.5 * error.mean()
 
 
-def discounted_returns(mask: np.ndarray, discount: float) -> np.ndarray:
+def discounted_returns(mask: np.ndarray, gamma: float) -> np.ndarray:
     """Discounted sum of what is still to come, `[T, R]`; every step that happens pays 1."""
     returns, following = np.zeros(mask.shape, np.float32), np.zeros(mask.shape[1], np.float32)
     for step in reversed(range(len(returns))):
-        following = (1 + discount * following) * mask[step]
+        following = (1 + gamma * following) * mask[step]
         returns[step] = following
     return returns
 
 
 def group_batch(steps: Steps, policy: nn.Module, config: CartPoleConfig) -> Batch:
     """GRPO: returns normalised over all steps of a group; rows of a group stand side by side."""
-    returns = discounted_returns(steps.mask, config.algorithm.discount)
+    returns = discounted_returns(steps.mask, config.algorithm.gamma)
     advantages = np.zeros_like(returns)
     for group in range(config.rollout.groups):
         columns = slice(group * config.rollout.group_size, (group + 1) * config.rollout.group_size)
@@ -226,8 +226,8 @@ def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: Car
     with torch.no_grad():
         here, after = value(observations)[..., 0].numpy(), value(following)[..., 0].numpy()
         old, _ = logprobs_of(policy, observations, actions)
-    residual = 1 + settings.discount * after * ~steps.terminated - here
-    carry = settings.discount * settings.trace * ~(steps.terminated | steps.truncated)
+    residual = 1 + settings.gamma * after * ~steps.terminated - here
+    carry = settings.gamma * settings.gae_lambda * ~(steps.terminated | steps.truncated)
     advantages, later = np.zeros_like(here), np.zeros(here.shape[1], np.float32)
     for step in reversed(range(len(here))):
         later = residual[step] + carry[step] * later

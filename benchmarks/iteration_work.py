@@ -82,7 +82,7 @@ class Case:
 
 def decoder_config(case: Case) -> Any:
     """The shape as our `DecoderConfig`; of its text part, where it has pictures."""
-    from grpo_jax.models.families.llama import DecoderConfig
+    from grpo_jax.models.architectures.llama import DecoderConfig
 
     return DecoderConfig(
         model_type="qwen2",

@@ -177,7 +177,7 @@ def read_language(folder: Path) -> dict[str, Any]:
         "seed": summary["seed"],
         "iterations": summary["iterations"],
         "steps": [row["step"] for row in rows],
-        "pixel_accuracy": [round(row["watch/pixel_accuracy/mean"], 4) for row in rows],
+        "pixel_accuracy": [round(row["eval_rewards/pixel_accuracy/mean"], 4) for row in rows],
         "alignment": [round(row["reward/alignment/mean"], 4) for row in rows],
         "before": pixels["before"],
         "after": pixels["after"],

@@ -62,7 +62,7 @@ def curves(run: Path, target: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     steps = [row["step"] for row in rows]
     panels = (
-        ("pixel accuracy (never trained on)", "watch/pixel_accuracy/mean", "pixel_accuracy"),
+        ("pixel accuracy (never trained on)", "eval_rewards/pixel_accuracy/mean", "pixel_accuracy"),
         ("alignment reward (CLIP)", "reward/alignment/mean", "alignment"),
     )
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))

@@ -36,7 +36,7 @@ _PUBLIC = {
     "models.policy": ("Policy", "load_policy"),
     "predict": ("load_rewriter",),
     "rollout.data": ("PromptSet",),
-    "rollout.binding": ("TaskRewards",),
+    "rollout.reward_registry": ("TaskRewards",),
     "rollout.episodes": ("Answer", "Episode", "Turn"),
     "rollout.prompts": ("make_prompt_set",),
     "sampling.sampler": ("Samples", "generate", "make_sampler"),

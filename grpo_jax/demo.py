@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradio import Blocks
 
     from grpo_jax.rollout.episodes import Episode
-    from grpo_jax.runs.asking import Asker
+    from grpo_jax.runs.inference import Asker
 
 _HOST = "127.0.0.1"
 _EXAMPLES = 6
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.asking import Asker, checkpoint_names
     from grpo_jax.runs.compile_cache import enable_compile_cache
+    from grpo_jax.runs.inference import Asker, checkpoint_names
     from grpo_jax.runs.policy import run_config
 
     names = checkpoint_names(options.run, options.checkpoint)
@@ -149,7 +149,7 @@ def _note(judged: Mapping[str, Episode]) -> str:
     notes = [
         f"{name}: the answer could not be read, and the prompt stands in its place."
         for name, episode in judged.items()
-        if not episode.last.usable
+        if not episode.last.valid
     ]
     if any(math.isnan(score) for episode in judged.values() for score in episode.last.rewards.values()):
         notes.append("A score of – asks for a column of the data, which a typed prompt has not, or its judge failed.")

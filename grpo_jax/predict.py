@@ -40,7 +40,7 @@ def load_rewriter(run_dir: str | Path, checkpoint: str = "final") -> Callable[..
             which a few prompts decide, docs/runs.md), "latest", or a step.
 
     Returns:
-        rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself where the policy's answer is unusable.
+        rewrite(prompt, pictures=()) → the greedy rewrite, or the prompt itself where the policy's answer is invalid.
         Pictures are paths, bytes, of Pillow or arrays, as a row of the data has them.
 
     Raises:
@@ -110,7 +110,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    description = "Asks a trained policy: its greedy answer to each prompt, or the prompt where that is unusable."
+    description = "Asks a trained policy: its greedy answer to each prompt, or the prompt where that is invalid."
     parser = run_parser("predict", description)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="One prompt or several; prints a line for each.")

@@ -102,7 +102,7 @@ CHECKS = {
     ],
     "recommendation": [
         Check(
-            ["grpo", "train", "--config=recommendation_quick", "--warm_start.steps=10", "--training.max_steps=2",
+            ["grpo", "train", "--config=recommendation_quick", "--sft.steps=10", "--training.max_steps=2",
              "--run_dir=run"],
             says="policy, after",
             leaves="run/summary.json",

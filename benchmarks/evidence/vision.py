@@ -58,7 +58,7 @@ def collected(parts: Any, sample: Any, environment: Any) -> Any:
 def by_prompt(run_dir: Path) -> dict[str, list[float]]:
     """Pixel accuracy of each held-out prompt, by what was measured."""
     parts = load(run_dir)
-    environment, place = parts.environment, parts.environment.watch_names.index(MEASURE)
+    environment, place = parts.environment, parts.environment.eval_reward_names.index(MEASURE)
     found = {}
     turns = parts.task_data.environment
     answers = {"end": turns.respond, **{f"end_{name}": one for name, one in turns.controls.items()}}

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.joined import apart_and_joined
+from grpo_jax.models.fused_projections import apart_and_joined
 from grpo_jax.models.lora import LoraConfig, init_adapters
 
 _TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=256)

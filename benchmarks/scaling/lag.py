@@ -3,9 +3,9 @@
     python benchmarks/scaling/lag.py [--unit 2] [--chunks 8] [--iterations 12] [--json benchmarks/scaling/lag.json]
 
 Prints JSON. Sampling, judging and learning wait `--unit` seconds of a batch each, 1 : 1 : 1, besides the real sampling
-and update of a tiny policy. A case is a run of its own: training.lag 0 or 1, the batch in one chunk or in
+and update of a tiny policy. A case is a run of its own: training.async_level 0 or 1, the batch in one chunk or in
 several. `seconds` is the mean time between one iteration's end and the next one's, but for the first three, in which
-programs are compiled and the pipe is filled; `ratio` is that over the case that overlaps nothing (lag 0, one chunk).
+programs are compiled and the pipe is filled; `ratio` is that over the case without overlap (async_level 0, one chunk).
 `floor` is what the waiting alone comes to by the formula of docs/scaling.md, `predicted` the same
 of the stages' seconds as the run measured them (medians): what is left is the pipeline's and the loop's own.
 """
@@ -84,7 +84,7 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
             "chunk_prompts": most_chunks // chunks,
             "max_steps": iterations,
             "save_every": 0,
-            "lag": lag,
+            "async_level": lag,
         },
         evaluation={"every": 0, "sampled": False},
     )
@@ -106,7 +106,7 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
             run.execute()
     steady = [after[0] - before[0] for before, after in zip(ends[SKIPPED - 1 :], ends[SKIPPED:], strict=False)]
     return {
-        "lag": lag,
+        "async_level": lag,
         "chunks": chunks,
         "seconds": round(statistics.mean(steady), 4),
         "slowest": round(max(steady), 4),

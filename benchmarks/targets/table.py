@@ -21,7 +21,7 @@ from typing import Any
 from launches import program_sizes, read_program
 
 from grpo_jax.config.run import Config, make_config
-from grpo_jax.models.families import ModelConfig, read_config
+from grpo_jax.models.architectures import ModelConfig, read_config
 from grpo_jax.planning.cards import FREE, RUNTIME
 from grpo_jax.planning.policy import held_memory
 from grpo_jax.planning.programs import compile_program, read_memory, run_programs
@@ -62,7 +62,7 @@ def configured(method: str, length: int) -> Config:
         policy=policy | METHODS[method],
         data={"max_prompt_tokens": PROMPT_TOKENS},
         sampling={"group_size": GROUP, "max_new_tokens": length},
-        training={"prompts_per_batch": PROMPTS, "accumulation": PROMPTS},
+        training={"prompts_per_batch": PROMPTS, "grad_accumulation_steps": PROMPTS},
     )
 
 

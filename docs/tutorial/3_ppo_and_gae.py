@@ -35,17 +35,17 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 
 # %%
 rewards, values = jnp.array([1.0, 0.0, 2.0]), jnp.array([0.2, 0.5, 0.4, 0.0])  # V after the end is 0
-discount, trace = 0.9, 0.8
+gamma, gae_lambda = 0.9, 0.8
 
 following = 0.0
 for t, expected in ((2, 1.6000), (1, 1.0120), (0, 1.9786)):
-    delta = rewards[t] + discount * values[t + 1] - values[t]
-    following = delta + discount * trace * following
+    delta = rewards[t] + gamma * values[t + 1] - values[t]
+    following = delta + gamma * gae_lambda * following
     print(f"t = {t}:  δ = {delta:+.4f}  A = {following:+.4f}")
     assert abs(following - expected) < 5e-5
-for trace in (0.0, 0.8, 1.0):
-    print(f"λ = {trace}:", gae_advantages(rewards, values, discount=discount, trace=trace))
-print("R - V:  ", discounted_returns(rewards, discount=discount) - values[:3])
+for gae_lambda in (0.0, 0.8, 1.0):
+    print(f"λ = {gae_lambda}:", gae_advantages(rewards, values, gamma=gamma, gae_lambda=gae_lambda))
+print("R - V:  ", discounted_returns(rewards, gamma=gamma) - values[:3])
 
 # %% [markdown]
 # ## How far may one batch carry?
@@ -90,12 +90,12 @@ policy, critic = make_mlp(4, output_scale=0.01), make_mlp(4, output_scale=1.0)
 optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
 
-def judge(params, steps, trace=0.95, discount=0.99):
+def judge(params, steps, gae_lambda=0.95, gamma=0.99):
     """Advantages and the critic's targets, [T, B]."""
     values, following = (critic.apply(params["value"], x) for x in (steps.observations, steps.next_observations))
-    discounts = jnp.where(steps.terminated, 0.0, discount)  # nothing comes after a fall
+    discounts = jnp.where(steps.terminated, 0.0, gamma)  # nothing comes after a fall
     ends = steps.terminated | steps.truncated  # the next step is of another episode
-    how = {"discount": discounts.T, "trace": trace, "boundary": ends.T, "next_values": following.T}
+    how = {"gamma": discounts.T, "gae_lambda": gae_lambda, "boundary": ends.T, "next_values": following.T}
     advantages = gae_advantages(jnp.ones_like(values).T, values.T, **how).T  # time is the last axis there
     return advantages, advantages + values
 
@@ -151,8 +151,8 @@ for axis, (title, curve) in zip(axes, panels.items(), strict=True):
 
 # %% tags=["learned"]
 _, steps = play_steps(lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)
-spread = {trace: float(judge(params, steps, trace)[0].std()) for trace in (0.0, 0.5, 0.95, 1.0)}
-print("deviation of the advantages:", "  ".join(f"λ {trace}: {std:.2f}" for trace, std in spread.items()))
+spread = {gae_lambda: float(judge(params, steps, gae_lambda)[0].std()) for gae_lambda in (0.0, 0.5, 0.95, 1.0)}
+print("deviation of the advantages:", "  ".join(f"λ {gae_lambda}: {std:.2f}" for gae_lambda, std in spread.items()))
 assert spread[0.0] < spread[0.95] < spread[1.0]
 
 # %% [markdown]
@@ -163,7 +163,7 @@ assert spread[0.0] < spread[0.95] < spread[1.0]
 #
 # 1. Do 40 passes in place of 10. What do the clipped share and the return do? And without a clip (`clip_high=1e9`)?
 # 2. Set λ to 0 and to 1 in `judge`. Which one learns at all in 30 iterations, and why?
-# 3. Forget the terminations: give `discount=discount` for every step. What does the critic learn to expect of a fall?
+# 3. Forget the terminations: give `gamma=gamma` for every step. What does the critic learn to expect of a fall?
 #
 # In the library: [`returns.py`](../../grpo_jax/core/returns.py) and [`ppo.py`](../../grpo_jax/core/ppo.py). The
 # papers: Schulman and others, ["GAE"](https://arxiv.org/abs/1506.02438), 2016, and

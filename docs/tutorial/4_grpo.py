@@ -117,7 +117,7 @@ def iterate(state, key):
     same = jax.tree.map(lambda x: jnp.repeat(x, GROUP, axis=0), reset(start, 1))
     episodes = play_episodes(lambda x: policy.apply(params, x), same, act)  # [T, G], time first
     alive = episodes.mask.T[None]  # [P, G, T]
-    returns = discounted_returns(alive.astype(jnp.float32), discount=0.994, mask=alive)
+    returns = discounted_returns(alive.astype(jnp.float32), gamma=0.994, mask=alive)
     advantages = normalised_returns(returns, mask=alive)
     dead = groups_without_signal(alive.sum(axis=2, dtype=jnp.float32))  # all episodes lasted equally long
     advantages = jnp.where(dead[:, None, None], 0, advantages)[0].T

@@ -65,7 +65,7 @@ for axis, name in zip(axes, ("grpo", "dapo", "dr_grpo"), strict=True):
 #
 # With yes-or-no rewards and a share p of right answers, all G of a group agree with probability p^G + (1 - p)^G. Such
 # a group has no gradient. As a policy gets good, most groups end there. Remedies: other questions in their place
-# (DAPO's dynamic sampling, `algorithm.dead_groups: resample`), larger groups, questions of middling difficulty.
+# (DAPO's dynamic sampling, `algorithm.zero_variance_groups: resample`), larger groups, questions of medium difficulty.
 
 # %%
 share = jnp.linspace(0.0, 1.0, 21)

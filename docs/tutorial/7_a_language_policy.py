@@ -32,7 +32,7 @@ from grpo_jax import (
     make_sampler,
 )
 from grpo_jax.config.sections import NewPolicySection
-from grpo_jax.models.new import write_policy
+from grpo_jax.models.random_init import write_policy
 
 WORDS = ["red", "green", "blue", "black", "ball", "cup", "door", "lamp"]
 

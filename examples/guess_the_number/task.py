@@ -44,7 +44,7 @@ class GuessTheNumber(Task):
         "data": {"max_prompt_tokens": 8},
         "sampling": {"turns": 3, "group_size": 32, "max_new_tokens": 2, "max_answer_tokens": 4},
         "algorithm": {"advantage": "grpo", "turn_advantage": "return"},
-        "warm_start": {"steps": 300, "learning_rate": 2e-3},
+        "sft": {"steps": 300, "learning_rate": 2e-3},
         "optimizer": {"learning_rate": 2e-3},
         "training": {"prompts_per_batch": 7, "max_steps": 100},
         "evaluation": {"every": 0},

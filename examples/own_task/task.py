@@ -2,7 +2,7 @@
 
     python -m grpo_jax.train --task examples/own_task/task.py:Countdown --run_dir runs/countdown
 
-A policy with random weights is taught what answers look like (warm start), and learns which are right by GRPO: two
+A policy with random weights is taught what answers look like (SFT), and learns which are right by GRPO: two
 rewards, a judge that they ask, a measure that is only watched, and a table in the report.
 """
 
@@ -78,12 +78,12 @@ class Countdown(Task):
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"calculator": {"kind": f"{__file__}:Calculator"}},
         "policy": {"path": "new", "new": {"width": 64, "heads": 4, "layers": 2, "window": 32}},
-        "warm_start": {"steps": 200, "learning_rate": 3e-3},
+        "sft": {"steps": 200, "learning_rate": 3e-3},
         "sampling": {"group_size": 16, "max_new_tokens": 6},
         "data": {"max_prompt_tokens": 16},
         "optimizer": {"learning_rate": 1e-3},
         "training": {"prompts_per_batch": 16, "max_steps": 100},
-        "watch": ["distance"],
+        "eval_rewards": ["distance"],
         "rewards": [{"name": "right"}, {"name": "readable", "weight": 0.2}],
     }
 

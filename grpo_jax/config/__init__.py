@@ -15,8 +15,8 @@ from grpo_jax.config.sections import (
     PPOSection,
     RewardSection,
     SamplingSection,
+    SFTSection,
     TrainingSection,
-    WarmStartSection,
 )
 
 __all__ = [
@@ -33,9 +33,9 @@ __all__ = [
     "PolicySection",
     "PoolSection",
     "RewardSection",
+    "SFTSection",
     "SamplingSection",
     "TrainingSection",
-    "WarmStartSection",
     "build",
     "differences",
     "identity",

@@ -83,7 +83,7 @@ GRPO_CONFIG = {
     "vllm_importance_sampling_correction, vllm_importance_sampling_mode, vllm_importance_sampling_clip_max, "
     "vllm_importance_sampling_cap": "algorithm.importance_cap; of a token's weight between sampler and update",
     "vllm_importance_sampling_clip_min": f"{NOT_HERE}weights have an upper bound alone, algorithm.importance_cap",
-    "off_policy_mask_threshold": f"{NOT_HERE}no completion is left out for its age (training.lag is 1 at most)",
+    "off_policy_mask_threshold": f"{NOT_HERE}no completion is left out for its age (training.async_level is 1 at most)",
     "log_completions, num_completions_to_print, log_unique_prompts": f"{NOT_HERE}all of them are in completions/",
     "log_multimodal": f"{NOT_HERE}pictures of the first prompts are always in images/ and the report",
     "log_completions_hub_repo": f"{NOT_HERE}completions are never uploaded to the hub",
@@ -95,8 +95,8 @@ TRAINING_ARGUMENTS = {
     "run_name, logging_dir": "run_dir; the folder's name is the run's",
     "per_device_train_batch_size": "training.prompts_per_batch; in prompts, over all devices",
     "per_device_eval_batch_size": f"{NOT_HERE}how many held-out prompts are drawn at once is no setting",
-    "gradient_accumulation_steps": "training.accumulation; parts of one batch, whose gradient is the whole batch's",
-    "auto_find_batch_size": "training.accumulation; --plan says what fits",
+    "gradient_accumulation_steps": "training.grad_accumulation_steps; the gradient is the whole batch's",
+    "auto_find_batch_size": "training.grad_accumulation_steps; --plan says what fits",
     "num_train_epochs": "training.num_epochs",
     "max_steps": "training.max_steps; in batches sampled, 100 unless said otherwise, 0 for num_epochs",
     "lr_scheduler_type": "optimizer.schedule; constant unless said otherwise",
@@ -185,7 +185,7 @@ COMMAND = {
 
 OLDER_SCRIPTS = {
     "num_sample_generations, num_rollouts": "sampling.group_size; completions of each prompt",
-    "k": "watch, sampling.group_size; a measure has its cut in its name, such as NAME@10",
+    "k": "eval_rewards, sampling.group_size; a measure has its cut in its name, such as NAME@10",
     "reward_type": "rewards; each function is one, with its weight: several are mixed by the advantages",
     "use_dummy": "task.source: dummy",
     "dummy_size": "task.dummy_users",
@@ -196,7 +196,7 @@ OLDER_SCRIPTS = {
     "use_ref_model": "algorithm.kl_coef; above 0 there is a reference",
     "clip_ratio": "algorithm.clip_low, algorithm.clip_high",
     "kl_coef": "algorithm.kl_coef",
-    "gamma": "ppo.discount; groups compare whole completions, without a discount",
+    "gamma": "ppo.gamma; groups compare whole completions, without a discount",
     "grpo_epochs": "training.inner_epochs; passes over one sampled batch",
     "update_ref_model_freq": "algorithm.update_ref_every; in iterations",
     "checkpoint_dir": "run_dir; checkpoints are in its folder checkpoints/",

@@ -21,8 +21,8 @@ from grpo_jax.config.sections import (
     PPOSection,
     RewardSection,
     SamplingSection,
+    SFTSection,
     TrainingSection,
-    WarmStartSection,
     reward_entries,
 )
 from grpo_jax.errors import UserError
@@ -85,11 +85,11 @@ class Config(Section):
     """AdamW and its schedule."""
     training: TrainingSection = Field(default_factory=TrainingSection)
     """The loop."""
-    warm_start: WarmStartSection = Field(default_factory=WarmStartSection)
+    sft: SFTSection = Field(default_factory=SFTSection)
     """Supervised steps before the first iteration, where the task has supervised pairs."""
     rewards: Annotated[list[RewardSection], BeforeValidator(reward_entries)] = []
     """The objectives; empty takes the task's default."""
-    watch: Words = []
+    eval_rewards: Words = []
     """Rewards and measures of the task that are logged and never trained on."""
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     """Held-out measurement."""
@@ -108,7 +108,7 @@ class Config(Section):
         self._check_sampling()
         self._check_training()
         if self.algorithm.importance_cap is None:
-            capped = self.algorithm.replace(importance_cap=_LAGGING_CAP if self.training.lag else 0.0)
+            capped = self.algorithm.replace(importance_cap=_LAGGING_CAP if self.training.async_level else 0.0)
             object.__setattr__(self, "algorithm", capped)
         self.task.check(self)
 
@@ -165,10 +165,10 @@ class Config(Section):
         rows, horizon = training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
         reaches = self.ppo.kl_target == 0 or rows <= horizon
         require(reaches, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
-        prompts = training.prompts_per_batch // (training.minibatches * training.accumulation)
+        prompts = training.prompts_per_batch // (training.minibatches * training.grad_accumulation_steps)
         divisor = (
             f"a divisor of {prompts}, the prompts of one micro-batch (training.prompts_per_batch / minibatches / "
-            "accumulation)"
+            "grad_accumulation_steps)"
         )
         require(prompts % policy.mesh.fsdp == 0, "policy.mesh.fsdp", divisor, policy.mesh.fsdp)
         patience = training.early_stopping_patience

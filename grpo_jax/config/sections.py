@@ -300,8 +300,8 @@ class AlgorithmSection(Section):
     """Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all."""
     importance_cap: float | None = None
     """Weigh each token by the trainer's probability over the sampler's, at most this; 0 for never. For a sampler that
-    older weights (training.lag), top_k, top_p, min_p or another number type set apart from the trainer. null: 2 with
-    training.lag 1, else 0."""
+    older weights (training.async_level), top_k, top_p, min_p or another number type set apart from the trainer. null:
+    2 with training.async_level 1, else 0."""
     update_ref_every: Count = 0
     """Refresh the reference every so many iterations; 0 keeps the start."""
     mask_truncated: bool = False
@@ -311,15 +311,15 @@ class AlgorithmSection(Section):
     called "overlong"; 0 for no penalty."""
     overlong_weight: Positive = 1.0
     """Weight of "overlong" among the rewards."""
-    dead_groups: Literal["keep", "drop", "resample"] = "keep"
+    zero_variance_groups: Literal["keep", "drop", "resample"] = "keep"
     """Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep" them as zeros, "drop"
     them out of the loss and its denominators, or "resample" other prompts for them."""
     resample_rounds: PositiveCount = 3
-    """Further draws of one iteration, at most, with dead_groups "resample"."""
+    """Further draws of one iteration, at most, with zero_variance_groups "resample"."""
     turn_advantage: Literal["last", "return"] = "last"
     """What weighs the tokens of an episode: "last", the rewards of its last turn alone, alike for all turns; "return",
     of each turn the rewards from there on, compared with the same turn of the group."""
-    turn_discount: Share = 1.0
+    turn_gamma: Share = 1.0
     """Discount of later turns' rewards with turn_advantage "return"."""
 
     def __post_init__(self) -> None:
@@ -330,9 +330,9 @@ class AlgorithmSection(Section):
         scaled = self.scale is None or self.advantage == "grpo"
         own_scale = f"null with advantage {self.advantage!r}, which has a scale of its own"
         require(scaled, "scale", own_scale, self.scale)
-        grouped = self.dead_groups == "keep" or self.compares_groups
+        grouped = self.zero_variance_groups == "keep" or self.compares_groups
         no_groups = f"'keep' with advantage {self.advantage!r}, which compares no groups"
-        require(grouped, "dead_groups", no_groups, self.dead_groups)
+        require(grouped, "zero_variance_groups", no_groups, self.zero_variance_groups)
         one_gradient = not (self.kl_corrected and self.kl_straight_through)
         require(one_gradient, "kl_straight_through", "false with kl_corrected", self.kl_straight_through)
         if self.preset in ("cispo", "sapo"):
@@ -355,9 +355,9 @@ class AlgorithmSection(Section):
 class PPOSection(Section):
     """What algorithm.advantage "gae" adds: a value head, a reward for each token, and the value loss."""
 
-    discount: Share = 1.0
+    gamma: Share = 1.0
     """Discount of later rewards (gamma)."""
-    trace: Share = 0.95
+    gae_lambda: Share = 0.95
     """How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end."""
     whiten: bool = True
     """Give the advantages of the batch's tokens mean 0 and deviation 1."""
@@ -415,11 +415,11 @@ class TrainingSection(Section):
     """Passes over one sampled batch."""
     minibatches: PositiveCount = 1
     """Optimizer updates per pass."""
-    accumulation: PositiveCount = resume_mutable(1)
+    grad_accumulation_steps: PositiveCount = resume_mutable(1)
     """Micro-batches per update, to save memory; the gradient stays the same."""
     chunk_prompts: Annotated[int, Ge(0), Le(LENGTH)] = resume_mutable(0)
     """Prompts that travel together through sampling, rendering and scoring; 0 for all."""
-    lag: Annotated[int, Ge(0), Le(1)] = 0
+    async_level: Annotated[int, Ge(0), Le(1)] = 0
     """1 samples the next batch while this one is judged and learned from, with the weights before that update
     (docs/scaling.md); 0 samples each with the newest."""
     save_every: Count = resume_mutable(25)
@@ -438,8 +438,8 @@ class TrainingSection(Section):
 
     def __post_init__(self) -> None:
         """Check the ranges and that batches divide."""
-        parts = self.minibatches * self.accumulation
-        expected = f"a multiple of minibatches x accumulation = {parts}"
+        parts = self.minibatches * self.grad_accumulation_steps
+        expected = f"a multiple of minibatches x grad_accumulation_steps = {parts}"
         require(self.prompts_per_batch % parts == 0, "prompts_per_batch", expected, self.prompts_per_batch)
 
 
@@ -525,7 +525,7 @@ class EvaluationSection(Section):
             require(value is None or self.sampled, f"{name}", "null with evaluation.sampled false", value)
 
 
-class WarmStartSection(Section):
+class SFTSection(Section):
     """Supervised steps before the first iteration, by the same trainer; "before" is measured after them."""
 
     steps: Count = 0

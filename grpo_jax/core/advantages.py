@@ -169,7 +169,7 @@ def batch_whitened_advantages(rewards: ArrayLike, *, centre: str = "batch", eps:
     group without signal gives exactly 0, and its zeros count in the standard deviation, as in `gdpo_advantages`.
 
     The paper's reward has a KL penalty at each token; for that form whiten the returns over tokens:
-    `masked_whiten(discounted_returns(kl_penalised_rewards(…), discount=1.0, mask=mask), mask)`.
+    `masked_whiten(discounted_returns(kl_penalised_rewards(…), gamma=1.0, mask=mask), mask)`.
 
     Args:
         rewards: `[P, G]`, floating; NaN is missing. G may be 1 with "batch".

@@ -1,6 +1,6 @@
 """Returns over time: discounted returns, generalised advantage estimation, returns of a group as advantages.
 
-The last axis is time. A step that the mask leaves out does not exist: it is passed over without discount, whatever
+The last axis is time. A step that the mask leaves out does not exist: it is passed over without gamma, whatever
 it holds, and its own result is 0. Taking it out of the arrays would give the same numbers.
 """
 
@@ -13,7 +13,7 @@ from grpo_jax.core.masking import as_float, as_mask, check_shape, masked_whiten,
 
 
 def _as_fraction(name: str, value: ArrayLike, like: jax.Array) -> jax.Array:
-    """A discount or trace as an array of `like`'s shape; what is known while tracing must lie in [0, 1]."""
+    """A gamma or gae_lambda as an array of `like`'s shape; what is known while tracing must lie in [0, 1]."""
     if not isinstance(value, jax.Array):
         value = np.asarray(value, np.float32 if isinstance(value, (int, np.integer)) else None)
         if ((value < 0) | (value > 1)).any():
@@ -39,26 +39,26 @@ def _backwards(add: jax.Array, carry: jax.Array, start: jax.Array) -> jax.Array:
     return jnp.moveaxis(jax.lax.scan(step, start, over_time, reverse=True)[1], 0, -1)
 
 
-def discounted_returns(rewards: ArrayLike, *, discount: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
+def discounted_returns(rewards: ArrayLike, *, gamma: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
     """Discounted sums of the rewards to come.
 
         R[t] = r[t] + γ[t] · R[t + 1],  R[T] = 0
 
     Args:
         rewards: `[.., T]`, floating.
-        discount: γ, a scalar or `[.., T]` (0 where an episode ends: rewards after it belong to the next one).
+        gamma: γ, a scalar or `[.., T]` (0 where an episode ends: rewards after it belong to the next one).
         mask: bool `[.., T]`, the steps that exist; all by default.
 
     Returns:
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        ValueError: a shape that does not fit, or a discount outside [0, 1].
+        ValueError: a shape that does not fit, or a gamma outside [0, 1].
     """
     rewards = as_float("rewards", rewards)
-    discount = _as_fraction("discount", discount, rewards)
+    gamma = _as_fraction("gamma", gamma, rewards)
     exists = _as_step_mask("mask", mask, rewards, True)
-    carry = jnp.where(exists, discount, 1)
+    carry = jnp.where(exists, gamma, 1)
     return select(exists, _backwards(select(exists, rewards), carry, jnp.zeros_like(rewards[..., 0])))
 
 
@@ -66,8 +66,8 @@ def gae_advantages(
     rewards: ArrayLike,
     values: ArrayLike,
     *,
-    discount: ArrayLike,
-    trace: ArrayLike,
+    gamma: ArrayLike,
+    gae_lambda: ArrayLike,
     mask: ArrayLike | None = None,
     boundary: ArrayLike | None = None,
     next_values: ArrayLike | None = None,
@@ -82,20 +82,20 @@ def gae_advantages(
 
     How an episode ends decides what to give:
 
-    - Termination (the pole fell, the text is complete): `discount` 0 at that step. Nothing after it counts.
+    - Termination (the pole fell, the text is complete): `gamma` 0 at that step. Nothing after it counts.
     - The arrays end before the episode does: the last step bootstraps from `values[..., T]`.
-    - A time limit inside the arrays: the step keeps its discount, so that δ bootstraps, and `boundary` is True
+    - A time limit inside the arrays: the step keeps its gamma, so that δ bootstraps, and `boundary` is True
       there, so that the sum stops. After an automatic reset `values[..., t + 1]` is of the next episode's first
       state: give the value of the state that the limit cut off in `next_values`.
     - Padding (rows of different lengths): `mask` False. A row's last step then bootstraps from
-      `values[..., T]`, which must be 0 for finished texts, or be ignored by a `discount` of 0.
+      `values[..., T]`, which must be 0 for finished texts, or be ignored by a `gamma` of 0.
 
     Args:
         rewards: `[.., T]`, floating.
         values: `[.., T + 1]`, V(s) of each step's state and of the state after the last; `[.., T]` will do where
             `next_values` are given.
-        discount: γ, a scalar or `[.., T]`.
-        trace: λ, a scalar or `[.., T]`.
+        gamma: γ, a scalar or `[.., T]`.
+        gae_lambda: λ, a scalar or `[.., T]`.
         mask: bool `[.., T]`, the steps that exist; all by default.
         boundary: bool `[.., T]`, steps after which another episode follows; none by default.
         next_values: `[.., T]`, V(s[t + 1]) of each step; by default the value of the next step that exists.
@@ -104,18 +104,18 @@ def gae_advantages(
         `[.., T]`, at least float32; 0 where the mask is False.
 
     Raises:
-        ValueError: a shape that does not fit, or a discount or trace outside [0, 1].
+        ValueError: a shape that does not fit, or a gamma or gae_lambda outside [0, 1].
     """
     rewards = as_float("rewards", rewards)
-    discount = _as_fraction("discount", discount, rewards)
-    trace = _as_fraction("trace", trace, rewards)
+    gamma = _as_fraction("gamma", gamma, rewards)
+    gae_lambda = _as_fraction("gae_lambda", gae_lambda, rewards)
     exists = _as_step_mask("mask", mask, rewards, True)
     stops = _as_step_mask("boundary", boundary, rewards, False)
     values, following = _values(values, next_values, rewards, None if mask is None else exists)
     # What follows a termination is looked at by nobody: it may well be undefined.
-    residual = select(exists, rewards) + select(exists, discount) * select(exists & (discount != 0), following)
+    residual = select(exists, rewards) + select(exists, gamma) * select(exists & (gamma != 0), following)
     residual -= select(exists, values)
-    carry = jnp.where(exists, select(~stops, discount * trace), 1)
+    carry = jnp.where(exists, select(~stops, gamma * gae_lambda), 1)
     return select(exists, _backwards(residual, carry, jnp.zeros_like(rewards[..., 0])))
 
 

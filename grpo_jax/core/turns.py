@@ -39,7 +39,7 @@ def last_turn(rewards: ArrayLike, exists: ArrayLike) -> jax.Array:
     return jnp.where(exists.any(axis=-1)[..., None], rewards_of_last, jnp.nan)
 
 
-def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, discount: float) -> jax.Array:
+def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, gamma: float) -> jax.Array:
     """Discounted sums over each turn and those after it, of each objective by itself.
 
         R[u] = r[u] + γ · R[u + 1]
@@ -51,14 +51,14 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, discount: float) -> j
     Args:
         rewards: `[P, G, U, N]`, floating; NaN is missing.
         exists: bool `[P, G, U]`.
-        discount: γ in [0, 1].
+        gamma: γ in [0, 1].
 
     Returns:
         `[P, G, U, N]`, at least float32; NaN where a turn does not exist, and where neither it nor any later turn has
         a reward.
 
     Raises:
-        ValueError: shapes that do not fit, or a discount outside [0, 1].
+        ValueError: shapes that do not fit, or a gamma outside [0, 1].
     """
     rewards, exists = _as_turns(rewards, exists)
     there = jnp.broadcast_to(exists[..., None], rewards.shape)
@@ -66,7 +66,7 @@ def turn_returns(rewards: ArrayLike, exists: ArrayLike, *, discount: float) -> j
     means = group_mean(rewards, present)
     filled = select(there, jnp.where(present, rewards, means))
     over_turns = [jnp.moveaxis(array, 2, -1) for array in (filled, there)]
-    returns = jnp.moveaxis(discounted_returns(over_turns[0], discount=discount, mask=over_turns[1]), -1, 2)
+    returns = jnp.moveaxis(discounted_returns(over_turns[0], gamma=gamma, mask=over_turns[1]), -1, 2)
     some = jnp.flip(jnp.cumsum(jnp.flip(present, 2), axis=2), 2) > 0
     return jnp.where(there & some, returns, jnp.nan)
 

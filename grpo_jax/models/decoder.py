@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from grpo_jax.models.architectures import ModelConfig, family_of
 from grpo_jax.models.attention import Context, LayerInput, embed_pictures
-from grpo_jax.models.contexts import prompt_context
-from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.layers import draw_params, recomputed, remat_block
 from grpo_jax.models.lora import LoraConfig, init_adapters
+from grpo_jax.models.positions import prompt_context
 from grpo_jax.models.sharding import OverPrompts
 from grpo_jax.models.variables import PyTree
 

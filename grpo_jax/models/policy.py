@@ -19,15 +19,15 @@ from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
+from grpo_jax.models.architectures import ModelConfig, family_of
 from grpo_jax.models.attention import Context, LayerInput, choose_attention
 from grpo_jax.models.cache import Cache, Prefix, init_cache
-from grpo_jax.models.contexts import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.decoder import Decoder
-from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models.fused_projections import apart_and_joined, join, joined_config, separate
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
-from grpo_jax.models.joined import apart_and_joined, join, joined_config, separate
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
+from grpo_jax.models.positions import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.sharding import OverPrompts, make_mesh, over_prompts, shard, shard_policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, copied, init_value_head, unstack, with_tower
 from grpo_jax.models.vision.pictures import PictureStates

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models import fields as kinds
+from grpo_jax.models import hf_config as kinds
 
 SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
 

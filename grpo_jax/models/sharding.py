@@ -20,8 +20,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_jax.models.families import FAMILIES
-from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family
+from grpo_jax.models.architectures import FAMILIES
+from grpo_jax.models.architectures.family import COLUMNS, FUSED, ROWS, Family
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, TowerFamily
 

@@ -14,7 +14,7 @@ from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
-from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning import MEMORY
 from grpo_jax.planning.policy import PolicyMemory, policy_memory
@@ -159,7 +159,7 @@ def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
     section, prompts = config.policy, config.training.prompts_per_batch // config.training.minibatches
     policy: dict[str, object] = {
         "policy.remat": "layer",
-        "training.accumulation": max(prompts // section.mesh.fsdp, 1),
+        "training.grad_accumulation_steps": max(prompts // section.mesh.fsdp, 1),
         "training.chunk_prompts": 1,
     }
     policy |= {"policy.frozen_dtype": "bfloat16"} if section.lora.used else {"policy.lora.rank": 16}

@@ -17,7 +17,7 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError, short_repr
 from grpo_jax.models import hf
-from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.weights import read_json
 from grpo_jax.models.lora import count_weights
@@ -53,7 +53,7 @@ class PolicyMemory(NamedTuple):
         weights: Parameters and adapters.
         optimizer: Moments of the trained ones.
         reference: A copy for the KL; 0 where the base itself or nothing is the reference.
-        behind: The copy of the trained ones that samples ahead (training.lag); 0 where the newest sample.
+        behind: The copy of the trained ones that samples ahead (training.async_level); 0 where the newest sample.
         sampling: Of the sampling programs, their caches included.
         update: Of the update and of log-probabilities, gradients included.
         widened: Compiled in float32 because a CPU has no narrower products: sampling and update are upper bounds.
@@ -89,7 +89,7 @@ def held_memory(config: Config, state: TrainState) -> PolicyMemory:
         weights=tree_bytes(state.variables),
         optimizer=tree_bytes(state.opt_state),
         reference=tree_bytes(state.reference),
-        behind=tree_bytes(trained[policy_collection(trained)]) if config.training.lag > 0 else 0,
+        behind=tree_bytes(trained[policy_collection(trained)]) if config.training.async_level > 0 else 0,
     )
 
 

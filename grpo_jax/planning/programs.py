@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from grpo_jax.config.run import Config
-from grpo_jax.models.families import ModelConfig
+from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.policy import configured_functions
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE
@@ -166,5 +166,5 @@ def _logprobs_program(
     forward = make_forward(policy, temperature=config.sampling.temperature)
     state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     batch = batch_shapes(whole, state, forward, mesh, shown_shapes(config, model, policy, state, shown))
-    step = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
+    step = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
     return Program(jax.jit(step), (state.variables, batch.read_by_policy()))

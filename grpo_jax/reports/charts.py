@@ -177,8 +177,8 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
     if len(rewards) == 2 and rewards[0][1] == "total":
         rewards = rewards[1:]  # a single objective is its own total, up to its weight
     charted = {curve.metric for chart in display.charts for curve in chart.curves}
-    hidden = (*display.hidden, "completion tokens", "usable")
-    watched = [(k, n) for k, n in group("watch/", "/mean") if k not in charted and n not in hidden]
+    hidden = (*display.hidden, "completion tokens", "valid")
+    watched = [(k, n) for k, n in group("eval_rewards/", "/mean") if k not in charted and n not in hidden]
     measures = {key.removeprefix("validation/") for key in names}
     validated = [
         (key, name)
@@ -199,12 +199,12 @@ def charts_of(rows: Rows, display: Display) -> list[Chart]:
         chart("Entropy of the policy", [("entropy", "entropy")]),
         chart("Completion length, tokens", [("completion_tokens", "mean"), ("completion_tokens_max", "longest")]),
         chart("Turns of an episode", [("turns", "mean")]),
-        chart("Groups without signal", group("dead_groups/")),
+        chart("Groups without signal", group("zero_variance_groups/")),
         chart(
             "Shares",
             [
                 ("truncated", "truncated"),
-                ("unusable", "unusable"),
+                ("invalid", "invalid"),
                 ("duplicates", "duplicates in group"),
                 *computed([("unchanged", "unchanged prompts")]),
             ],

@@ -16,7 +16,7 @@ from grpo_jax.tasks.display import Display
 
 Update = Callable[[int, Mapping[str, float]], None]
 """(step, metrics) → shown in the live line."""
-_LIVE = (("loss", "loss"), ("dead_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"))
+_LIVE = (("loss", "loss"), ("zero_variance_groups/total", "dead"), ("kl", "kl"), ("entropy", "entropy"))
 
 
 class LastingStream(io.TextIOBase):
@@ -158,7 +158,7 @@ def status(metrics: Mapping[str, float], display: Display = Display()) -> str:
     common_metrics = [(name, label) for name, label in _LIVE if metrics.get(name) is not None]
     # Without a reference there is no KL, and rows hold 0.
     common_metrics = [(name, label) for name, label in common_metrics if name != "kl" or metrics[name]]
-    watched = [pair for pair in task_metrics if pair[0].startswith("watch/")]
+    watched = [pair for pair in task_metrics if pair[0].startswith("eval_rewards/")]
     first = [pair for pair in task_metrics if pair not in watched]
     parts += [f"{label} {metrics[name]:.3g}" for name, label in (*first, *common_metrics, *watched)]
     if metrics.get("epoch") is not None and total is not None:

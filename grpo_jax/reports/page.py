@@ -171,7 +171,7 @@ def _label(name: str) -> str:
 
 
 def _is_share(name: str) -> bool:
-    return any(word in name for word in ("accuracy", "usable", "share"))
+    return any(word in name for word in ("accuracy", "valid", "share"))
 
 
 def _value(name: str, value: float | None, display: Display) -> str:

@@ -93,7 +93,7 @@ class Environment(NamedTuple):
     render: Callable[[Sequence[Row], list[list[str]], int, bool], object] | None
     score: Callable[..., tuple[np.ndarray, np.ndarray]]
     reward_names: tuple[str, ...]
-    watch_names: tuple[str, ...]
+    eval_reward_names: tuple[str, ...]
     prepare: Callable[[Source], Pictures] | None = None
     answering: Answering | None = None
     encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None

@@ -49,7 +49,7 @@ class Turn:
     Attributes:
         text: The judged text.
         written: The policy's text.
-        usable: Whether `text` is made of it; false where another text stands in.
+        valid: Whether `text` is made of it; false where another text stands in.
         truncated: Whether it was cut off at max_new_tokens.
         rewards: Rewards and watched measures by name, NaN where missing; empty until they are there.
         image: Picture drawn of the text, in torch: float [3, H, W] in [0, 1]; None where nothing was.
@@ -58,7 +58,7 @@ class Turn:
 
     text: str
     written: str = ""
-    usable: bool = True
+    valid: bool = True
     truncated: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
     image: Source | None = None
@@ -108,8 +108,8 @@ def checked(answer: object) -> Answer:
         return Answer(done=True)
     if isinstance(answer, str):
         answer = Answer(answer)
-    valid = isinstance(answer, Answer) and isinstance(answer.text, str) and isinstance(answer.pictures, tuple | list)
-    if not valid:
+    known = isinstance(answer, Answer) and isinstance(answer.text, str) and isinstance(answer.pictures, tuple | list)
+    if not known:
         raise ValueError(f"{one_line(answer, 60)}, not an Answer (a text and a list of pictures), a text or None")
     require_text(answer.text)
     return replace(answer, pictures=tuple(answer.pictures), done=bool(answer.done))

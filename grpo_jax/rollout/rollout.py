@@ -78,18 +78,18 @@ class Episodes(NamedTuple):
         return [[episode.last.written for episode in group] for group in self.episodes]
 
     @property
-    def usable(self) -> np.ndarray:
+    def valid(self) -> np.ndarray:
         """bool [P, G], false where the last text could not be read and another stands in."""
-        return np.array([[episode.last.usable for episode in group] for group in self.episodes])
+        return np.array([[episode.last.valid for episode in group] for group in self.episodes])
 
     @property
     def usable_turns(self) -> np.ndarray:
         """bool [P, G, U], likewise of each turn; true for one that does not exist."""
-        usable = np.ones(self.lengths.shape, bool)
-        for p, g in np.ndindex(usable.shape[:2]):
+        valid = np.ones(self.lengths.shape, bool)
+        for p, g in np.ndindex(valid.shape[:2]):
             turns = self.episodes[p][g].turns
-            usable[p, g, : len(turns)] = [turn.usable for turn in turns]
-        return usable
+            valid[p, g, : len(turns)] = [turn.valid for turn in turns]
+        return valid
 
 
 class Judgement(NamedTuple):
@@ -383,7 +383,7 @@ class _Stages:
         shape = (len(episodes), len(episodes[0]))
         rewards, watched = (
             np.full((*shape, turns, len(names)), np.nan, np.float32)
-            for names in (self.environment.reward_names, self.environment.watch_names)
+            for names in (self.environment.reward_names, self.environment.eval_reward_names)
         )
         rows = self.rows[start : start + len(episodes)]
         return EpisodeChunk(start, rows, episodes, rewards, watched, np.ones(shape, bool), np.zeros(shape, bool))
@@ -446,7 +446,7 @@ class _Stages:
         for p, g in chunk.places:
             written, reading = self.environment.decode(chunk.written((p, g)), chunk.rows[p].prompt)
             cut_off = bool(samples.truncated[p, g])
-            turn = Turn(reading.text, written, reading.usable, cut_off)
+            turn = Turn(reading.text, written, reading.valid, cut_off)
             chunk.episodes[p][g] = Episode((*chunk.episodes[p][g].turns, turn))
 
     def render(self, chunk: EpisodeChunk) -> EpisodeChunk:
@@ -478,7 +478,7 @@ class _Stages:
             places = chunk.places
             for array, values in zip((chunk.rewards, chunk.watched), judged, strict=True):
                 array[chunk.active, turn] = values.reshape(len(places), values.shape[-1])
-            names = (*environment.reward_names, *environment.watch_names)
+            names = (*environment.reward_names, *environment.eval_reward_names)
             for p, g in places:
                 values = np.concatenate([chunk.rewards[p, g, turn], chunk.watched[p, g, turn]]).tolist()
                 chunk.change_last((p, g), rewards=dict(zip(names, values, strict=True)))

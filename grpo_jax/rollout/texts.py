@@ -26,11 +26,11 @@ class Reading(NamedTuple):
 
     Attributes:
         text: What is judged.
-        usable: Whether the policy wrote it; false where another text stands in.
+        valid: Whether the policy wrote it; false where another text stands in.
     """
 
     text: str
-    usable: bool
+    valid: bool
 
 
 def as_written(written: str, prompt: str) -> Reading:
@@ -39,7 +39,7 @@ def as_written(written: str, prompt: str) -> Reading:
 
 
 def continued(written: str, prompt: str) -> Reading:
-    """Judge the prompt with the first line of its continuation; the prompt alone, not usable, if that is empty."""
+    """Judge the prompt with the first line of its continuation; the prompt alone, not valid, if that is empty."""
     line = written.partition("\n")[0]
     if not any(character.isalnum() for character in line):
         return Reading(prompt, False)
@@ -133,13 +133,13 @@ def make_decode(
 
 
 def completion_statistics(
-    prompts: Sequence[str], texts: Sequence[Sequence[str]], usable: Sequence[Sequence[bool]]
+    prompts: Sequence[str], texts: Sequence[Sequence[str]], valid: Sequence[Sequence[bool]]
 ) -> dict[str, float]:
     """Measure the texts `[P][G]` of one batch, beside what they score: a watch on reward hacking.
 
     Returns:
         "words": mean number; "growth": words more than the prompt has; "duplicates": share that repeat an earlier
-        text of the same prompt; "unchanged": share that equal their prompt; "unusable": share that another text
+        text of the same prompt; "unchanged": share that equal their prompt; "invalid": share that another text
         stands in for.
     """
     pairs = [(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group]
@@ -149,7 +149,7 @@ def completion_statistics(
         "growth": words - sum(len(_words(prompt)) for prompt, _ in pairs),
         "duplicates": sum(len(group) - len(set(group)) for group in texts),
         "unchanged": sum(text == prompt for prompt, text in pairs),
-        "unusable": sum(not flag for group in usable for flag in group),
+        "invalid": sum(not flag for group in valid for flag in group),
     }
     return {name: count / len(pairs) for name, count in counts.items()}
 

@@ -191,7 +191,7 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.end = self.path / "report.json"  # what the report shows and no other file holds
         self.checkpoints = self.path / "checkpoints"
-        self.warm_start = self.path / "warm_start"  # its checkpoints, until the first of the run itself
+        self.sft = self.path / "sft"  # its checkpoints, until the first of the run itself
         self.policy = self.path / "policy"
         self.adapter = self.path / "adapter"  # PEFT's format; where adapters are trained
         self.start = self.path / "policy_start"  # a new policy, as it was before any training
@@ -243,7 +243,7 @@ class RunDirectory:
 
     def holds_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to resume from."""
-        return bool(_steps(self.checkpoints) or _steps(self.warm_start))
+        return bool(_steps(self.checkpoints) or _steps(self.sft))
 
     def take_back(self) -> None:
         """Remove what `open` and its successors wrote, not what was there before; nothing of a resumed run."""
@@ -257,8 +257,8 @@ class RunDirectory:
 
     def _began_only(self) -> tuple[Path, ...]:
         """Return the folders of a run that ended before its first iteration; none if it was another or is none."""
-        trained = max(_steps(self.checkpoints), default=0) or _steps(self.warm_start) or read_metrics(self.metrics)
-        return () if trained or not self.log.is_file() else (self.start, self.checkpoints, self.warm_start)
+        trained = max(_steps(self.checkpoints), default=0) or _steps(self.sft) or read_metrics(self.metrics)
+        return () if trained or not self.log.is_file() else (self.start, self.checkpoints, self.sft)
 
     def _holds_something(self, began: Sequence[Path]) -> bool:
         """Return whether anything would be lost; a run that began only leaves a reusable folder."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.core.repeated import mean_interval, pass_at_k
+from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
 from grpo_jax.errors import Stopped
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
@@ -76,13 +76,13 @@ def evaluate_policy(
 
 def asked_to_watch(parts: RunContext) -> list[str]:
     """Return the watched measures without those that the task watches in every run, of which less may be better."""
-    return [name for name in parts.environment.watch_names if name not in parts.task_data.rewards.always_watched]
+    return [name for name in parts.environment.eval_reward_names if name not in parts.task_data.rewards.always_watched]
 
 
 def watched_values(parts: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
     """Return what was asked to be watched, of each prompt by name; rounded for checkpoints."""
     values = np.round(evaluation.judgement.final_watched[:, 0].T.astype(np.float64), 6)
-    columns = dict(zip(parts.environment.watch_names, values.tolist(), strict=True))
+    columns = dict(zip(parts.environment.eval_reward_names, values.tolist(), strict=True))
     return {name: columns[name] for name in asked_to_watch(parts)}
 
 
@@ -90,7 +90,7 @@ def sample_measures(parts: RunContext, episodes: Episodes, judgement: Judgement)
     """Mean@k and pass@k of every reward and watched measure, and mean@k of the total.
 
     "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often
-    at least one of j completions reaches evaluation.pass_threshold (`core.repeated.pass_at_k`); of no total.
+    at least one of j completions reaches evaluation.pass_threshold (`core.pass_at_k.pass_at_k`); of no total.
     Missing values are left out.
     """
     threshold = parts.config.evaluation.pass_threshold
@@ -154,7 +154,7 @@ def evaluate_controls(parts: RunContext, variables: Variables, rows: Sequence[Ro
         evaluation = evaluate_policy(
             parts._replace(environment=environment._replace(answering=answering)), variables, rows
         )
-        names = environment.reward_names + environment.watch_names
+        names = environment.reward_names + environment.eval_reward_names
         measures |= {with_control(name, control): evaluation.measures[name] for name in names}
     return measures
 

@@ -160,7 +160,7 @@ class Run:
             self.resume()
             return True
         self.output.truncate(0)
-        folder = self.output.directory.warm_start
+        folder = self.output.directory.sft
         with self._saved_where_it_ends():
             begun = self.program.begin(folder)
         self._keep_config()
@@ -189,7 +189,7 @@ class Run:
         self._keep_config()
         template = self.program.template()
         saved, _ = self.checkpoints.restore("latest", self.program.saved(template))
-        self._remove(self.output.directory.warm_start)  # of a run killed at its first checkpoint
+        self._remove(self.output.directory.sft)  # of a run killed at its first checkpoint
         rows = progress.iteration - (progress.unvalidated is not None)
         written = self.output.truncate(progress.iteration, rows=rows)
         if written < rows:
@@ -375,7 +375,7 @@ class Run:
             if self.progress is not None:
                 self.save(wait=True)
                 saved = f"Saved after iteration {self.progress.iteration}"
-            # An interrupted warm start is saved too; without anything saved the folder does not stay.
+            # interrupted SFT is saved too; without anything saved the folder does not stay.
             resumable = self.output.directory.holds_checkpoint() or self.config.resume
             again = f"go on with {self.again}" if resumable else "start again"
             cause = error if isinstance(error, StopRun) else error.__cause__

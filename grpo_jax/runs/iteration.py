@@ -3,7 +3,7 @@
 Every random number and every position follows from (seed, iteration), so a run is resumed by its number of iterations
 and its arrays.
 
-With training.lag 1 the next batch is on its way while one is judged and learned from (`Prefetcher`):
+With training.async_level 1 the next batch is on its way while one is judged and learned from (`Prefetcher`):
 
     weights     θ0        θ1        θ2
     learn       batch 0 ─►batch 1 ─►batch 2
@@ -95,7 +95,7 @@ def make_learner(parts: RunContext) -> Learner:
     steered = config.algorithm.learns_values and config.ppo.kl_coef > 0
 
     # New adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
-    untouched = config.policy.lora.path is None and config.warm_start.steps == 0
+    untouched = config.policy.lora.path is None and config.sft.steps == 0
     base_reference = untouched and config.algorithm.update_ref_every == 0
 
     def start(variables: Variables) -> TrainState:
@@ -109,7 +109,7 @@ def make_learner(parts: RunContext) -> Learner:
             take_over=True,
         )
         state = commit_to_device(shard(state, policy.mesh))
-        return state._replace(behind=stale_copy(state)) if config.training.lag else state
+        return state._replace(behind=stale_copy(state)) if config.training.async_level else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
         return jax.block_until_ready(update(state, shard_batch(batch, policy.mesh), key))
@@ -148,7 +148,7 @@ def sample_groups(parts: RunContext, variables: Variables, iteration: int, slot:
     were drawn, then zero-variance groups of the first draw. The metrics are of the whole first draw.
     """
     algorithm = parts.config.algorithm
-    further = algorithm.resample_rounds if algorithm.dead_groups == "resample" else 0
+    further = algorithm.resample_rounds if algorithm.zero_variance_groups == "resample" else 0
     with parts.trainer.at(iteration) as moment:
         batches = [sample_batch(parts, variables, iteration, slot=slot)]
         size = len(batches[0][0].rows)
@@ -156,7 +156,7 @@ def sample_groups(parts: RunContext, variables: Variables, iteration: int, slot:
             batches.append(sample_batch(parts, variables, iteration, len(batches)))
     row = {**rollout_metrics(parts, *batches[0]), **moment.logged}
     episodes, judgement = batches[0] if len(batches) == 1 else informative_first(batches)
-    if algorithm.dead_groups != "keep":
+    if algorithm.zero_variance_groups != "keep":
         row |= {"draws": len(batches), "groups_kept": judgement.informative_count}
     return Sampled(episodes, judgement, row)
 
@@ -164,7 +164,7 @@ def sample_groups(parts: RunContext, variables: Variables, iteration: int, slot:
 def run_iteration(
     parts: RunContext, learner: Learner, state: TrainState, iteration: int, prefetcher: Prefetcher | None = None
 ) -> Iteration:
-    """Sample a batch, judge it and learn from it; with a prefetcher (training.lag) the next batch is begun first."""
+    """Sample a batch, judge it and learn from it; with a prefetcher the next batch is begun first."""
     started = time.monotonic()
     if prefetcher is None:
         sampled = sample_groups(parts, state.variables, iteration)
@@ -275,7 +275,7 @@ def update_metrics(report: Record) -> Record:
 
 def rollout_metrics(parts: RunContext, episodes: Episodes, judgement: Judgement) -> dict[str, float]:
     """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts."""
-    objectives, usable = judgement.objectives, episodes.usable
+    objectives, valid = judgement.objectives, episodes.valid
     assert objectives is not None
     samples, rewards, watched = episodes.samples, judgement.final_rewards, judgement.final_watched
     row: dict[str, float] = {}
@@ -286,17 +286,17 @@ def rollout_metrics(parts: RunContext, episodes: Episodes, judgement: Judgement)
     if OVERLONG in objectives.names:
         row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
     row |= signal_metrics(objectives)
-    for index, name in enumerate(parts.environment.watch_names):
-        row |= _spread(f"watch/{name}", watched[..., index])
+    for index, name in enumerate(parts.environment.eval_reward_names):
+        row |= _spread(f"eval_rewards/{name}", watched[..., index])
     lengths = samples.mask.sum(-1)
     row |= {
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
         "truncated": float(samples.truncated.mean()),
     }
-    row |= turn_metrics(episodes, judgement, parts.environment.reward_names, parts.environment.watch_names)
+    row |= turn_metrics(episodes, judgement, parts.environment.reward_names, parts.environment.eval_reward_names)
     prompts = [row.prompt for row in episodes.rows]
-    return row | parts.task_data.report.statistics(prompts, episodes.texts, usable.tolist())
+    return row | parts.task_data.report.statistics(prompts, episodes.texts, valid.tolist())
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -311,7 +311,7 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
     """
     samples, (_, group, turns) = episodes.samples, episodes.lengths.shape
     names = [f"reward/{name}" for name in parts.environment.reward_names]
-    names += [f"watch/{name}" for name in parts.environment.watch_names]
+    names += [f"eval_rewards/{name}" for name in parts.environment.eval_reward_names]
     values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
     entries: list[Record] = []
     rows = []
@@ -331,7 +331,7 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
                 "advantage": np.float32(advantage),
                 "length": int(episodes.lengths[p, g, number]),
                 "truncated": turn.truncated,
-                "usable": turn.usable,
+                "valid": turn.valid,
             }
             entries.append(entry)
             rows.append(episodes.rows[p])
@@ -353,7 +353,7 @@ class Prefetcher:
         config = parts.config
         self._parts = parts._replace(stopping=lambda: self._closed or parts.stopping())
         self._pipeline = (
-            Pipeline() if config.sampling.turns == 1 and config.algorithm.dead_groups != "resample" else None
+            Pipeline() if config.sampling.turns == 1 and config.algorithm.zero_variance_groups != "resample" else None
         )
         self._drawn: dict[int, Future[Sampled]] = {}
         self._threads: dict[int, threading.Thread] = {}

@@ -1,4 +1,4 @@
-"""Program of a language policy: warm start, iterations, validation, the end."""
+"""Program of a language policy: SFT, iterations, validation, the end."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from grpo_jax.runs.parts import RunContext, load_parts
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 from grpo_jax.runs.results import finish_language, statistics_of
+from grpo_jax.runs.sft import run_sft
 from grpo_jax.runs.stopping import StopRequests
-from grpo_jax.runs.warm_start import warm_start
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.tasks.task import Advanced, Begun, Finished, Validated
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import PATIENCE
 
 UNTRAINED = "untrained"
-"""The policy as it was loaded, before the warm start."""
+"""The policy as it was loaded, before SFT."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LanguageProgram:
     """A language policy's run.
 
     Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
-    and of the policy before a warm start ("untrained"); "samples", `evaluation.sample_measures` of the start;
+    and of the policy before SFT ("untrained"); "samples", `evaluation.sample_measures` of the start;
     "watched", what was watched of each test and validation prompt then; "remembered", for the task's findings;
     "absent", the number of consecutive iterations without a reward, by its name; "constant", the only value of a reward
     and for how many iterations, by its name; and "remark", the task's one remark on completions. `config` also names
@@ -68,8 +68,8 @@ class LanguageProgram:
 
     @cached_property
     def prefetcher(self) -> Prefetcher | None:
-        """Batches that are sampled ahead (training.lag); None where each is sampled with the newest weights."""
-        return Prefetcher(self.parts) if self.parts.config.training.lag else None
+        """Batches that are sampled ahead (training.async_level); None where each is sampled with the newest weights."""
+        return Prefetcher(self.parts) if self.parts.config.training.async_level else None
 
     @property
     def iterations(self) -> int:
@@ -99,7 +99,7 @@ class LanguageProgram:
         """Warm up if configured, and measure the start."""
         seconds: dict[str, float] = {}
         notes: Record = {"before": {}, "remembered": {}}
-        if self.parts.config.warm_start.steps:
+        if self.parts.config.sft.steps:
             warmed = self._warm_up(folder)
             if warmed is None:
                 return None
@@ -142,11 +142,11 @@ class LanguageProgram:
             return {**begun, "seconds": with_total(begun["seconds"], self.clock)}
 
         with Checkpoints(folder, keep=2, note=lambda line: self.say(f"note: {line}")) as checkpoints:
-            warmed = warm_start(parts, checkpoints=checkpoints, meta=to_save, say=self.say)
+            warmed = run_sft(parts, checkpoints=checkpoints, meta=to_save, say=self.say)
         if warmed is None:
             return None
         variables, seconds = warmed
-        return self.learner.start(variables), meta["notes"], {**meta["seconds"], "warm_start": seconds}
+        return self.learner.start(variables), meta["notes"], {**meta["seconds"], "sft": seconds}
 
     def _interrupted(self, folder: Path) -> Record | None:
         if not broadcast(folder.is_dir()):

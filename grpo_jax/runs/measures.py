@@ -9,7 +9,7 @@ import numpy as np
 from grpo_jax.config import Config
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.binding import ResolvedRewards
+from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rollout import Episodes, Judgement
 from grpo_jax.runs.progress import SCORE
 from grpo_jax.tasks.display import Table, of_turns
@@ -19,7 +19,7 @@ TOTAL = "total"
 """Name of the measure that is maximised, for "best" and the improvement."""
 OWN_MEASURES: Mapping[str, Callable[[Episodes], float]] = {
     "completion_tokens": lambda episodes: float(episodes.samples.mask.sum(-1).mean()),
-    "usable": lambda episodes: float(episodes.usable.mean()),
+    "valid": lambda episodes: float(episodes.valid.mean()),
 }
 """Measures of held-out completions beside rewards and watched measures."""
 
@@ -51,7 +51,7 @@ def fallen(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[f
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
     """Refuse rewards and watched measures that have the name of another measure of the run."""
-    sections = [*rewards.sections, *(RewardSection(name=name) for name in rewards.watch)]
+    sections = [*rewards.sections, *(RewardSection(name=name) for name in rewards.eval_rewards)]
     names = [section.called for section in sections]
     taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
     if config.algorithm.overlong_buffer:
@@ -62,7 +62,7 @@ def require_names(config: Config, rewards: ResolvedRewards, controls: Collection
         name = section.called
         plain = RewardSection(name=section.name, options=section.options, messages=section.messages)
         same = measured.setdefault(name, plain) == plain  # a reward may be watched too, as it is
-        where = "rewards" if place < len(rewards.sections) else "watch"
+        where = "rewards" if place < len(rewards.sections) else "eval_rewards"
         expected = "a name that no other measure of the run has (set a reward's label; in Python: ('name', function))"
         of_others = config.sampling.turns > 1 and of_turns(name, measured_names)
         require(same and name not in taken and not of_others, f"{where}.{name}", expected, name)
@@ -83,7 +83,7 @@ def turn_metrics(
     if lengths.shape[2] == 1 or present is None:
         return {}
     row: dict[str, float] = {}
-    judged = (("reward", rewards, judgement.rewards), ("watch", watched, judgement.watched))
+    judged = (("reward", rewards, judgement.rewards), ("eval_rewards", watched, judgement.watched))
     for turn in range(lengths.shape[2]):
         for kind, names, values in judged:
             row |= {

@@ -23,7 +23,6 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
 from grpo_jax.models.policy import Policy, precision_of
-from grpo_jax.rollout.binding import ResolvedRewards, Trainer, bind, judge_named, require_columns, resolve_rewards
 from grpo_jax.rollout.data import (
     SPLITS,
     PromptSet,
@@ -38,6 +37,14 @@ from grpo_jax.rollout.data import (
 from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
 from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
 from grpo_jax.rollout.pipeline import Slot
+from grpo_jax.rollout.reward_registry import (
+    ResolvedRewards,
+    Trainer,
+    bind,
+    judge_named,
+    require_columns,
+    resolve_rewards,
+)
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
@@ -105,7 +112,7 @@ class RunContext(NamedTuple):
     @property
     def measure_names(self) -> tuple[str, ...]:
         """Names of rewards and watched measures, N + W."""
-        return self.environment.reward_names + self.environment.watch_names
+        return self.environment.reward_names + self.environment.eval_reward_names
 
     def scheduling(self, chunk_prompts: int, slot: Slot | None = None) -> Scheduling:
         """Chunks, time limit and stop of a batch in the pipeline."""
@@ -144,7 +151,7 @@ def load_parts(
     trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(
         config.rewards,
-        config.watch,
+        config.eval_rewards,
         data.rewards,
         tuple(config.judges),
         rewards,
@@ -316,7 +323,7 @@ def make_environment(
             tokenize=lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"],
         ),
         reward_names=tuple(maximised),
-        watch_names=tuple(watched),
+        eval_reward_names=tuple(watched),
         prepare=None if image_processor is None else make_prepare(image_processor, device),
         answering=make_answering(config, data.environment, loaded),
         gallery=config.evaluation.gallery,
@@ -353,11 +360,11 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
 
 
 def objectives_of(
-    parts: RunContext, rewards: np.ndarray, lengths: np.ndarray, usable: np.ndarray | None = None
+    parts: RunContext, rewards: np.ndarray, lengths: np.ndarray, valid: np.ndarray | None = None
 ) -> Objectives:
     """Objectives of judged rewards f32 [P, G, U, N] and lengths i32 [P, G, U] tokens, on the policy's device.
 
-    With `usable` bool [P, G, U] those that could not be read earn what the task says; without it what was judged.
+    With `valid` bool [P, G, U] those that could not be read earn what the task says; without it what was judged.
     """
     leaf = jax.tree.leaves(parts.policy.variables)[0]
     device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
@@ -371,14 +378,14 @@ def objectives_of(
         overlong_buffer=parts.config.algorithm.overlong_buffer,
         overlong_weight=parts.config.algorithm.overlong_weight,
         max_new_tokens=parts.config.sampling.max_new_tokens,
-        usable=None if parts.task_data.unusable == "prompt" else usable,
-        fill=parts.task_data.unusable == "worst",
+        valid=None if parts.task_data.invalid == "prompt" else valid,
+        fill=parts.task_data.invalid == "worst",
     )
 
 
 def _check_measures(config: Config, prompts: PromptSet, environment: Environment) -> None:
     """Refuse a best checkpoint, and early stopping, by what no validation measures, and kinds that prompts have not."""
-    training, names = config.training, (SCORE, *environment.reward_names, *environment.watch_names)
+    training, names = config.training, (SCORE, *environment.reward_names, *environment.eval_reward_names)
     chosen_by = config.evaluation.best_by
     require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}{metric_hint(chosen_by)}", chosen_by)
     column, rows = config.evaluation.by, prompts.test[: config.evaluation.prompts or None]

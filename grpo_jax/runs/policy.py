@@ -18,8 +18,8 @@ from grpo_jax.errors import UserError, short_name
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.lora import count_weights
-from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import Policy, load_policy
+from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import gather, on_host
 from grpo_jax.models.variables import VALUE, VISUAL, Variables
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, pack_pictures, same_size

@@ -100,9 +100,11 @@ def join(config: Any) -> Any:
 
 def require_for_processes(config: Config, count: int) -> None:
     """Refuse what a policy over so many processes does not take."""
-    mesh, lag = config.policy.mesh, config.training.lag
+    mesh, async_level = config.policy.mesh, config.training.async_level
     require(mesh.size % count == 0, "policy.mesh", f"fsdp x tensor a multiple of the {count} processes", mesh.size)
-    require(count == 1 or lag == 0, "training.lag", f"0 with a policy over {count} processes", lag)
+    require(
+        count == 1 or async_level == 0, "training.async_level", f"0 with a policy over {count} processes", async_level
+    )
 
 
 def require_same(facts: Mapping[str, str]) -> None:

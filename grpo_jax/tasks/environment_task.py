@@ -14,8 +14,8 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, short_name
-from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.prompts import make_prompt_set
+from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.stepping import Stepper, first_prompt
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary

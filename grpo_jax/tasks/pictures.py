@@ -19,15 +19,15 @@ from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, is_own_doing
-from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
+from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.texts import Reading
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.rewriting import names_a_negative, parse_rewrite
 from grpo_jax.tasks.task import Task, TaskData
-from grpo_jax.training.estimators import Unusable
+from grpo_jax.training.estimators import Invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,7 +223,7 @@ def conditioned(sections: Sequence[RewardSection]) -> tuple[RewardSection, ...]:
 class PictureTask(Task):
     """Prompts for a text-to-image model: judges.renderer draws them, judges.scorer compares them."""
 
-    unusable: Unusable = "worst"
+    invalid: Invalid = "worst"
     """What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by objective
     the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned from it
     ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt")."""
@@ -236,11 +236,11 @@ class PictureTask(Task):
     }
     display: ClassVar[Display] = Display(
         headline=("pixel_accuracy",),
-        live=(("watch/pixel_accuracy/mean", "pixels"),),
+        live=(("eval_rewards/pixel_accuracy/mean", "pixels"),),
         charts=(
             Chart(
                 "Pixel accuracy",
-                (Curve("watch/pixel_accuracy/mean", "training batch"),),
+                (Curve("eval_rewards/pixel_accuracy/mean", "training batch"),),
                 note="Read from the picture by rule; never trained on.",
             ),
         ),
@@ -251,7 +251,7 @@ class PictureTask(Task):
         """Refuse missing judges, and rewards without their judges."""
         for name in ("renderer", "scorer"):
             require(name in config.judges, f"judges.{name}", "a judge", None)
-        names = [*(reward.name for reward in config.rewards), *config.watch]
+        names = [*(reward.name for reward in config.rewards), *config.eval_rewards]
         head = getattr(config.judges["scorer"], "quality_head", None)
         require(
             "quality" not in names or head is not None,
@@ -261,7 +261,7 @@ class PictureTask(Task):
         )
         require(
             "pixel_accuracy" not in names or config.data.prompts in (MINIATURE, SCENES),
-            "watch.pixel_accuracy",
+            "eval_rewards.pixel_accuracy",
             f'the prompts it knows, data.prompts "{MINIATURE}" or "{SCENES}"',
             config.data.prompts,
         )
@@ -297,7 +297,7 @@ def picture_data(
         prompts,
         TaskRewards(rewards, defaults=defaults, conditions=conditioned),
         render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
-        unusable=config.task.unusable,
+        invalid=config.task.invalid,
     )
 
 

@@ -114,7 +114,7 @@ def parse_rewrite(text: str, form: Form, prompt: str) -> Reading:
     …"), headings, labels, list marks, bold marks and enclosing quotes go; the first line that is left is the prompt,
     with those that a comma joins to it. A negative prompt is left out: a renderer has one for all pictures. In
     "append": the prompt and the first line of its continuation. Without a letter or digit, or with a refusal, the
-    result is the user's `prompt`, and not `usable`.
+    result is the user's `prompt`, and not `valid`.
     """
     if form == "append":
         return continued(text, prompt)

@@ -32,13 +32,13 @@ import numpy as np
 
 from grpo_jax.config.fields import Section
 from grpo_jax.config.run import Config
-from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.episodes import Answer, Respond
+from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import Reading, as_written, completion_statistics
 from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry, Table
-from grpo_jax.training.estimators import Unusable
+from grpo_jax.training.estimators import Invalid
 
 if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
@@ -116,7 +116,7 @@ class TaskReport:
 
     Attributes:
         references: Rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
-        statistics: (rows, texts `[P][G]`, usable `[P][G]`) → further metrics of a batch.
+        statistics: (rows, texts `[P][G]`, valid `[P][G]`) → further metrics of a batch.
         remember: (name, judgements by kind) → what the findings need of a measurement; goes into checkpoints.
         findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
         columns: Columns of the rows that the report's table shows: {heading: column}.
@@ -141,12 +141,12 @@ class TaskData:
             iteration, evaluation) → pictures; None where nothing is drawn.
         environment: Answers between two turns.
         report: Results beside the rewards.
-        pairs: () → (prompt, text) pairs that a warm start teaches, the prompt a text or, with pictures, one of the
+        pairs: () → (prompt, text) pairs that SFT teaches, the prompt a text or, with pictures, one of the
             rows; of episodes (prompt, text, answer, text, …); None if there are none.
         vocabulary: Of a new policy; None if there is none.
         identity: What must be the same when a run is resumed or evaluated, beside the config.
         choices: The list of texts that may be written; None for any text.
-        unusable: What a completion earns in training that could not be read.
+        invalid: What a completion earns in training that could not be read.
     """
 
     prompts: PromptSet
@@ -159,7 +159,7 @@ class TaskData:
     vocabulary: Vocabulary | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
     choices: Choices | None = None
-    unusable: Unusable = "prompt"
+    invalid: Invalid = "prompt"
 
 
 class Task(Section):

@@ -181,7 +181,7 @@ def make_batch(
 
     Prompts and completions are cut to the longest of the batch. A prompt is read once for its group: it is left as it
     is where cutting saves less than 1/16 of what the group reads, since each new length compiles the update anew.
-    Under dead_groups "drop" and "resample" groups of zero variance are masked, and out of every statistic.
+    Under zero_variance_groups "drop" and "resample" groups of zero variance are masked, and out of every statistic.
 
     Args:
         prompts: i32 [P, L] and bool [P, L], left-padded.
@@ -198,7 +198,7 @@ def make_batch(
     if algorithm.mask_truncated:
         mask = without_truncated(mask, truncated)
     rewards = objectives.rewards
-    if algorithm.dead_groups != "keep":
+    if algorithm.zero_variance_groups != "keep":
         varies = jnp.asarray(informative)[:, None, None]
         mask &= varies
         rewards = jnp.where(varies, rewards, jnp.nan)
@@ -218,7 +218,7 @@ def make_batch(
         batch = batch._replace(scores=scores, mask=mask & ~jnp.isnan(scores)[..., None])
     elif objectives.returns is not None and batch.turn is not None:
         returns = objectives.returns
-        if algorithm.dead_groups != "keep":
+        if algorithm.zero_variance_groups != "keep":
             returns = jnp.where(jnp.asarray(informative)[:, None, None, None], returns, jnp.nan)
         advantages = estimate_turn_advantages(returns, batch.turn, mask, algorithm, objectives.weights)
         batch = batch._replace(advantages=advantages)

@@ -29,7 +29,7 @@ from grpo_jax.core.turns import last_turn, turn_advantages, turn_returns
 
 OVERLONG = "overlong"
 """Name of the soft length penalty's objective."""
-Unusable = Literal["worst", "missing", "prompt"]
+Invalid = Literal["worst", "missing", "prompt"]
 """Rewards of a completion that could not be read: the worst of its group, none, or those of the user's prompt."""
 
 
@@ -55,23 +55,23 @@ def make_objectives(
     overlong_buffer: int = 0,
     overlong_weight: float = 1.0,
     max_new_tokens: int,
-    usable: np.ndarray | jax.Array | None = None,
+    valid: np.ndarray | jax.Array | None = None,
     fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
     GDPO normalises this objective by itself, every other estimator adds it to the sum, with `overlong_weight`. It is
     missing where every judged reward of non-zero weight is. It grows to 1 over `overlong_buffer` tokens (0: none) up
-    to `max_new_tokens`. `lengths` are i32 [P, G] tokens. Where `usable` bool [P, G] is false rewards are missing or,
-    with `fill`, by objective the lowest of the group's usable completions, if it has any.
+    to `max_new_tokens`. `lengths` are i32 [P, G] tokens. Where `valid` bool [P, G] is false rewards are missing or,
+    with `fill`, by objective the lowest of the group's valid completions, if it has any.
     """
     rewards = condition_rewards(judged, conditions)
     names, factors = tuple(weights), tuple(weights.values())
     counted = np.array(factors) != 0
     missing = jnp.isnan(judged).all(axis=-1, where=counted)
-    if usable is not None:
-        rewards = without_unusable(rewards, jnp.asarray(usable), fill=fill)
-        missing = jnp.where(usable, missing, jnp.isnan(rewards).all(axis=-1, where=counted))
+    if valid is not None:
+        rewards = without_invalid(rewards, jnp.asarray(valid), fill=fill)
+        missing = jnp.where(valid, missing, jnp.isnan(rewards).all(axis=-1, where=counted))
     if overlong_buffer == 0:
         return Objectives(rewards, names, factors)
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
@@ -81,15 +81,15 @@ def make_objectives(
     )
 
 
-def without_unusable(rewards: jax.Array, usable: jax.Array, *, fill: bool) -> jax.Array:
-    """Replace rewards f32 [P, G, N] where `usable` [P, G] is false: by NaN, or with `fill` by their group's lowest.
+def without_invalid(rewards: jax.Array, valid: jax.Array, *, fill: bool) -> jax.Array:
+    """Replace rewards f32 [P, G, N] where `valid` [P, G] is false: by NaN, or with `fill` by their group's lowest.
 
-    The lowest is by objective, over the usable completions; NaN in a group without any.
+    The lowest is by objective, over the valid completions; NaN in a group without any.
     """
-    readable = usable[..., None] & ~jnp.isnan(rewards)
+    readable = valid[..., None] & ~jnp.isnan(rewards)
     lowest = jnp.where(readable, rewards, jnp.inf).min(axis=1, keepdims=True)
     stand_in = jnp.where(readable.any(axis=1, keepdims=True) & fill, lowest, jnp.nan)
-    return jnp.where(usable[..., None], rewards, stand_in)
+    return jnp.where(valid[..., None], rewards, stand_in)
 
 
 def make_turn_objectives(
@@ -97,28 +97,28 @@ def make_turn_objectives(
     lengths: jax.Array,
     section: AlgorithmSection,
     *,
-    usable: np.ndarray | None = None,
+    valid: np.ndarray | None = None,
     **options: Any,
 ) -> Objectives:
     """`make_objectives` (with its `options`) of episodes: all it does holds in each turn by itself.
 
     `judged` is f32 [P, G, U, N], NaN where missing and where a turn does not exist; `lengths` are i32 [P, G, U]
-    tokens, 0 for a turn that does not exist where there are several; `usable` bool [P, G, U] is true there.
+    tokens, 0 for a turn that does not exist where there are several; `valid` bool [P, G, U] is true there.
     """
     prompts, group, turns, _ = judged.shape
 
     def by_turn(array: Any) -> jax.Array:  # [P, G, U, ..] → [P · U, G, ..]: a group's completions in one turn
         return jnp.moveaxis(jnp.asarray(array), 2, 1).reshape(prompts * turns, group, *array.shape[3:])
 
-    readable = None if usable is None else by_turn(usable)
-    flat = make_objectives(by_turn(judged), by_turn(lengths), usable=readable, **options)
+    readable = None if valid is None else by_turn(valid)
+    flat = make_objectives(by_turn(judged), by_turn(lengths), valid=readable, **options)
     if turns == 1:
         return flat
     rewards = jnp.moveaxis(flat.rewards.reshape(prompts, turns, group, -1), 1, 2)
     exists = jnp.asarray(lengths) > 0
     if section.turn_advantage == "last":
         return flat._replace(rewards=last_turn(rewards, exists))
-    returns = turn_returns(rewards, exists, discount=section.turn_discount)
+    returns = turn_returns(rewards, exists, gamma=section.turn_gamma)
     return flat._replace(rewards=returns[:, :, 0], returns=returns)
 
 
@@ -176,10 +176,10 @@ def estimate_turn_advantages(
 
 
 def signal_metrics(objectives: Objectives) -> dict[str, float]:
-    """Return the shares of groups without signal: "dead_groups/<name>" by objective, "dead_groups/total" of the sum."""
+    """Return the shares of groups without signal, "zero_variance_groups/NAME" by objective and of their "total"."""
     dead, total = jax.device_get(_signal(objectives.rewards, objectives.weights))
-    row = {f"dead_groups/{name}": float(share) for name, share in zip(objectives.names, dead, strict=True)}
-    return row | {"dead_groups/total": float(total)}
+    row = {f"zero_variance_groups/{name}": float(share) for name, share in zip(objectives.names, dead, strict=True)}
+    return row | {"zero_variance_groups/total": float(total)}
 
 
 @partial(jax.jit, static_argnames=("weights",))

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
+from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families import ModelConfig
-from grpo_jax.models.joined import apart_and_joined
+from grpo_jax.models.fused_projections import apart_and_joined
 from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import (
     Policy,

@@ -205,7 +205,7 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array, jax.Array
         rewards = kl_penalised_rewards(scores, old, reference, mask, kl_coef=kl_coef, estimator=section.kl_estimator)
         # The state after the last token has value 0; padding stands in the way of no value, it is passed over.
         following = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
-        advantages = gae_advantages(rewards, following, discount=section.discount, trace=section.trace, mask=mask)
+        advantages = gae_advantages(rewards, following, gamma=section.gamma, gae_lambda=section.gae_lambda, mask=mask)
         returns = advantages + values
         divergence = select(mask, kl_divergence(old, reference, estimator="k1"))
         explained = _explained_variance(advantages, returns, mask)

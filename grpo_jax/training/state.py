@@ -15,7 +15,7 @@ from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 
 class StaleWeights(NamedTuple):
-    """The trained collection of the policy that samples ahead (training.lag), and its update count (i32 scalar)."""
+    """The trained collection that samples ahead (training.async_level), and its update count (i32 scalar)."""
 
     step: jax.Array
     weights: PyTree

@@ -40,7 +40,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     normaliser: Callable[[Batch], PyTree],
-    accumulation: int = 1,
+    grad_accumulation_steps: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make one optimizer update as one compiled function; what it changes is donated.
 
@@ -50,7 +50,7 @@ def make_train_step(
     Args:
         objective: objective(variables, micro-batch, normaliser) → (loss, metrics as (total, weight) pairs).
         normaliser: Denominators of the whole update from its whole batch, so that splitting changes nothing.
-        accumulation: Micro-batches along P, run one after the other; P must be a multiple.
+        grad_accumulation_steps: Micro-batches along P, run one after the other; P must be a multiple.
     """
 
     def compute(moving: TrainState, frozen: Variables, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -61,7 +61,9 @@ def make_train_step(
             return loss if scale is None else loss * scale.scale, (loss, metrics)
 
         gradient = jax.value_and_grad(scaled, has_aux=True)
-        (_, (loss, metrics)), grads = _accumulate(lambda micro: gradient(trained, micro), batch, accumulation)
+        (_, (loss, metrics)), grads = _accumulate(
+            lambda micro: gradient(trained, micro), batch, grad_accumulation_steps
+        )
         if scale is not None:
             grads = jax.tree.map(lambda leaf: leaf / scale.scale, grads)
         updates, opt_state = optimizer.update(grads, moving.opt_state, trained)
@@ -112,13 +114,15 @@ def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -
     return jax.lax.scan(lambda total, part: (jax.tree.map(jnp.add, total, function(part)), None), zeros, split)[0]
 
 
-def make_forward_step(forward: ForwardPass, *, accumulation: int = 1) -> Callable[[Variables, Batch], Forward]:
+def make_forward_step(
+    forward: ForwardPass, *, grad_accumulation_steps: int = 1
+) -> Callable[[Variables, Batch], Forward]:
     """Compile (variables, batch) → `Forward` without gradients, some prompts at a time."""
 
     def step(variables: Variables, batch: Batch) -> Forward:
-        if accumulation == 1:
+        if grad_accumulation_steps == 1:
             return forward(variables, batch)
-        parts = jax.lax.map(lambda micro: forward(variables, micro), micro_batches(batch, accumulation))
+        parts = jax.lax.map(lambda micro: forward(variables, micro), micro_batches(batch, grad_accumulation_steps))
         return jax.tree.map(lambda array: array.reshape(batch.tokens.shape), parts)
 
     compiled = jax.jit(step)
@@ -177,8 +181,8 @@ def make_preparation(
     difference. Without these (importance_cap 0) the ratio is taken against the one that sampled.
     Measured are "importance_weight", PPO's "estimates", and "importance_clipped" of batches sampled ahead.
     """
-    look = make_forward_step(forward, accumulation=training.minibatches * training.accumulation)
-    weighted, ahead = _has_token_weights(algorithm), training.lag > 0
+    look = make_forward_step(forward, grad_accumulation_steps=training.minibatches * training.grad_accumulation_steps)
+    weighted, ahead = _has_token_weights(algorithm), training.async_level > 0
     weigh, estimate = make_token_weights(algorithm), make_estimates(ppo)
 
     def prepare(state: TrainState, batch: Batch) -> tuple[Batch, Metrics]:
@@ -225,7 +229,7 @@ def make_configured_step(
         objective,
         optimizer,
         normaliser=lambda batch: loss_normaliser(batch.mask, options["aggregation"]),
-        accumulation=training.accumulation,
+        grad_accumulation_steps=training.grad_accumulation_steps,
     )
 
 

@@ -49,7 +49,7 @@ def other_values():
             {"name": "alignment"},
             {"name": "m.py:f", "weight": -0.5, "condition_on": "alignment", "threshold": 0.2, "options": {"a": 1.5}},
         ],
-        watch=["pixel_accuracy"],
+        eval_rewards=["pixel_accuracy"],
         devices={"second": "gpu:1"},
     )
 

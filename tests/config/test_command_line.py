@@ -44,7 +44,7 @@ def test_values_are_read_as_their_fields_say():
     words = {
         "run_dir": "2024", "policy.path": "a{odd}", "algorithm.clip_low": "null", "policy.lora.targets": "[q_proj, o]",
         "optimizer.learning_rate": "1e-5", "sampling": '{"group_size": 4, "top_k": 2}', "rewards": '[{"name": "m:f"}]',
-        "watch": '["m:a", "m:b"]', "devices.policy": "gpu:0,gpu:1", "evaluation.sampled": "no",
+        "eval_rewards": '["m:a", "m:b"]', "devices.policy": "gpu:0,gpu:1", "evaluation.sampled": "no",
     }  # fmt: skip
     options = [f"--{name}={text}" for name, text in words.items()]
     config = parse(["--task=text", "--sampling.max_new_tokens=7", *options])
@@ -52,7 +52,7 @@ def test_values_are_read_as_their_fields_say():
     assert config.policy.lora.targets == ["q_proj", "o"] and config.optimizer.learning_rate == 1e-5
     sampling = config.sampling
     assert (sampling.group_size, sampling.top_k, sampling.max_new_tokens) == (4, 2, 7)  # of a section what it names
-    assert config.rewards == [RewardSection(name="m:f")] and config.watch == ["m:a", "m:b"]
+    assert config.rewards == [RewardSection(name="m:f")] and config.eval_rewards == ["m:a", "m:b"]
     assert config.devices == {"policy": "gpu:0,gpu:1"} and config.evaluation.sampled is False
 
 
@@ -183,11 +183,11 @@ def test_a_lora_config_of_peft_is_a_section():
 
 
 OLDER = {
-    "num_sample_generations": "sampling.group_size", "num_rollouts": "sampling.group_size", "k": "watch",
+    "num_sample_generations": "sampling.group_size", "num_rollouts": "sampling.group_size", "k": "eval_rewards",
     "reward_type": "rewards", "use_dummy": "task.source: dummy", "dummy_size": "task.dummy_users",
     "normalize_rewards": "algorithm.advantage", "fp16": "policy.compute_dtype: float16",
     "bf16": "policy.compute_dtype: bfloat16", "use_ref_model": "algorithm.kl_coef", "clip_ratio": "algorithm.clip_low",
-    "gamma": "ppo.discount", "grpo_epochs": "training.inner_epochs", "checkpoint_dir": "run_dir",
+    "gamma": "ppo.gamma", "grpo_epochs": "training.inner_epochs", "checkpoint_dir": "run_dir",
     "update_ref_model_freq": "algorithm.update_ref_every", "prompt_file": "data.prompts",
     "sequential_file": "task.source",
     "policy_model": "policy.path", "dataset_name": "data.prompts", "max_length": "sampling.max_new_tokens",

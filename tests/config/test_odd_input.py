@@ -14,7 +14,7 @@ from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.files import read_yaml
 from grpo_jax.errors import UserError, guarded, short_repr
 from grpo_jax.predict import load_rewriter
-from grpo_jax.rollout.binding import judge_named
+from grpo_jax.rollout.reward_registry import judge_named
 from grpo_jax.train import main
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -67,7 +67,7 @@ def test_run_directories_with_a_broken_config(tmp_path, capsys, content, message
         (["--sampling.group_size", str(10**12)], "sampling.group_size: expected a number <= 16777216"),
         (["--optimizer.learning_rate", "inf"], "optimizer.learning_rate: expected a finite number, got 'inf'"),
         (["--seed", str(2**63)], "seed: expected a number in [0, 2^63)"),
-        (["--watch", "[" * 3000], "watch: nested deeper than 32 levels"),
+        (["--eval_rewards", "[" * 3000], "eval_rewards: nested deeper than 32 levels"),
         ([f"--{'a.' * 3000}b", "1"], "no such field"),
         (["--data.prompts", "\udcff.txt"], "data.prompts: expected a string"),
         (["--rewards", "[3]"], "rewards[0]: expected a mapping, got 3"),

@@ -16,7 +16,7 @@ from grpo_jax.errors import UserError
         ({"sampling": {"top_p": 0.0}}, "sampling.top_p: expected a number > 0, got 0.0"),
         ({"algorithm": {"clip_low": 2.0}}, "algorithm.clip_low: expected a number <= 1, got 2.0"),
         ({"algorithm": {"resample_rounds": 0}}, "algorithm.resample_rounds: expected a number >= 1, got 0"),
-        ({"ppo": {"trace": float("nan")}}, "ppo.trace: expected a finite number"),
+        ({"ppo": {"gae_lambda": float("nan")}}, "ppo.gae_lambda: expected a finite number"),
         ({"ppo": {"value_rate": 1e308}}, "ppo.value_rate: expected a number <= 1000000000000"),
         (
             {"rewards": [{"name": "m:a", "weight": -1e13}]},
@@ -39,8 +39,14 @@ from grpo_jax.errors import UserError
             "algorithm.turn_advantage: expected 'last' with advantage 'gae', got 'return'",
         ),
         ({"algorithm": {"scale": "batch"}}, "algorithm.scale: expected null with advantage 'gdpo'"),
-        ({"algorithm": {"advantage": "gae", "dead_groups": "drop"}}, "algorithm.dead_groups: expected 'keep' with"),
-        ({"algorithm": {"advantage": "batch", "dead_groups": "resample"}}, "algorithm.dead_groups: expected 'keep'"),
+        (
+            {"algorithm": {"advantage": "gae", "zero_variance_groups": "drop"}},
+            "algorithm.zero_variance_groups: expected 'keep' with",
+        ),
+        (
+            {"algorithm": {"advantage": "batch", "zero_variance_groups": "resample"}},
+            "algorithm.zero_variance_groups: expected 'keep'",
+        ),
         ({"algorithm": {"importance_cap": 0.5}}, "algorithm.importance_cap: expected null, 0 or a number >= 1, got 0."),
         ({"algorithm": {"kl_corrected": True, "kl_straight_through": True}}, "kl_straight_through: expected false"),
         ({"algorithm": {"preset": "cispo", "clip_low": 0.1}}, "algorithm.clip_low: expected null with preset 'cispo'"),

@@ -115,9 +115,9 @@ TABLE = {
         )
         for level in ("token", "sequence")
     },
-    "discounted_returns": lambda p: returns.discounted_returns(p["steps"], discount=0.9, mask=p["mask"]),
+    "discounted_returns": lambda p: returns.discounted_returns(p["steps"], gamma=0.9, mask=p["mask"]),
     "gae_advantages": lambda p: returns.gae_advantages(
-        p["steps"], p["values"], discount=0.9, trace=0.8, mask=p["mask"]
+        p["steps"], p["values"], gamma=0.9, gae_lambda=0.8, mask=p["mask"]
     ),
     "normalised_returns": lambda p: returns.normalised_returns(p["steps"], mask=p["mask"]),
     "kl_penalised_rewards": lambda p: shaping.kl_penalised_rewards(

@@ -23,24 +23,24 @@ def episodes(seed, dtype=np.float32):
     parts = dict(
         rewards=random.normal(size=shape),
         values=random.normal(size=(ROWS, STEPS + 1)),
-        discount=random.uniform(0.5, 1, size=shape) * (random.random(shape) > 0.2),
-        trace=random.uniform(0.5, 1, size=shape),
+        gamma=random.uniform(0.5, 1, size=shape) * (random.random(shape) > 0.2),
+        gae_lambda=random.uniform(0.5, 1, size=shape),
         next_values=random.normal(size=shape),
     )
     parts = {name: part.astype(dtype) for name, part in parts.items()}
     return parts | dict(mask=random.random(shape) > 0.3, boundary=random.random(shape) > 0.8)
 
 
-def gae_of(parts, *, discount=None, trace=None, **options):
+def gae_of(parts, *, gamma=None, gae_lambda=None, **options):
     """The jitted function, with what `parts` holds wherever nothing else is asked for."""
-    discount = parts["discount"] if discount is None else discount
-    trace = parts["trace"] if trace is None else trace
-    return np.asarray(GAE(parts["rewards"], parts["values"], discount=discount, trace=trace, **options))
+    gamma = parts["gamma"] if gamma is None else gamma
+    gae_lambda = parts["gae_lambda"] if gae_lambda is None else gae_lambda
+    return np.asarray(GAE(parts["rewards"], parts["values"], gamma=gamma, gae_lambda=gae_lambda, **options))
 
 
 def loop_gae(parts, mask, boundary, next_values):
     """Each advantage as its own sum of residuals; `next_values` None takes the next existing step's value."""
-    rewards, values, discount, trace = (parts[name] for name in ("rewards", "values", "discount", "trace"))
+    rewards, values, gamma, gae_lambda = (parts[name] for name in ("rewards", "values", "gamma", "gae_lambda"))
     out = np.zeros(rewards.shape)
     for row in range(len(rewards)):
         places = list(np.flatnonzero(mask[row]))
@@ -49,8 +49,8 @@ def loop_gae(parts, mask, boundary, next_values):
             for j, k in enumerate(places[i:], start=i):
                 after = places[j + 1] if j + 1 < len(places) else STEPS
                 following = values[row, after] if next_values is None else next_values[row, k]
-                out[row, t] += weight * (rewards[row, k] + discount[row, k] * following - values[row, k])
-                weight *= 0.0 if boundary[row, k] else discount[row, k] * trace[row, k]
+                out[row, t] += weight * (rewards[row, k] + gamma[row, k] * following - values[row, k])
+                weight *= 0.0 if boundary[row, k] else gamma[row, k] * gae_lambda[row, k]
     return out
 
 
@@ -71,20 +71,20 @@ def test_a_masked_step_is_a_step_taken_out(bad):
     """Padding at the end and holes in the middle alike, whatever they hold."""
     parts = episodes(7)
     mask = parts["mask"]
-    dirty = {name: np.where(mask, parts[name], np.float32(bad)) for name in ("rewards", "discount", "trace")}
+    dirty = {name: np.where(mask, parts[name], np.float32(bad)) for name in ("rewards", "gamma", "gae_lambda")}
     dirty = {name: jnp.asarray(part) for name, part in dirty.items()}
     exists = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
     dirty["values"] = np.where(exists, parts["values"], np.float32(bad))
-    returns = np.asarray(RETURNS(dirty["rewards"], discount=dirty["discount"], mask=mask))
+    returns = np.asarray(RETURNS(dirty["rewards"], gamma=dirty["gamma"], mask=mask))
     advantages = gae_of(dirty, mask=mask)
     np.testing.assert_array_equal(returns[~mask], 0)
     np.testing.assert_array_equal(advantages[~mask], 0)
     for row in range(ROWS):
-        rewards, discount, trace = (parts[name][row][mask[row]] for name in ("rewards", "discount", "trace"))
+        rewards, gamma, gae_lambda = (parts[name][row][mask[row]] for name in ("rewards", "gamma", "gae_lambda"))
         values = parts["values"][row][exists[row]]
-        expected = discounted_returns(rewards, discount=discount)
+        expected = discounted_returns(rewards, gamma=gamma)
         np.testing.assert_allclose(returns[row][mask[row]], expected, rtol=1e-5, atol=1e-6)
-        expected = gae_advantages(rewards, values, discount=discount, trace=trace)
+        expected = gae_advantages(rewards, values, gamma=gamma, gae_lambda=gae_lambda)
         np.testing.assert_allclose(advantages[row][mask[row]], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -94,23 +94,21 @@ def test_episodes_on_end_are_episodes_apart():
     rewards = random.normal(size=9).astype(np.float32)
     values = random.normal(size=10).astype(np.float32)
     cut_off = np.float32(1.7)  # value of the state in which the time limit came
-    discount = np.full(9, 0.9, np.float32)
-    discount[2] = 0  # first episode: steps 0-2, terminated
+    gamma = np.full(9, 0.9, np.float32)
+    gamma[2] = 0  # first episode: steps 0-2, terminated
     boundary = np.arange(9) == 6  # second: steps 3-6, cut off by the limit; third: steps 7-8, goes on
     next_values = np.where(boundary, cut_off, values[1:])
-    got = gae_advantages(rewards, values, discount=discount, trace=0.8, boundary=boundary, next_values=next_values)
-    first = gae_advantages(rewards[:3], np.append(values[:3], np.float32(0)), discount=0.9, trace=0.8)
-    second = gae_advantages(rewards[3:7], np.append(values[3:7], cut_off), discount=0.9, trace=0.8)
-    third = gae_advantages(rewards[7:], values[7:], discount=0.9, trace=0.8)
+    got = gae_advantages(rewards, values, gamma=gamma, gae_lambda=0.8, boundary=boundary, next_values=next_values)
+    first = gae_advantages(rewards[:3], np.append(values[:3], np.float32(0)), gamma=0.9, gae_lambda=0.8)
+    second = gae_advantages(rewards[3:7], np.append(values[3:7], cut_off), gamma=0.9, gae_lambda=0.8)
+    third = gae_advantages(rewards[7:], values[7:], gamma=0.9, gae_lambda=0.8)
     np.testing.assert_allclose(got, np.concatenate([first, second, third]), rtol=1e-6, atol=1e-6)
-    same = gae_advantages(
-        rewards, values[:-1], discount=discount, trace=0.8, boundary=boundary, next_values=next_values
-    )
+    same = gae_advantages(rewards, values[:-1], gamma=gamma, gae_lambda=0.8, boundary=boundary, next_values=next_values)
     np.testing.assert_array_equal(same, got)
     # The other way to say it: the limit's value becomes a reward, and the step a termination.
     rewards[6] += np.float32(0.9) * cut_off
-    discount[6] = 0
-    np.testing.assert_allclose(gae_advantages(rewards, values, discount=discount, trace=0.8), got, rtol=1e-5, atol=1e-6)
+    gamma[6] = 0
+    np.testing.assert_allclose(gae_advantages(rewards, values, gamma=gamma, gae_lambda=0.8), got, rtol=1e-5, atol=1e-6)
 
 
 def test_masked_steps_get_no_gradient_and_give_none():
@@ -119,8 +117,8 @@ def test_masked_steps_get_no_gradient_and_give_none():
     mask[0] = False
 
     def total(rewards, values):
-        advantages = gae_advantages(rewards, values, discount=0.9, trace=0.8, mask=mask)
-        return jnp.sum(advantages * advantages + discounted_returns(rewards, discount=0.9, mask=mask))
+        advantages = gae_advantages(rewards, values, gamma=0.9, gae_lambda=0.8, mask=mask)
+        return jnp.sum(advantages * advantages + discounted_returns(rewards, gamma=0.9, mask=mask))
 
     exists = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
     slope = jax.jit(jax.value_and_grad(total, (0, 1)))
@@ -141,20 +139,20 @@ def test_equal_returns_and_empty_groups_give_exactly_zero():
 R, V, M = np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32), np.ones((2, 3), bool)
 
 
-def gae(rewards=R, values=V, discount=0.9, trace=0.9, **options):
-    return gae_advantages(rewards, values, discount=discount, trace=trace, **options)
+def gae(rewards=R, values=V, gamma=0.9, gae_lambda=0.9, **options):
+    return gae_advantages(rewards, values, gamma=gamma, gae_lambda=gae_lambda, **options)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: discounted_returns(R, discount=1.1), ValueError, r"discount must be in \[0, 1\], got 1.1"),
+        (lambda: discounted_returns(R, gamma=1.1), ValueError, r"gamma must be in \[0, 1\], got 1.1"),
         (
-            lambda: discounted_returns(R, discount=R[0]),
+            lambda: discounted_returns(R, gamma=R[0]),
             ValueError,
             r"shape \(\) or \(2, 3\), got \(3,\)",
         ),
-        (lambda: gae(trace=1.5), ValueError, r"trace must be in \[0, 1\], got 1.5"),
+        (lambda: gae(gae_lambda=1.5), ValueError, r"gae_lambda must be in \[0, 1\], got 1.5"),
         (lambda: gae(values=R), ValueError, r"values must have shape \(2, 4\), got \(2, 3\)"),
         (lambda: gae(values=V[:1], next_values=R), ValueError, r"values must have shape \(2, 4\) or \(2, 3\)"),
         (lambda: gae(next_values=V), ValueError, r"next_values must have shape \(2, 3\), got \(2, 4\)"),

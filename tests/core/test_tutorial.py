@@ -93,14 +93,14 @@ def test_one_group_under_every_baseline():
 def test_three_steps_of_generalised_advantages():
     """δ = (1 + .9 · .5 - .2, 0 + .9 · .4 - .5, 2 - .4) = (1.25, -.14, 1.6), each looked at with .9 · .8 more."""
     rewards, values = jnp.array([1.0, 0.0, 2.0]), jnp.array([0.2, 0.5, 0.4, 0.0])
-    returns = discounted_returns(rewards, discount=0.9)
+    returns = discounted_returns(rewards, gamma=0.9)
     np.testing.assert_allclose(returns, [2.62, 1.8, 2.0], **FOUR_DIGITS)
-    for trace, expected in (
+    for gae_lambda, expected in (
         (0.0, [1.25, -0.14, 1.6]),  # the residual of one step
         (0.8, [1.9786, 1.012, 1.6]),
         (1.0, returns - values[:3]),  # the return less the value
     ):
-        got = gae_advantages(rewards, values, discount=0.9, trace=trace)
+        got = gae_advantages(rewards, values, gamma=0.9, gae_lambda=gae_lambda)
         np.testing.assert_allclose(got, expected, **FOUR_DIGITS)
 
 

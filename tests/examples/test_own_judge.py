@@ -52,7 +52,7 @@ def run(other, tmp_path_factory):
         "judges.third": "open_clip",
         "judges.third.model": other,
         "rewards": json.dumps(DARK),
-        "watch": '["alignment@second", "alignment@third"]',
+        "eval_rewards": '["alignment@second", "alignment@third"]',
     }
     assert main([f"--{name}={value}" for name, value in options.items()]) == 0
     return folder
@@ -73,15 +73,15 @@ def test_every_judge_says_what_it_is_asked(run, table):
     means = images.double().mean(dim=(2, 3)).numpy() @ [0.5, 0.587 * rest, 0.114 * rest]
     np.testing.assert_allclose(table["reward/dark"], 1 - means, atol=1e-4)
     assert np.ptp(table["reward/dark"]) > 0.01
-    for judge, column in (("scorer", "reward/alignment"), ("third", "watch/alignment@third")):
+    for judge, column in (("scorer", "reward/alignment"), ("third", "eval_rewards/alignment@third")):
         expected = config.judges[judge].load("cpu").image_text(images, table["prompt"])
         np.testing.assert_allclose(table[column], expected.numpy(), atol=1e-4, err_msg=judge)
 
 
 def test_a_second_clip_is_a_judge_of_its_own(run, table):
-    assert table["watch/alignment@second"] == table["reward/alignment"] != table["watch/alignment@third"]
+    assert table["eval_rewards/alignment@second"] == table["reward/alignment"] != table["eval_rewards/alignment@third"]
     (row,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    assert row["watch/alignment@second/mean"] == row["reward/alignment/mean"]
+    assert row["eval_rewards/alignment@second/mean"] == row["reward/alignment/mean"]
     summary = json.loads((run / "summary.json").read_text())
     assert {"dark", "alignment@second", "alignment@third"} <= summary["evaluation"].keys()
     assert {"brightness", "second", "third"} <= summary["devices"].keys()
@@ -89,7 +89,11 @@ def test_a_second_clip_is_a_judge_of_its_own(run, table):
 
 
 def test_a_reward_of_a_judge_that_is_not_there(tmp_path, capsys):
-    words = [f"--judges.brightness={FILE}:Brightness", f"--run_dir={tmp_path / 'run'}", '--watch=["alignment@nobody"]']
+    words = [
+        f"--judges.brightness={FILE}:Brightness",
+        f"--run_dir={tmp_path / 'run'}",
+        '--eval_rewards=["alignment@nobody"]',
+    ]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: watch.alignment@nobody: judges.nobody: no such field; there are:")
+    assert error.startswith("error: eval_rewards.alignment@nobody: judges.nobody: no such field; there are:")

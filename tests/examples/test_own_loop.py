@@ -10,7 +10,7 @@ from grpo_jax import load_policy
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.config.named import load_module
 from grpo_jax.config.sections import NewPolicySection
-from grpo_jax.models.new import write_policy
+from grpo_jax.models.random_init import write_policy
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import make_objectives
 from grpo_jax.training.state import init_state

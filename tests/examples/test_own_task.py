@@ -16,9 +16,9 @@ SMALL = {
     "policy.new.layers": 1,
     "policy.new.heads": 2,
     "policy.remat": "none",
-    "warm_start.steps": 150,
-    "warm_start.batch": 16,
-    "warm_start.learning_rate": 0.03,
+    "sft.steps": 150,
+    "sft.batch": 16,
+    "sft.learning_rate": 0.03,
     "sampling.group_size": 4,
     "training.prompts_per_batch": 4,
     "training.max_steps": 3,
@@ -53,7 +53,8 @@ def test_its_rewards_are_what_the_answers_are_worth(finished):
     for step in (1, 2, 3):
         table = pyarrow.parquet.read_table(finished / "completions" / f"step_{step:06d}.parquet").to_pydict()
         for prompt, text, *judged in zip(
-            table["prompt"], table["text"], table["reward/right"], table["reward/readable"], table["watch/distance"],
+            table["prompt"], table["text"], table["reward/right"], table["reward/readable"],
+            table["eval_rewards/distance"],
             strict=True,
         ):  # fmt: skip
             goal, numbers = prompt.split(" from ")
@@ -66,7 +67,7 @@ def test_its_rewards_are_what_the_answers_are_worth(finished):
             assert judged[:2] == [float(value == int(goal)), float(fair)]
             assert judged[2] == abs(value - int(goal)) if fair else judged[2] != judged[2]
             readable += fair
-    assert 0 < readable < 48  # the warm start has taught the form to some
+    assert 0 < readable < 48  # SFT has taught the form to some
 
 
 def test_its_table_and_measures_are_reported(finished):
@@ -85,7 +86,7 @@ def test_what_it_remarks_on_completions_is_said_once(tmp_path, capsys):
         "    def remark(self, completions):\n"
         "        return f'{len(completions)} completions were read'\n"
     )
-    changes = {"task": f"{tmp_path}/remarking.py:Remarking", "warm_start.steps": 0, "training.max_steps": 2}
+    changes = {"task": f"{tmp_path}/remarking.py:Remarking", "sft.steps": 0, "training.max_steps": 2}
     assert main(command(tmp_path / "run", **changes)) == 0
     assert capsys.readouterr().out.count("note: 16 completions were read") == 1
 

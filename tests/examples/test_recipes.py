@@ -41,7 +41,7 @@ SHORT = {
     "report_to": "[]",
 }
 SMALLER = {
-    "own_task.md": {"warm_start.steps": 5, "warm_start.batch": 16, "training.prompts_per_batch": 4},
+    "own_task.md": {"sft.steps": 5, "sft.batch": 16, "training.prompts_per_batch": 4},
     "own_judge.md": {"training.prompts_per_batch": 4, "sampling.group_size": 2, "training.max_steps": 1},
     "picture_input.md": {"training.prompts_per_batch": 4},
     "arithmetic.md": {"policy.lora.rank": 2, "training.prompts_per_batch": 4},

@@ -13,7 +13,7 @@ from support.text_task import assert_same_bits, final_state, rows
 from grpo_jax import evaluate
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.policy import run_config
-from grpo_jax.runs.warm_start import supervised_batch
+from grpo_jax.runs.sft import supervised_batch
 from grpo_jax.train import main
 
 CALCULATOR, GUESS = (ROOT / "examples" / name / "task.py" for name in ("calculator", "guess_the_number"))
@@ -22,9 +22,9 @@ SMALL = {
     "policy.new.layers": 1,
     "policy.new.heads": 2,
     "policy.remat": "none",
-    "warm_start.steps": 120,
-    "warm_start.batch": 16,
-    "warm_start.learning_rate": 0.03,
+    "sft.steps": 120,
+    "sft.batch": 16,
+    "sft.learning_rate": 0.03,
     "sampling.group_size": 4,
     "training.prompts_per_batch": 4,
     "training.max_steps": 2,
@@ -35,7 +35,7 @@ SMALL = {
     "report_to": "[]",
 }
 
-GUESSES = {"evaluation.every": 1, "warm_start.steps": 30}
+GUESSES = {"evaluation.every": 1, "sft.steps": 30}
 
 
 def command(task, run, **changes):
@@ -84,7 +84,9 @@ def test_the_calculator_is_asked_and_answers(calculated):
             assert last["answer"] is None
             expected = eval(last["prompt"].replace("plus", "+").replace("minus", "-"))
             assert last["reward/right"] == float(last["text"] == str(expected))
-            assert [turn["watch/asked"] for turn in turns] == [first["text"] == f"call {first['prompt']}"] * len(turns)
+            assert [turn["eval_rewards/asked"] for turn in turns] == [first["text"] == f"call {first['prompt']}"] * len(
+                turns
+            )
             assert len({turn["advantage"] for turn in turns}) == 1  # the end weighs all turns alike
             asked += called
     assert 0 < asked < 32
@@ -187,13 +189,13 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
     options = {
         "task.environment": f"{CALCULATOR}:respond",
         "algorithm.turn_advantage": "return",
-        "algorithm.dead_groups": "resample",
+        "algorithm.zero_variance_groups": "resample",
         "policy.path": calculated / "policy",
         "data.prompts": tmp_path / "sums.txt",
         "sampling.turns": 2,
         "sampling.max_new_tokens": 5,
         "sampling.max_answer_tokens": 4,
-        "warm_start.steps": 0,
+        "sft.steps": 0,
         "training.max_steps": 1,
         "evaluation.every": 0,
         "rewards": json.dumps([{"name": f"{tmp_path}/mine.py:brief"}]),
@@ -221,7 +223,7 @@ def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
     given = {
         "policy.path": calculated / "policy",
         "sampling.turns": 2,
-        "warm_start.steps": 0,
+        "sft.steps": 0,
         "sampling.max_new_tokens": 5,
         "sampling.max_answer_tokens": 4,
         **options,
@@ -278,7 +280,7 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
         for (prompt, _), turns in episodes.items():
             seen = prompt
             for turn in turns:
-                walk, game = turn["watch/reward_Grid"], turn["watch/reward_Guess"]
+                walk, game = turn["eval_rewards/reward_Grid"], turn["eval_rewards/reward_Guess"]
                 assert math.isnan(game if prompt.startswith("at") else walk)
                 assert turn["reward/reward"] == (walk if prompt.startswith("at") else game)
                 if prompt.startswith("guess") and turn["answer"] is not None:

@@ -24,7 +24,7 @@ from faults.runs import NAMES, Tried, differences, make_runs, outcome_of
 PHASES = {
     "load": ("grpo_jax.runs.language:load_parts", "grpo_jax.tasks.cartpole.program:make_train"),
     "baseline": ("grpo_jax.runs.language:measure_all", "grpo_jax.tasks.cartpole.program:CartPoleProgram._measure"),
-    "warm start": ("grpo_jax.runs.language:warm_start",),
+    "SFT": ("grpo_jax.runs.language:sft",),
     "iteration": ("grpo_jax.runs.language:run_iteration", "grpo_jax.tasks.cartpole.program:CartPoleProgram.advance"),
     "records": ("grpo_jax.reports.output:RunOutput.iteration",),
     "validation": ("grpo_jax.runs.experiment:Run._measured",),

@@ -54,7 +54,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "recommendation": {
         "config": "recommendation_quick",
         "task": {"writes": "query"},
-        "warm_start": {"steps": 6, "batch": 4},
+        "sft": {"steps": 6, "batch": 4},
         "sampling": {"max_new_tokens": 5},
         "data": {"max_prompt_tokens": 32},
         "training": {"max_steps": STEPS, "save_every": 2},

@@ -6,8 +6,8 @@ from faults.judge_faults import FAULTS
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.rollout.binding import TaskRewards, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.pipeline import Stage, run_pipeline
+from grpo_jax.rollout.reward_registry import TaskRewards, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 from grpo_jax.train import main
 

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, which this system cannot")
 
 
-@pytest.mark.wide  # half a minute each; a killed warm start goes on in the tests of recommendation
+@pytest.mark.wide  # half a minute each; a killed SFT goes on in the tests of recommendation
 @pytest.mark.parametrize("kind", ["kills:1:cartpole", "kills:2:text"])
 def test_what_was_promised_holds(kind, tmp_path):
     out = tmp_path / "out.json"

@@ -14,7 +14,7 @@ from support.text_task import train_here  # noqa: E402
 from grpo_jax.config import LoraSection  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
-from grpo_jax.models.families import read_config  # noqa: E402
+from grpo_jax.models.architectures import read_config  # noqa: E402
 from grpo_jax.models.hf.weights import shapes  # noqa: E402
 from grpo_jax.models.lora import count_weights, quantise  # noqa: E402
 from grpo_jax.models.policy import lora_config, make_policy  # noqa: E402

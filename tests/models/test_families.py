@@ -9,8 +9,8 @@ import pytest
 from support.tiny_decoders import LLAMA as TINY
 from support.tiny_decoders import compiled
 
+from grpo_jax.models.architectures import FAMILIES, llama, read_config
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families import FAMILIES, llama, read_config
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.hf.weights import name_table
 from grpo_jax.models.lora import LoraConfig

@@ -17,10 +17,10 @@ from support.tiny_models import causal_lm
 from grpo_jax.config.sections import PolicySection
 from grpo_jax.models import attention, flash
 from grpo_jax.models.attention import choose_attention
-from grpo_jax.models.contexts import group_context, packed_context, prompt_context
 from grpo_jax.models.decoder import Decoder, init_variables
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import configured_functions, load_policy, make_policy, platform_of
+from grpo_jax.models.positions import group_context, packed_context, prompt_context
 
 PLAIN = replace(LLAMA, windows=(None,), num_layers=1, head_dim=16)
 INTERPRETED = {"cuda": nullcontext, "tpu": pltpu.force_tpu_interpret_mode}

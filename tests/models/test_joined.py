@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.tiny_decoders import GPT2, LLAMA
 
+from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.llama import Mixture
 from grpo_jax.models.lora import LoraConfig, quantise
 from grpo_jax.models.policy import make_policy
 

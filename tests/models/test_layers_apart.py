@@ -10,9 +10,9 @@ import pytest
 from support.tiny_decoders import CONFIGS, LLAMA, group_batch
 
 from grpo_jax.config import LoraSection, MeshSection, PolicySection
+from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.llama import Mixture
-from grpo_jax.models.joined import apart_and_joined, separate
+from grpo_jax.models.fused_projections import apart_and_joined, separate
 from grpo_jax.models.lora import LoraConfig, entry, merge
 from grpo_jax.models.policy import keeps_layers_apart, make_policy
 

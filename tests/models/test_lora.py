@@ -18,8 +18,8 @@ from grpo_jax import export, train
 from grpo_jax.config import AlgorithmSection, LoraSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.families import gpt2, llama
-from grpo_jax.models.families.gpt2 import GPT2Config
+from grpo_jax.models.architectures import gpt2, llama
+from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
 from grpo_jax.models.policy import lora_config, make_policy

@@ -18,7 +18,7 @@ from grpo_jax.training.update import make_train_step
 
 
 @functools.cache
-def make_step(dtype, accumulation, shrink):
+def make_step(dtype, grad_accumulation_steps, shrink):
     """A compiled step of plain gradient descent, for all tests that take such a one."""
     forward = make_forward(make_policy(tiny_update.CONFIG, compute_dtype=dtype), temperature=tiny_update.TEMPERATURE)
     inner = make_policy_objective(forward, loss_options(AlgorithmSection(), max_new_tokens=tiny_update.STEPS))
@@ -31,15 +31,15 @@ def make_step(dtype, accumulation, shrink):
         objective,
         optax.sgd(1.0),
         normaliser=lambda batch: losses.loss_normaliser(batch.mask, "sequence"),
-        accumulation=accumulation,
+        grad_accumulation_steps=grad_accumulation_steps,
     )
 
 
-def stepped(batch, dtype, *, scale, accumulation=1, shrink=1.0):
+def stepped(batch, dtype, *, scale, grad_accumulation_steps=1, shrink=1.0):
     """The start, the state after one step, the report."""
     variables = tiny_update.make_variables()
     state = init_state(variables, optax.sgd(1.0), keep_reference=False, loss_scale=scale)
-    return variables, *make_step(dtype, accumulation, shrink)(state, batch)
+    return variables, *make_step(dtype, grad_accumulation_steps, shrink)(state, batch)
 
 
 def moves(before, after):
@@ -70,16 +70,18 @@ def test_gradients_too_small_for_float16_survive(batch):
 def test_splitting_a_batch_changes_neither_update_nor_scale(batch):
     scale = make_loss_scale("float16")
     before, whole, _ = stepped(batch, "float32", scale=scale)
-    _, split, _ = stepped(batch, "float32", scale=scale, accumulation=4)
+    _, split, _ = stepped(batch, "float32", scale=scale, grad_accumulation_steps=4)
     np.testing.assert_allclose(moves(before, split), moves(before, whole), atol=2e-6)
     assert whole.loss_scale == split.loss_scale == scale.replace(fin_steps=1)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_an_overflow_changes_nothing_but_the_scale(batch, accumulation):
+@pytest.mark.parametrize("grad_accumulation_steps", [1, 4])
+def test_an_overflow_changes_nothing_but_the_scale(batch, grad_accumulation_steps):
     """One prompt of four overflows; with micro-batches the other three are finite."""
     wild = batch._replace(advantages=batch.advantages.at[2].set(1e38))
-    before, after, report = stepped(wild, "float32", scale=make_loss_scale("float16"), accumulation=accumulation)
+    before, after, report = stepped(
+        wild, "float32", scale=make_loss_scale("float16"), grad_accumulation_steps=grad_accumulation_steps
+    )
     assert not np.isfinite(report["grad_norm"])
     assert not moves(before, after).any() and int(after.step) == 0
     assert float(after.loss_scale.scale) == 2**15 and int(after.loss_scale.fin_steps) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_jax.config.sections import NewPolicySection
 from grpo_jax.errors import UserError
-from grpo_jax.models.new import write_policy
+from grpo_jax.models.random_init import write_policy
 from grpo_jax.tasks.recommendation import dummy
 
 CATALOGUE = dummy.make_catalogue_of_words(560)

@@ -106,7 +106,11 @@ def test_too_few_devices_are_one_line(place, tmp_path, capsys):
 
 
 def test_prompts_must_divide():
-    values = {"task": "text", "policy": {"mesh": {"fsdp": 4}}, "training": {"prompts_per_batch": 12, "accumulation": 2}}
+    values = {
+        "task": "text",
+        "policy": {"mesh": {"fsdp": 4}},
+        "training": {"prompts_per_batch": 12, "grad_accumulation_steps": 2},
+    }
     with pytest.raises(UserError, match=r"policy\.mesh\.fsdp: expected a divisor of 6, .* got 4"):
         make_config(values)
     with pytest.raises(UserError, match=r"policy\.mesh\.tensor: expected a number >= 1, got 0"):

@@ -22,12 +22,12 @@ STEPS, ACTIONS, ROWS = 7, 5, 4
 
 
 def trajectory(random):
-    """One trajectory, with terminations (discount 0), boundaries, and the steps that exist of it."""
+    """One trajectory, with terminations (gamma 0), boundaries, and the steps that exist of it."""
     return {
         "rewards": random.normal(size=STEPS),
         "values": random.normal(size=STEPS + 1),
-        "discount": random.uniform(0.5, 1, STEPS) * (random.random(STEPS) > 0.2),
-        "trace": random.uniform(0, 1, STEPS),
+        "gamma": random.uniform(0.5, 1, STEPS) * (random.random(STEPS) > 0.2),
+        "gae_lambda": random.uniform(0, 1, STEPS),
         "boundary": random.random(STEPS) < 0.3,
         "exists": np.sort(random.permutation(STEPS)[: STEPS - 3]),
     }
@@ -116,7 +116,7 @@ def gae_of_existing(parts):
     keep = parts["exists"]
     states = jnp.append(keep, STEPS)
     advantages = rlax.truncated_generalized_advantage_estimation(
-        parts["rewards"][keep], parts["discount"][keep], 0.9, parts["values"][states]
+        parts["rewards"][keep], parts["gamma"][keep], 0.9, parts["values"][states]
     )
     return jnp.zeros(STEPS, advantages.dtype).at[keep].set(advantages)
 
@@ -125,37 +125,39 @@ def returns_cases():
     """What happens along time."""
     name = "discounted_returns", "rlax.discounted_returns"
     yield case(
-        name[0], "one discount", name[1], trajectory, ("rewards",),
-        lambda p: discounted_returns(p["rewards"], discount=0.9),
+        name[0], "one gamma", name[1], trajectory, ("rewards",),
+        lambda p: discounted_returns(p["rewards"], gamma=0.9),
         lambda p: rlax.discounted_returns(p["rewards"], jnp.full(STEPS, 0.9), 0.0),
     )  # fmt: skip
     yield case(
         name[0], "terminations", name[1], trajectory, ("rewards",),
-        lambda p: discounted_returns(p["rewards"], discount=p["discount"]),
-        lambda p: rlax.discounted_returns(p["rewards"], p["discount"], 0.0),
+        lambda p: discounted_returns(p["rewards"], gamma=p["gamma"]),
+        lambda p: rlax.discounted_returns(p["rewards"], p["gamma"], 0.0),
     )  # fmt: skip
-    yield gae_case("one discount and trace", lambda p: {"discount": 0.9, "trace": 0.8}, lambda p: (0.9, 0.8))
-    yield gae_case("terminations", lambda p: {"discount": p["discount"], "trace": 0.8}, lambda p: (p["discount"], 0.8))
-    yield gae_case("trace per step", lambda p: {"discount": 0.9, "trace": p["trace"]}, lambda p: (0.9, p["trace"]))
-    yield gae_case(  # to rlax a boundary is a trace of 0
+    yield gae_case("one gamma and lambda", lambda p: {"gamma": 0.9, "gae_lambda": 0.8}, lambda p: (0.9, 0.8))
+    yield gae_case("terminations", lambda p: {"gamma": p["gamma"], "gae_lambda": 0.8}, lambda p: (p["gamma"], 0.8))
+    yield gae_case(
+        "lambda per step", lambda p: {"gamma": 0.9, "gae_lambda": p["gae_lambda"]}, lambda p: (0.9, p["gae_lambda"])
+    )
+    yield gae_case(  # to rlax a boundary is a gae_lambda of 0
         "boundaries",
-        lambda p: {"discount": 0.9, "trace": 0.8, "boundary": p["boundary"]},
+        lambda p: {"gamma": 0.9, "gae_lambda": 0.8, "boundary": p["boundary"]},
         lambda p: (0.9, 0.8 * ~p["boundary"]),
     )
     yield case(
         "gae_advantages", "mask", "rlax.truncated_generalized_advantage_estimation", trajectory,
         ("rewards", "values"),
         lambda p: gae_advantages(
-            p["rewards"], p["values"], discount=p["discount"], trace=0.9,
+            p["rewards"], p["values"], gamma=p["gamma"], gae_lambda=0.9,
             mask=jnp.zeros(STEPS, bool).at[p["exists"]].set(True),
         ),
         gae_of_existing,
     )  # fmt: skip
     yield case(
         "gae_advantages + values", "targets", "rlax.lambda_returns", trajectory, ("rewards", "values"),
-        lambda p: gae_advantages(p["rewards"], p["values"], discount=p["discount"], trace=p["trace"])
+        lambda p: gae_advantages(p["rewards"], p["values"], gamma=p["gamma"], gae_lambda=p["gae_lambda"])
         + p["values"][:-1],
-        lambda p: rlax.lambda_returns(p["rewards"], p["discount"], p["values"][1:], p["trace"]),
+        lambda p: rlax.lambda_returns(p["rewards"], p["gamma"], p["values"][1:], p["gae_lambda"]),
     )  # fmt: skip
 
 

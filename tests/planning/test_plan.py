@@ -30,7 +30,7 @@ from grpo_jax.training.update import make_configured_step
 
 SMALL = (
     *("--training.prompts_per_batch=4", "--sampling.group_size=3", "--sampling.max_new_tokens=6"),
-    *("--data.max_prompt_tokens=16", "--training.accumulation=2", "--training.inner_epochs=1"),
+    *("--data.max_prompt_tokens=16", "--training.grad_accumulation_steps=2", "--training.inner_epochs=1"),
 )
 
 
@@ -280,7 +280,12 @@ def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, ca
     assert main([*SMALL, "--plan", "--device_memory_gib=16,16,16"]) == 1
     said = capsys.readouterr().out
     assert "It does not fit: gpu:0." in said
-    named = ["--policy.remat layer", "--training.accumulation 4", "--training.chunk_prompts 1", "--policy.lora.rank 16"]
+    named = [
+        "--policy.remat layer",
+        "--training.grad_accumulation_steps 4",
+        "--training.chunk_prompts 1",
+        "--policy.lora.rank 16",
+    ]
     named += ["--policy.compute_dtype bfloat16", "--policy.mesh.fsdp 2", "--sampling.group_size 2"]
     assert [line.strip() for line in said.splitlines() if line.startswith("  --")] == named
 
@@ -322,10 +327,10 @@ def test_peak_counts_the_larger_of_sampling_and_update():
 
 
 def test_a_policy_that_samples_ahead_is_a_copy(not_compiled):
-    config, model = of_tiny("--training.lag=1")
+    config, model = of_tiny("--training.async_level=1")
     memory = policy_memory(config, model)
     assert memory.behind == memory.weights > 0  # all weights are trained
-    adapters, model = of_tiny("--training.lag=1", "--policy.lora.rank=2")
+    adapters, model = of_tiny("--training.async_level=1", "--policy.lora.rank=2")
     assert 0 < policy_memory(adapters, model).behind < memory.behind / 2
     lines = cards.policy_lines(config, memory)
     assert sum(line.bytes for line in lines) == memory.peak and all(line.counted for line in lines)

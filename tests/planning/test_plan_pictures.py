@@ -10,7 +10,7 @@ from support.vision.folders import SETTINGS, picture, write_rows
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
-from grpo_jax.models.families import read_config
+from grpo_jax.models.architectures import read_config
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.planning import policy as plan
@@ -31,7 +31,7 @@ TINY = {
 }
 SMALL = (
     *("--training.prompts_per_batch=4", "--sampling.group_size=3", "--sampling.max_new_tokens=6"),
-    *("--data.max_prompt_tokens=24", "--training.accumulation=2", "--training.inner_epochs=1"),
+    *("--data.max_prompt_tokens=24", "--training.grad_accumulation_steps=2", "--training.inner_epochs=1"),
 )
 LORA = ("--policy.lora.rank=2", "--policy.frozen_dtype=bfloat16")
 MODEL = read_config(TINY)

@@ -16,8 +16,8 @@ from support.vision.folders import SETTINGS
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.core.trie import make_trie
-from grpo_jax.models.new import write_policy
 from grpo_jax.models.policy import configured_functions
+from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.policy import PUBLISHED_POLICIES, read_shape, read_shown
 from grpo_jax.planning.programs import compile_program, report, run_programs
@@ -80,7 +80,11 @@ METHODS = [
     Case("int8", QWEN2, (*TEXT, *LORA, "--policy.quantised=int8")),
     Case("int4", QWEN2, (*TEXT, *LORA, "--policy.quantised=int4")),
     Case("ppo", QWEN2, (*TEXT, *BFLOAT16, "--algorithm.advantage=gae", "--algorithm.kl_coef=0", "--ppo.kl_coef=.01")),
-    Case("accumulation", QWEN2, (*TEXT, *BFLOAT16, "--training.accumulation=2", "--training.minibatches=2")),
+    Case(
+        "grad_accumulation_steps",
+        QWEN2,
+        (*TEXT, *BFLOAT16, "--training.grad_accumulation_steps=2", "--training.minibatches=2"),
+    ),
     Case("gemma 2", QWEN2 | {"model_type": "gemma2", "head_dim": 128, "num_hidden_layers": 2}, (*TEXT, *BFLOAT16)),
     Case("gemma 3", QWEN2 | {"model_type": "gemma3_text", "head_dim": 128}, (*TEXT, *BFLOAT16)),
     Case("phi 3", QWEN2 | {"model_type": "phi3"}, (*TEXT, *BFLOAT16)),

@@ -55,8 +55,8 @@ PLAN = ["--config=prompt_enhancement_miniature", "--plan"]
             "policy.mesh: expected at most 2 devices for --target h10",
         ),
         (
-            [*PLAN, "--target=h100:2x2", "--policy.mesh.fsdp=4", "--training.lag=1"],
-            "training.lag: expected 0 with a policy over 2 processes, got 1",
+            [*PLAN, "--target=h100:2x2", "--policy.mesh.fsdp=4", "--training.async_level=1"],
+            "training.async_level: expected 0 with a policy over 2 processes, got 1",
         ),
         (
             [*PLAN, "--target=h100:3x3", "--policy.mesh.fsdp=8"],

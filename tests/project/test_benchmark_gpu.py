@@ -39,7 +39,7 @@ def test_weights_apart_are_those_of_a_run(scripts):
     scripts("iteration_work")
     shapes, work = scripts("shapes"), scripts("iteration_work")
     from grpo_jax.models.decoder import init_variables
-    from grpo_jax.models.joined import apart_and_joined
+    from grpo_jax.models.fused_projections import apart_and_joined
     from grpo_jax.models.lora import LoraConfig
 
     case = shapes.case("7B", True, prompts=1, group=1, prompt_tokens=4, new_tokens=4)

@@ -73,7 +73,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def dotted_names(text: str) -> set[str]:
-    """Names such as `training.accumulation` at the beginning of a span, and all `--section.field`."""
+    """Names such as `training.grad_accumulation_steps` at the beginning of a span, and all `--section.field`."""
     name = r"[a-z]\w*(?:\[])?(?:\.(?:[a-zA-Z_]\w*|\*))+"
     found = [re.match(name, span) for span in spans(text)]
     flags = [flag for span in spans(text) for flag in re.findall(rf"--({name})", span)]

@@ -65,7 +65,7 @@ def test_the_command_lines_of_the_readme_run_one_after_the_other(folder, monkeyp
     assert [row["step"] for row in rows] == list(range(1, 7))
     # What the README says of rates, and nothing of the miniature's config.
     assert all(row["learning_rate"] == pytest.approx(1e-6) for row in rows)
-    assert not any(name.startswith("watch/") for name in rows[0])
+    assert not any(name.startswith("eval_rewards/") for name in rows[0])
     assert (folder / "exported" / "config.json").is_file()
 
 

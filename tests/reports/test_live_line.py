@@ -37,8 +37,9 @@ def screen(text, width):
 
 ROW = {
     "epoch": 0.25, "reward/total/mean": 0.5, "reward/total/std": 0.1, "reward/alignment/mean": 0.25,
-    "reward/faithfulness/mean": -0.25, "reward/length/mean": -0.125, "loss": 0.0123, "dead_groups/total": 0.125,
-    "kl": 0.01, "entropy": 1.5, "watch/pixel_accuracy/mean": 0.75, "tokens_per_second": 1234.4,
+    "reward/faithfulness/mean": -0.25, "reward/length/mean": -0.125, "loss": 0.0123,
+    "zero_variance_groups/total": 0.125,
+    "kl": 0.01, "entropy": 1.5, "eval_rewards/pixel_accuracy/mean": 0.75, "tokens_per_second": 1234.4,
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from grpo_jax.tasks.display import GalleryEntry, Table
 from grpo_jax.tasks.task import Finished
 
 PARTS = SimpleNamespace(
-    environment=SimpleNamespace(reward_names=("alignment", "length"), watch_names=("pixel_accuracy",))
+    environment=SimpleNamespace(reward_names=("alignment", "length"), eval_reward_names=("pixel_accuracy",))
 )
 
 
@@ -71,7 +71,7 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
     assert table["completion"][4] == "raw 1 1" and table["text"][4] == "text 1 1" and table["length"] == [4] * 6
     _, (_, judgement, advantages) = iteration(3)
     assert table["reward/length"] == judgement.rewards[..., 1].ravel().tolist()
-    assert table["watch/pixel_accuracy"] == judgement.watched.ravel().tolist()
+    assert table["eval_rewards/pixel_accuracy"] == judgement.watched.ravel().tolist()
     assert table["advantage"] == advantages.astype(np.float32).ravel().tolist()
 
 

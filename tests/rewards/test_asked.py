@@ -13,9 +13,9 @@ from support.text_task import rows, train_here
 from grpo_jax.config import make_config, to_dict
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import Trainer, TrainerState
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
+from grpo_jax.rollout.reward_registry import Trainer, TrainerState
 from grpo_jax.rollout.rewards import RewardError, by_group
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main

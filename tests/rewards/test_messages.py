@@ -7,10 +7,10 @@ import pytest
 
 from grpo_jax.config import RewardSection, make_config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.prompts import load_prompts, read_prompt
+from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, with_arguments
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.tasks.recommendation.rewards import where_ranked

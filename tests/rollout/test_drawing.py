@@ -9,10 +9,10 @@ import pytest
 from support.text_task import rows, train_here
 
 from grpo_jax.config import make_config
-from grpo_jax.rollout.binding import Trainer
 from grpo_jax.rollout.data import Row, batch_at, further_batch_at
 from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import Environment
+from grpo_jax.rollout.reward_registry import Trainer
 from grpo_jax.rollout.rollout import Judgement, Scheduling
 from grpo_jax.rollout.texts import Reading
 from grpo_jax.runs.iteration import batch_of, sample_groups
@@ -59,13 +59,13 @@ def make_parts(teaches, **algorithm):
         render=None,
         score=score,
         reward_names=("a", "b"),
-        watch_names=(),
+        eval_reward_names=(),
     )
     values = {
         "task": "text",
         "training": {"prompts_per_batch": SIZE},
         "sampling": {"group_size": GROUP, "max_new_tokens": STEPS},
-        "algorithm": {"dead_groups": "resample", **algorithm},
+        "algorithm": {"zero_variance_groups": "resample", **algorithm},
     }
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
@@ -74,7 +74,7 @@ def make_parts(teaches, **algorithm):
         scheduling=lambda chunk_prompts, slot: Scheduling(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
-        task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), unusable="prompt"),
+        task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), invalid="prompt"),
     )  # fmt: skip
     return parts, judged
 
@@ -167,7 +167,7 @@ def test_a_prompt_that_comes_again_gets_other_completions():
 
 def test_dropped_groups_are_as_if_they_had_not_been():
     own = order()[:SIZE]
-    parts, judged = make_parts(set(own[:2]), dead_groups="drop")
+    parts, judged = make_parts(set(own[:2]), zero_variance_groups="drop")
     episodes, judgement, row = drawn_of(parts)
     assert row["draws"] == 1 and len(judged) == 1
     batch = batch_of(parts, episodes, judgement)
@@ -175,7 +175,7 @@ def test_dropped_groups_are_as_if_they_had_not_been():
     # whitening sees the two groups alone: their deviation is 1, which the zeros of the others would lower
     alive = np.asarray(batch.advantages)[:2]
     assert alive.std(ddof=1) == pytest.approx(1, abs=1e-3)
-    parts, _ = make_parts(set(own[:2]), dead_groups="keep")
+    parts, _ = make_parts(set(own[:2]), zero_variance_groups="keep")
     episodes, judgement, _ = drawn_of(parts)
     kept_zeros = batch_of(parts, episodes, judgement)
     assert judgement.informative.sum() == 2 and kept_zeros.mask.any((1, 2)).all()
@@ -184,7 +184,7 @@ def test_dropped_groups_are_as_if_they_had_not_been():
 
 
 def test_a_completion_without_a_reward_takes_no_part_in_ppo():
-    parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage="gae")
+    parts, _ = make_parts(range(ROWS), zero_variance_groups="keep", advantage="gae")
     rewards = drawn_of(parts)[1].final_rewards.copy()
     rewards[1, 2] = np.nan  # all of it is missing
     rewards[2, 0, 1] = np.nan  # one of two
@@ -199,7 +199,7 @@ def test_a_completion_without_a_reward_takes_no_part_in_ppo():
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "batch", "gae"])
 def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(advantage):
     """Of (1, 1), (1, missing), (0, 1) the second is as good as the first: that a judge failed is no punishment."""
-    parts, _ = make_parts(range(ROWS), dead_groups="keep", advantage=advantage)
+    parts, _ = make_parts(range(ROWS), zero_variance_groups="keep", advantage=advantage)
 
     def learned(rewards):
         batch, _ = learned_from(parts, rewards)
@@ -221,7 +221,7 @@ def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(a
 
 
 def test_a_missing_reward_does_not_make_a_dead_group_teach():
-    parts, _ = make_parts(range(ROWS), dead_groups="drop", advantage="grpo")
+    parts, _ = make_parts(range(ROWS), zero_variance_groups="drop", advantage="grpo")
     batch, informative = learned_from(parts, [[1, 0.1], [1, np.nan], [1, 0.1]])
     assert not informative.any() and not batch.mask.any()
 
@@ -231,7 +231,7 @@ def test_a_run_with_every_choice_tells_of_each(place, tmp_path):
     some = "    return [v if w in 'acegikmo' else 1.0 for v, w in zip(letters(prompts, completions, wish), wish)]\n"
     judge = tmp_path / "judge.py"  # half of all prompts have groups without signal
     judge.write_text(f"{place.judge.read_text()}\ndef some(prompts, completions, wish, **columns):\n{some}")
-    algorithm = {"advantage": "grpo", "scale": "batch", "dead_groups": "resample", "resample_rounds": 2}
+    algorithm = {"advantage": "grpo", "scale": "batch", "zero_variance_groups": "resample", "resample_rounds": 2}
     algorithm |= {"entropy_share": 0.5, "importance_cap": 2.0, "kl_straight_through": "true"}
     training = {"max_steps": 2, "minibatches": 1, "inner_epochs": 1, "save_every": 0}
     words = [f"--algorithm.{name}={value}" for name, value in algorithm.items()]
@@ -241,7 +241,7 @@ def test_a_run_with_every_choice_tells_of_each(place, tmp_path):
     assert train_here(place.config, whole, *words) == 0
     table = rows(whole)
     assert max(row["draws"] for row in table) > 1 and min(row["groups_kept"] for row in table) >= 1
-    assert all(0 < row["importance_weight"] < 2 and row["dead_groups/total"] > 0 for row in table)
+    assert all(0 < row["importance_weight"] < 2 and row["zero_variance_groups/total"] > 0 for row in table)
 
 
 def test_the_command_teaches_the_best_of_each_group_alone(place, tmp_path):

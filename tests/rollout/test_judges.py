@@ -10,9 +10,9 @@ from bridges.renderers.stable_diffusion_3 import StableDiffusion3
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import RewardSection, make_config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import ResolvedReward, TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
+from grpo_jax.rollout.reward_registry import ResolvedReward, TaskRewards, bind, resolve_rewards
 from grpo_jax.tasks.pictures import REWARDS, Faithfulness, alignment, alignment_gain, conditioned, make_render
 
 ROWS = [Row(3, "a red dog"), Row(8, "a blue cat")]

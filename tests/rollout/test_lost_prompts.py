@@ -9,7 +9,7 @@ from support.marked_tokenizers import words
 from support.text_task import train_here
 
 from grpo_jax.config import DataSection
-from grpo_jax.models.families import read_config
+from grpo_jax.models.architectures import read_config
 from grpo_jax.rollout.encoding import make_encode
 
 IGNORES = "{% for m in messages %}<|im_start|>user\nHello<|im_end|>\n{% endfor %}<|im_start|>assistant\n"

@@ -126,7 +126,7 @@ def test_appended_words_are_told_apart_from_the_prompt():
 
 def test_statistics_by_hand():
     texts = [["A red fox", "a fox", "a fox"], ["red dog's bed", "a dog", "red sky"]]
-    usable = [[True, False, False], [True, True, True]]
-    result = completion_statistics(["a fox", "a dog"], texts, usable)
-    by_hand = {"words": 14 / 6, "growth": 2 / 6, "duplicates": 1 / 6, "unchanged": 3 / 6, "unusable": 2 / 6}
+    valid = [[True, False, False], [True, True, True]]
+    result = completion_statistics(["a fox", "a dog"], texts, valid)
+    by_hand = {"words": 14 / 6, "growth": 2 / 6, "duplicates": 1 / 6, "unchanged": 3 / 6, "invalid": 2 / 6}
     assert result == pytest.approx(by_hand)

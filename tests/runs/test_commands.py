@@ -55,11 +55,11 @@ def test_a_run_directory_holds_what_is_promised(finished):
     titles = [re.findall(r"<th>(.*?)</th>", table) for table in re.findall(r"<thead>.*?</thead>", page)]
     numbers = ["step", "reward · letters", "reward · brief", "advantage", "length"]
     assert titles == [
-        [*numbers, "truncated", "usable", "prompt", "completion"],
+        [*numbers, "truncated", "valid", "prompt", "completion"],
         ["prompt", "completion", "letters", "brief"],
     ]
     assert "rewrite</" not in page and "added words" not in page and "unchanged prompts" not in page
-    for name in ("mean_ratio", "reward/letters/mean", "reward/letters/std", "dead_groups/brief", "truncated"):
+    for name in ("mean_ratio", "reward/letters/mean", "reward/letters/std", "zero_variance_groups/brief", "truncated"):
         assert name in logged
 
 
@@ -154,7 +154,7 @@ def test_exported_folders_write_what_the_run_writes(finished, tmp_path, capsys):
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
 
-def test_an_unusable_answer_gives_the_prompt_back(place, tmp_path):
+def test_an_invalid_answer_gives_the_prompt_back(place, tmp_path):
     """A policy that says nothing but "!": its last norm is 0, so every logit is, and token 0 is the likeliest."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -181,7 +181,7 @@ def test_an_unusable_answer_gives_the_prompt_back(place, tmp_path):
 
 def test_a_text_run_is_made_of_its_own_defaults():
     config = make_config(task="text", rewards=["length"])
-    assert (config.watch, config.judges, config.warm_start.steps, config.algorithm.kl_coef) == ([], {}, 0, 0)
+    assert (config.eval_rewards, config.judges, config.sft.steps, config.algorithm.kl_coef) == ([], {}, 0, 0)
     assert (config.sampling.max_new_tokens, config.sampling.group_size) == (128, 8)
 
 

@@ -29,7 +29,7 @@ def compiled():
 def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled, monkeypatch):
     """With one update per batch it is the second iteration that takes what an update gave."""
     monkeypatch.setenv("JUDGE_RUN", str(tmp_path))
-    choices = ["--algorithm.update_ref_every=1", "--training.lag=1"]
+    choices = ["--algorithm.update_ref_every=1", "--training.async_level=1"]
     if updates == "one":
         choices = ["--algorithm.kl_coef=0", "--algorithm.update_ref_every=0"]
         choices += ["--training.inner_epochs=1", "--training.minibatches=1"]

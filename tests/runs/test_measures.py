@@ -16,7 +16,7 @@ from support.text_task import DONE, aged, rows, train_values
 from grpo_jax import evaluate, make_config, run
 from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import ResolvedRewards
+from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.measures import require_names, turn_measures
 
@@ -134,9 +134,11 @@ def test_the_penalty_on_length_is_in_the_total(place, tmp_path):
 
     # Whatever this run has measured of which no reward has the name, none can have.
     measured = {name for key in row if (name := key.removeprefix("validation/")) != key} | {*summary["evaluation"]}
-    measured |= {match[1] for key in row if (match := re.fullmatch(r"(?:reward|dead_groups)/([^/]*)(?:/mean)?", key))}
+    measured |= {
+        match[1] for key in row if (match := re.fullmatch(r"(?:reward|zero_variance_groups)/([^/]*)(?:/mean)?", key))
+    }
     own = measured - {"letters", "brief"}
-    assert {"score", "total", "usable", "completion_tokens", "overlong"} <= own
+    assert {"score", "total", "valid", "completion_tokens", "overlong"} <= own
     (judge,) = {reward["name"].rpartition(":")[0] for reward in values["rewards"]}
     for name in own:
         values["rewards"] = [{"name": f"{judge}:letters", "label": name}]
@@ -150,11 +152,11 @@ def test_the_penalty_on_length_is_in_the_total(place, tmp_path):
 def test_no_two_measures_have_one_name():
     """Of a reward and what is watched, of a reward and another's turns, of a reward and another's control."""
 
-    def names(rewards, watch=(), controls=(), turns=1):
+    def names(rewards, eval_rewards=(), controls=(), turns=1):
         sections = tuple(RewardSection(**one) if isinstance(one, dict) else RewardSection(name=one) for one in rewards)
         task = {"kind": "text", "environment": "a.py:answers" if turns > 1 else ""}
         config = make_config(task=task, sampling={"turns": turns})
-        require_names(config, ResolvedRewards(sections, (), (), tuple(watch)), controls)
+        require_names(config, ResolvedRewards(sections, (), (), tuple(eval_rewards)), controls)
 
     names(["a.py:f", "b.py:g", "overlong", "f_gain"], ["a.py:f", "h"], ["blind"])  # watched as it is rewarded
     values = np.ones((2, 1, 3, 1), np.float32)
@@ -164,10 +166,10 @@ def test_no_two_measures_have_one_name():
         with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other measure of the run has"):
             names(["a.py:f", f"a.py:{name}"], turns=3)
     for arguments, place in (
-        ((["a.py:f"], ["b.py:f"]), "watch.f"),
-        (([{"name": "a.py:f", "options": {"x": 1}}], ["a.py:f"]), "watch.f"),
-        ((["f"], ["a.py:g", "b.py:g"]), "watch.g"),
-        ((["f"], ["a.py:usable"]), "watch.usable"),
+        ((["a.py:f"], ["b.py:f"]), "eval_rewards.f"),
+        (([{"name": "a.py:f", "options": {"x": 1}}], ["a.py:f"]), "eval_rewards.f"),
+        ((["f"], ["a.py:g", "b.py:g"]), "eval_rewards.g"),
+        ((["f"], ["a.py:valid"]), "eval_rewards.valid"),
         ((["f", "f_blind"], [], ["blind"]), "rewards.f_blind"),
     ):
         with pytest.raises(UserError, match=f"{place}: expected a name that no other measure of the run has"):

@@ -56,7 +56,7 @@ def finished(config):
 def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsys):
     run = rewound(finished, tmp_path / "run", 1)
     other = {
-        "training.accumulation": 2, "training.chunk_prompts": 2,
+        "training.grad_accumulation_steps": 2, "training.chunk_prompts": 2,
         "training.save_every": 1, "training.keep_checkpoints": 1, "policy.remat": "layer", "devices.policy": "cpu",
         "judges.own.batch_size": 1, "judge_timeout": 60, "on_judge_error": "missing", "evaluation.gallery": 3,
     }  # fmt: skip
@@ -67,7 +67,7 @@ def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsy
         assert mine.keys() == theirs.keys()
         np.testing.assert_allclose(*([v or 0.0 for v in row.values()] for row in (mine, theirs)), rtol=1e-3, atol=1e-4)
     saved = yaml.safe_load((run / "config.yaml").read_text())  # the next resume starts from what was said
-    assert saved["training"]["accumulation"] == 2 and saved["judges"]["own"]["batch_size"] == 1
+    assert saved["training"]["grad_accumulation_steps"] == 2 and saved["judges"]["own"]["batch_size"] == 1
     assert sorted(path.name for path in (run / "checkpoints").glob("[sf]*")) == ["final", "step_2"]
 
 
@@ -76,12 +76,12 @@ def test_what_is_learned_may_not_change_and_every_field_is_named(config, finishe
     before = (run / "metrics.jsonl").read_bytes()
     other = {
         "optimizer.learning_rate": 0.5, "algorithm.clip_high": 0.3, "seed": 4, "judges.own.share": 1.0,
-        "training.accumulation": 2, "sampling": '{"group_size": 2, "top_k": 3}',
+        "training.grad_accumulation_steps": 2, "sampling": '{"group_size": 2, "top_k": 3}',
     }  # fmt: skip
     assert train_here(config, run, "--resume", *(f"--{name}={value}" for name, value in other.items())) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: --resume: the checkpoint in {run / 'checkpoints'} was made with other values (")
-    assert error.count("\n") == 1 and "accumulation" not in error
+    assert error.count("\n") == 1 and "grad_accumulation_steps" not in error
     told = error[error.index("(") + 1 : error.index("): give those again")].split("; ")
     assert sorted(told) == [
         "algorithm.clip_high: None → 0.3",

@@ -47,7 +47,7 @@ def config(place, tmp_path_factory):
     values["training"] = {"prompts_per_batch": 4, "max_steps": 3, "save_every": 0}
     values["evaluation"] = {"every": 1, "sampled": False}
     values["rewards"] = [{"name": f"{folder / 'judge.py'}:pleased"}]
-    values["watch"] = [f"{folder / 'judge.py'}:honest"]
+    values["eval_rewards"] = [f"{folder / 'judge.py'}:honest"]
     return values
 
 
@@ -86,8 +86,8 @@ def test_there_is_no_best_where_all_fell_and_it_goes_by_what_is_named(config, tm
     assert later["best"] == {"iteration": 0, "validation_score": None}
     with Checkpoints(tmp_path / "later" / "checkpoints", read_only=True) as checkpoints:
         assert "best" not in checkpoints.available()
-    watch, rewards = config["rewards"][0]["name"], [{"name": config["watch"][0]}]  # now the watch rises
-    values = config | {"watch": [watch], "rewards": rewards}
+    watch, rewards = config["rewards"][0]["name"], [{"name": config["eval_rewards"][0]}]  # now the watch rises
+    values = config | {"eval_rewards": [watch], "rewards": rewards}
     values["evaluation"] = {"every": 1, "sampled": False, "best_by": "pleased"}
     summary = train(values, tmp_path / "named")
     table = rows(tmp_path / "named")

@@ -56,7 +56,7 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
 
 
 @pytest.mark.wide  # the run above counts the copies of every phase but this
-def test_a_warm_start_leaves_nothing_behind(place, tmp_path, monkeypatch):
+def test_a_sft_leaves_nothing_behind(place, tmp_path, monkeypatch):
     counted, before = [], copies((272, 32))
 
     def counting(run):
@@ -67,7 +67,7 @@ def test_a_warm_start_leaves_nothing_behind(place, tmp_path, monkeypatch):
     values = yaml.safe_load(place.config.read_text()) | {
         "task": {"kind": taught_task.__file__, "texts": ["red soap", "wax"]},
         "run_dir": str(tmp_path / "run"),
-        "warm_start": {"steps": 2, "batch": 2},
+        "sft": {"steps": 2, "batch": 2},
         "data": {"max_prompt_tokens": 64},
         "training": {"prompts_per_batch": 4, "max_steps": 1},
         "algorithm": {},

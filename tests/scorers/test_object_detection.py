@@ -222,7 +222,16 @@ def test_a_run_is_judged_by_geneval_s_lines(folders, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     detector = {"detector": {"kind": "object_detection", "path": str(folders[0])}}
     words = ["--data.prompts", str(file), "--judges", json.dumps(detector), "--rewards", "geneval"]
-    words += ["--watch", "[]", "--data.held_out", "0.2", "--training.prompts_per_batch", "4", "--report_to", "[]"]
+    words += [
+        "--eval_rewards",
+        "[]",
+        "--data.held_out",
+        "0.2",
+        "--training.prompts_per_batch",
+        "4",
+        "--report_to",
+        "[]",
+    ]
     words += ["--training.max_steps", "1", "--evaluation.every", "0", "--training.save_every", "0"]
     assert main([*words, "--run_dir", str(run)]) == 0
     (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -21,7 +21,7 @@ from bridges.scorers.vqa import Vqa
 from grpo_jax.config import make_config
 from grpo_jax.config.named import load_object
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
+from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards
 from grpo_jax.train import main
 
 WAITING = """

@@ -86,7 +86,7 @@ def smollm():
 
 
 def words():
-    """The small policy that `models.new` makes: whole words, marks among them."""
+    """The small policy that `models.random_init` makes: whole words, marks among them."""
     marks = ["<|pad|>", "<|end|>", "<|unknown|>", "<|next|>"]
     vocabulary = [*marks, "a", "red", "fox", "describe", "in", "words"]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<|unknown|>"))

@@ -12,9 +12,9 @@ import optax
 from support import tiny_update
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
+from grpo_jax.models.architectures.gpt2 import GPT2Config
+from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama import Mixture
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.sharding import (

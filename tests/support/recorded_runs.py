@@ -33,7 +33,7 @@ TEXT: dict[str, list[str]] = {
     # Completions that end early share rows.
     "text_packing": [
         *("--sampling.max_new_tokens", "96", "--sampling.stop", "[a, b, c, d, e, f, g, h]"),
-        *("--training.accumulation", "2", "--training.minibatches", "1"),
+        *("--training.grad_accumulation_steps", "2", "--training.minibatches", "1"),
     ],
     "text_kl": ["--algorithm.kl_coef", "0.1", "--algorithm.update_ref_every", "1", "--training.inner_epochs", "2"],
 }

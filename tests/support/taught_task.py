@@ -1,8 +1,8 @@
-"""A task of one's own with something to teach: for warm starts, and for configs that name a task by its file."""
+"""A task of one's own with something to teach: for SFT, and for configs that name a task by its file."""
 
 from grpo_jax.config import RewardSection
-from grpo_jax.rollout.binding import TaskRewards
 from grpo_jax.rollout.prompts import make_prompt_set
+from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup
 
 PROMPT = "linen lamp"

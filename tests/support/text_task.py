@@ -274,10 +274,10 @@ def aged(checkpoint: Path, seconds: float) -> None:
 
     content = read_manifest(checkpoint)
     meta = content["meta"]
-    spent = meta.get("progress", meta)["seconds"]  # a warm start has only begun
+    spent = meta.get("progress", meta)["seconds"]  # SFT has only begun
     spent |= {name: value + seconds for name, value in spent.items()}
-    if "warm_start" in meta:
-        meta["warm_start"] += seconds
+    if "sft" in meta:
+        meta["sft"] += seconds
     write_manifest(checkpoint, content)
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.models.architectures import ModelConfig
+from grpo_jax.models.architectures.gpt2 import GPT2Config
+from grpo_jax.models.architectures.llama import DecoderConfig
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families import ModelConfig
-from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama import DecoderConfig
 from grpo_jax.models.lora import LoraConfig, MergedKernel, merge
 from grpo_jax.models.policy import Policy, make_policy
 

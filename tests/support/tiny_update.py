@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
+from grpo_jax.models.architectures import DecoderConfig
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families import DecoderConfig
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.variables import VALUE
 from grpo_jax.training.batch import Batch

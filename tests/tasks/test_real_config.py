@@ -20,7 +20,7 @@ STAGES = ("sample", "render", "score", "update", "total")
 LOGGED = (
     *("step", "epoch", "loss", "policy_loss", "kl", "entropy", "mean_advantage", "learning_rate", "grad_norm"),
     *("clip_low", "clip_high", "mean_ratio", "completion_tokens", "completion_tokens_max", "truncated"),
-    *("words", "growth", "duplicates", "unchanged", "unusable", "tokens_per_second"),
+    *("words", "growth", "duplicates", "unchanged", "invalid", "tokens_per_second"),
 )
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -113,7 +113,12 @@ def test_every_iteration_logs_what_is_promised(run):
     assert [row["step"] for row in rows] == [1, 2]
     names = [*LOGGED, *(f"seconds/{stage}" for stage in STAGES), "reward/total/mean", "reward/total/std"]
     for reward in REWARDS:
-        names += [f"reward/{reward}/mean", f"reward/{reward}/std", f"dead_groups/{reward}", f"missing/{reward}"]
+        names += [
+            f"reward/{reward}/mean",
+            f"reward/{reward}/std",
+            f"zero_variance_groups/{reward}",
+            f"missing/{reward}",
+        ]
     for row in rows:
         absent = [name for name in names if name not in row]
         assert not absent
@@ -128,11 +133,11 @@ def test_every_iteration_logs_what_is_promised(run):
     assert "validation/score" in rows[-1]
 
 
-def as_maximised(rewards, usable):
+def as_maximised(rewards, valid):
     """Rewards [P, G, N] in which an answer that cannot be read earns the worst of its group, by objective."""
     rewards = np.array(rewards, float)
-    for p, g in zip(*np.nonzero(~usable), strict=True):
-        rewards[p, g] = np.fmin.reduce(rewards[p, usable[p]], axis=0, initial=np.inf)
+    for p, g in zip(*np.nonzero(~valid), strict=True):
+        rewards[p, g] = np.fmin.reduce(rewards[p, valid[p]], axis=0, initial=np.inf)
     return np.where(np.isinf(rewards), np.nan, rewards)
 
 
@@ -145,8 +150,8 @@ def test_rewards_are_kept_apart(run):
         assert np.isfinite(rewards).all() and np.isfinite(table["advantage"]).all()
         for name, values in zip(REWARDS, rewards, strict=True):
             assert row[f"reward/{name}/mean"] == pytest.approx(values.mean(), abs=1e-6)
-        usable = np.reshape(table["usable"], (4, 5))
-        total = as_maximised(rewards.T.reshape(4, 5, 3), usable) @ [1.0, 0.5, 0.2]
+        valid = np.reshape(table["valid"], (4, 5))
+        total = as_maximised(rewards.T.reshape(4, 5, 3), valid) @ [1.0, 0.5, 0.2]
         assert row["reward/total/mean"] == pytest.approx(np.nanmean(total), abs=1e-5)
         assert len({tuple(values) for values in rewards}) == len(REWARDS)
         # GDPO: whitened over the batch.
@@ -219,7 +224,7 @@ def test_append_form_with_english_tokens_quality_and_a_judge_that_may_fail(model
         f"--data.prompts={tmp_path / 'prompts.txt'}",
         f"--judges.scorer.quality_head={tmp_path / 'head.safetensors'}",
         f"--rewards={json.dumps(rewards)}",
-        "--watch=[alignment_gain]",
+        "--eval_rewards=[alignment_gain]",
         "--on_judge_error=missing",
         "--evaluation.prompts=1",
         "--evaluation.validation_prompts=1",
@@ -237,7 +242,7 @@ def test_append_form_with_english_tokens_quality_and_a_judge_that_may_fail(model
         # What was trained on: quality where alignment reaches 0.25, rewards of a failed judge left out.
         raw = np.stack([table[f"reward/{name}"] for name in ("alignment", "quality", "flaky")], -1)
         conditioned = condition_rewards(jnp.asarray(raw.reshape(4, 5, 3), jnp.float32), [Condition(1, 0, 0.25)])
-        maximised = as_maximised(conditioned, np.reshape(table["usable"], (4, 5)))
+        maximised = as_maximised(conditioned, np.reshape(table["valid"], (4, 5)))
         expected = gdpo_advantages(jnp.asarray(maximised, jnp.float32), weights=jnp.array([1.0, 0.5, 0.1]))
         np.testing.assert_allclose(np.reshape(table["advantage"], (4, 5)), expected, atol=1e-4)
         assert np.isfinite(table["advantage"]).all()

@@ -7,9 +7,9 @@ import pytest
 
 from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.data import repeat_rows
 from grpo_jax.rollout.prompts import load_prompts
+from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.rewards import RewardError, as_list, collect_rewards
 
 PROMPTS, TEXTS = ["1+1", "1+1", "2+3", "2+3"], ["2", "3", "5", "four"]

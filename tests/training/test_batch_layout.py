@@ -86,7 +86,7 @@ def test_an_update_is_the_same_cut_and_packed_and_split_or_as_wide_as_its_budget
     batch, samples = batch._replace(old_logprobs=batch.rollout_logprobs), rollout.samples
     wide = Batch(*rollout.prompts, samples.tokens, samples.mask, batch.advantages)
     expected, report = updated(jax.device_put(wide._replace(old_logprobs=samples.logprobs)), section)
-    came, other = updated(batch, section, accumulation=2)
+    came, other = updated(batch, section, grad_accumulation_steps=2)
     assert other["loss"] == pytest.approx(report["loss"], rel=1e-4, abs=1e-7)
     assert other["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-4)
     for a, b in zip(jax.tree.leaves(came.variables), jax.tree.leaves(expected.variables), strict=True):

@@ -80,8 +80,8 @@ def test_the_length_penalty_is_missing_where_no_reward_counts(rewards):
     judged = rewards.at[0, 3, 1].set(jnp.nan)
     lengths = jnp.full((3, 4), 9)
     options = {"weights": {"watched": 0.0, "b": 0.5}, "overlong_buffer": 4, "max_new_tokens": 10}
-    for usable in (None, np.ones((3, 4), bool)):
-        found = make_objectives(judged, lengths, overlong_weight=0.25, usable=usable, **options)
+    for valid in (None, np.ones((3, 4), bool)):
+        found = make_objectives(judged, lengths, overlong_weight=0.25, valid=valid, **options)
         assert found.weights == (0.0, 0.5, 0.25)
         assert np.isnan(found.rewards[0, 3, 2]) and np.isfinite(found.rewards[..., 2]).sum() == 11
 
@@ -148,10 +148,10 @@ def test_gdpo_keeps_groups_that_the_sum_would_lose(opposed):
 
 def test_groups_without_signal_are_counted(opposed):
     row = signal_metrics(Objectives(opposed, ("a", "b"), (1.0, 1.0)))
-    assert row["dead_groups/a"] == row["dead_groups/b"] == pytest.approx(1 / 3)
-    assert row["dead_groups/total"] == pytest.approx(2 / 3)
+    assert row["zero_variance_groups/a"] == row["zero_variance_groups/b"] == pytest.approx(1 / 3)
+    assert row["zero_variance_groups/total"] == pytest.approx(2 / 3)
     alone = signal_metrics(Objectives(opposed[:, :1], ("a", "b"), (1.0, 1.0)))
-    assert alone["dead_groups/total"] == 1
+    assert alone["zero_variance_groups/total"] == 1
 
 
 # weights on tokens

@@ -7,8 +7,8 @@ import pytest
 from support import tiny_update
 
 from grpo_jax.config import OptimizerSection
+from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.gpt2 import GPT2Config
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.variables import VALUE
 from grpo_jax.training.optimizer import make_optimizer, make_schedule

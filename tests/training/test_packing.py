@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.models.architectures.llama import DecoderConfig, Mixture
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families.llama import DecoderConfig, Mixture
 from grpo_jax.models.policy import make_policy
 from grpo_jax.models.rope import RopeConfig
 from grpo_jax.models.variables import VALUE

@@ -49,7 +49,7 @@ def two_tokens(scores, mask, ref=((-1.5, -1.0),)):
 
 def test_two_tokens_by_hand():
     """r = (-β·0.5, 1 + β·1); δ1 = r1 - V1; δ0 = r0 + γ V1 - V0; A0 = δ0 + γλ δ1."""
-    estimate = make_estimates(PPOSection(discount=0.9, trace=0.8, whiten=False, kl_coef=0.2))
+    estimate = make_estimates(PPOSection(gamma=0.9, gae_lambda=0.8, whiten=False, kl_coef=0.2))
     values = jnp.array([[[0.3, 0.7]]])
     done, measured = estimate(two_tokens(1.0, (True, True)), values, jnp.float32(0.2))
     first, second = -0.2 * 0.5, 1.0 + 0.2 * 1.0
@@ -64,7 +64,7 @@ def test_two_tokens_by_hand():
 
 def test_a_shorter_row_ends_where_it_ends():
     """The score comes at the last token there is, and the value of the padding's state is nobody's."""
-    estimate = make_estimates(PPOSection(discount=0.9, trace=0.8, whiten=False))
+    estimate = make_estimates(PPOSection(gamma=0.9, gae_lambda=0.8, whiten=False))
     values = jnp.array([[[0.3, jnp.nan]]])
     done, _ = estimate(two_tokens(1.0, (True, False), ref=((-1.5, jnp.nan),)), values, jnp.float32(0.2))
     np.testing.assert_allclose(done.advantages[0, 0], [1.0 - 0.2 * 0.5 - 0.3, 0.0], rtol=1e-6)
@@ -97,7 +97,7 @@ def whole(batch):
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(batch, whole):
     _, state, report = whole
-    _, split, split_report = updated(batch, accumulation=4)
+    _, split, split_report = updated(batch, grad_accumulation_steps=4)
     for a, b in zip(jax.tree.leaves(state.variables), jax.tree.leaves(split.variables), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
     assert split_report["grad_norm"] == pytest.approx(report["grad_norm"], rel=1e-4)

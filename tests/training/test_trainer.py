@@ -44,7 +44,7 @@ def adam_step():
     """A step of Adam in two micro-batches, and its optimizer."""
     optimizer = optax.adam(0.1)
     forward = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0)
-    training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=2)
+    training = TrainingSection(prompts_per_batch=PROMPTS, grad_accumulation_steps=2)
     step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
     return step, optimizer
 
@@ -115,8 +115,8 @@ def test_a_program_holds_the_model_once_however_many_micro_batches(batch):
     forward, optimizer = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0), optax.sgd(1.0)
     state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
 
-    def products(accumulation):
-        training = TrainingSection(prompts_per_batch=PROMPTS, accumulation=accumulation)
+    def products(grad_accumulation_steps):
+        training = TrainingSection(prompts_per_batch=PROMPTS, grad_accumulation_steps=grad_accumulation_steps)
         step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
         return str(jax.make_jaxpr(step)(state, batch)).count("dot_general")
 

@@ -78,7 +78,7 @@ def make_environment(respond=told, *, lenient=False, rewards=None, turns=TURNS, 
         render=None,
         score=score,
         reward_names=tuple(rewards or ("length", "high")),
-        watch_names=(),
+        eval_reward_names=(),
         answering=Answering(turns, respond, say, STREAM, PAD, lenient, ENDS, **more),
     )
 
@@ -228,7 +228,7 @@ def test_gradients_are_those_of_long_prompts(rollout):
         4,
         GROUP,
     )
-    section = AlgorithmSection(advantage="grpo", preset="bnpo", turn_advantage="return", turn_discount=0.5)
+    section = AlgorithmSection(advantage="grpo", preset="bnpo", turn_advantage="return", turn_gamma=0.5)
     batch, _ = batch_of(rollout, section)
     turns = turns_apart(rollout)
     advantages = np.asarray(batch.advantages)
@@ -257,7 +257,7 @@ def test_one_update_reads_old_reference_and_importance_over_all_turns(rollout):
     assert not ALLOWED[samples.tokens[samples.present & ~samples.mask]].all()
     batch, _ = batch_of(rollout, section)
     optimizer = optax.sgd(0.1)
-    training = TrainingSection(prompts_per_batch=4, inner_epochs=2, accumulation=2)
+    training = TrainingSection(prompts_per_batch=4, inner_epochs=2, grad_accumulation_steps=2)
     update = make_update(
         model.policy, optimizer, section, training, temperature=1.0, max_new_tokens=TURNS * STEPS,
         allowed_tokens=jnp.asarray(ALLOWED),

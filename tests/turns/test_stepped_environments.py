@@ -94,7 +94,7 @@ def test_rewards_are_those_of_each_step(run):
         for row in table:
             worth = (int(row["prompt"].split()[1]) + row["turn"]) / 10 + row["text"].isdigit()
             assert row["reward/reward"] == pytest.approx(worth)
-            kinds = row["watch/reward_Count"], row["watch/reward_Later"]
+            kinds = row["eval_rewards/reward_Count"], row["eval_rewards/reward_Later"]
             assert sorted(map(math.isnan, kinds)) == [False, True] and row["reward/reward"] in kinds
     summary = json.loads((run / "summary.json").read_text())["evaluation"]
     assert {"reward", "reward_Count", "reward_Later"} <= summary.keys()

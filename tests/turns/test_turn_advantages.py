@@ -10,7 +10,7 @@ from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewa
 from grpo_jax.core.turns import last_turn, turn_advantages, turn_returns
 
 P, G, U, N, T = 3, 5, 3, 2, 9
-RETURNS = jax.jit(turn_returns, static_argnames="discount")
+RETURNS = jax.jit(turn_returns, static_argnames="gamma")
 
 
 def episodes(seed):
@@ -24,7 +24,7 @@ def episodes(seed):
     return np.where(exists[..., None], rewards, np.nan), exists, turn, mask
 
 
-def loop_returns(rewards, exists, discount):
+def loop_returns(rewards, exists, gamma):
     """One turn at a time, from its own words: missing is the group's mean, or nothing."""
     out = np.full(rewards.shape, np.nan)
     for p, g, u, n in np.ndindex(rewards.shape):
@@ -40,18 +40,18 @@ def loop_returns(rewards, exists, discount):
                 reward = sum(others) / len(others) if others else 0.0
             else:
                 some = True
-            total += discount ** (later - u) * float(reward)
+            total += gamma ** (later - u) * float(reward)
         out[p, g, u, n] = total if some else np.nan
     return out
 
 
-@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("seed", range(2))
-def test_returns_are_those_of_a_loop(seed, discount):
+def test_returns_are_those_of_a_loop(seed, gamma):
     rewards, exists, *_ = episodes(seed)
-    came = RETURNS(rewards, exists, discount=discount)
+    came = RETURNS(rewards, exists, gamma=gamma)
     assert came.dtype == jnp.float32 and np.isnan(came).any()
-    np.testing.assert_allclose(came, loop_returns(rewards, exists, discount), atol=1e-5)
+    np.testing.assert_allclose(came, loop_returns(rewards, exists, gamma), atol=1e-5)
 
 
 def test_an_episode_ends_with_its_last_turn():
@@ -103,17 +103,17 @@ def test_a_group_that_returns_alike_learns_nothing_of_that_turn():
     """Turn one brings the same to all, one reward of it missing; turn two does not."""
     rewards = np.array([[[0.1, 1.0], [0.1, 0.0], [np.nan, 0.5]]], np.float32)[..., None]
     exists, turn = np.ones((1, 3, 2), bool), np.array([[[0, 1]] * 3], np.int32)
-    returns = turn_returns(rewards, exists, discount=0.0)
+    returns = turn_returns(rewards, exists, gamma=0.0)
     came = turn_advantages(returns, turn, exists, lambda r, _: group_advantages(r[..., 0]))
     assert (np.asarray(came[..., 0]) == 0).all() and (np.abs(came[..., 1]) > 0).sum() == 2
-    whole = turn_returns(rewards, exists, discount=1.0)  # the missing reward is the others': nobody is ahead by it
+    whole = turn_returns(rewards, exists, gamma=1.0)  # the missing reward is the others': nobody is ahead by it
     np.testing.assert_allclose(whole[0, :, 0, 0], [1.1, 0.1, 0.6], rtol=1e-6)
 
 
 def test_one_turn_is_the_estimator_itself():
     rewards, _, _, mask = episodes(7)
     rewards, turn = rewards[:, :, :1], np.zeros((P, G, T), np.int32)
-    returns = turn_returns(rewards, ~np.isnan(rewards).all(-1), discount=1.0)
+    returns = turn_returns(rewards, ~np.isnan(rewards).all(-1), gamma=1.0)
     np.testing.assert_array_equal(returns, rewards)
     came = turn_advantages(returns, turn, mask, lambda r, m: gdpo_advantages(r, mask=m))
     np.testing.assert_array_equal(came, np.where(mask, gdpo_advantages(rewards[:, :, 0], mask=mask)[..., None], 0))
@@ -125,10 +125,10 @@ R = np.zeros((1, 2, 3, 1))
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: turn_returns(np.zeros((1, 2, 3)), np.ones((1, 2, 3), bool), discount=1.0), ValueError, "4 axes"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2), bool), discount=1.0), ValueError, "exists"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2, 3), bool), discount=2.0), ValueError, "discount"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1), int), np.ones((1, 2, 3), bool), discount=1.0), TypeError, "float"),
+        (lambda: turn_returns(np.zeros((1, 2, 3)), np.ones((1, 2, 3), bool), gamma=1.0), ValueError, "4 axes"),
+        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2), bool), gamma=1.0), ValueError, "exists"),
+        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2, 3), bool), gamma=2.0), ValueError, "gamma"),
+        (lambda: turn_returns(np.zeros((1, 2, 3, 1), int), np.ones((1, 2, 3), bool), gamma=1.0), TypeError, "float"),
         (lambda: turn_advantages(R, np.zeros((1, 1, 4), int), np.ones((1, 1, 4), bool), None), ValueError, "turn must"),
     ],
 )

@@ -73,7 +73,7 @@ def test_nobody_was_right_at_first():
 
 
 def test_the_table_has_a_line_for_each_measure():
-    measures = {"share": 0.6, "score": 3.5, **turn_measures(judged(), ["share", "score"]), "usable": 1.0}
+    measures = {"share": 0.6, "score": 3.5, **turn_measures(judged(), ["share", "score"]), "valid": 1.0}
     table = turns_table({name: {"before": 0.0, "after": value} for name, value in measures.items()})
     assert table.columns == ("measure", "training", "turn 1", "turn 2", "turn 3", "peak", "kept", "gain")
     assert [row[:2] for row in table.rows] == [

@@ -16,8 +16,7 @@ from flax.traverse_util import flatten_dict
 from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
-from grpo_jax.models.families import ModelConfig, read_config
-from grpo_jax.models.fields import Fields
+from grpo_jax.models.architectures import ModelConfig, read_config
 from grpo_jax.models.hf.tokens import Tokenizer, failures_named
 from grpo_jax.models.hf.weights import (
     INDEX,
@@ -31,6 +30,7 @@ from grpo_jax.models.hf.weights import (
     weight_files,
     write_shard,
 )
+from grpo_jax.models.hf_config import Fields
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -60,7 +60,7 @@ class PolicyFolder(NamedTuple):
 def load_folder(
     folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True, vision: bool = False
 ) -> PolicyFolder:
-    """Load a local folder, or a hub id, of one of the model families (`models.families`), onto the first device.
+    """Load a local folder, or a hub id, of one of the model families (`models.architectures`), onto the first device.
 
     A `param_dtype` of None keeps the folder's.
     """

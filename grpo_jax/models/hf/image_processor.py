@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from grpo_jax.errors import UserError
-from grpo_jax.models import fields as kinds
+from grpo_jax.models import hf_config as kinds
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import read_json
 from grpo_jax.models.vision.config import VisionConfig

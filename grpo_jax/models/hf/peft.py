@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
-from grpo_jax.models import fields as kinds
-from grpo_jax.models.families import ModelConfig, family_of
+from grpo_jax.models import hf_config as kinds
+from grpo_jax.models.architectures import ModelConfig, family_of
 from grpo_jax.models.hf.weights import (
     TensorFiles,
     first_problems,

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 from grpo_jax.config.files import read_json as read_json_text
 from grpo_jax.config.files import read_text
 from grpo_jax.errors import UserError, short_name
+from grpo_jax.models.architectures import ModelConfig, family_of
+from grpo_jax.models.architectures.family import Naming
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.families import ModelConfig, family_of
-from grpo_jax.models.families.family import Naming
 from grpo_jax.models.lora import entry
 from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes

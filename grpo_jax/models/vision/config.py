@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.models import fields as kinds
+from grpo_jax.models import hf_config as kinds
 from grpo_jax.models.layers import ACTIVATIONS as TEXT_ACTIVATIONS
 
 ACTIVATIONS = {**TEXT_ACTIVATIONS, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}

@@ -43,9 +43,9 @@ class CartPoleAlgorithm(Section):
     """Distance from the middle at which "centred" gives nothing any more."""
     condition: Count = 0
     """Count "centred" only in episodes that stay upright for at least this many steps; 0 for always."""
-    discount: Share = 0.994
+    gamma: Share = 0.994
     """Discount γ of the returns."""
-    trace: Share = 0.95
+    gae_lambda: Share = 0.95
     """λ of PPO's advantages (GAE)."""
     clip_low: Annotated[Positive, Le(1)] = 0.2
     """Lower clip bound of the policy ratio."""

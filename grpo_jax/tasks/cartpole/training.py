@@ -135,11 +135,11 @@ def group_step_advantages(
     totals = jnp.sum(rewards, axis=2)
     dead = groups_without_signal(totals)
     if algorithm.name == "grpo":
-        joined = discounted_returns(rewards @ weights, discount=algorithm.discount, mask=mask)
+        joined = discounted_returns(rewards @ weights, gamma=algorithm.gamma, mask=mask)
         silent = groups_without_signal(sum_rewards(totals, weights=weights))
         return jnp.where(silent[:, None, None], 0, normalised_returns(joined, mask=mask)), dead
     masks = jnp.broadcast_to(mask, (len(weights), *mask.shape))
-    each = discounted_returns(jnp.moveaxis(rewards, -1, 0), discount=algorithm.discount, mask=masks)
+    each = discounted_returns(jnp.moveaxis(rewards, -1, 0), gamma=algorithm.gamma, mask=masks)
     each = jnp.where(mask[..., None], jnp.moveaxis(each, 0, -1) * ~dead[:, None, None, :], jnp.nan)
     members = each.reshape(len(each), -1, len(weights))  # NaN, a missing reward, takes no part
     advantages = gdpo_advantages(members, weights=weights, whiten="sequence")
@@ -163,7 +163,7 @@ def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[Batch, Metr
     }
     for index, name in enumerate(algorithm.objectives):
         metrics[f"reward/{name}/mean"] = jnp.mean(jnp.sum(rewards[..., index], axis=2))
-        metrics[f"dead_groups/{name}"] = jnp.mean(dead[:, index], dtype=jnp.float32)
+        metrics[f"zero_variance_groups/{name}"] = jnp.mean(dead[:, index], dtype=jnp.float32)
     return Batch(episodes.observations, episodes.actions, logprobs, flat, mask=episodes.mask), metrics
 
 
@@ -179,8 +179,8 @@ def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: 
     advantages = gae_advantages(
         rewards.T,
         values.T,
-        discount=jnp.where(steps.terminated, 0.0, algorithm.discount).T,
-        trace=algorithm.trace,
+        gamma=jnp.where(steps.terminated, 0.0, algorithm.gamma).T,
+        gae_lambda=algorithm.gae_lambda,
         boundary=ended.T,
         next_values=next_values.T,
     ).T

@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax.config import files
 from grpo_jax.errors import UserError, one_line
-from grpo_jax.models.new import NOT_A_WORD
+from grpo_jax.models.random_init import NOT_A_WORD
 from grpo_jax.rollout.prompts import rename_columns
 from grpo_jax.tasks.recommendation.task import EVENT_COLUMNS
 

@@ -233,8 +233,8 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...]
 
 
-def warm_start_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
-    """Return (prompt, text) pairs for the warm start.
+def sft_pairs(task: Recommendation, dataset: Dataset, seed: int) -> list[tuple[str, str]]:
+    """Return (prompt, text) pairs for SFT.
 
     A policy that ranks is taught the next item. One that writes queries is taught the title most often taken together
     with the last one, and in the dummy world the form of a title.

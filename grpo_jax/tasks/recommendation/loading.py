@@ -16,10 +16,10 @@ from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.binding import TaskRewards
+from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.tasks.recommendation.baselines import Ranks, make_prior, title_vectors
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
-from grpo_jax.tasks.recommendation.dataset import load_dataset, warm_start_pairs
+from grpo_jax.tasks.recommendation.dataset import load_dataset, sft_pairs
 from grpo_jax.tasks.recommendation.report import findings, policy_ranks
 from grpo_jax.tasks.recommendation.rewards import (
     completion_ranks,
@@ -92,7 +92,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
             findings=lambda remembered, rows: findings(task, dataset, retriever, rows, remembered, prior, ask),
             columns={"wanted": "target_title"},
         ),
-        pairs=lambda: warm_start_pairs(task, dataset, config.seed),
+        pairs=lambda: sft_pairs(task, dataset, config.seed),
         vocabulary=Vocabulary(
             lambda: policy_words(task, catalogue, limit=config.policy.new.vocabulary),
             functools.partial(item_vectors, catalogue.titles) if task.writes == "item" else None,

@@ -107,7 +107,7 @@ class Recommendation(Task):
     default_config: ClassVar[str | None] = "recommendation_dummy"
     display: ClassVar[Display] = Display(
         headline=("ndcg@10",),
-        live=(("watch/ndcg@10/mean", "ndcg@10"),),
+        live=(("eval_rewards/ndcg@10/mean", "ndcg@10"),),
         hidden=(FUSED, RANK),
         digits={"ndcg": 4, "hr": 4, "mrr": 4},
     )

@@ -31,7 +31,7 @@ SMALL = {
     "evaluation.gallery": 0,
     "evaluation.sampled": "false",
     "judges.renderer.batch_size": 4,
-    "watch": "[alignment_gain]",
+    "eval_rewards": "[alignment_gain]",
     "rewards": json.dumps([{"name": "alignment"}, {"name": "faithfulness"}, {"name": "length"}]),
     "report_to": "[]",
 }

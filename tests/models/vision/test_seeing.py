@@ -12,9 +12,9 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
-from grpo_jax.models.contexts import find_places  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
 from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.positions import find_places  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision.tower import TOWERS  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402

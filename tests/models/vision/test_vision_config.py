@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from grpo_jax.models.families import read_config
+from grpo_jax.models.architectures import read_config
 from grpo_jax.models.vision.config import VisionConfig
 
 TEXT = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)

@@ -55,7 +55,7 @@ def config(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
     (folder / "judge.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
-    values["training"] |= {"lag": 1, "chunk_prompts": 2, "max_steps": STEPS, "inner_epochs": 1}
+    values["training"] |= {"async_level": 1, "chunk_prompts": 2, "max_steps": STEPS, "inner_epochs": 1}
     values["data"]["held_out"] = 0
     values["evaluation"] = {"every": 0, "sampled": False}
     values["rewards"] = [{"name": f"{folder / 'judge.py'}:letters"}, {"name": f"{folder / 'judge.py'}:brief"}]
@@ -104,7 +104,7 @@ def loaded(config, *arguments):
 def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     """The importance weight is a NumPy loop's over what was sampled before the update and what the update is given."""
     choices = ["--algorithm.importance_cap=1.02", "--optimizer.warmup_steps=0"]
-    parts, learner = loaded(config, "--training.lag=0", *choices)
+    parts, learner = loaded(config, "--training.async_level=0", *choices)
     expected = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).row
 
     parts, learner = loaded(config, *choices)
@@ -138,12 +138,12 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     np.testing.assert_array_equal(second.rewards, judgement.final_rewards)
 
 
-@pytest.mark.wide  # dynamic sampling and early stopping have tests of their own; this is their meeting with lag
+@pytest.mark.wide  # dynamic sampling and early stopping have tests of their own; this is all of them at once
 def test_other_prompts_for_silent_groups_and_an_early_end(config, tmp_path, capsys):
     """Each batch then begins when the one before is whole; what is on its way at the end is waited for."""
     judge = config.parent / "judge.py"
     run = tmp_path / "run"
-    words = [f"--run_dir={run}", "--algorithm.dead_groups=resample", "--algorithm.resample_rounds=1"]
+    words = [f"--run_dir={run}", "--algorithm.zero_variance_groups=resample", "--algorithm.resample_rounds=1"]
     words += ["--training.early_stopping_patience=1", "--training.early_stopping_threshold=1000"]
     words += ["--evaluation.every=1", "--data.held_out=0.25"]
     rewards = [{"name": f"{judge}:alike"}, {"name": f"{judge}:letters", "weight": 0}]
@@ -154,7 +154,10 @@ def test_other_prompts_for_silent_groups_and_an_early_end(config, tmp_path, caps
 
 def test_without_a_weight_the_ratio_is_taken_against_the_sampler(config):
     """Lag 1 with importance_cap 0: PPO's own ratio then spans the batch that lies between."""
-    section, training = AlgorithmSection(importance_cap=0), make_config(task="text", training={"lag": 1}).training
+    section, training = (
+        AlgorithmSection(importance_cap=0),
+        make_config(task="text", training={"async_level": 1}).training,
+    )
     prepare = make_preparation(lambda *_: 1 / 0, section, make_config(task="text").ppo, training)
     shape = (2, 3, 4)
     batch = Batch(np.ones((2, 1), int), np.ones((2, 1), bool), np.ones(shape, int), np.ones(shape, bool))
@@ -164,11 +167,13 @@ def test_without_a_weight_the_ratio_is_taken_against_the_sampler(config):
 
 
 def test_what_cannot_be():
-    for lag, expected in ((2, "a number <= 1"), (-1, "a number >= 0")):
-        with pytest.raises(UserError, match=f"training.lag: expected {expected}, got {lag}"):
-            make_config(task="text", training={"lag": lag})
+    for async_level, expected in ((2, "a number <= 1"), (-1, "a number >= 0")):
+        with pytest.raises(UserError, match=f"training.async_level: expected {expected}, got {async_level}"):
+            make_config(task="text", training={"async_level": async_level})
     caps = [
-        make_config(task="text", training={"lag": lag}, algorithm={"importance_cap": cap}).algorithm.importance_cap
-        for lag, cap in ((0, None), (1, None), (1, 0), (0, 3))
+        make_config(
+            task="text", training={"async_level": async_level}, algorithm={"importance_cap": cap}
+        ).algorithm.importance_cap
+        for async_level, cap in ((0, None), (1, None), (1, 0), (0, 3))
     ]
     assert caps == [0, 2, 0, 3]

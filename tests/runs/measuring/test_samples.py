@@ -10,7 +10,7 @@ from support.text_task import steered_run
 
 from grpo_jax import evaluate
 from grpo_jax.config import make_config
-from grpo_jax.core.repeated import mean_interval, pass_at_k
+from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.parts import load_parts

@@ -24,7 +24,7 @@ CASES = {
     "ppo": ["--algorithm.advantage", "gae", "--algorithm.preset", "bnpo", "--ppo.kl_coef", "0.1"],
     "lora": [*TEXT["text_lora"], "--algorithm.kl_coef", "0.1"],
     "turns with pictures": [*RUNS["refinement"], *REAL],
-    "warm start and ranking": [*RUNS["recommendation_quick"], *REAL, "--warm_start.steps", "3"],
+    "SFT and ranking": [*RUNS["recommendation_quick"], *REAL, "--sft.steps", "3"],
 }
 
 

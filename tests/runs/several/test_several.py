@@ -51,7 +51,7 @@ def test_two_processes_end_with_summary_and_report(place, tmp_path):
     few = ["--training.max_steps=1", "--training.prompts_per_batch=2", "--sampling.group_size=2", "--report_to=[]"]
     few += ["--evaluation.prompts=2", "--evaluation.validation_prompts=2", "--evaluation.sampled=false"]
     miniature = place._replace(config="prompt_enhancement_miniature")
-    first, second = ended(start(miniature, run, *few, "--warm_start.steps=0"))
+    first, second = ended(start(miniature, run, *few, "--sft.steps=0"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert len(json.loads((run / "images" / "gallery.json").read_text())) == 2
     assert (run / "summary.json").is_file() and (run / "report.html").is_file()
@@ -62,8 +62,8 @@ def test_two_processes_end_with_summary_and_report(place, tmp_path):
     [
         ({}, r"policy\.mesh: .* a multiple of the 2 processes, got 1"),
         (
-            {"policy": {"mesh": {"fsdp": 2}}, "training": {"lag": 1}},
-            r"training\.lag: expected 0 with a policy over 2 processes, got 1",
+            {"policy": {"mesh": {"fsdp": 2}}, "training": {"async_level": 1}},
+            r"training\.async_level: expected 0 with a policy over 2 processes, got 1",
         ),
     ],
 )

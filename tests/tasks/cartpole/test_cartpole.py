@@ -151,14 +151,14 @@ def test_automatic_reset_tells_termination_from_the_time_limit():
     assert (np.asarray(steps.lengths)[ends] < 15).all()
 
 
-def group_returns(rewards, mask, discount):
+def group_returns(rewards, mask, gamma):
     """Slow: R[t] = Σ_{u ≥ t} γ^(u - t) r[u]."""
     out = np.zeros(rewards.shape)
     for index in np.ndindex(*rewards.shape[:-1]):
         later = 0.0
         for t in reversed(range(rewards.shape[-1])):
             if mask[index][t]:
-                later = rewards[index][t] + discount * later
+                later = rewards[index][t] + gamma * later
                 out[index][t] = later
     return out
 

@@ -120,13 +120,13 @@ def test_shipped_configs(name):
 
 def test_the_task_decides_the_fields(tmp_path, capsys):
     assert parse(["--task", "cartpole"]) == parse(["--config", "cartpole_grpo"])
-    changed = parse(["--config", "cartpole_grpo", "--algorithm.discount=0.9", "--network.hidden", "[8, 8]"])
-    assert changed.algorithm.discount == 0.9 and changed.network.hidden == [8, 8]
+    changed = parse(["--config", "cartpole_grpo", "--algorithm.gamma=0.9", "--network.hidden", "[8, 8]"])
+    assert changed.algorithm.gamma == 0.9 and changed.network.hidden == [8, 8]
     for arguments in (["--task", "cartpole", "--help", "all"], ["--config", "cartpole_ppo", "--help", "all"]):
         with pytest.raises(SystemExit):
             main(arguments)
         text = " ".join(capsys.readouterr().out.split())
-        assert "--algorithm.trace" in text and "Episodes from each start (G)" in text and "--judges" not in text
+        assert "--algorithm.gae_lambda" in text and "Episodes from each start (G)" in text and "--judges" not in text
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
@@ -136,7 +136,7 @@ def test_the_task_decides_the_fields(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--algorithm.discount", "1.5"], "algorithm.discount: expected a number <= 1, got '1.5'"),
+        (["--algorithm.gamma", "1.5"], "algorithm.gamma: expected a number <= 1, got '1.5'"),
         (["--algorithm.clip_low", "-1"], "algorithm.clip_low: expected a number > 0, got '-1'"),
         (["--rollout.group_size", "1"], "rollout.group_size: expected a number >= 2"),
         (["--algorithm.weights", "[1, 2]"], "algorithm.weights: expected none or 1 finite numbers"),

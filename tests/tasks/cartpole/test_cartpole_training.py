@@ -153,7 +153,7 @@ def test_the_perceptron():
         pytest.param({"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 50}}, id="grpo"),
         pytest.param(
             {
-                "algorithm": {"name": "ppo", "kl_coef": 0.0, "minibatches": 4, "discount": 0.99},
+                "algorithm": {"name": "ppo", "kl_coef": 0.0, "minibatches": 4, "gamma": 0.99},
                 "optimizer": {"learning_rate": 3e-3, "schedule": "linear"},
                 "training": {"iterations": 30},
             },

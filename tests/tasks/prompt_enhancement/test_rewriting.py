@@ -203,7 +203,7 @@ def test_negative_prompts_are_told_of():
 @given(st.text(alphabet=st.sampled_from("a1 \n\"'`“”*:.-#>Prompt<think>/ü"), max_size=40))
 def test_a_usable_rewrite_is_one_line_with_words(written):
     rewrite = parse_rewrite(written, "rewrite", "P!")
-    if not rewrite.usable:
+    if not rewrite.valid:
         assert rewrite.text == "P!"
     else:
         assert "\n" not in rewrite.text and rewrite.text == rewrite.text.strip()

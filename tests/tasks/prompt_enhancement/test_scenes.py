@@ -44,7 +44,7 @@ def test_prompts_of_the_harder_world_by_name():
 
 
 def test_a_checker_reads_what_it_knows():
-    values = {"data": {"prompts": "builtin"}, "watch": ["pixel_accuracy"]}
+    values = {"data": {"prompts": "builtin"}, "eval_rewards": ["pixel_accuracy"]}
     with pytest.raises(UserError, match=r'data\.prompts "miniature" or "miniature_scenes"'):
         make_config(task="prompt_enhancement", **values)
 

@@ -21,8 +21,8 @@ TINY = {
     "sampling.max_new_tokens": 5,
     "data.max_prompt_tokens": 32,
     "policy.new.width": 16,
-    "warm_start.steps": 2,
-    "warm_start.batch": 2,
+    "sft.steps": 2,
+    "sft.batch": 2,
     "sampling.group_size": 4,
     "training.prompts_per_batch": 2,
     "training.max_steps": 2,
@@ -80,7 +80,7 @@ def test_measures_are_reported_to_wandb(run):
     (logged,) = (run / "wandb").glob("offline-run-*")
     (stream,) = logged.glob("*.wandb")
     stored = stream.read_bytes()
-    for name in (b"reward/total/mean", b"watch/ndcg@10/mean", b"baseline_reward", b"improvement"):
+    for name in (b"reward/total/mean", b"eval_rewards/ndcg@10/mean", b"baseline_reward", b"improvement"):
         assert name in stored
     assert json.dumps(summary["reward"]).encode() in stored
 
@@ -121,9 +121,9 @@ def test_a_policy_that_writes_queries_has_no_prior_to_choose(run, capsys):
         ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
         ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),
         ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),
-        ({"watch": '["recall@5"]'}, "hit, hr@10, hr@5, mixed, mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
+        ({"eval_rewards": '["recall@5"]'}, "mixed, mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
         ({"task.retrieval.encoder": "no/such-model"}, "no/such-model"),
-        ({"warm_start.batch": 64}, "warm_start.batch: expected at most"),
+        ({"sft.batch": 64}, "sft.batch: expected at most"),
         ({"data.prompts": "rows.jsonl"}, "data.prompts: expected nothing: prompts are made of histories"),
         ({"data.columns.user_id": "customer"}, "data.columns: expected one of title, got 'user_id'"),
         ({"data.columns.title": "name"}, "the header has no column 'name', it says ['id', 'title']"),

@@ -24,9 +24,9 @@ from grpo_jax.tasks.recommendation.dataset import (
     history_prompt,
     last_split,
     load_dataset,
+    sft_pairs,
     split_examples,
     together_titles,
-    warm_start_pairs,
 )
 from grpo_jax.tasks.recommendation.task import Recommendation
 
@@ -327,7 +327,7 @@ def test_a_policy_that_ranks_is_taught_next_items():
     blank = make_catalogue(list("abcd"), ["one two", "two three four", "", "five"])
     task = Recommendation(separator="/", writes="title")
     split = split_examples(last_split([UserSequence("u", (0, 1, 2, 3, 0, 1))]), blank, task)
-    assert warm_start_pairs(task, Dataset(blank, (), (), split, ()), 0) == [
+    assert sft_pairs(task, Dataset(blank, (), (), split, ()), 0) == [
         ("one two", "two three four"),
         (f"one two/two three four/{examples.NO_TITLE}", "five"),
     ]

@@ -30,7 +30,7 @@ PAGE = (ROOT / "docs" / "recommendation.md").read_text().partition("## Your own 
 WORLD = make_world(users=200, items=280, seed=0)
 TITLES = WORLD.catalogue.titles
 SHORT = [
-    *("--policy.new.width=16", "--policy.new.layers=1", "--warm_start.steps=3", "--training.max_steps=1"),
+    *("--policy.new.width=16", "--policy.new.layers=1", "--sft.steps=3", "--training.max_steps=1"),
     *("--training.save_every=0", "--training.prompts_per_batch=8", "--sampling.group_size=4"),
     *("--evaluation.prompts=16", "--evaluation.validation_prompts=8", "--evaluation.every=1", "--report_to=[]"),
 ]

@@ -13,9 +13,9 @@ from support.text_task import aged
 
 from grpo_jax.config import RewardSection, make_config
 from grpo_jax.errors import StopRun, UserError
-from grpo_jax.rollout.binding import bind, resolve_rewards
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
+from grpo_jax.rollout.reward_registry import bind, resolve_rewards
 from grpo_jax.runs.digests import read_manifest, write_manifest
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.loading import policy_words
@@ -48,7 +48,7 @@ def config_of(folder, name, **changes):
         "run_dir": str(folder / name),
         "report_to": [],
         "policy": {"path": "new", "remat": "none", "new": {"width": 16, "layers": 1, "heads": 2, "window": 64}},
-        "warm_start": {"steps": 3, "batch": 8},
+        "sft": {"steps": 3, "batch": 8},
         "data": {"max_prompt_tokens": 32},
         "sampling": {"group_size": 4, "max_new_tokens": 5},
         "algorithm": {"kl_coef": 0.1},
@@ -112,7 +112,7 @@ def test_the_table_stands_in_console_report_and_summary(folder, summary):
         after, before = (table[f"policy, {when}{kind}"]["NDCG@100"]["mean"] for when in ("after", "before"))
         assert row["NDCG@100"]["mean"] == pytest.approx(after - before, abs=1e-12)
         assert row["method"] in report and row["method"] in log
-    assert "self-test: 100.0% of titles" in log and "warm start 3/3" in log and "epoch" in log
+    assert "self-test: 100.0% of titles" in log and "SFT 3/3" in log and "epoch" in log
 
 
 def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
@@ -139,12 +139,17 @@ def test_rewards_and_ranks_are_those_of_a_plain_loop(folder, summary):
         target = columns["target_row"]
         others = [row for row in range(len(titles)) if row != target and row not in columns["history"]]
         rank = 1 + sum(scores[row] >= scores[target] - 1e-6 for row in others)
-        assert line["watch/rank"] == rank
+        assert line["eval_rewards/rank"] == rank
         assert line["reward/ndcg"] == pytest.approx(1 / np.log2(1 + rank), rel=1e-6)
-        assert line["watch/hr@10"] == (rank <= 10)
+        assert line["eval_rewards/hr@10"] == (rank <= 10)
         assert line["reward/brand"] == 3.0 * (line["text"].split()[:1] == columns["target_title"].split()[:1])
     row = rows_of(folder / "whole")[0]
-    assert {"dead_groups/ndcg", "dead_groups/soft", "dead_groups/brand", "missing/ndcg"} <= row.keys()
+    assert {
+        "zero_variance_groups/ndcg",
+        "zero_variance_groups/soft",
+        "zero_variance_groups/brand",
+        "missing/ndcg",
+    } <= row.keys()
 
 
 def test_the_evaluate_command_measures_a_run_that_was_moved(folder, summary, capsys):
@@ -185,23 +190,23 @@ def test_a_dead_retriever_saves_and_stops_the_run(folder, monkeypatch):
 
     monkeypatch.setattr(LocalBackend, "count", dying)
     with pytest.raises(StopRun, match=r"RetrievalError: the actor died.*Saved after iteration 1; go on with --resume"):
-        run(config_of(folder, "broken", warm_start={"steps": 0}))
+        run(config_of(folder, "broken", sft={"steps": 0}))
     assert not (folder / "broken" / "summary.json").exists()
 
 
-def test_a_warm_start_whose_loss_is_lost_stops(folder):
+def test_a_sft_whose_loss_is_lost_stops(folder):
     """The first step throws the weights so far out that no later loss is finite."""
-    lost = config_of(folder, "lost", warm_start={"steps": 8, "batch": 8, "learning_rate": 1e30})
-    with pytest.raises(UserError, match="warm_start: the loss or its gradient was not finite in 3 updates in a row"):
+    lost = config_of(folder, "lost", sft={"steps": 8, "batch": 8, "learning_rate": 1e30})
+    with pytest.raises(UserError, match="sft: the loss or its gradient was not finite in 3 updates in a row"):
         run(lost)
 
 
-def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder, summary, monkeypatch, capsys):
-    from grpo_jax.runs import warm_start
+def test_a_sft_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder, summary, monkeypatch, capsys):
+    from grpo_jax.runs import sft
     from grpo_jax.runs.checkpoint import Checkpoints, restore_params
 
     place = folder / "interrupted"
-    supervised_batch, calls = warm_start.supervised_batch, []
+    supervised_batch, calls = sft.supervised_batch, []
 
     def interrupted(*arguments):
         calls.append(len(calls) + 1)
@@ -211,10 +216,10 @@ def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(
             os.kill(os.getpid(), signal.SIGTERM)
         return supervised_batch(*arguments)
 
-    monkeypatch.setattr(warm_start, "supervised_batch", interrupted)
+    monkeypatch.setattr(sft, "supervised_batch", interrupted)
     with pytest.raises(RuntimeError, match="killed"):
         run(config_of(folder, "interrupted"))
-    with Checkpoints(place / "warm_start", read_only=True) as checkpoints:
+    with Checkpoints(place / "sft", read_only=True) as checkpoints:
         assert checkpoints.available() == ["1"]
     before = (place / "config.yaml").read_text()
     resumed = ["--resume", "--run_dir", str(place)]
@@ -227,10 +232,10 @@ def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(
         f"stopped and saved before the first iteration: --resume --run_dir {place} goes on" in capsys.readouterr().out
     )
     assert calls == [1, 2, 3] and rows_of(place) == []
-    aged(place / "warm_start" / "step_2", 1000.0)
+    aged(place / "sft" / "step_2", 1000.0)
     assert main(resumed) == 0
     assert calls == [1, 2, 3, 4]
-    assert not (place / "warm_start").exists()
+    assert not (place / "sft").exists()
     log = (place / "train.log").read_text()
     assert "goes on after update 1 of 3" in log and "goes on after update 2 of 3" in log
 
@@ -238,7 +243,7 @@ def test_a_warm_start_that_was_killed_and_then_stopped_ends_in_the_same_weights(
     ended = json.loads((place / "summary.json").read_text())
     assert ended["table"] == summary["table"]
     seconds = ended["seconds"]  # of all processes
-    assert 1000 < seconds["warm_start"] < max(seconds.values()) == seconds["total"] < 2000
+    assert 1000 < seconds["sft"] < max(seconds.values()) == seconds["total"] < 2000
     ours, theirs = (restore_params(path, "final")[0] for path in (place, folder / "whole"))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
@@ -272,5 +277,5 @@ def test_words_of_a_new_policy_are_read_plain_and_cut_by_frequency(folder):
 
 @pytest.mark.parametrize("name", ["hr", "hr@", "ndcg@0", "mrr@²", "ndcg@" + "9" * 5000, "mrr@x", "recall@5"])
 def test_a_watched_measure_must_be_known(name, data):
-    with pytest.raises(UserError, match=f"watch: expected .* hr@10, .*; got '{name}'"):
+    with pytest.raises(UserError, match=f"eval_rewards: expected .* hr@10, .*; got '{name}'"):
         resolve_rewards([RewardSection(name="ndcg")], [name], data.rewards, ())

@@ -31,7 +31,7 @@ RUN = {
         "template": "{last}",
     },
     "policy": {"path": "new", "new": {"width": 16, "layers": 1, "heads": 2, "window": 16}, "remat": "none"},
-    "warm_start": {"steps": 8, "batch": 16, "learning_rate": 5e-3},
+    "sft": {"steps": 8, "batch": 16, "learning_rate": 5e-3},
     "sampling": {"group_size": 8, "max_new_tokens": 5},
     "data": {"max_prompt_tokens": 10},
     "algorithm": {"preset": "grpo"},

@@ -1,4 +1,4 @@
-"""The warm start teaches what is sampled: the same tokens may be written, and texts end as the sampler's do."""
+"""SFT teaches what is sampled: the same tokens may be written, and texts end as the sampler's do."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from support.encoded_prompts import plain_rows
 from support.taught_task import PROMPT, Taught
 from support.tiny_models import causal_lm
 
-from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection, TrainingSection, WarmStartSection
+from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection, SFTSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import load_parts
-from grpo_jax.runs.warm_start import warm_start
+from grpo_jax.runs.sft import run_sft
 
 TEXT = "red soap"
 
@@ -34,20 +34,20 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def taught(policy, tmp_path):
-    """Runs a warm start of the given policy: its parts, its variables, and the lines it said."""
+    """Runs SFT of the given policy: its parts, its variables, and the lines it said."""
 
     def teach(*texts, steps=1, allowed="english", max_new_tokens=12, **more):
         config = Config(
             task=Taught(texts=[*texts]),
             policy=PolicySection(path=str(policy), remat="none"),
-            warm_start=WarmStartSection(steps=steps, batch=1, learning_rate=0.01, **more),
+            sft=SFTSection(steps=steps, batch=1, learning_rate=0.01, **more),
             data=DataSection(allowed_tokens=allowed),
             sampling=SamplingSection(group_size=2, max_new_tokens=max_new_tokens, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
         )
         said, parts = [], load_parts(config, say=lambda *_: None)
         with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-            variables, _ = warm_start(parts, checkpoints=checkpoints, meta=dict, say=said.append)
+            variables, _ = run_sft(parts, checkpoints=checkpoints, meta=dict, say=said.append)
         return parts, variables, said
 
     return teach
@@ -107,7 +107,7 @@ def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught):
 
 def test_texts_that_cannot_be_written_are_counted_and_left_out(taught):
     _, variables, said = taught("été", TEXT, "x" * 12 + "é")
-    assert said[0].startswith("warm start: 1 of 3 pairs are left out") and "data.allowed_tokens = english" in said[0]
+    assert said[0].startswith("SFT: 1 of 3 pairs are left out") and "data.allowed_tokens = english" in said[0]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(variables))
 
 

@@ -1,4 +1,4 @@
-"""task.unusable: what an answer earns that cannot be read, so that silence pays no better than a bad rewrite."""
+"""task.invalid: what an answer earns that cannot be read, so that silence pays no better than a bad rewrite."""
 
 import json
 
@@ -12,12 +12,12 @@ from grpo_jax.training.estimators import OVERLONG, estimate_advantages, make_obj
 
 nan = np.nan
 JUDGED = np.array([[[0.5, 2.0], [0.3, 4.0], [0.9, 9.0], [nan, 3.0]], [[0.5, 2.0]] * 4], np.float32)  # [P, G, N]
-USABLE = np.array([[True, True, False, True], [False] * 4])
+VALID = np.array([[True, True, False, True], [False] * 4])
 WEIGHTS = {"a": 1.0, "b": 0.5}
 
 
-def objectives(how, judged=JUDGED, usable=USABLE, **more):
-    given = {} if how == "prompt" else {"usable": usable, "fill": how == "worst"}
+def objectives(how, judged=JUDGED, valid=VALID, **more):
+    given = {} if how == "prompt" else {"valid": valid, "fill": how == "worst"}
     lengths = np.full(judged.shape[:2], 10)
     return make_objectives(jnp.asarray(judged), lengths, weights=WEIGHTS, max_new_tokens=10, **given, **more)
 
@@ -27,7 +27,7 @@ def test_it_earns_the_worst_of_its_group_by_objective_or_nothing():
     np.testing.assert_array_equal(prompt, JUDGED)
     np.testing.assert_allclose(worst[0, 2], [0.3, 2.0])
     for came in (worst, missing):
-        np.testing.assert_array_equal(came[USABLE], JUDGED[USABLE])
+        np.testing.assert_array_equal(came[VALID], JUDGED[VALID])
         assert np.isnan(came[1]).all()  # nothing to be worse than
     assert np.isnan(missing[0, 2]).all()
     lengths = objectives("worst", overlong_buffer=4)
@@ -41,10 +41,10 @@ def test_it_earns_the_worst_of_its_group_by_objective_or_nothing():
 
 def test_turns_are_compared_with_the_same_turn_of_the_group():
     judged = np.array([[[[1.0], [5.0]], [[2.0], [nan]], [[7.0], [8.0]], [[4.0], [3.0]]]], np.float32)  # [1, 4, 2, 1]
-    usable = np.array([[[True, False], [True, True], [False, True], [True, True]]])
+    valid = np.array([[[True, False], [True, True], [False, True], [True, True]]])
     lengths = np.array([[[3, 3], [3, 0], [3, 3], [3, 3]]])
-    section = AlgorithmSection(turn_advantage="return", turn_discount=1.0)
-    options = {"weights": {"a": 1.0}, "max_new_tokens": 4, "usable": usable, "fill": True}
+    section = AlgorithmSection(turn_advantage="return", turn_gamma=1.0)
+    options = {"weights": {"a": 1.0}, "max_new_tokens": 4, "valid": valid, "fill": True}
     found = make_turn_objectives(jnp.asarray(judged), lengths, section, **options)
     np.testing.assert_allclose(found.returns[0, :, :, 0], [[1 + 3, 3], [2, nan], [1 + 8, 8], [4 + 3, 3]])
 
@@ -88,17 +88,17 @@ def run(tmp_path, *arguments):
 def test_the_command_pays_an_unreadable_answer_as_it_is_told(how, tmp_path):
     pytest.importorskip("diffusers")
     pytest.importorskip("open_clip")
-    row, table = run(tmp_path, *([] if how == "worst" else [f"--task.unusable={how}"]))  # the default
-    usable, reward, advantage = (
-        np.array(table[name]).reshape(4, 8) for name in ("usable", "reward/alignment", "advantage")
+    row, table = run(tmp_path, *([] if how == "worst" else [f"--task.invalid={how}"]))  # the default
+    valid, reward, advantage = (
+        np.array(table[name]).reshape(4, 8) for name in ("valid", "reward/alignment", "advantage")
     )
-    assert 0 < row["unusable"] < 1 and np.isfinite(reward).all()  # told as it was judged
+    assert 0 < row["invalid"] < 1 and np.isfinite(reward).all()  # told as it was judged
     said = np.array(table["text"]) == np.array(table["prompt"])
-    assert said.reshape(4, 8)[~usable].all()  # what was drawn
+    assert said.reshape(4, 8)[~valid].all()  # what was drawn
     learned = reward.astype(float)
-    lowest = np.where(usable, reward, np.inf).min(1, keepdims=True)
+    lowest = np.where(valid, reward, np.inf).min(1, keepdims=True)
     if how != "prompt":
-        learned = np.where(usable, reward, lowest if how == "worst" else nan)
+        learned = np.where(valid, reward, lowest if how == "worst" else nan)
     centred = learned - np.nanmean(learned, axis=1, keepdims=True)
     expected = np.nan_to_num(centred / (np.nanstd(learned, axis=1, ddof=1, keepdims=True) + 1e-4))
     np.testing.assert_allclose(advantage, expected, rtol=1e-3, atol=1e-3)
@@ -109,7 +109,7 @@ def test_the_command_knows_three_ways_and_says_what_they_are(capsys):
     from grpo_jax.train import main
 
     with pytest.raises(SystemExit):
-        main(["--task", "prompt_enhancement", "--help", "task.unusable"])
+        main(["--task", "prompt_enhancement", "--help", "task.invalid"])
     assert "thinking that never ends" in " ".join(capsys.readouterr().out.split())
-    assert main(["--task.unusable", "free"]) == 2
-    assert capsys.readouterr().err.startswith("error: task.unusable: expected")
+    assert main(["--task.invalid", "free"]) == 2
+    assert capsys.readouterr().err.startswith("error: task.invalid: expected")

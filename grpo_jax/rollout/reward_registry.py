@@ -103,8 +103,8 @@ class TaskRewards:
     """The rewards that a task has of its own, beside those named by import path.
 
     Attributes:
-        functions: By the name that `rewards` and `watch` of the config use: a reward function, which gets a reward's
-            options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a reward
+        functions: By the name that `rewards` and `eval_rewards` of the config use: a reward function, which gets a
+            reward's options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a reward
             that has an argument of its name, as columns are.
         defaults: Rewards where the config names none.
         watched: Names that are watched where the config names none.
@@ -160,13 +160,13 @@ class ResolvedRewards(NamedTuple):
         sections: N rewards as configured, their conditions resolved.
         maximised: A function for each.
         watched: W measures.
-        watch: Their names as configured: an import path in full.
+        eval_rewards: Their names as configured: an import path in full.
     """
 
     sections: tuple[RewardSection, ...]
     maximised: tuple[ResolvedReward, ...]
     watched: tuple[ResolvedReward, ...]
-    watch: tuple[str, ...]
+    eval_rewards: tuple[str, ...]
 
     @property
     def weights(self) -> dict[str, float]:
@@ -199,7 +199,7 @@ class ResolvedRewards(NamedTuple):
 
 def resolve_rewards(
     sections: Sequence[RewardSection],
-    watch: Sequence[str],
+    eval_rewards: Sequence[str],
     source: TaskRewards,
     judges: Sequence[str],
     functions: Mapping[str, Reward] = MappingProxyType({}),
@@ -227,8 +227,8 @@ def resolve_rewards(
             if (section.messages or section.group) and ":" not in section.name:
                 raise UserError(f"rewards.{section.called}: messages and group are for rewards of your own; drop them")
         maximised.append(reward._replace(name=section.called, messages=section.messages, group=section.group))
-    names = (*(watch or source.watched), *source.always_watched)
-    watched = tuple(resolver.find(name, {}, "watch") for name in names)
+    names = (*(eval_rewards or source.watched), *source.always_watched)
+    watched = tuple(resolver.find(name, {}, "eval_rewards") for name in names)
     without_none = tuple(
         section.replace(condition_on=None) if section.condition_on == "none" else section for section in sections
     )
@@ -318,7 +318,7 @@ class _Resolver(NamedTuple):
         base, _, judge = name.partition("@")
         if name in self.source.functions:
             base, judge = name, ""
-        elif (measured := self.source.measures(name)) is not None and where == "watch":
+        elif (measured := self.source.measures(name)) is not None and where == "eval_rewards":
             return ResolvedReward(name, measured)
         if name in self.judges:
             check_options(name, JUDGE_AS_REWARD, options)
@@ -338,7 +338,7 @@ def _unknown(name: str, source: TaskRewards, where: str) -> str:
             f"{short_name(name)} is a folder: a reward model is a judge, --judges.NAME sequence_classification "
             "--judges.NAME.path FOLDER, and NAME is the reward (docs/judges.md)"
         )
-    measures = source.watched if where == "watch" else ()  # of those that follow a pattern, examples
+    measures = source.watched if where == "eval_rewards" else ()  # of those that follow a pattern, examples
     names = ", ".join(sorted({*source.functions, *measures})) or "no reward of its own"
     return f"expected package.module:function, file.py:function, or of this task {names}; got {name!r}"
 

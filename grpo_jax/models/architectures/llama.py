@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models import fields as kinds
+from grpo_jax.models import hf_config as kinds
+from grpo_jax.models.architectures.family import COLUMNS, ROWS, Family, Naming
 from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend_streams
-from grpo_jax.models.families.family import COLUMNS, ROWS, Family, Naming
 from grpo_jax.models.layers import ACTIVATIONS, Experts, Projection, RMSNorm, Router, mixed, sorted_by_expert
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, RopeConfig, read_rope, rotate, rotation

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from grpo_jax.models import fields as kinds
+from grpo_jax.models import hf_config as kinds
+from grpo_jax.models.architectures.family import COLUMNS, FUSED, ROWS, Family, Naming
 from grpo_jax.models.attention import Context, LayerInput, attend_streams
-from grpo_jax.models.families.family import COLUMNS, FUSED, ROWS, Family, Naming
 from grpo_jax.models.layers import ACTIVATIONS, LayerNorm, Projection
 from grpo_jax.models.lora import LoraConfig
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.families import ModelConfig
-from grpo_jax.models.families.llama import DecoderConfig
+from grpo_jax.models.architectures import ModelConfig
+from grpo_jax.models.architectures.llama import DecoderConfig
 from grpo_jax.models.lora import ListedLayers
 from grpo_jax.models.variables import PyTree, Variables, split_layers
 

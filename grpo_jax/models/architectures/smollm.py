@@ -1,8 +1,8 @@
 """SmolLM3: Llama's layers, some of which do not know positions (Bakouch et al. 2025, https://hf.co/blog/smollm3)."""
 
-from grpo_jax.models import fields as kinds
-from grpo_jax.models.families import llama
-from grpo_jax.models.families.llama import DecoderConfig, read_shared, typed_windows
+from grpo_jax.models import hf_config as kinds
+from grpo_jax.models.architectures import llama
+from grpo_jax.models.architectures.llama import DecoderConfig, read_shared, typed_windows
 from grpo_jax.models.rope import read_rope
 
 MODEL_TYPE = "smollm3"

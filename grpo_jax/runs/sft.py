@@ -38,7 +38,7 @@ Pair = Sequence[Any]
 _LINES = 20  # lines on the console
 
 
-def warm_start(
+def run_sft(
     parts: RunContext,
     *,
     checkpoints: Checkpoints,
@@ -55,13 +55,13 @@ def warm_start(
     `meta` gives what is saved along with a checkpoint. Returns the variables and the seconds it took, those before an
     interruption included; None if it was stopped.
     """
-    config, section = parts.config, parts.config.warm_start
+    config, section = parts.config, parts.config.sft
     if parts.task_data.pairs is None:
-        raise UserError(f"warm_start.steps: expected 0, this task has nothing to teach; got {section.steps}")
+        raise UserError(f"sft.steps: expected 0, this task has nothing to teach; got {section.steps}")
     pairs = teachable(parts, parts.task_data.pairs(), say)
     if len(pairs) < section.batch:
         raise UserError(
-            f"warm_start.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
+            f"sft.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
     start, step = make_sft(parts)
     state = start(parts.policy.variables)
@@ -70,12 +70,12 @@ def warm_start(
     if checkpoints.latest_step() is not None:
         free_buffers(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
-        state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["warm_start"]
-        say(f"warm start goes on after update {done} of {section.steps}")
+        state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["sft"]
+        say(f"SFT goes on after update {done} of {section.steps}")
     started = time.monotonic() - seconds
 
     def save(step: int, state: TrainState, *, wait: bool) -> None:
-        checkpoints.save(step, saved_parts(state), {**meta(), "warm_start": time.monotonic() - started}, wait=wait)
+        checkpoints.save(step, saved_parts(state), {**meta(), "sft": time.monotonic() - started}, wait=wait)
 
     line_every, save_every = max(1, section.steps // _LINES), config.training.save_every
     for number in range(done, section.steps):
@@ -85,7 +85,7 @@ def warm_start(
         places = batch(number)
         state, report = step(state, supervised_batch(parts, state.variables, [pairs[place] for place in places]))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:
-            say(f"warm start {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
+            say(f"SFT {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
             _require_updates(state, section.steps)
         if save_every and (number + 1) % save_every == 0:
             save(number + 1, state, wait=False)
@@ -114,7 +114,7 @@ def make_sft_step(
     config: Config, policy: Policy, *, allowed_tokens: jax.Array | None = None, trie: Trie | None = None
 ) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
     """Make init(variables) → state, which takes them over, and the compiled supervised step of (state, batch)."""
-    section = config.warm_start
+    section = config.sft
     optimizing = config.optimizer.replace(
         learning_rate=section.learning_rate, schedule="cosine", warmup_steps=section.steps // 10
     )
@@ -126,7 +126,7 @@ def make_sft_step(
         make_supervised_objective(forward),
         optimizer,
         normaliser=lambda batch: loss_normaliser(batch.mask, "token"),
-        accumulation=math.gcd(section.batch, config.training.accumulation),
+        grad_accumulation_steps=math.gcd(section.batch, config.training.grad_accumulation_steps),
     )
     scale = make_loss_scale(config.policy.compute_dtype)
 
@@ -137,7 +137,7 @@ def make_sft_step(
 
 
 def _batches(parts: RunContext, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
-    seed, section = parts.config.seed, parts.config.warm_start
+    seed, section = parts.config.seed, parts.config.sft
     if not section.group_by_length:
         return lambda number: batch_at(seed, number, batch_size=section.batch, n=len(pairs))
     lengths = np.array([len(as_row(pair[0]).prompt) for pair in pairs])  # in characters: tokens are as many, nearly
@@ -148,8 +148,8 @@ def _require_updates(state: TrainState, steps: int) -> None:
     skipped = int(state.skipped)
     if skipped >= min(PATIENCE, steps):
         raise UserError(
-            f"warm_start: the loss or its gradient was not finite in {skipped} updates in a row, which were left out; "
-            "lower warm_start.learning_rate, or look for what is wrong with the policy's weights"
+            f"sft: the loss or its gradient was not finite in {skipped} updates in a row, which were left out; "
+            "lower sft.learning_rate, or look for what is wrong with the policy's weights"
         )
 
 
@@ -170,7 +170,7 @@ def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], Non
     else:
         return pairs
     if len(writable) < len(pairs):
-        say(f"warm start: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts {why}")
+        say(f"SFT: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts {why}")
     return writable
 
 
@@ -189,7 +189,7 @@ def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray]
     answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
         raise UserError(
-            f"warm_start.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
+            f"sft.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
             f"{parts.config.sampling.turns}"
         )
     ids, learned = [], []

@@ -7,7 +7,7 @@ import jax
 from flax import linen as nn
 
 from grpo_jax.models.attention import LayerInput
-from grpo_jax.models.fields import Fields
+from grpo_jax.models.hf_config import Fields
 
 # How the devices along a tensor axis share a projection: each makes some of its outputs, or reads some of its inputs.
 # A fused one, whose outputs are several things side by side, is not cut that way.

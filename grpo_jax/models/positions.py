@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.models.architectures import ModelConfig, family_of
 from grpo_jax.models.attention import Context, Tokens, VisionInput
 from grpo_jax.models.cache import Cache, Prefix, Rows
-from grpo_jax.models.families import ModelConfig, family_of
 from grpo_jax.models.vision.pictures import PictureStates
 
 

@@ -7,9 +7,9 @@ in Gemma 2 caps on attention's scores and on the logits (Gemma team 2024, arXiv:
 import dataclasses
 from typing import Any
 
-from grpo_jax.models import fields as kinds
-from grpo_jax.models.families import llama
-from grpo_jax.models.families.llama import DecoderConfig, read_shared, typed_windows
+from grpo_jax.models import hf_config as kinds
+from grpo_jax.models.architectures import llama
+from grpo_jax.models.architectures.llama import DecoderConfig, read_shared, typed_windows
 from grpo_jax.models.rope import RopeConfig, read_rope
 
 GEMMA2, GEMMA3 = "gemma2", "gemma3_text"

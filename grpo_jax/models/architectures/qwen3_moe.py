@@ -4,10 +4,10 @@ The auxiliary loss that balances experts in pre-training (``router_aux_loss_coef
 Adapters go on attention alone: an expert's would have to be one of X in a stack.
 """
 
-from grpo_jax.models import fields as kinds
-from grpo_jax.models.families import llama
-from grpo_jax.models.families.family import COLUMNS, ROWS
-from grpo_jax.models.families.llama import DecoderConfig, Mixture, read_shared, same_window
+from grpo_jax.models import hf_config as kinds
+from grpo_jax.models.architectures import llama
+from grpo_jax.models.architectures.family import COLUMNS, ROWS
+from grpo_jax.models.architectures.llama import DecoderConfig, Mixture, read_shared, same_window
 from grpo_jax.models.rope import read_rope
 
 MODEL_TYPE = "qwen3_moe"

@@ -5,10 +5,10 @@ Adapters go on ``qkv_proj`` and ``gate_up_proj`` as they are, one pair of factor
 
 import math
 
-from grpo_jax.models import fields as kinds
-from grpo_jax.models.families import llama
-from grpo_jax.models.families.family import FUSED, ROWS
-from grpo_jax.models.families.llama import DecoderConfig, read_shared, same_window
+from grpo_jax.models import hf_config as kinds
+from grpo_jax.models.architectures import llama
+from grpo_jax.models.architectures.family import FUSED, ROWS
+from grpo_jax.models.architectures.llama import DecoderConfig, read_shared, same_window
 from grpo_jax.models.rope import RopeConfig
 
 MODEL_TYPE = "phi3"

@@ -3,11 +3,11 @@
 A new family is a file that ends in its `Family`, and its row here.
 """
 
-from grpo_jax.models.families import gemma, gpt2, llama, phi, qwen3_moe, smollm
-from grpo_jax.models.families.family import Family
-from grpo_jax.models.families.gpt2 import GPT2Config
-from grpo_jax.models.families.llama import DecoderConfig
-from grpo_jax.models.fields import Fields, expect
+from grpo_jax.models.architectures import gemma, gpt2, llama, phi, qwen3_moe, smollm
+from grpo_jax.models.architectures.family import Family
+from grpo_jax.models.architectures.gpt2 import GPT2Config
+from grpo_jax.models.architectures.llama import DecoderConfig
+from grpo_jax.models.hf_config import Fields, expect
 
 ModelConfig = DecoderConfig | GPT2Config
 

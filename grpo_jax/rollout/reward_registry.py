@@ -104,8 +104,8 @@ class TaskRewards:
 
     Attributes:
         functions: By the name that `rewards` and `eval_rewards` of the config use: a reward function, which gets a
-            reward's options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a reward
-            that has an argument of its name, as columns are.
+            reward's options as keyword arguments, or what makes one of them (a class, a `Maker`). A judge is given to a
+            reward that has an argument of its name, as columns are.
         defaults: Rewards where the config names none.
         watched: Names that are watched where the config names none.
         always_watched: Names among `functions` that are watched in every run, last.

@@ -50,7 +50,7 @@ class ReplyTokens(NamedTuple):
     pictures: Pictures | None = None
 
 
-class Answering(NamedTuple):
+class EnvSettings(NamedTuple):
     """Replies of a task of several turns.
 
     Attributes:
@@ -70,7 +70,7 @@ class Answering(NamedTuple):
     eos_ids: tuple[int, ...] = ()
 
 
-class Environment(NamedTuple):
+class RolloutFns(NamedTuple):
     """Functions between a policy's tokens and its rewards.
 
     Attributes:
@@ -85,7 +85,7 @@ class Environment(NamedTuple):
         gallery: How many of the first held-out rows keep the pictures of their episodes.
         prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
             [N, 1, ..], as the policy's processor makes them; None for a policy that sees none.
-        answering: None where the policy writes once.
+        env: None where the policy writes once.
     """
 
     encode: Callable[[Sequence[Row]], Encoded]
@@ -95,7 +95,7 @@ class Environment(NamedTuple):
     reward_names: tuple[str, ...]
     eval_reward_names: tuple[str, ...]
     prepare: Callable[[Source], Pictures] | None = None
-    answering: Answering | None = None
+    env: EnvSettings | None = None
     encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None
     gallery: int = 0
 
@@ -272,7 +272,7 @@ def _failure(error: BaseException) -> AnswerError:
 
 
 def ask_environment(
-    answering: Answering,
+    env: EnvSettings,
     prepare: Callable[[Source], Pictures] | None,
     rows: Sequence[Row],
     episodes: Sequence[Episode],
@@ -283,10 +283,10 @@ def ask_environment(
     """Ask for answers to some completions of a chunk of `shape` (P, G), and encode them.
 
     `rows`, `episodes`, `ended` (whether the last text came to its end) and `places` (p, g) have one entry for each of
-    these completions, and so have the answers: None where the environment failed and `answering` is lenient,
+    these completions, and so have the answers: None where the environment failed and `env` is lenient,
     otherwise it raises AnswerError.
     """
-    answers = collect_answers(answering.respond, rows, episodes)
+    answers = collect_answers(env.respond, rows, episodes)
     shown = [() if isinstance(answer, AnswerError) or answer.done else answer.pictures for answer in answers]
     pictures = None
     try:
@@ -299,14 +299,14 @@ def ask_environment(
             continue
         grids = [] if pictures is None else [*pictures.grid[p, g][: len(answer.pictures)]]
         try:
-            answers[number], encoded[p][g] = _encoded(answering.encode_answer, answer, ended[number], grids)
+            answers[number], encoded[p][g] = _encoded(env.encode_answer, answer, ended[number], grids)
         except AnswerError as error:
             answers[number] = error
     failures = [answer for answer in answers if isinstance(answer, AnswerError)]
-    if failures and not answering.lenient:
+    if failures and not env.lenient:
         raise failures[0]
     given = [None if isinstance(answer, AnswerError) else answer for answer in answers]
-    return given, _padded(encoded, answering.pad_id, pictures)
+    return given, _padded(encoded, env.pad_id, pictures)
 
 
 def _encoded(

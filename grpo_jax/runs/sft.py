@@ -186,7 +186,7 @@ def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
 
 def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
     """Tokens after a pair's prompt, as sampling makes them, and which of them the policy is to write."""
-    answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
+    env, texts, left = parts.environment.env, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
         raise UserError(
             f"sft.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
@@ -194,10 +194,10 @@ def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray]
         )
     ids, learned = [], []
     for number, text in enumerate(texts):
-        if number and answering is not None:
+        if number and env is not None:
             answer = answers_of(pair)[number - 1]
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
-            ids += answering.encode_answer(answer, ids[-1] in parts.policy.eos_ids, seen)
+            ids += env.encode_answer(answer, ids[-1] in parts.policy.eos_ids, seen)
             learned += [False] * (len(ids) - len(learned))
         ids += supervised_tokens(parts, as_row(pair[0]).prompt if number == 0 else "", text)
         learned += [True] * (len(ids) - len(learned))

@@ -2,8 +2,8 @@
 
 The policy writes, the environment answers, the policy writes again. An environment is a function
 
-    def respond(rows, episodes):
-        return [Answer("try again") for row, episode in zip(rows, episodes)]
+    def step(rows, episodes):
+        return [Observation("try again") for row, episode in zip(rows, episodes)]
 
 of the rows of the data and of the episodes so far; it keeps nothing between its calls.
 """
@@ -23,7 +23,7 @@ from grpo_jax.rollout.rewards import BadReturn
 
 
 @dataclass(frozen=True)
-class Answer:
+class Observation:
     """The environment's answer to a text of the policy.
 
     Attributes:
@@ -44,25 +44,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Turn:
-    """A text of the policy, with its rewards and the answer to it.
+    """A completion of the policy, with its rewards and the observation that follows it.
 
     Attributes:
-        text: The judged text.
-        written: The policy's text.
-        valid: Whether `text` is made of it; false where another text stands in.
+        completion: The parsed completion, which is judged.
+        raw_completion: The policy's text.
+        valid: Whether `completion` is parsed from it; false where another text stands in.
         truncated: Whether it was cut off at max_new_tokens.
         rewards: Rewards and watched measures by name, NaN where missing; empty until they are there.
         image: Picture drawn of the text, in torch: float [3, H, W] in [0, 1]; None where nothing was.
-        answer: The environment's; None of the last turn.
+        observation: The environment's; None of the last turn.
     """
 
-    text: str
-    written: str = ""
+    completion: str
+    raw_completion: str = ""
     valid: bool = True
     truncated: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict)
     image: Source | None = None
-    answer: Answer | None = None
+    observation: Observation | None = None
 
 
 @dataclass(frozen=True)
@@ -81,36 +81,38 @@ class Episode:
         return Episode((*self.turns[:-1], replace(self.last, **changes)))
 
 
-class AnswerError(UserError):
+class EnvError(UserError):
     """An environment that failed; what it raised is the cause."""
 
     def __init__(self, reason: str):
         super().__init__(f"the environment: {reason}")
 
 
-Respond = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Answer | str | BaseException | None]]
-"""respond(rows, episodes) → for each an answer, its text alone, None if the episode is done, or why it failed."""
+Env = Callable[[Sequence[Row], Sequence[Episode]], Sequence[Observation | str | BaseException | None]]
+"""step(rows, episodes) → for each an answer, its text alone, None if the episode is done, or why it failed."""
 
 
-def answers_of(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[object]:
+def answers_of(step: Env, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[object]:
     """Return an environment's answers; raises BadReturn unless they are a list with one entry for each episode."""
-    answers = respond(list(rows), list(episodes))
-    listed = isinstance(answers, Sequence) and not isinstance(answers, str | bytes | Answer)
+    answers = step(list(rows), list(episodes))
+    listed = isinstance(answers, Sequence) and not isinstance(answers, str | bytes | Observation)
     if not listed or len(answers) != len(episodes):
         got = len(answers) if listed else one_line(type(answers).__name__, 40)
         raise BadReturn(f"it must return a list of {len(episodes)} answers, one for each completion, got {got}")
     return list(answers)
 
 
-def checked(answer: object) -> Answer:
+def checked(answer: object) -> Observation:
     """Return an answer whatever form it came in; raises ValueError, which describes it, for anything else."""
     if answer is None:
-        return Answer(done=True)
+        return Observation(done=True)
     if isinstance(answer, str):
-        answer = Answer(answer)
-    known = isinstance(answer, Answer) and isinstance(answer.text, str) and isinstance(answer.pictures, tuple | list)
+        answer = Observation(answer)
+    known = (
+        isinstance(answer, Observation) and isinstance(answer.text, str) and isinstance(answer.pictures, tuple | list)
+    )
     if not known:
-        raise ValueError(f"{one_line(answer, 60)}, not an Answer (a text and a list of pictures), a text or None")
+        raise ValueError(f"{one_line(answer, 60)}, not an Observation (a text and a list of pictures), a text or None")
     require_text(answer.text)
     return replace(answer, pictures=tuple(answer.pictures), done=bool(answer.done))
 
@@ -120,10 +122,10 @@ def remembered(episode: Episode, *, pictures: bool) -> Episode:
     turns = []
     for turn in episode.turns:
         image = as_uint8(turn.image) if pictures and turn.image is not None else None
-        answer = turn.answer
+        answer = turn.observation
         if answer is not None:
             answer = replace(answer, pictures=tuple(map(as_uint8, answer.pictures)) if pictures else ())
-        turns.append(replace(turn, image=image, answer=answer))
+        turns.append(replace(turn, image=image, observation=answer))
     return Episode(tuple(turns))
 
 

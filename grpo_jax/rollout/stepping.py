@@ -10,13 +10,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Answer, Episode
+from grpo_jax.rollout.episodes import Episode, Observation
 from grpo_jax.rollout.rewards import as_number, finished
 
 Prompt = str | list[dict[str, Any]]
 """A text, or a conversation as chat messages."""
 
-Stepped = tuple[str | Answer | None, float | None, bool]
+Stepped = tuple[str | Observation | None, float | None, bool]
 """(reply, reward, done)."""
 
 _STEPS, _WAITING = 65_536, 4_096  # most remembered results of steps, and environments after their last step
@@ -40,7 +40,7 @@ class SteppedEnvironment(Protocol):
 class Step(NamedTuple):
     """What one step returned."""
 
-    reply: str | Answer | None
+    reply: str | Observation | None
     reward: float | None
     done: bool
 
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 Environment = TypeVar("Environment", bound=SteppedEnvironment)
 
 
-class Stepper(Generic[Environment]):
+class EnvRunner(Generic[Environment]):
     """Steps environments along the episodes of a rollout.
 
     Nothing else remembers where an episode stands: the environment of an episode that is asked for its next step is
@@ -67,9 +67,9 @@ class Stepper(Generic[Environment]):
         """Return what the episode of a seed begins with."""
         return finished(awaited(self._makers[kind]().reset(seed)))
 
-    def respond(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | str | BaseException | None]:
+    def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | str | BaseException | None]:
         """Reply to the last text of each episode; None if it is done."""
-        texts = [tuple(turn.text for turn in episode.turns) for episode in episodes]
+        texts = [tuple(turn.completion for turn in episode.turns) for episode in episodes]
         places = [(row.columns["environment"], row.columns[self._seed]) for row in rows]
         steps = self._taken(places, texts)
         return [step if isinstance(step, BaseException) else None if step.done else step.reply for step in steps]
@@ -93,7 +93,7 @@ class Stepper(Generic[Environment]):
     ) -> tuple[list[tuple[str, int]], list[tuple[str, ...]]]:
         texts = [(text,) for text in completions]
         if episodes is not None:
-            texts = [tuple(turn.text for turn in episode.turns) for episode in episodes]
+            texts = [tuple(turn.completion for turn in episode.turns) for episode in episodes]
         return [*zip(columns["environment"], columns[self._seed], strict=True)], texts
 
     def _taken(self, places: Sequence[tuple[str, int]], texts: Sequence[tuple[str, ...]]) -> list[Step | BaseException]:
@@ -132,14 +132,14 @@ class Stepper(Generic[Environment]):
         return environment
 
 
-def first_prompt(stepper: Stepper, kind: str, seed: int, method: str) -> Prompt:
+def first_prompt(runner: EnvRunner, kind: str, seed: int, method: str) -> Prompt:
     """Return what the episode of a seed begins with; UserError, which names the `method`, where it fails."""
 
     def describe(error: BaseException) -> UserError:
         return UserError(f"{method} raised {type(error).__name__}: {one_line(error, 100)}")
 
     with failures_as(describe):
-        return stepper.prompt(kind, seed)
+        return runner.prompt(kind, seed)
 
 
 async def awaited(returned: Any) -> Any:

@@ -25,9 +25,9 @@ from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Answer, Episode
+from grpo_jax.rollout.episodes import Episode, Observation
 from grpo_jax.rollout.rewards import Columns, accepted_arguments, finished
-from grpo_jax.rollout.stepping import Stepper, awaited, first_prompt
+from grpo_jax.rollout.stepping import EnvRunner, awaited, first_prompt
 
 _RESERVED = ("reset", "get_reward")  # methods that are no tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -150,10 +150,10 @@ class Toolbox:
         except PydanticUserError:  # annotations of its own
             among[name] = called
 
-    async def answer(self, text: str, environment: object = None) -> Answer | None:
+    async def answer(self, text: str, environment: object = None) -> Observation | None:
         """Call what a text calls, with the object of its episode; None where it calls nothing."""
         results = [await self._result(call, environment) for call in calls_in(text)]
-        return Answer("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
+        return Observation("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
 
     async def _result(self, call: Call, environment: object) -> str:
         try:
@@ -171,11 +171,11 @@ class Toolbox:
             text = f"error: {_reason(error)}"
         return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold what no text may
 
-    def respond(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | None]:
+    def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:
         """Answer the last text of each episode, by functions alone."""
 
-        async def answers() -> list[Answer | None]:
-            return await asyncio.gather(*(self.answer(episode.last.text) for episode in episodes))
+        async def answers() -> list[Observation | None]:
+            return await asyncio.gather(*(self.answer(episode.last.completion) for episode in episodes))
 
         return finished(answers())
 
@@ -267,7 +267,7 @@ class ToolEpisode:
             raise TypeError(f"reset must return None or a text, got {one_line(repr(shown), 60)}")
         return shown or ""
 
-    async def step(self, text: str) -> tuple[Answer | None, float | None, bool]:
+    async def step(self, text: str) -> tuple[Observation | None, float | None, bool]:
         """Call what a text calls; without a call it is the end."""
         answer = await self._tools.answer(text, self.object)
         reward = await awaited(self.object.get_reward()) if self._tools.judges else None
@@ -291,7 +291,7 @@ class ToolEpisodes:
     def __init__(self, tools: Toolbox, name: str):
         self._given: dict[int, Columns] = {}
         self.name = name
-        self.stepper = Stepper({name: lambda: ToolEpisode(tools, self._given)}, seed=_ID)
+        self.runner = EnvRunner({name: lambda: ToolEpisode(tools, self._given)}, seed=_ID)
 
     def begun(self, row: Row, prompt: object) -> Row:
         """Return a row with what its object, which is told the prompt, says at the beginning behind it."""
@@ -309,11 +309,11 @@ class ToolEpisodes:
 
     def shown(self, number: int) -> str:
         """Return what the object of a row says at the beginning; UserError where it fails."""
-        return str(first_prompt(self.stepper, self.name, number, f"data.tools: {self.name}.reset"))
+        return str(first_prompt(self.runner, self.name, number, f"data.tools: {self.name}.reset"))
 
     def _columns(self, number: int) -> dict[str, object]:
         return {"environment": self.name, _ID: number}
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
         """Return the column `environments`: the object of each episode, for rewards."""
-        return {"environments": [episode.object for episode in self.stepper.environments(completions, **columns)]}
+        return {"environments": [episode.object for episode in self.runner.environments(completions, **columns)]}

@@ -14,7 +14,7 @@ from grpo_jax.__main__ import main
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.config.given import GIVEN_TOOLS
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.chat import answer_encoder
+from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.episodes import Episode, Turn
@@ -366,7 +366,7 @@ def test_whatever_a_call_does_is_answered(home):
         assert said.startswith(expected) if expected.startswith("error") else said == expected, said
     assert asyncio.run(tools.answer("It is 3.")) is None
     episodes = [Episode((Turn(text),)) for text in (call("add", a=1), "2")]
-    replies = tools.respond([Row(1, "a")] * 2, episodes)
+    replies = tools.step([Row(1, "a")] * 2, episodes)
     assert replies[0].messages == ("2",) and replies[1] is None
 
 
@@ -433,7 +433,7 @@ def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home)
     assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "increment"]
     assert tools.schemas[1]["function"]["parameters"]["required"] == ["step"]
     tokenizer = AutoTokenizer.from_pretrained(home / "policy")
-    encode = answer_encoder(tokenizer, [tokenizer.eos_token_id], role="tool")
+    encode = observation_encoder(tokenizer, [tokenizer.eos_token_id], role="tool")
     turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
     replies = [{"role": "tool", "content": text} for text in ("3", "five")]
     whole = tokenizer.apply_chat_template(turns + replies, tokenize=False, add_generation_prompt=True)

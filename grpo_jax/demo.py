@@ -25,7 +25,7 @@ from grpo_jax.errors import StageError, UserError, carry_out, leave, one_line, r
 if TYPE_CHECKING:
     from gradio import Blocks
 
-    from grpo_jax.rollout.episodes import Episode
+    from grpo_jax.rollout.env import Episode
     from grpo_jax.runs.inference import Asker
 
 _HOST = "127.0.0.1"

@@ -16,7 +16,7 @@ from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.page import RunEnd, write_end
 from grpo_jax.reports.report import write_final_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
-from grpo_jax.rollout.episodes import EnvError
+from grpo_jax.rollout.env import EnvError
 from grpo_jax.rollout.rewards import RewardError
 from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.tasks.task import Finished

@@ -16,7 +16,7 @@ from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, placed
 from grpo_jax.rollout.data import Row, repeat_rows
 from grpo_jax.rollout.encoding import Encoded, PictureInput, as_chat_messages
-from grpo_jax.rollout.episodes import Env, EnvError, Episode, Observation, answers_of, checked
+from grpo_jax.rollout.env import Env, EnvError, Episode, Observation, as_observation, observe
 from grpo_jax.rollout.pictures import Source, map_pictures, open_picture
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.rewards import (
@@ -251,13 +251,13 @@ def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Epis
     at_work("the environment")
     try:
         with failures_as(_failure):
-            returned = answers_of(step, rows, episodes)
+            returned = observe(step, rows, episodes)
     except EnvError as error:
         return [error] * len(episodes)
     answers: list[Observation | EnvError] = []
     for number, answer in enumerate(returned):
         try:
-            answers.append(_failure(answer) if isinstance(answer, BaseException) else checked(answer))
+            answers.append(_failure(answer) if isinstance(answer, BaseException) else as_observation(answer))
         except ValueError as error:
             text = one_line(repr(episodes[number].last.completion[:40]), 50)
             answers.append(EnvError(f"it answered {error} to completion {number} ({text})"))

@@ -27,8 +27,8 @@ from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import Encoded, PictureInput
+from grpo_jax.rollout.env import EnvError, Episode, Observation, Turn
 from grpo_jax.rollout.environment import Environment, EnvSettings, ReplyTokens, ask_environment
-from grpo_jax.rollout.episodes import EnvError, Episode, Observation, Turn, remembered
 from grpo_jax.rollout.pipeline import Slot, Stage, run_pipeline
 from grpo_jax.sampling.episodes import Carried, EpisodeSampler
 from grpo_jax.sampling.sampler import Samples
@@ -483,7 +483,7 @@ class _Stages:
                 chunk.change_last((p, g), rewards=dict(zip(names, values, strict=True)))
         if last:
             chunk.episodes = [
-                [remembered(episode, pictures=row < self.gallery) for episode in group]
+                [episode.remembered(pictures=row < self.gallery) for episode in group]
                 for row, group in enumerate(chunk.episodes, chunk.start)
             ]
         return chunk

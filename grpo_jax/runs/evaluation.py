@@ -14,7 +14,7 @@ from grpo_jax.errors import Stopped
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode
+from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
 from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.runs.parts import RunContext, objectives_of

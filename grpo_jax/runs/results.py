@@ -10,7 +10,7 @@ import numpy as np
 from grpo_jax.models.broadcast import is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory

@@ -19,8 +19,8 @@ from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
+from grpo_jax.rollout.env import Observation, as_observation
 from grpo_jax.rollout.environment import prepared
-from grpo_jax.rollout.episodes import Observation, checked
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import RunContext
@@ -235,7 +235,7 @@ def texts_of(pair: Pair) -> list[str]:
 
 def answers_of(pair: Pair) -> list[Observation]:
     """Answers between a pair's turns."""
-    return [checked(answer) for answer in pair[2::2]]
+    return [as_observation(answer) for answer in pair[2::2]]
 
 
 def as_row(prompt: str | Row) -> Row:

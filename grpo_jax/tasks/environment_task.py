@@ -14,10 +14,10 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, short_name
+from grpo_jax.rollout.env import EnvRunner
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.stepping import EnvRunner, first_prompt
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
 
 
@@ -87,7 +87,7 @@ class Environment(Task):
 
 
 def _row(runner: EnvRunner, kind: str, seed: int) -> dict[str, object]:
-    prompt = first_prompt(runner, kind, seed, f"task.environment: {kind}.reset({seed})")
+    prompt = runner.prompt(kind, seed, f"task.environment: {kind}.reset({seed})")
     return {"prompt": prompt, "environment": kind, "seed": seed}
 
 

@@ -12,7 +12,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import Row, noise_seed
-from grpo_jax.rollout.episodes import Env, Episode, Observation
+from grpo_jax.rollout.env import Env, Episode, Observation
 from grpo_jax.tasks.pictures import (
     MINIATURE,
     REWARDS,

@@ -33,7 +33,7 @@ import numpy as np
 from grpo_jax.config.fields import Section
 from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet, Row
-from grpo_jax.rollout.episodes import Env, Observation
+from grpo_jax.rollout.env import Env, Observation
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.rollout.texts import ParsedCompletion, as_is, completion_statistics

@@ -14,7 +14,7 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, all_rows, row_sizes
 from grpo_jax.rollout.encoding import as_chat_messages
-from grpo_jax.rollout.episodes import Env
+from grpo_jax.rollout.env import Env
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.texts import ParsedCompletion, as_is, continued
@@ -68,7 +68,7 @@ class Text(Task):
         section, prompts = setup.config.data, setup.prompts
         tools = toolbox(section.tool_names) if section.tool_names else None
         if tools is not None and tools.make is not None:
-            return self._load_class(setup, tools, ToolEpisodes(tools, tools.made))
+            return self._load_class(setup, tools, ToolEpisodes(tools))
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(section)

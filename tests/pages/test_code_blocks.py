@@ -13,7 +13,7 @@ from support.tiny_models import causal_lm
 from support.xla import known_flags
 
 from grpo_jax.config import run as config
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {

@@ -13,8 +13,8 @@ from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.rollout.encoding import check_tools, make_encode
+from grpo_jax.rollout.env import Observation
 from grpo_jax.rollout.environment import make_encode_observation
-from grpo_jax.rollout.episodes import Observation
 from grpo_jax.rollout.prompts import load_prompts
 
 TEMPLATE = (

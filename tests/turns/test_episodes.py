@@ -14,8 +14,8 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import StageError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import Encoded
+from grpo_jax.rollout.env import EnvError, Observation
 from grpo_jax.rollout.environment import Environment, EnvSettings, make_score
-from grpo_jax.rollout.episodes import EnvError, Observation
 from grpo_jax.rollout.rollout import Scheduling, collect
 from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.sampling.episodes import make_episode_sampler

@@ -17,7 +17,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.tools import ToolEpisodes, calls_in, toolbox
 from grpo_jax.train import run
 
@@ -362,9 +362,9 @@ def test_whatever_a_call_does_is_answered(home):
         call("add", a=1) + call("echo", text="b"): "2\nb",
     }
     for text, expected in answers.items():
-        said = asyncio.run(tools.answer(text)).text
+        said = asyncio.run(tools.call(text)).text
         assert said.startswith(expected) if expected.startswith("error") else said == expected, said
-    assert asyncio.run(tools.answer("It is 3.")) is None
+    assert asyncio.run(tools.call("It is 3.")) is None
     episodes = [Episode((Turn(text),)) for text in (call("add", a=1), "2")]
     replies = tools.step([Row(1, "a")] * 2, episodes)
     assert replies[0].messages == ("2",) and replies[1] is None
@@ -385,7 +385,7 @@ def test_functions_of_all_kinds_are_tools(home):
         call("half", n=9): "4",
         call("name"): "Sized",
     }
-    assert {text: asyncio.run(tools.answer(text, episode)).text for text in calls} == calls
+    assert {text: asyncio.run(tools.call(text, episode)).text for text in calls} == calls
 
 
 def test_tools_of_python_are_taken_as_they_are(home, tmp_path, capsys):

@@ -17,7 +17,7 @@ from grpo_jax import train  # noqa: E402
 from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.data import Row, noise_seed  # noqa: E402
-from grpo_jax.rollout.episodes import Episode, Turn  # noqa: E402
+from grpo_jax.rollout.env import Episode, Turn  # noqa: E402
 from grpo_jax.tasks.prompt_refinement_task import INSTRUCTION, make_step, others  # noqa: E402
 from grpo_jax.tasks.task import TaskSetup  # noqa: E402
 

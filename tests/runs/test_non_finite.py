@@ -10,7 +10,7 @@ from support import tiny_update
 from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
-from grpo_jax.models.policy import make_loss_scale, make_policy
+from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.train import main
 from grpo_jax.training.objectives import make_kl_control
 from grpo_jax.training.state import init_state
@@ -101,7 +101,7 @@ def updates(dtype, advantages, *, scale=None):
     training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
     optimizer = optax.adam(0.01)
     update = make_update(
-        make_policy(tiny_update.CONFIG, compute_dtype=dtype),
+        Policy(tiny_update.CONFIG, compute_dtype=dtype),
         optimizer,
         AlgorithmSection(advantage="grpo"),
         training,
@@ -143,7 +143,7 @@ def test_an_unknown_divergence_does_not_steer_the_kl_coefficient():
     batch = tiny_update.make_batch()._replace(advantages=None, scores=scores)
     optimizer, training = optax.adam(0.01), TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
     update = make_update(
-        make_policy(tiny_update.CONFIG),
+        Policy(tiny_update.CONFIG),
         optimizer,
         section,
         training,

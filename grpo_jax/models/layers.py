@@ -1,4 +1,4 @@
-"""Layers that all families share: projections, norms, activations, mixtures of experts; and a small perceptron."""
+"""Layers that all architectures share: projections, norms, activations, mixtures of experts; and a small perceptron."""
 
 import math
 import zlib

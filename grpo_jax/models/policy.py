@@ -19,7 +19,7 @@ from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
-from grpo_jax.models.architectures import ModelConfig, family_of
+from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Context, LayerInput, choose_attention
 from grpo_jax.models.cache import Cache, Prefix, init_cache
 from grpo_jax.models.decoder import Decoder
@@ -263,10 +263,10 @@ def make_policy(
     """
     dtype = jnp.dtype(compute_dtype)
     matmul_precision = precision_of(compute_dtype, matmul_precision)
-    family = family_of(config)
+    architecture = architecture_of(config)
     if lora is not None:
-        check_targets(lora, family.projections, config.model_type)
-    limit = config.max_positions if family.learned_positions else family.longest(config)
+        check_targets(lora, architecture.projections, config.model_type)
+    limit = config.max_positions if architecture.learned_positions else architecture.longest(config)
     platform = platform or platform_of(jax.devices()[0])
     attention = choose_attention(platform, dtype, attn_implementation, over_mesh=spread is not None)
     joins = platform == "cuda" and spread is None
@@ -530,12 +530,12 @@ def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
         return load_adapters(section.path, model)[0]
     if section.rank == 0:
         return None
-    projections = tuple(family_of(model).projections)
+    projections = tuple(architecture_of(model).projections)
     tower = ()
     if section.vision:
         if model.vision is None:
             raise UserError(f"policy.lora.vision: this {model.model_type} has no vision tower; leave it out")
-        tower = tuple(TOWERS[model.vision.family].projections)
+        tower = tuple(TOWERS[model.vision.model_type].projections)
     try:
         lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or projections, tower)
         check_targets(lora, projections, model.model_type)

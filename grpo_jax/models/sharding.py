@@ -20,10 +20,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_jax.models.architectures import FAMILIES
-from grpo_jax.models.architectures.family import COLUMNS, FUSED, ROWS, Family
+from grpo_jax.models.architectures import ARCHITECTURES
+from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS, Architecture
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
-from grpo_jax.models.vision.tower import TOWERS, TowerFamily
+from grpo_jax.models.vision.tower import TOWERS, TowerArchitecture
 
 if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy
@@ -32,14 +32,14 @@ FSDP, TENSOR = "fsdp", "tensor"
 BOTH = (TENSOR, FSDP)
 
 
-def _projections(cut: str, families: Iterable[Family | TowerFamily]) -> str:
-    kinds = {name: kind for family in families for name, kind in family.projections.items()}
+def _projections(cut: str, architectures: Iterable[Architecture | TowerArchitecture]) -> str:
+    kinds = {name: kind for architecture in architectures for name, kind in architecture.projections.items()}
     return f"({'|'.join(name for name, kind in kinds.items() if kind == cut)})"
 
 
-_COLUMNS = _projections(COLUMNS, FAMILIES.values())
-_ROWS = _projections(ROWS, FAMILIES.values())
-_FUSED = _projections(FUSED, FAMILIES.values())
+_COLUMNS = _projections(COLUMNS, ARCHITECTURES.values())
+_ROWS = _projections(ROWS, ARCHITECTURES.values())
+_FUSED = _projections(FUSED, ARCHITECTURES.values())
 _TOWER = {cut: _projections(cut, TOWERS.values()) for cut in (COLUMNS, ROWS, FUSED)}
 
 

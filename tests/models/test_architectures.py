@@ -21,10 +21,10 @@ from grpo_jax.models.policy import lora_config, make_policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Those whose layers differ from one another where they decode; the others are Llama's.
-FAMILIES = ("smollm3", "qwen3_moe", "gemma3_text")
+ARCHITECTURES = ("smollm3", "qwen3_moe", "gemma3_text")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def world(request, tmp_path_factory):
     """A torch model, and the same weights loaded from its folder."""
     model = reference.model(request.param)

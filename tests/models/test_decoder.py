@@ -37,7 +37,7 @@ def model(request) -> Tiny:
     return tiny(getattr(request, "param", "llama"))
 
 
-each_family = pytest.mark.parametrize("model", CONFIGS, indirect=True)
+each_architecture = pytest.mark.parametrize("model", CONFIGS, indirect=True)
 each_cache = pytest.mark.parametrize("model", [*CONFIGS, ONE_HEAD], indirect=True)
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_is_stored_once(model):
     assert model.policy.init_cache(1, 1, 1, jnp.bfloat16).values[0].dtype == jnp.bfloat16
 
 
-@each_family
+@each_architecture
 def test_padding_has_no_influence(model):
     """More padding on the left, other tokens under the masks (even impossible ones), masks of integers: same states."""
     prompt_tokens, prompt_mask, tokens, mask = BATCH

@@ -102,7 +102,7 @@ def memory():
 
 
 def specs():
-    """The partition of every leaf, by path, for families with adapters; and what is said where it cannot be."""
+    """The partition of every leaf, by path, for architectures with adapters; and what is said where it cannot be."""
     mesh, found = make_mesh(2, 4, jax.devices()), {}
     gpt2 = GPT2Config(50257, 64, 128, 2, 4, 32)
     phi = dataclasses.replace(tiny_update.CONFIG, model_type="phi3", fused=True, qkv_bias=False)

@@ -1,4 +1,4 @@
-"""A tiny random decoder of each family, with adapters, and a batch of groups for it."""
+"""A tiny random decoder of each architecture, with adapters, and a batch of groups for it."""
 
 import functools
 from dataclasses import replace
@@ -58,7 +58,7 @@ CONFIGS: dict[str, tuple[ModelConfig, LoraConfig]] = {
     "gpt2": (GPT2, LoraConfig(2, 6.0, ("c_attn", "attn_c_proj", "mlp_c_proj"))),
 }
 ONE_HEAD = "one key head"
-"""A family for `tiny` beside those of `CONFIGS`: its cache is written without the heads' axis."""
+"""An architecture for `tiny` beside those of `CONFIGS`: its cache is written without the heads' axis."""
 
 
 class Tiny(NamedTuple):
@@ -71,8 +71,8 @@ class Tiny(NamedTuple):
 
 
 @functools.cache
-def tiny(family: str) -> Tiny:
-    config, lora = (CONFIGS | {ONE_HEAD: (replace(LLAMA, num_kv_heads=1), CONFIGS["llama"][1])})[family]
+def tiny(architecture: str) -> Tiny:
+    config, lora = (CONFIGS | {ONE_HEAD: (replace(LLAMA, num_kv_heads=1), CONFIGS["llama"][1])})[architecture]
     rng = np.random.default_rng(1)
     variables = jax.tree.map(
         lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),

@@ -82,9 +82,9 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
         yield outcome
 
 
-def _causal(folder: Path, family: str, **named: Any) -> Path:
+def _causal(folder: Path, architecture: str, **named: Any) -> Path:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return causal_lm(folder, family, **sizes, **named)
+    return causal_lm(folder, architecture, **sizes, **named)
 
 
 def _used(folder: Path, programs: dict[Any, Callable[..., Any]], marked: bool) -> None:

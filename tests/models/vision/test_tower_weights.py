@@ -21,7 +21,7 @@ from grpo_jax.models.vision.tower import TOWERS, init_tower, make_tower, tower_s
 from grpo_jax.training.state import TrainState, reference_variables  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
 def world(request, tmp_path_factory):
     return tiny.seeing(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -47,9 +47,9 @@ def assert_states_agree(ours, theirs):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_round_trip_is_bit_equal(tmp_path, family):
-    source = reference.folder(tmp_path / "source", family, dtype=torch.bfloat16, max_shard_size="20KB")
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_round_trip_is_bit_equal(tmp_path, architecture):
+    source = reference.folder(tmp_path / "source", architecture, dtype=torch.bfloat16, max_shard_size="20KB")
     assert len(list(source.glob("*.safetensors"))) > 1
     loaded = hf.load_folder(source, tokenizer=False, vision=True)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.visual)} == {np.dtype("float32")}
@@ -91,7 +91,7 @@ def test_a_frozen_tower_is_written_as_it_was(world, tmp_path):
 
 def adapted(world, rank=2):
     """Adapters on decoder and tower, away from their start of zeros."""
-    lora = LoraConfig(rank, 7.0, ("q_proj",), tuple(TOWERS[world.config.family].projections))
+    lora = LoraConfig(rank, 7.0, ("q_proj",), tuple(TOWERS[world.config.model_type].projections))
     fresh = init_adapters(world.loaded.params, jax.random.key(0), lora, world.loaded.visual)
     rng = np.random.default_rng(1)
     return lora, fresh, jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)

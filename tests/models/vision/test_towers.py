@@ -26,7 +26,7 @@ from grpo_jax.models.vision.tower import make_tower  # noqa: E402
 REMAT = {"qwen2_vl": "none", "qwen2_5_vl": "products", "qwen3_vl": "layer"}
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
 def world(request, tmp_path_factory):
     return tiny.seeing(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -52,7 +52,7 @@ def test_states_are_those_of_transformers(world, see):
 def test_gradients_are_those_of_torch(world):
     rows = tiny.draw(world.config, seed=1)
     pictures = tiny.packed(rows, world.config)
-    tower = make_tower(world.config, remat=REMAT[world.config.family])
+    tower = make_tower(world.config, remat=REMAT[world.config.model_type])
     rng = np.random.default_rng(2)
     weights = [rng.normal(size=(len(picture.patches) // 4, 32)).astype(np.float32) for row in rows for picture in row]
 

@@ -1,4 +1,4 @@
-"""The table of families: what is read from config.json or refused, how weights are drawn, what a new row takes."""
+"""The table of architectures: what is read from config.json or refused, how weights are drawn, what a new row takes."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 from support.tiny_decoders import LLAMA as TINY
 from support.tiny_decoders import compiled
 
-from grpo_jax.models.architectures import FAMILIES, llama, read_config
+from grpo_jax.models.architectures import ARCHITECTURES, llama, read_config
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.hf.weights import name_table
@@ -212,7 +212,7 @@ def test_gpt2s_weights_are_drawn_as_the_paper_says():
     assert float(jnp.abs(params["layers"]["ln_1"]["scale"] - 1).max()) == 0
 
 
-def test_a_new_family_is_its_row(monkeypatch, tmp_path):
+def test_a_new_architecture_is_its_row(monkeypatch, tmp_path):
     """Llama's layers with learned positions for rotations, under names of their own: nothing else is told of it."""
 
     def unrotated(config, positions):
@@ -220,13 +220,13 @@ def test_a_new_family_is_its_row(monkeypatch, tmp_path):
         return table + 1, table
 
     names = {"embed_tokens": "words", "embed_positions": "places", "norm": "end"}
-    new = llama.FAMILY._replace(
+    new = llama.ARCHITECTURE._replace(
         model_types=("placed_llama",),
         learned_positions=True,
         rotation=unrotated,
         naming=llama.NAMING._replace(prefixes=("net.",), tensors=names),
     )
-    monkeypatch.setitem(FAMILIES, "placed_llama", new)
+    monkeypatch.setitem(ARCHITECTURES, "placed_llama", new)
     config = dataclasses.replace(TINY, model_type="placed_llama", max_positions=8)
     lora = LoraConfig(2, 4.0, ("q_proj",))
     variables = init_variables(config, jax.random.key(0), lora=lora)

@@ -162,9 +162,6 @@ class Config(Section):
         policy, training = self.policy, self.training
         quantisable = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
         require(quantisable, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
-        rows, horizon = training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
-        reaches = self.ppo.kl_target == 0 or rows <= horizon
-        require(reaches, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
         prompts = training.prompts_per_batch // (training.minibatches * training.grad_accumulation_steps)
         divisor = (
             f"a divisor of {prompts}, the prompts of one micro-batch (training.prompts_per_batch / minibatches / "

@@ -376,7 +376,6 @@ def objectives_of(
         weights=parts.rewards.weights,
         conditions=parts.rewards.conditions,
         overlong_buffer=parts.config.algorithm.overlong_buffer,
-        overlong_weight=parts.config.algorithm.overlong_weight,
         max_new_tokens=parts.config.sampling.max_new_tokens,
         valid=None if parts.task_data.invalid == "prompt" else valid,
         fill=parts.task_data.invalid == "worst",

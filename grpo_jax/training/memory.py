@@ -98,7 +98,6 @@ def state_shapes(
             variables,
             _optimizer(config),
             keep_reference=needs_reference(config.algorithm, config.ppo),
-            kl_coef=config.ppo.kl_coef if config.algorithm.learns_values and config.ppo.kl_coef > 0 else None,
             loss_scale=make_loss_scale(section.compute_dtype),
         )
 
@@ -267,7 +266,7 @@ def shown_shapes(
 def _optimizer(config: Config) -> optax.GradientTransformation:
     section = config.optimizer.replace(learning_rate=config.learning_rate)
     schedule = make_schedule(section, max(config.training.max_steps, 1))
-    return make_optimizer(section, schedule, value_rate=config.ppo.value_rate)
+    return make_optimizer(section, schedule)
 
 
 def placed(shapes: PyTree, places: PyTree) -> PyTree:

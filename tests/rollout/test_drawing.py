@@ -232,7 +232,7 @@ def test_a_run_with_every_choice_tells_of_each(place, tmp_path):
     judge = tmp_path / "judge.py"  # half of all prompts have groups without signal
     judge.write_text(f"{place.judge.read_text()}\ndef some(prompts, completions, wish, **columns):\n{some}")
     algorithm = {"advantage": "grpo", "scale": "batch", "zero_variance_groups": "resample", "resample_rounds": 2}
-    algorithm |= {"entropy_share": 0.5, "importance_cap": 2.0, "kl_straight_through": "true"}
+    algorithm |= {"entropy_share": 0.5, "importance_cap": 2.0}
     training = {"max_steps": 2, "minibatches": 1, "inner_epochs": 1, "save_every": 0}
     words = [f"--algorithm.{name}={value}" for name, value in algorithm.items()]
     words += [f"--training.{name}={value}" for name, value in training.items()]

@@ -81,8 +81,7 @@ def updated(
     policy = Policy(CONFIG, lora=lora)
     options = {"temperature": TEMPERATURE, "max_new_tokens": STEPS, "ppo": ppo}
     update = make_update(policy, optimizer, section, training, **options)
-    coefficient = ppo.kl_coef if section.learns_values else None
-    state = init_state(variables, optimizer, keep_reference=True, kl_coef=coefficient)
+    state = init_state(variables, optimizer, keep_reference=True)
     for _ in range(calls):
         state, report = update(state, batch, jax.random.key(2))
     return variables, state, report

@@ -11,7 +11,7 @@ from grpo_jax.config.build import build, merged, require_known
 from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, resume_mutable
 from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.given import with_named_tools
-from grpo_jax.config.judge import Judge
+from grpo_jax.config.judge import Judge, default_device
 from grpo_jax.config.sections import (
     AlgorithmSection,
     DataSection,
@@ -114,9 +114,8 @@ class Config(Section):
 
     @property
     def requests(self) -> dict[str, str]:
-        """Where each part is asked to be, the policy first: as `devices` says, else as its judge does (`runs_on`)."""
-        requested = {name: "cpu" if judge.pool else judge.runs_on for name, judge in self.judges.items()}
-        return {POLICY: "auto", **requested, **self.devices}
+        """Where each part is asked to be, the policy first: as `devices` says, else as its judge's `load`."""
+        return {POLICY: "auto", **{name: default_device(judge) for name, judge in self.judges.items()}, **self.devices}
 
     @property
     def elsewhere(self) -> tuple[str, ...]:

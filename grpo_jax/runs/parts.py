@@ -15,6 +15,7 @@ import numpy as np
 
 from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
+from grpo_jax.config.judge import title
 from grpo_jax.config.named import own_package
 from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY
@@ -207,7 +208,8 @@ def load_parts(
 
     judges = together(load_judges)
     for name, judge in judges.items():
-        say(name, getattr(judge, "summary", type(judge).__name__))
+        say(name, title(judge))
+    pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}
     device = devices[0] if policy.mesh is None else None
     environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
@@ -225,9 +227,7 @@ def load_parts(
         allowed_tokens=allowed,
         trie=trie,
         key=jax.random.key(config.seed),
-        devices={name: getattr(judges.get(name), "placed", where) for name, where in placement.items()}
-        if judges
-        else {POLICY: listed(devices)},
+        devices={**placement, **pools} if judges else {POLICY: listed(devices)},
         trainer=trainer,
         stopping=stopping,
     )

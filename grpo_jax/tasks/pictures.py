@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bridges.clip import Scorer
-    from bridges.detection import Detector
     from bridges.diffusion import Renderer
+    from bridges.scorers.object_detection import Detector
     from bridges.scorers.vqa import Answerer
 
 MINIATURE = "miniature"

@@ -55,7 +55,7 @@ class Config(Section):
     debug: bool = resume_mutable(False)
     """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
-    """Metric writers beside metrics.jsonl (docs/ending.md)."""
+    """Metric writers beside metrics.jsonl (docs/runs.md)."""
     project: str = resume_mutable("grpo_jax")
     """What the run belongs to: project on Weights & Biases."""
     push_to_hub: str = resume_mutable("")

@@ -28,8 +28,6 @@ DEVICES = {"docs/scaling.md": 8}
 """Pages that need several."""
 WIDE = ("docs/scaling.md", "docs/runs.md", "docs/rewards.md", "docs/coming_from_trl.md")
 """Pages whose calls the tests of meshes, runs, rewards and of the page itself make too."""
-PACKAGES = {"docs/ending.md": "mlflow"}
-"""Pages whose blocks need a package that is no dependency."""
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 NAME = "path/to/Qwen2.5-0.5B-Instruct"
 
@@ -101,8 +99,6 @@ def scope_of(page: str) -> dict:
     "page", [pytest.param(page, marks=[pytest.mark.wide] * (page in WIDE)) for page in WITH_PYTHON]
 )
 def test_python_of_a_page_runs(page, desk):
-    if page in PACKAGES:
-        pytest.importorskip(PACKAGES[page])
     scope = scope_of(page)
     if "config" in scope:
         assert json.loads((desk / scope["config"].run_dir / "summary.json").read_text())["iterations"] == 1

@@ -13,7 +13,7 @@ from support.tiny_models import causal_lm
 from support.xla import known_flags
 
 from grpo_jax.config import run as config
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
@@ -107,7 +107,7 @@ def test_python_of_a_page_runs(page, desk):
 def test_a_tool_is_answered_and_judged():
     scope = scope_of("docs/turns.md")
     asks, ends = (Episode((Turn(text, text),)) for text in ("<sum>1 2 39</sum>", "It is 42."))
-    assert scope["respond"]([{}, {}], [asks, ends]) == ["42", None]
+    assert scope["step"]([{}, {}], [asks, ends]) == ["42", None]
     assert scope["right"](["?"] * 2, ["It is 42.", "41"], ["42", "42"], [asks, ends]) == [1.0, 0.0]
 
 

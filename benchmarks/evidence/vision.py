@@ -60,9 +60,9 @@ def by_prompt(run_dir: Path) -> dict[str, list[float]]:
     environment, place = parts.environment, parts.environment.eval_reward_names.index(MEASURE)
     found = {}
     turns = parts.task_data.environment
-    answers = {"end": turns.respond, **{f"end_{name}": one for name, one in turns.controls.items()}}
-    for name, respond in answers.items():
-        env = environment.env._replace(respond=respond)
+    answers = {"end": turns.step, **{f"end_{name}": one for name, one in turns.controls.items()}}
+    for name, step in answers.items():
+        env = environment.env._replace(step=step)
         rollout = collected(parts, parts.samplers.greedy, environment._replace(env=env))
         found[name] = rollout.final_eval_rewards[:, 0, place].tolist()
         found["turn_1"] = rollout.eval_rewards[:, 0, 0, place].tolist()

@@ -1,7 +1,7 @@
 """The same results on the card as on the CPU, and as transformers' on the CPU: kernels, decoder, update and more.
 
 Products are float32 in full where nothing else is said (`jax.default_matmul_precision("highest")`; a card would
-round them to TF32). What is compared with transformers here the tests compare on the CPU, for more families and fields.
+round them to TF32). What is compared with transformers here the tests compare on the CPU, for more fields.
 Without a card the first device is the CPU, and its differences from itself are 0.
 """
 
@@ -22,7 +22,7 @@ from support import tiny_decoders, tiny_update
 
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.models.lora import as_array, quantise
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.batch import Batch, pack
@@ -34,23 +34,27 @@ NARROW = 0.05  # mean difference of log-probabilities, bfloat16 from float32; a 
 
 
 def measurements(tiny: bool) -> Measurements:
-    """Everything by name; tiny: fewer families."""
+    """Everything by name; tiny: fewer architectures."""
     decoders = ("llama",) if tiny else ("llama", "gpt2")
     texts = ("qwen2",) if tiny else ("qwen2", "qwen3", "llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen3_moe")
     towers = ("qwen2_vl",) if tiny else ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     rows: dict[str, Callable[[], Figures]] = {}
-    for family in decoders:
-        rows[f"decoder {family}, float32 highest, against the CPU"] = functools.partial(decoder, family)
-        rows[f"decoder {family}, bfloat16 against float32"] = functools.partial(narrow, family)
-        rows[f"sampler {family}, against the CPU and the update's pass"] = functools.partial(sampler, family)
+    for architecture in decoders:
+        rows[f"decoder {architecture}, float32 highest, against the CPU"] = functools.partial(decoder, architecture)
+        rows[f"decoder {architecture}, bfloat16 against float32"] = functools.partial(narrow, architecture)
+        rows[f"sampler {architecture}, against the CPU and the update's pass"] = functools.partial(
+            sampler, architecture
+        )
     rows["update, against the CPU"] = update
     rows["packed rows, against rows of their own"] = packing
     for kind in ("int8", "int4"):
         rows[f"{kind} base, against its rounded weights"] = functools.partial(quantised, kind)
-    for family in texts:
-        rows[f"{family}, logits and gradients, against transformers"] = functools.partial(transformers_text, family)
-    for family in towers:
-        rows[f"vision tower {family}, against transformers"] = functools.partial(transformers_tower, family)
+    for architecture in texts:
+        rows[f"{architecture}, logits and gradients, against transformers"] = functools.partial(
+            transformers_text, architecture
+        )
+    for architecture in towers:
+        rows[f"vision tower {architecture}, against transformers"] = functools.partial(transformers_tower, architecture)
     return {**kernels.measurements(tiny), **{name: functools.partial(exactly, row) for name, row in rows.items()}}
 
 
@@ -79,9 +83,9 @@ def looked_at(policy: Any, variables: Any, batch: Any, **options: Any) -> jax.Ar
     return jnp.where(batch[3], logs, 0)
 
 
-def decoder(family: str) -> Figures:
+def decoder(architecture: str) -> Figures:
     """Log-probabilities and the gradient of their sum, which reaches every weight."""
-    tiny = tiny_decoders.tiny(family)
+    tiny = tiny_decoders.tiny(architecture)
 
     @jax.jit
     def pass_both_ways(variables: Any, batch: Any) -> Any:
@@ -99,10 +103,10 @@ def decoder(family: str) -> Figures:
     return found | {"agrees": found["agrees"] and slope <= SLOPES}
 
 
-def narrow(family: str) -> Figures:
+def narrow(architecture: str) -> Figures:
     """Mean and largest difference, both on the first device."""
-    tiny, batch = tiny_decoders.tiny(family), tiny_decoders.group_batch()
-    half = make_policy(tiny.config, lora=tiny.lora, compute_dtype="bfloat16")
+    tiny, batch = tiny_decoders.tiny(architecture), tiny_decoders.group_batch()
+    half = Policy(tiny.config, lora=tiny.lora, compute_dtype="bfloat16")
     exact, rounded = (
         np.asarray(jax.jit(functools.partial(looked_at, policy))(tiny.variables, batch))
         for policy in (tiny.policy, half)
@@ -111,9 +115,9 @@ def narrow(family: str) -> Figures:
     return compared(differences.mean(), NARROW, largest=float(differences.max()))
 
 
-def sampler(family: str) -> Figures:
+def sampler(architecture: str) -> Figures:
     """Greedy and drawn tokens, and how far the sampler's log-probabilities are from those of the update's pass."""
-    tiny = tiny_decoders.tiny(family)
+    tiny = tiny_decoders.tiny(architecture)
     prompts, mask = tiny_decoders.group_batch()[:2]
     same, difference = [], 0.0
     for temperature in (0.0, 1.0):
@@ -178,14 +182,14 @@ def quantised(kind: str) -> Figures:
     return compared(apart(logs, expected), EXACT, integers_apart_from_the_cpus=apart(*integers))
 
 
-def transformers_text(family: str) -> Figures:
+def transformers_text(architecture: str) -> Figures:
     """The test's comparison: log-probabilities, the GRPO loss, and every gradient."""
     needs("torch", "transformers")
     from support import torch_reference as reference
 
     from grpo_jax.models import hf
 
-    model, batch = reference.model(family), reference.group_batch()
+    model, batch = reference.model(architecture), reference.group_batch()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = hf.load_folder(Path(folder), tokenizer=False)
@@ -193,7 +197,7 @@ def transformers_text(family: str) -> Figures:
     advantages = np.ones(batch[2].shape[:2], np.float32)
     logs, _ = reference.grpo(logits, batch, advantages, np.zeros((2, *batch[2].shape), np.float32))
     # On its own log-probabilities, advantages 1 and no KL, the loss has the gradient of minus their mean.
-    policy, count = make_policy(loaded.config), batch[3].sum(-1, keepdims=True) * batch[3][..., 0].size
+    policy, count = Policy(loaded.config), batch[3].sum(-1, keepdims=True) * batch[3][..., 0].size
 
     def loss(params: Any) -> tuple[jax.Array, Any]:
         found = looked_at(policy, {"params": params}, batch, temperature=0.8)
@@ -207,18 +211,20 @@ def transformers_text(family: str) -> Figures:
     return compared(difference, EXACT, logits=apart(np.asarray(ours)[mask], logits.detach().numpy()[mask]))
 
 
-def transformers_tower(family: str) -> Figures:
+def transformers_tower(architecture: str) -> Figures:
     """States of pictures of several sizes, those of deepstack too."""
     needs("torch", "transformers")
     import torch
     from support.vision import tiny_pictures
 
-    from grpo_jax.models.vision.tower import make_tower
+    from grpo_jax.models.vision.tower import Tower, encode_pictures
 
     with tempfile.TemporaryDirectory() as folder:
-        world = tiny_pictures.seeing(Path(folder), family)
+        world = tiny_pictures.seeing(Path(folder), architecture)
     rows = tiny_pictures.draw(world.config)
-    seen = jax.jit(make_tower(world.config))(world.variables, tiny_pictures.packed(rows, world.config))
+    seen = jax.jit(functools.partial(encode_pictures, Tower(world.config)))(
+        world.variables, tiny_pictures.packed(rows, world.config)
+    )
     with torch.no_grad():
         expected, deepstack = tiny_pictures.torch_states(world.torch, rows)
     pairs = zip((seen.states, *seen.deepstack), (expected, *deepstack), strict=True)

@@ -11,7 +11,7 @@ from grpo_jax.config.build import build, merged, require_known
 from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, resume_mutable
 from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.given import with_named_tools
-from grpo_jax.config.judge import Judge
+from grpo_jax.config.judge import Judge, default_device
 from grpo_jax.config.sections import (
     AlgorithmSection,
     DataSection,
@@ -55,7 +55,7 @@ class Config(Section):
     debug: bool = resume_mutable(False)
     """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
-    """Metric writers beside metrics.jsonl (docs/ending.md)."""
+    """Metric writers beside metrics.jsonl (docs/runs.md)."""
     project: str = resume_mutable("grpo_jax")
     """What the run belongs to: project on Weights & Biases."""
     push_to_hub: str = resume_mutable("")
@@ -114,9 +114,8 @@ class Config(Section):
 
     @property
     def requests(self) -> dict[str, str]:
-        """Where each part is asked to be, the policy first: as `devices` says, else as its judge does (`runs_on`)."""
-        requested = {name: "cpu" if judge.pool else judge.runs_on for name, judge in self.judges.items()}
-        return {POLICY: "auto", **requested, **self.devices}
+        """Where each part is asked to be, the policy first: as `devices` says, else as its judge's `load`."""
+        return {POLICY: "auto", **{name: default_device(judge) for name, judge in self.judges.items()}, **self.devices}
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
@@ -162,9 +161,6 @@ class Config(Section):
         policy, training = self.policy, self.training
         quantisable = policy.quantised == "none" or (policy.lora.used and policy.mesh.size == 1)
         require(quantisable, "policy.quantised", "none without policy.lora, or over a mesh", policy.quantised)
-        rows, horizon = training.prompts_per_batch * self.sampling.group_size, self.ppo.kl_horizon
-        reaches = self.ppo.kl_target == 0 or rows <= horizon
-        require(reaches, "ppo.kl_horizon", f"at least one batch of {rows} completions", horizon)
         prompts = training.prompts_per_batch // (training.minibatches * training.grad_accumulation_steps)
         divisor = (
             f"a divisor of {prompts}, the prompts of one micro-batch (training.prompts_per_batch / minibatches / "

@@ -132,7 +132,7 @@ class PolicySection(Section):
     products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in PyTorch follow it: full
     float32 with "highest", TF32 otherwise."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
-    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/targets.md); "eager" never
+    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/planning.md); "eager" never
     does."""
     frozen_dtype: Dtype = "float32"
     """Type of weights that are not trained (with LoRA); trained weights are float32."""
@@ -279,9 +279,6 @@ class AlgorithmSection(Section):
     """What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the preset's."""
     whiten: Literal["sequence", "token", "none"] = "sequence"
     """What GDPO whitens over the batch: "sequence", "token" or "none"."""
-    advantage_eps: NonNegative = 1e-4
-    """Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread loses its voice:
-    lower it, or scale the reward."""
     clip_low: Annotated[Positive, Le(1)] | None = None
     """Lower clip bound; null takes the preset's."""
     clip_high: Positive | None = None
@@ -292,8 +289,6 @@ class AlgorithmSection(Section):
     """KL estimator of the loss."""
     kl_corrected: bool = False
     """Weigh the KL term by the policy ratio, which makes its gradient unbiased."""
-    kl_straight_through: bool = False
-    """Give the KL term its estimator's value and the gradient of k2."""
     entropy_coef: Coefficient = 0.0
     """Weight of the entropy bonus."""
     entropy_share: Annotated[Positive, Le(1)] = 1.0
@@ -309,8 +304,6 @@ class AlgorithmSection(Section):
     overlong_buffer: Count = 0
     """Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an objective of its own
     called "overlong"; 0 for no penalty."""
-    overlong_weight: Positive = 1.0
-    """Weight of "overlong" among the rewards."""
     zero_variance_groups: Literal["keep", "drop", "resample"] = "keep"
     """Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep" them as zeros, "drop"
     them out of the loss and its denominators, or "resample" other prompts for them."""
@@ -333,8 +326,6 @@ class AlgorithmSection(Section):
         grouped = self.zero_variance_groups == "keep" or self.compares_groups
         no_groups = f"'keep' with advantage {self.advantage!r}, which compares no groups"
         require(grouped, "zero_variance_groups", no_groups, self.zero_variance_groups)
-        one_gradient = not (self.kl_corrected and self.kl_straight_through)
-        require(one_gradient, "kl_straight_through", "false with kl_corrected", self.kl_straight_through)
         if self.preset in ("cispo", "sapo"):
             for name in ("clip_low", "clip_high"):
                 bound = getattr(self, name)
@@ -359,26 +350,12 @@ class PPOSection(Section):
     """Discount of later rewards (gamma)."""
     gae_lambda: Share = 0.95
     """How far advantages look past the value of the next state (lambda): 0 one token, 1 to the end."""
-    whiten: bool = True
-    """Give the advantages of the batch's tokens mean 0 and deviation 1."""
     value_coef: Coefficient = 0.5
     """Weight of the value loss."""
-    value_rate: Annotated[Positive, Le(COEFFICIENT)] = 1.0
-    """Learning rate of the value head as a multiple of the policy's: it starts at 0 and must be quicker."""
     value_clip: Positive | None = 0.2
     """How far a value may move from the old one before its gradient stops; null for never."""
     kl_coef: Coefficient = 0.0
-    """Weight of the KL against the reference in each token's reward."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """KL estimator of the reward."""
-    kl_target: Coefficient = 0.0
-    """KL of one completion, summed over its tokens, that kl_coef is steered to; 0 keeps kl_coef."""
-    kl_horizon: PositiveCount = 10_000
-    """Completions in which the steering changes kl_coef by a fifth, at most (smaller is faster)."""
-
-    def __post_init__(self) -> None:
-        steerable = self.kl_target == 0 or self.kl_coef > 0
-        require(steerable, "kl_coef", "a number > 0 to start from when there is a kl_target", self.kl_coef)
+    """Weight of the KL against the reference in each token's reward (estimator k1)."""
 
 
 class OptimizerSection(Section):

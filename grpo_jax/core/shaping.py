@@ -1,6 +1,4 @@
-"""Rewards before they become advantages: a KL penalty per token, its adaptive weight, a penalty on length."""
-
-from dataclasses import dataclass
+"""Rewards before they become advantages: a KL penalty per token, and a penalty on length."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +29,7 @@ def kl_penalised_rewards(
         logprobs: `[.., T]`, floating, of the policy that drew the tokens.
         ref_logprobs: `[.., T]`, of the reference policy.
         mask: bool `[.., T]`.
-        kl_coef: the penalty's weight, a scalar; it may be traced, as an adaptive one is.
+        kl_coef: the penalty's weight, a scalar; it may be traced.
         estimator: of the divergence, as in `kl_divergence`; with k1 the penalties of a row add up to its log
             probability ratio, and the expected return is the score less kl_coef times the true divergence.
 
@@ -51,36 +49,6 @@ def kl_penalised_rewards(
     places = jnp.arange(mask.shape[-1])
     last = mask & (places == jnp.max(jnp.where(mask, places, -1), axis=-1, keepdims=True))
     return jax.lax.stop_gradient(select(mask, -kl_coef * penalty) + select(last, scores[..., None]))
-
-
-@dataclass(frozen=True)
-class AdaptiveKL:
-    """Keeps the measured divergence near a target by moving the penalty's weight.
-
-        error = clip(KL / target - 1, -limit, limit)
-        coef' = coef · (1 + error · samples / horizon)
-
-    From Ziegler et al., section 2.2 (https://arxiv.org/abs/1909.08593).
-    """
-
-    target: float  # the divergence to keep, as `update` is given it: there the mean over rows of a row's summed k1
-    horizon: float  # how many samples it takes to change the weight by the factor `1 + error`
-    limit: float = 0.2  # bound of the relative error
-
-    def update(self, coef: ArrayLike, observed_kl: ArrayLike, samples: int) -> jax.Array:
-        """The weight after `samples` more samples whose divergence was `observed_kl`; `coef` is the weight until now.
-
-        Raises:
-            ValueError: so many samples that the weight could become 0 or negative.
-        """
-        if not 0 <= samples * self.limit < self.horizon:
-            raise ValueError(
-                f"samples must be at least 0 and less than horizon / limit = {self.horizon / self.limit:g}, "
-                f"got {samples}: the weight could become negative"
-            )
-        coef, observed_kl = jnp.asarray(coef, float), jnp.asarray(observed_kl, float)
-        error = jnp.clip(observed_kl / self.target - 1, -self.limit, self.limit)
-        return coef * (1 + error * (samples / self.horizon))
 
 
 def overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> jax.Array:

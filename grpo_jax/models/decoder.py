@@ -1,4 +1,4 @@
-"""The scanned decoder that serves every family (`families`), and its freshly drawn weights."""
+"""The scanned decoder that serves every architecture (`architectures`), and its freshly drawn weights."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.architectures import ModelConfig, family_of
+from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Context, LayerInput, embed_pictures
 from grpo_jax.models.layers import draw_params, recomputed, remat_block
 from grpo_jax.models.lora import LoraConfig, init_adapters
@@ -22,7 +22,7 @@ class Decoder(nn.Module):
     config: ModelConfig  # shape and choices
     dtype: jax.typing.DTypeLike = jnp.float32  # of the computation
     param_dtype: jax.typing.DTypeLike = jnp.float32  # of freshly drawn parameters
-    remat: str = "products"  # see `make_policy`
+    remat: str = "products"  # see `Policy`
     lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
     stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
     # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device
@@ -32,14 +32,14 @@ class Decoder(nn.Module):
 
     def setup(self):
         """Declare the weights."""
-        c, family = self.config, family_of(self.config)
+        c, architecture = self.config, architecture_of(self.config)
         self.embed_tokens = self._embedding("embed_tokens", c.vocab_size)
-        if family.learned_positions:
+        if architecture.learned_positions:
             self.embed_positions = self._embedding("embed_positions", c.max_positions)
         if not c.tie_word_embeddings:
             self.lm_head = self._embedding("lm_head", c.vocab_size)
-        self.layers = self._stack(family.block) if self.stacked else self._sequence(family.block)
-        self.norm = family.final_norm(c, self.param_dtype)
+        self.layers = self._stack(architecture.block) if self.stacked else self._sequence(architecture.block)
+        self.norm = architecture.final_norm(c, self.param_dtype)
 
     def _stack(self, block: type[nn.Module]) -> nn.Module:
         stack = nn.scan(
@@ -76,18 +76,18 @@ class Decoder(nn.Module):
         Returns the final states [P, S, D], and new keys and values of the layers (see ``attend_streams``): stacked
         along a leading axis, or a list. Unstacked layers take those they read, if any, from `cached_inputs`.
         """
-        family = family_of(self.config)
+        architecture = architecture_of(self.config)
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
         x = x if self.spread is None or not self.stacked else self.spread.embedded(x)
         scale = getattr(self.config, "embedding_scale", 1.0)
         x = embed_pictures(x if scale == 1 else x * jnp.asarray(scale, self.dtype), context.vision)
-        if family.learned_positions:
+        if architecture.learned_positions:
             # Past the table's end comes NaN, never another token's position.
             places = jnp.take(self.embed_positions, context.positions, axis=0, mode="fill", fill_value=jnp.nan)
             x = x + places.astype(self.dtype)
         if context.rotation is None:
-            context = context._replace(rotation=family.rotation(self.config, context.positions))
-        inputs = family.layer_inputs(self.config)
+            context = context._replace(rotation=architecture.rotation(self.config, context.positions))
+        inputs = architecture.layer_inputs(self.config)
         if self.stacked:
             x, new_keys_values = self.layers(x, inputs, context)
             return self.norm(x), new_keys_values
@@ -108,13 +108,13 @@ def init_variables(
     param_dtype: str = "float32",
     lora: LoraConfig | None = None,
 ) -> dict[str, PyTree]:
-    """Draw variables: normal weights (``Family.initial_stddev``), unit norms, zero biases, float32 adapters."""
+    """Draw variables: normal weights (``Architecture.initial_stddev``), unit norms, zero biases, float32 adapters."""
     decoder = Decoder(config, param_dtype=jnp.dtype(param_dtype), remat="none")
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
     shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]
     weights_key, adapters_key = jax.random.split(key)
-    family = family_of(config)
-    params = draw_params(shapes, weights_key, lambda names: family.initial_stddev(config, names[-2:][0]))
+    architecture = architecture_of(config)
+    params = draw_params(shapes, weights_key, lambda names: architecture.initial_stddev(config, names[-2:][0]))
     variables = {"params": params}
     if lora is not None:
         variables["lora"] = init_adapters(variables["params"], adapters_key, lora)

@@ -31,8 +31,8 @@ class LoraConfig:
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # projections that get one, of the model's family (``Family.projections``)
-    vision: tuple[str, ...] = ()  # the same of the vision tower beside it (``TowerFamily.projections``)
+    targets: tuple[str, ...]  # projections that get one, of the model's architecture (``Architecture.projections``)
+    vision: tuple[str, ...] = ()  # the same of the vision tower beside it (``TowerArchitecture.projections``)
 
     def __post_init__(self):
         object.__setattr__(self, "targets", tuple(self.targets))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.architectures import ModelConfig, family_of
+from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Context, Tokens, VisionInput
 from grpo_jax.models.cache import Cache, Prefix, Rows
 from grpo_jax.models.vision.pictures import PictureStates
@@ -119,7 +119,7 @@ def decode_context(config: ModelConfig, prefix: Prefix, cache: Cache, group: int
     # A constant table: XLA would compute sines and cosines anew in every layer, for every head of every token.
     with jax.ensure_compile_time_eval():
         places = jnp.arange(prefix.mask.shape[1] + len(slots), dtype=jnp.int32)
-        table = jax.jit(family_of(config).rotation, static_argnums=0)(config, places)
+        table = jax.jit(architecture_of(config).rotation, static_argnums=0)(config, places)
     rotation = table and tuple(jnp.take(part, positions, axis=-2) for part in table)
     return Context(positions, prompt, completion, written, cache.length, rotation)
 

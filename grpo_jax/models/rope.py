@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models import hf_config as kinds
+from grpo_jax.models import hf_config
 
 SCALINGS = ("default", "linear", "llama3", "yarn")  # that a folder may name
 
@@ -117,13 +117,13 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 _ROPE_KINDS = {
-    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), kinds.POSITIVE),
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), kinds.NOT_NEGATIVE),
-    "original_max_position_embeddings": kinds.POSITIONS,
-    "rope_type": kinds.NAME,
-    "mrope_section": kinds.WIDTHS,
-    "type": kinds.NAME,
-    "truncate": kinds.FLAG,
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), hf_config.POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), hf_config.NOT_NEGATIVE),
+    "original_max_position_embeddings": hf_config.POSITIONS,
+    "rope_type": hf_config.NAME,
+    "mrope_section": hf_config.WIDTHS,
+    "type": hf_config.NAME,
+    "truncate": hf_config.FLAG,
 }
 
 
@@ -134,21 +134,21 @@ _NEEDED = {
 """Fields without which a scaling means nothing; the original length stands for the last."""
 
 
-def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
+def read_rope(fields: hf_config.Fields, *, theta: float = 10_000.0, plain: tuple[str, ...] = ()) -> RopeConfig:
     """Read rope_parameters (transformers 5), or rope_theta with rope_scaling (before), of a ``config.json``.
 
     `theta` is transformers' default where a folder does not say; `plain` are further rope types that scale nothing.
     """
     scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
-    kinds.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
+    hf_config.check_kinds(scaling, _ROPE_KINDS, "rope_parameters.")
     nested = sorted(key for key, value in scaling.items() if isinstance(value, Mapping))
-    kinds.expect(not nested, "rope_parameters", "one table for all layers", nested)
+    hf_config.expect(not nested, "rope_parameters", "one table for all layers", nested)
     share = scaling.get("partial_rotary_factor", 1)
-    kinds.expect(share == 1, "partial_rotary_factor", "1", share)
+    hf_config.expect(share == 1, "partial_rotary_factor", "1", share)
     theta = scaling.get("rope_theta") or fields.get("rope_theta") or theta
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "default" if kind in plain else kind
-    kinds.expect(kind in SCALINGS, "rope_type", f"one of {', '.join(SCALINGS)}", kind)
+    hf_config.expect(kind in SCALINGS, "rope_type", f"one of {', '.join(SCALINGS)}", kind)
     if kind == "default":
         return RopeConfig(theta=float(theta))
     original = (
@@ -160,11 +160,11 @@ def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str
     if factor is None and kind == "yarn" and original:
         factor = (fields.get("max_position_embeddings") or original) / original
     given = {**scaling, "factor": factor, "max_position_embeddings": original or None}
-    kinds.require(given, ("factor", *_NEEDED.get(kind, ())), f"rope_type {kind!r}")
+    hf_config.require(given, ("factor", *_NEEDED.get(kind, ())), f"rope_type {kind!r}")
     low, high = float(scaling.get("low_freq_factor") or 1.0), float(scaling.get("high_freq_factor") or 4.0)
     rises = kind != "llama3" or low < high
-    kinds.expect(rises, "rope_parameters.low_freq_factor", f"a number below high_freq_factor={high}", low)
-    kinds.expect(kind != "yarn" or float(theta) > 1, "rope_theta", "a number above 1 with rope_type 'yarn'", theta)
+    hf_config.expect(rises, "rope_parameters.low_freq_factor", f"a number below high_freq_factor={high}", low)
+    hf_config.expect(kind != "yarn" or float(theta) > 1, "rope_theta", "a number above 1 with rope_type 'yarn'", theta)
     return RopeConfig(
         theta=float(theta),
         scaling=kind,
@@ -179,7 +179,7 @@ def read_rope(fields: kinds.Fields, *, theta: float = 10_000.0, plain: tuple[str
     )
 
 
-def _attention_factor(scaling: kinds.Fields, factor: float) -> float:
+def _attention_factor(scaling: hf_config.Fields, factor: float) -> float:
     """YaRN's attention temperature, 0.1 ln(factor) + 1 unless the folder says otherwise."""
 
     def temperature(scale: float) -> float:

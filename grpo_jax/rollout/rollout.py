@@ -1,6 +1,6 @@
 """Collect a batch: sample completions, judge them, and let the environment answer between turns.
 
-    chunk:  sample ─► render ─► score ─► respond ─► sample ─► render ─► score ─► …
+    chunk:  sample ─► render ─► score ─► env ─► sample ─► render ─► score ─► …
 
 Every rollout is a batch of episodes; where the policy writes once, each has one turn. Axes: P prompts, G completions
 of each, U turns, T tokens, N rewards, W eval rewards. The functions come in a `RolloutFns`.
@@ -21,8 +21,8 @@ from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, chained, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import PictureInput
+from grpo_jax.rollout.env import EnvError, Episode, Observation, Turn
 from grpo_jax.rollout.environment import EnvSettings, ReplyTokens, RolloutFns, ask_environment
-from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Turn, remembered
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.sampling.episodes import EpisodeSampler
 from grpo_jax.sampling.sampler import Samples
@@ -76,8 +76,8 @@ class Rollout(NamedTuple):
 
     @property
     def texts(self) -> list[list[str]]:
-        """The last text that was judged, `[P][G]`."""
-        return [[episode.last.text for episode in group] for group in self.episodes]
+        """The last parsed completion, `[P][G]`."""
+        return [[episode.last.completion for episode in group] for group in self.episodes]
 
     @property
     def valid_turns(self) -> np.ndarray:
@@ -225,7 +225,7 @@ class _Chunk:
             rewards[:, :, turn], eval_rewards[:, :, turn] = self._judge_turn(samples[-1])
             if env is None or turn + 1 == turns:
                 break
-            replies.append(self._respond(env, samples[-1], failed))
+            replies.append(self._step(env, samples[-1], failed))
             if not self.active.any():
                 break
             with self.work.stage("sample", self.number):
@@ -260,14 +260,14 @@ class _Chunk:
 
     def _encode_images(self, variables: PyTree, pictures: Pictures) -> tuple[Any, PictureInput]:
         if self.fns.encode_images is None:  # it must not answer with what nobody looks at
-            raise AnswerError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
+            raise EnvError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
         return self.fns.encode_images(variables, pictures)
 
     def _read_turn(self, samples: Samples) -> None:
         """Add what was sampled to the active episodes."""
         for p, g in self._places:
-            written, reading = self.fns.decode(_tokens(samples, (p, g)), self.rows[p].prompt)
-            turn = Turn(reading.text, written, reading.valid, bool(samples.truncated[p, g]))
+            raw, parsed = self.fns.decode(_tokens(samples, (p, g)), self.rows[p].prompt)
+            turn = Turn(parsed.text, raw, parsed.valid, bool(samples.truncated[p, g]))
             self.episodes[p][g] = Episode((*self.episodes[p][g].turns, turn))
 
     def _judge_turn(self, samples: Samples | None) -> list[np.ndarray]:
@@ -281,7 +281,7 @@ class _Chunk:
             size = self.active.shape[1] if self.active.all() else 1
             groups = [places[first : first + size] for first in range(0, len(places), size)]
             rows = [self.rows[group[0][0]] for group in groups]
-            texts = [[self.episodes[p][g].last.text for p, g in group] for group in groups]
+            texts = [[self.episodes[p][g].last.completion for p, g in group] for group in groups]
             drawn = None
             if fns.render is not None:
                 with self.work.stage("render", self.number):
@@ -311,39 +311,39 @@ class _Chunk:
             self._change_last(place, rewards=dict(zip(names, numbers, strict=True)))
         return judged
 
-    def _respond(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> ReplyTokens:
+    def _step(self, env: EnvSettings, samples: Samples, failed: np.ndarray) -> ReplyTokens:
         """Ask the environment for its answer to each active completion; those that go on stay active."""
         places = self._places
-        answers: list[Answer | None] = []
+        answers: list[Observation | None] = []
         reply = ReplyTokens(np.zeros(0), np.zeros(0))
         if is_main_process():
-            with self.work.stage("respond", self.number):
+            with self.work.stage("env", self.number):
                 asked = [self.rows[p] for p, _ in places], [self.episodes[p][g] for p, g in places]
                 ended = [_tokens(samples, place)[-1] in env.eos_ids for place in places]
                 answers, reply = ask_environment(env, self.fns.prepare, *asked, ended, places, self.active.shape)
         if process_count() > 1:
-            answers, reply = self._shared_answers(answers, reply)
+            answers, reply = self._shared_observations(answers, reply)
         for place, answer in zip(places, answers, strict=True):
             self.active[place] = answer is not None and not answer.done
             failed[place] = answer is None
-            self._change_last(place, answer=answer)
+            self._change_last(place, observation=answer)
         return reply
 
-    def _shared_answers(
-        self, answers: list[Answer | None], reply: ReplyTokens
-    ) -> tuple[list[Answer | None], ReplyTokens]:
+    def _shared_observations(
+        self, answers: list[Observation | None], reply: ReplyTokens
+    ) -> tuple[list[Observation | None], ReplyTokens]:
         """Return process 0's answers in all processes; the others have no pictures but the prepared ones."""
         texts = [None if answer is None else [answer.text, answer.done] for answer in answers]
         pictures = None if reply.pictures is None else [*reply.pictures]
         texts, tokens, mask, pictures = self.work.share([texts, reply.tokens, reply.mask, pictures])
         if is_main_process():
             return answers, reply
-        answers = [None if text is None else Answer(text[0], done=text[1]) for text in texts]
+        answers = [None if text is None else Observation(text[0], done=text[1]) for text in texts]
         return answers, ReplyTokens(tokens, mask, None if pictures is None else Pictures(*pictures))
 
     def _remembered(self) -> list[list[Episode]]:
         return [
-            [remembered(episode, pictures=row < self.gallery) for episode in group]
+            [episode.remembered(pictures=row < self.gallery) for episode in group]
             for row, group in enumerate(self.episodes, self.start)
         ]
 

@@ -13,7 +13,7 @@ from grpo_jax.errors import Stopped
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode
+from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.rollout import Rollout, collect, judge
 from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.runs.parts import RunContext, objectives_of
@@ -47,7 +47,7 @@ class Evaluation(NamedTuple):
     @property
     def texts(self) -> list[str]:
         """P, the last turns' texts."""
-        return [episode.last.text for episode in self.episodes]
+        return [episode.last.completion for episode in self.episodes]
 
 
 def evaluate_policy(
@@ -151,8 +151,8 @@ def evaluate_controls(parts: RunContext, variables: Variables, rows: Sequence[Ro
     environment, measures = parts.environment, {}
     if environment.env is None:
         return {}
-    for control, respond in parts.task_data.environment.controls.items():
-        env = environment.env._replace(respond=respond)
+    for control, step in parts.task_data.environment.controls.items():
+        env = environment.env._replace(step=step)
         evaluation = evaluate_policy(parts._replace(environment=environment._replace(env=env)), variables, rows)
         names = environment.reward_names + environment.eval_reward_names
         measures |= {with_control(name, control): evaluation.measures[name] for name in names}

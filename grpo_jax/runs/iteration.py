@@ -80,7 +80,7 @@ def make_learner(parts: RunContext) -> Learner:
     per_iteration = config.training.inner_epochs * config.training.minibatches
     section = config.optimizer.replace(learning_rate=config.learning_rate)
     schedule = make_schedule(section, iterations * per_iteration)
-    optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=config.ppo.value_rate), policy.mesh)
+    optimizer = shard_optimizer(make_optimizer(section, schedule), policy.mesh)
     update = make_update(
         policy,
         optimizer,
@@ -92,7 +92,6 @@ def make_learner(parts: RunContext) -> Learner:
         trie=parts.trie,
         ppo=config.ppo,
     )
-    steered = config.algorithm.learns_values and config.ppo.kl_coef > 0
 
     # New adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
     untouched = config.policy.lora.path is None and config.sft.steps == 0
@@ -104,7 +103,6 @@ def make_learner(parts: RunContext) -> Learner:
             optimizer,
             keep_reference=needs_reference(config.algorithm, config.ppo),
             base_reference=base_reference,
-            kl_coef=config.ppo.kl_coef if steered else None,
             loss_scale=make_loss_scale(config.policy.compute_dtype),
             take_over=True,
         )
@@ -285,7 +283,7 @@ def update_metrics(report: Record) -> Record:
             "value/explained_variance": float(estimates.explained_variance),
             "completion_kl": float(estimates.completion_kl),
         }
-    named = ("kl_coef", "importance_weight", "importance_clipped")
+    named = ("importance_weight", "importance_clipped")
     return row | {name: float(measured[name]) for name in named if name in measured}
 
 
@@ -339,9 +337,9 @@ def completion_columns(parts: RunContext, rollout: Rollout, advantages: np.ndarr
                 in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0
-            entry = {"prompt": rollout.rows[p].prompt, "completion": turn.written, "text": turn.text}
+            entry = {"prompt": rollout.rows[p].prompt, "completion": turn.raw_completion, "text": turn.completion}
             if turns > 1:
-                answer = None if turn.answer is None or turn.answer.done else turn.answer.text
+                answer = None if turn.observation is None or turn.observation.done else turn.observation.text
                 entry |= {"episode": p * group + g, "turn": number + 1, "answer": answer}
             entry |= dict(zip(names, values[p, g, number], strict=True))
             entry |= {

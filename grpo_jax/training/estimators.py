@@ -53,14 +53,13 @@ def make_objectives(
     weights: dict[str, float],
     conditions: Sequence[Condition] = (),
     overlong_buffer: int = 0,
-    overlong_weight: float = 1.0,
     max_new_tokens: int,
     valid: np.ndarray | jax.Array | None = None,
     fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
-    GDPO normalises this objective by itself, every other estimator adds it to the sum, with `overlong_weight`. It is
+    GDPO normalises this objective by itself, every other estimator adds it to the sum. It is
     missing where every judged reward of non-zero weight is. It grows to 1 over `overlong_buffer` tokens (0: none) up
     to `max_new_tokens`. `lengths` are i32 [P, G] tokens. Where `valid` bool [P, G] is false rewards are missing or,
     with `fill`, by objective the lowest of the group's valid completions, if it has any.
@@ -76,9 +75,7 @@ def make_objectives(
         return Objectives(rewards, names, factors)
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
     penalty = jnp.where(missing, jnp.nan, penalty)
-    return Objectives(
-        jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, overlong_weight)
-    )
+    return Objectives(jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, 1.0))
 
 
 def without_invalid(rewards: jax.Array, valid: jax.Array, *, fill: bool) -> jax.Array:
@@ -154,16 +151,16 @@ def estimate_advantages(
     """
     if section.advantage == "gdpo":
         whiten = None if section.whiten == "none" else section.whiten
-        return gdpo_advantages(rewards, weights=weights, eps=section.advantage_eps, whiten=whiten, mask=mask)
+        return gdpo_advantages(rewards, weights=weights, whiten=whiten, mask=mask)
     summed = sum_rewards(rewards, weights=weights)
     if section.advantage == "rloo":
         return leave_one_out_advantages(summed)
     if section.advantage == "raft":
         return raft_advantages(summed)
     if section.advantage == "batch":
-        return batch_whitened_advantages(summed, eps=section.advantage_eps)
+        return batch_whitened_advantages(summed)
     scale = section.scale or losses.PRESET_SCALES[section.preset]
-    return group_advantages(summed, scale=scale, eps=section.advantage_eps)
+    return group_advantages(summed, scale=scale)
 
 
 def estimate_turn_advantages(

@@ -22,7 +22,7 @@ from grpo_jax.core.kl import kl_divergence
 from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten, safe_divide, select
 from grpo_jax.core.ppo import value_loss
 from grpo_jax.core.returns import gae_advantages
-from grpo_jax.core.shaping import AdaptiveKL, kl_penalised_rewards
+from grpo_jax.core.shaping import kl_penalised_rewards
 from grpo_jax.core.trie import Trie, walk
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, token_values
@@ -61,9 +61,8 @@ def make_forward(
 
     def forward(variables: Variables, batch: Batch) -> Forward:
         packing = batch.packing
-        encode_images = policy.encode_images
         pictures = {
-            name: encode_images(variables, part) if isinstance(part, Pictures) and encode_images is not None else part
+            name: policy.encode_images(variables, part) if isinstance(part, Pictures) else part
             for name, part in batch.pictures.items()
         }
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)
@@ -99,10 +98,7 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
         options["surrogate"] = dataclasses.replace(surrogate, **changed)
     if section.kl_coef > 0:
         options["kl"] = losses.KLPenalty(
-            section.kl_coef,
-            estimator=section.kl_estimator,
-            corrected=section.kl_corrected,
-            straight_through=section.kl_straight_through,
+            section.kl_coef, estimator=section.kl_estimator, corrected=section.kl_corrected
         )
     options["entropy_coef"] = section.entropy_coef
     return options
@@ -193,24 +189,23 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array, jax.Array
     """Compile the function (batch with scores and old_logprobs, values, KL coefficient) → batch to learn from.
 
     Rewards per token, with the KL against `batch.ref_logprobs` (None: no KL), become advantages by GAE; the values
-    learn advantage + value. Advantages are whitened over the batch's tokens if the section says so.
+    learn advantage + value. Advantages are whitened over the batch's tokens.
     """
 
-    def estimate(batch: Batch, values: jax.Array, kl_coef: jax.Array) -> tuple[Batch, Estimates]:
+    def estimate(batch: Batch, values: jax.Array) -> tuple[Batch, Estimates]:
         mask = batch.mask
         old = required("old_logprobs", batch.old_logprobs)
         reference = old if batch.ref_logprobs is None else batch.ref_logprobs
         scores = required("scores", batch.scores)
         values = select(mask, values)
-        rewards = kl_penalised_rewards(scores, old, reference, mask, kl_coef=kl_coef, estimator=section.kl_estimator)
+        rewards = kl_penalised_rewards(scores, old, reference, mask, kl_coef=section.kl_coef)
         # The state after the last token has value 0; padding stands in the way of no value, it is passed over.
         following = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
         advantages = gae_advantages(rewards, following, gamma=section.gamma, gae_lambda=section.gae_lambda, mask=mask)
         returns = advantages + values
         divergence = select(mask, kl_divergence(old, reference, estimator="k1"))
         explained = _explained_variance(advantages, returns, mask)
-        if section.whiten:
-            advantages = masked_whiten(advantages, mask)
+        advantages = masked_whiten(advantages, mask)
         estimates = Estimates(
             advantages=masked_mean(advantages, mask, axis=-1),
             completion_kl=safe_divide(jnp.sum(divergence), count(mask.any(axis=-1))),
@@ -226,15 +221,3 @@ def make_estimates(section: PPOSection) -> Callable[[Batch, jax.Array, jax.Array
 def _explained_variance(error: jax.Array, target: jax.Array, mask: jax.Array) -> jax.Array:
     error_variance, target_variance = (jnp.square(masked_std(x, mask)) for x in (error, target))
     return jnp.where(target_variance > 0, 1 - safe_divide(error_variance, target_variance), 0)
-
-
-def make_kl_control(section: PPOSection) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
-    """Make (coefficient, completion_kl, completions) → next coefficient; it stays where the KL is not finite."""
-    if section.kl_target == 0:
-        return lambda coef, observed, samples: coef
-    control = AdaptiveKL(section.kl_target, section.kl_horizon)
-
-    def steer(coef: jax.Array, observed: jax.Array, samples: int) -> jax.Array:
-        return jnp.where(jnp.isfinite(observed), control.update(coef, observed, samples), coef)
-
-    return steer

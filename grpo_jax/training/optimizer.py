@@ -6,7 +6,7 @@ import jax
 import optax
 
 from grpo_jax.config.sections import OptimizerSection
-from grpo_jax.models.variables import VALUE, PyTree, Variables
+from grpo_jax.models.variables import VALUE, Variables
 
 _DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters beside them
 
@@ -45,9 +45,7 @@ def decayed(weights: Variables) -> Variables:
     return jax.tree_util.tree_map_with_path(decays, weights)
 
 
-def make_optimizer(
-    section: OptimizerSection, schedule: optax.Schedule, *, value_rate: float = 1.0
-) -> optax.GradientTransformation:
+def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
     """AdamW behind a global-norm clip; float32 throughout.
 
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  w' = w - rate · (m̂ / (√v̂ + ε) + weight_decay · w)
@@ -55,13 +53,7 @@ def make_optimizer(
     with the last term for the weights that decay alone (`decayed`). From https://arxiv.org/abs/1711.05101.
     """
 
-    def scale_value(updates: PyTree, _: PyTree | None) -> PyTree:
-        if VALUE not in updates:
-            return updates
-        return {**updates, VALUE: jax.tree.map(lambda step: value_rate * step, updates[VALUE])}
-
     adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, weight_decay=section.weight_decay, mask=decayed)
-    adamw = adamw if value_rate == 1 else optax.chain(adamw, optax.stateless(scale_value))
     if section.max_grad_norm == 0:
         return adamw
     return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)

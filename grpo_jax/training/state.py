@@ -33,7 +33,6 @@ class TrainState(NamedTuple):
             is the base without its adapters.
         skipped: i32 scalar, consecutive updates left out because loss or gradient were not finite; of float16 only
             those at which the loss scale could fall no further.
-        kl_coef: f32 scalar, the weight of the KL in PPO's rewards, or None.
         loss_scale: Flax's `DynamicScale` under float16, or None.
         rollout_weights: The policy that samples the next batch, where that is sampled ahead; or None.
     """
@@ -43,7 +42,6 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     reference: PyTree | None
     skipped: jax.Array
-    kl_coef: jax.Array | None = None
     loss_scale: PyTree | None = None
     rollout_weights: RolloutWeights | None = None
 
@@ -75,7 +73,6 @@ def init_state(
     *,
     keep_reference: bool,
     base_reference: bool = True,
-    kl_coef: float | None = None,
     loss_scale: PyTree | None = None,
     take_over: bool = False,
 ) -> TrainState:
@@ -85,7 +82,6 @@ def init_state(
         keep_reference: A KL will be computed.
         base_reference: With LoRA, the base without adapters is the reference and nothing is kept. False keeps the
             adapters of the start: where they are not fresh, or the reference will be refreshed.
-        kl_coef: Weight of the KL in PPO's rewards, or None.
         take_over: The start itself is trained where no reference needs it: no copy, and `variables` can be read until
             the first update only.
     """
@@ -94,11 +90,10 @@ def init_state(
     reference = variables[name] if keep_reference and not (name == "lora" and base_reference) else None
     if reference is not None or not take_over:
         trained = jax.tree.map(jnp.array, trained)
-    coefficient = None if kl_coef is None else jnp.asarray(kl_coef, jnp.float32)
     step, skipped = (jnp.zeros((), jnp.int32) for _ in range(2))
     loss_scale = jax.tree.map(jnp.array, loss_scale)
     variables = {**variables, **trained}
-    return TrainState(step, variables, optimizer.init(trained), reference, skipped, coefficient, loss_scale)
+    return TrainState(step, variables, optimizer.init(trained), reference, skipped, loss_scale)
 
 
 def commit_to_device(state: TrainState) -> TrainState:

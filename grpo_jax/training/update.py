@@ -25,7 +25,6 @@ from grpo_jax.training.objectives import (
     loss_options,
     make_estimates,
     make_forward,
-    make_kl_control,
     make_policy_objective,
     make_ppo_objective,
 )
@@ -202,8 +201,7 @@ def make_preparation(
                     measured["importance_clipped"] = clipped
             batch = batch._replace(token_weights=weights, sampler_logprobs=None)
         if algorithm.learns_values:
-            coefficient = jnp.zeros((), jnp.float32) if state.kl_coef is None else state.kl_coef
-            batch, measured["estimates"] = estimate(batch, required("values", old.values), coefficient)
+            batch, measured["estimates"] = estimate(batch, required("values", old.values))
         return batch, measured
 
     return prepare
@@ -247,18 +245,14 @@ def make_update(
 
     `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and
     "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, and "measured"
-    (`make_preparation`), with the "kl_coef" that was used.
+    (`make_preparation`).
     """
     forward = make_forward(policy, **distribution)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
-    prepare, steer = make_preparation(forward, algorithm, ppo, training), make_kl_control(ppo)
+    prepare = make_preparation(forward, algorithm, ppo, training)
 
     def update(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         batch, measured = prepare(state, batch)
-        if state.kl_coef is not None:
-            rows, observed = batch.tokens[..., 0].size, measured["estimates"].completion_kl
-            measured["kl_coef"] = float(state.kl_coef)  # now: the state will be donated
-            state = state._replace(kl_coef=steer(state.kl_coef, observed, rows))
         reports = []
         for epoch in range(training.inner_epochs):
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):

@@ -43,7 +43,7 @@ def _float16(values: dict[str, Any]) -> None:
 def _ppo(values: dict[str, Any]) -> None:
     _text(values)
     values["algorithm"] = {"advantage": "gae"}
-    values["ppo"] = {"kl_coef": 0.05, "kl_target": 1.0, "kl_horizon": 64}
+    values["ppo"] = {"kl_coef": 0.05}
 
 
 _OF_TEXT: dict[str, Callable[[dict[str, Any]], None]] = {

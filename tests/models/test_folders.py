@@ -17,7 +17,7 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
-from grpo_jax.models.policy import load_policy, make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy, load_policy  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,7 +55,7 @@ def as_on_the_hub(folder):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "param_dtype", "changes"),
+    ("architecture", "dtype", "param_dtype", "changes"),
     [
         ("qwen2", "float32", "float32", dict(tie_word_embeddings=True)),
         ("qwen3", "bfloat16", "float32", dict(max_shard_size="20KB")),
@@ -69,9 +69,9 @@ def as_on_the_hub(folder):
         ("gpt2", "float16", "float32", dict(tie_word_embeddings=False)),
     ],
 )
-def test_round_trip_is_bit_equal(tmp_path, family, dtype, param_dtype, changes):
-    source = reference.folder(tmp_path / "source", family, dtype=DTYPES[dtype], **changes)
-    if changes == dict(tie_word_embeddings=True) and family == "gpt2":
+def test_round_trip_is_bit_equal(tmp_path, architecture, dtype, param_dtype, changes):
+    source = reference.folder(tmp_path / "source", architecture, dtype=DTYPES[dtype], **changes)
+    if changes == dict(tie_word_embeddings=True) and architecture == "gpt2":
         as_on_the_hub(source)
     loaded = hf.load_folder(source, param_dtype=param_dtype, tokenizer=False)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)} == {param_dtype or dtype}
@@ -84,7 +84,7 @@ def test_round_trip_is_bit_equal(tmp_path, family, dtype, param_dtype, changes):
 
 
 def assert_same_logits(model, config, params, tokens):
-    policy = make_policy(config)
+    policy = Policy(config)
     prefix = jax.jit(policy.prefill)({"params": params}, tokens, np.ones(tokens.shape, bool))
     with torch.no_grad():
         expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]
@@ -101,11 +101,11 @@ def test_transformers_loads_a_changed_gpt2_of_the_hub_and_agrees(tmp_path):
     assert_same_logits(model, loaded.config, changed, reference.group_batch(length=9)[0])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_vl"])
-def test_transformers_loads_a_changed_export_and_agrees(tmp_path, family):
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen2_vl"])
+def test_transformers_loads_a_changed_export_and_agrees(tmp_path, architecture):
     """Trained weights, the source's tokenizer and ids, and for Qwen2-VL its vision tower as it was."""
-    if family == "qwen2":
-        source = tiny_models.causal_lm(tmp_path / "source", family, max_shard_size="20KB")
+    if architecture == "qwen2":
+        source = tiny_models.causal_lm(tmp_path / "source", architecture, max_shard_size="20KB")
     else:
         source = tiny_models.qwen2_vl(tmp_path / "source")
     loaded = hf.load_folder(source)
@@ -114,7 +114,7 @@ def test_transformers_loads_a_changed_export_and_agrees(tmp_path, family):
     hf.save_folder(tmp_path / "export", source, loaded.config, changed)
 
     auto = {"qwen2": transformers.AutoModelForCausalLM, "qwen2_vl": transformers.AutoModelForImageTextToText}
-    model = auto[family].from_pretrained(tmp_path / "export", dtype="float32")
+    model = auto[architecture].from_pretrained(tmp_path / "export", dtype="float32")
     tokens = np.random.default_rng(0).integers(0, 250, (2, 7)).astype(np.int32)
     assert_same_logits(model, loaded.config, changed, tokens)
     assert model.generation_config.eos_token_id == [258, 256]
@@ -122,7 +122,7 @@ def test_transformers_loads_a_changed_export_and_agrees(tmp_path, family):
 
     before, after = tensors(source), tensors(tmp_path / "export")
     vision = [name for name in before if "visual" in name]
-    assert bool(vision) == (family == "qwen2_vl")
+    assert bool(vision) == (architecture == "qwen2_vl")
     assert all(torch.equal(before[name], after[name]) for name in vision)
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
 

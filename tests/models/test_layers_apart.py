@@ -14,30 +14,31 @@ from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.fused_projections import apart_and_joined, separate
 from grpo_jax.models.lora import LoraConfig, entry, merge
-from grpo_jax.models.policy import keeps_layers_apart, make_policy
+from grpo_jax.models.policy import Policy, keeps_layers_apart
 
 close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
 MIXED = replace(LLAMA, mixture=Mixture(4, 2, 16), model_type="qwen3_moe"), LoraConfig(2, 6.0, ("k_proj", "o_proj"))
 PHI = replace(LLAMA, fused=True, model_type="phi3"), LoraConfig(2, 6.0, ("qkv_proj", "down_proj"))
-FAMILIES = CONFIGS | {"experts": MIXED, "joined": PHI}
+ARCHITECTURES = CONFIGS | {"experts": MIXED, "joined": PHI}
 
 
-def drawn(family):
-    config, lora = FAMILIES[family]
+def drawn(architecture):
+    config, lora = ARCHITECTURES[architecture]
     rng = np.random.default_rng(1)
     variables = init_variables(config, jax.random.key(0), lora=lora)
     return config, lora, jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape) / 10, x.dtype), variables)
 
 
 @pytest.mark.parametrize(
-    ("family", "remat"), [*((family, "layer") for family in FAMILIES), ("llama", "none"), ("llama", "products")]
+    ("architecture", "remat"),
+    [*((architecture, "layer") for architecture in ARCHITECTURES), ("llama", "none"), ("llama", "products")],
 )
-def test_states_steps_and_gradients_are_those_of_stacks(family, remat):
-    config, lora, variables = drawn(family)
+def test_states_steps_and_gradients_are_those_of_stacks(architecture, remat):
+    config, lora, variables = drawn(architecture)
     prompts, prompt_mask, tokens, mask = group_batch()
 
     def outcome(platform, params):
-        policy = make_policy(config, lora=lora, remat=remat, platform=platform)
+        policy = Policy(config, lora=lora, remat=remat, platform=platform)
 
         def loss(adapters):
             variables = {"params": params, "lora": adapters}
@@ -58,9 +59,9 @@ def test_states_steps_and_gradients_are_those_of_stacks(family, remat):
     jax.tree.map(close, outcome("cuda", apart), outcome("cpu", variables["params"]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_layer_is_merged_as_that_of_a_stack(family):
-    config, lora, variables = drawn(family)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_layer_is_merged_as_that_of_a_stack(architecture):
+    config, lora, variables = drawn(architecture)
     stacked = merge(variables, lora)["layers"]
     params = separate(apart_and_joined(variables["params"], config), config)
     apart = merge({**variables, "params": params}, lora)["layers"]

@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.layers import ACTIVATIONS  # noqa: E402
-from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy  # noqa: E402
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(
@@ -28,20 +28,20 @@ THETA = dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))
 WINDOW = dict(use_sliding_window=True, sliding_window=3, max_window_layers=1)
 
 
-def load(tmp_path, family, **overrides):
+def load(tmp_path, architecture, **overrides):
     """Torch model and the same weights loaded from its folder."""
-    model = reference.model(family, **overrides)
+    model = reference.model(architecture, **overrides)
     model.save_pretrained(tmp_path / "source")
     return model, hf.load_folder(tmp_path / "source", tokenizer=False)
 
 
 def last_logits(loaded, tokens, mask):
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
     variables = {"params": loaded.params}
     return policy.logits("pd,vd->pv", jax.jit(policy.prefill)(variables, tokens, mask).hidden, policy.head(variables))
 
 
-# For each family the changes of config.json, each of which alone changes what the model computes.
+# For each architecture the changes of config.json, each of which alone changes what the model computes.
 TRAINED = [
     ("qwen2", [dict(tie_word_embeddings=True), dict(rms_norm_eps=0.5), dict(num_key_value_heads=4), THETA, WINDOW]),
     ("qwen3", [dict(head_dim=8), WINDOW | dict(layer_types=["sliding_attention", "full_attention"])]),
@@ -85,28 +85,28 @@ def merged(changes):
     return {name: value for change in changes for name, value in change.items()}
 
 
-def assert_each_matters(family, changes, batch, expected):
+def assert_each_matters(architecture, changes, batch, expected):
     """Without any one of the changes torch's logits are others."""
     for i in range(len(changes)):
         with torch.no_grad():
-            other = reference.model(family, **merged(changes[:i] + changes[i + 1 :]))
+            other = reference.model(architecture, **merged(changes[:i] + changes[i + 1 :]))
             logits = reference.completion_logits(other, batch)
         assert (logits - expected).abs().numpy()[batch[3]].max() > 1e-2, changes[i]
 
 
-@pytest.mark.parametrize(("family", "changes"), TRAINED)
-def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, family, changes):
+@pytest.mark.parametrize(("architecture", "changes"), TRAINED)
+def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, architecture, changes):
     """One prompt shared by its group here, a copy per completion there: same losses, same gradients."""
-    model, loaded = load(tmp_path, family, **merged(changes))
+    model, loaded = load(tmp_path, architecture, **merged(changes))
     batch = reference.group_batch()
     advantages = np.random.default_rng(1).normal(size=batch[2].shape[:2]).astype(np.float32)
     noise = np.random.default_rng(2).normal(size=(2, *batch[2].shape)).astype(np.float32) * 0.3
 
     expected_logits = reference.completion_logits(model, batch)
-    assert_each_matters(family, changes, batch, expected_logits.detach())
+    assert_each_matters(architecture, changes, batch, expected_logits.detach())
     logprobs, loss = reference.grpo(expected_logits, batch, advantages, noise)
     old, ref = (logprobs.detach().numpy() + n for n in noise)
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
 
     def objective(params):
         variables = {"params": params}
@@ -137,7 +137,7 @@ PREFILLED = [
     ("qwen2_5_vl", []),
     ("qwen3_vl", []),
 ]
-# The same for another family, or of a field that the gradients above have too.
+# The same for another architecture, or of a field that the gradients above have too.
 MORE = [
     ("qwen3", [dict(attention_bias=True), WINDOW, dict(num_hidden_layers=3)]),
     ("llama", [dict(hidden_act="gelu"), dict(tie_word_embeddings=True), dict(rope_parameters=YARN)]),
@@ -153,15 +153,15 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [*PREFILLED, *(pytest.param(*more, marks=pytest.mark.wide) for more in MORE)]
+    ("architecture", "changes"), [*PREFILLED, *(pytest.param(*more, marks=pytest.mark.wide) for more in MORE)]
 )
-def test_fields_of_config_json_are_honoured(tmp_path, family, changes):
+def test_fields_of_config_json_are_honoured(tmp_path, architecture, changes):
     """Each changes the logits, and together they are what transformers computes."""
     batch = reference.group_batch(length=9)
-    model, loaded = load(tmp_path, family, **merged(changes))
+    model, loaded = load(tmp_path, architecture, **merged(changes))
     with torch.no_grad():
         expected = reference.completion_logits(model, batch)
-    assert_each_matters(family, changes, batch, expected)
+    assert_each_matters(architecture, changes, batch, expected)
     tokens, mask = reference.unshared(*batch)
     got = last_logits(loaded, tokens[:, :10], mask[:, :10])
     np.testing.assert_allclose(got, expected[:, :, 1].reshape(got.shape), atol=1e-4)

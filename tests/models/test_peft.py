@@ -18,7 +18,7 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
-from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy  # noqa: E402
 
 # PEFT's own calls of what transformers and PEFT are about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -33,14 +33,14 @@ AUTO = {"qwen2_5_vl": transformers.AutoModelForImageTextToText}
 
 
 class World:
-    """A family's random folder, its policy, and adapters that are not at their start of zeros."""
+    """An architecture's random folder, its policy, and adapters that are not at their start of zeros."""
 
-    def __init__(self, folder, family):
-        self.family = family
-        self.source = reference.folder(folder / "source", family)
+    def __init__(self, folder, architecture):
+        self.architecture = architecture
+        self.source = reference.folder(folder / "source", architecture)
         self.loaded = hf.load_folder(self.source, tokenizer=False)
         self.config = self.loaded.config
-        self.lora = LoraConfig(rank=3, alpha=7.0, targets=TARGETS[family])
+        self.lora = LoraConfig(rank=3, alpha=7.0, targets=TARGETS[architecture])
         fresh = init_adapters(self.loaded.params, jax.random.key(0), self.lora)
         rng = np.random.default_rng(1)
         self.adapters = jax.tree.map(
@@ -48,11 +48,11 @@ class World:
         )
 
     def base(self):
-        model = AUTO.get(self.family, transformers.AutoModelForCausalLM).from_pretrained(self.source)
+        model = AUTO.get(self.architecture, transformers.AutoModelForCausalLM).from_pretrained(self.source)
         return model.eval()
 
     def logits(self, variables, lora):
-        policy = make_policy(self.config, lora=lora)
+        policy = Policy(self.config, lora=lora)
         tokens, mask = token_batch()
         hidden = jax.jit(policy.prefill)(variables, tokens, mask).hidden
         return np.asarray(hidden @ policy.head(variables).T)
@@ -139,7 +139,7 @@ def make_peft(world, folder, **options):
 
 
 def test_we_compute_what_peft_computes(world, tmp_path):
-    for number, options in enumerate(THEIRS[world.family]):
+    for number, options in enumerate(THEIRS[world.architecture]):
         model = make_peft(world, tmp_path / str(number), **options)
         lora, adapters = load_adapters(tmp_path / str(number), world.config)
         assert (lora.rank, lora.alpha) == (4, 6.0)

@@ -120,12 +120,12 @@ def test_a_checkpoint_is_measured_and_asked(run, home, capsys, parts):
 
 
 @pytest.mark.parametrize(
-    ("family", "vision"),
+    ("architecture", "vision"),
     [("qwen2_vl", "frozen"), ("qwen2_vl", "train"), ("qwen2_5_vl", "train"), ("qwen3_vl", "train")],
 )
-def test_swapped_pictures_change_log_probabilities_and_loss(family, vision, home, tmp_path):
+def test_swapped_pictures_change_log_probabilities_and_loss(architecture, vision, home, tmp_path):
     config = yaml.safe_load((home / "config.yaml").read_text())
-    config["policy"] = {"path": str(seeing_folder(tmp_path / "policy", family)), "vision": vision}
+    config["policy"] = {"path": str(seeing_folder(tmp_path / "policy", architecture)), "vision": vision}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     parts = load_parts(load_config(tmp_path / "config.yaml"), lambda *_: None)
     batch = batch_of(parts, sample_groups(parts, parts.policy.variables, 0))

@@ -17,7 +17,7 @@ from grpo_jax.models.hf.image_processor import PictureSettings, read_settings
 from grpo_jax.rollout.encoding import load_image_processor
 from grpo_jax.runs.policy import make_prepare
 
-VISION = SimpleNamespace(patch=4, merge=2, frames=2, family="qwen2_vl", merged=4, window=None, pixels=96)
+VISION = SimpleNamespace(patch=4, merge=2, frames=2, model_type="qwen2_vl", merged=4, window=None, pixels=96)
 
 
 def drawn(count=3, height=24, width=40, seed=0):

@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
 
-VISION = SimpleNamespace(patch=4, merge=2, frames=2, family="qwen2_vl")
+VISION = SimpleNamespace(patch=4, merge=2, frames=2, model_type="qwen2_vl")
 REAL = {"patch_size": 14, "min_pixels": 3136, "max_pixels": 12845056}
 
 
@@ -27,8 +27,8 @@ def folder_with(path, name="preprocessor_config.json", nested=False, **fields):
     return path
 
 
-def vision(patch=4, family="qwen2_vl"):
-    return SimpleNamespace(patch=patch, merge=2, frames=2, family=family)
+def vision(patch=4, model_type="qwen2_vl"):
+    return SimpleNamespace(patch=patch, merge=2, frames=2, model_type=model_type)
 
 
 def test_both_spellings_of_the_limits_and_both_files(tmp_path):
@@ -44,7 +44,7 @@ def test_both_spellings_of_the_limits_and_both_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "edge"),
+    ("model_type", "fields", "edge"),
     [
         ("qwen2_vl", REAL, 448),
         ("qwen2_5_vl", REAL, 448),
@@ -54,9 +54,9 @@ def test_both_spellings_of_the_limits_and_both_files(tmp_path):
         ("qwen2_vl", {}, 32),
     ],
 )
-def test_the_size_by_default(tmp_path, family, fields, edge):
+def test_the_size_by_default(tmp_path, model_type, fields, edge):
     folder = folder_with(tmp_path / "f", **fields)
-    own = vision((SETTINGS | fields)["patch_size"], family)
+    own = vision((SETTINGS | fields)["patch_size"], model_type)
     found = read_settings(folder, own)
     assert found.edge == edge and found.fitted(edge, edge) == found.fitted(100, 37) == (edge, edge)
     assert found.grid(9, 9) == (edge // found.patch,) * 2

@@ -15,7 +15,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import quantise
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.planning import cards
 from grpo_jax.planning import policy as plan
 from grpo_jax.planning.policy import PUBLISHED_POLICIES, PolicyMemory, read_shape, tower_size
@@ -107,7 +107,7 @@ def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     config, model = of_tiny("--algorithm.kl_coef=0.1")
     planned = report(run_programs(config, model, None, None)["update"], None, jax.devices()[0])
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
-    forward = make_forward(make_policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
+    forward = make_forward(Policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
 
     def make():
         make_configured_step(forward, optimizer, config.algorithm, config.training, max_new_tokens=6)
@@ -126,7 +126,7 @@ def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
     sampler = {}
 
     def make():
-        sampler["jit"] = make_sampler(make_policy(model), params, eos_ids=(0,), pad_id=0)
+        sampler["jit"] = make_sampler(Policy(model), params, eos_ids=(0,), pad_id=0)
 
     program = recorded(monkeypatch, make)
     variables = init_variables(model, jax.random.key(0))
@@ -235,20 +235,20 @@ def test_vision_towers_are_counted_as_transformers_builds_them():
     import torch
     import transformers
 
-    families = {
+    architectures = {
         "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
         "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
         "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
     }
     text = dict(hidden_size=3584, num_hidden_layers=1, num_attention_heads=28, num_key_value_heads=4)
-    for family, (config, model) in families.items():
+    for architecture, (config, model) in architectures.items():
         made = config(text_config=text, vision_config=dict(depth=3, deepstack_visual_indexes=[0, 2]))
         with torch.device("meta"):
             theirs = sum(weight.numel() for weight in model(made).model.visual.parameters())
         raw = made.to_dict()
-        for foreign in ("deepstack_visual_indexes",) if family != "qwen3_vl" else ():
+        for foreign in ("deepstack_visual_indexes",) if architecture != "qwen3_vl" else ():
             del raw["vision_config"][foreign]
-        assert tower_size(hf.model_config(Path("made"), raw).vision) == theirs, family
+        assert tower_size(hf.model_config(Path("made"), raw).vision) == theirs, architecture
     sizes = {name: tower_size(hf.model_config(Path(name), raw).vision) for name, raw in PUBLISHED_POLICIES.items()}
     assert sizes == {"Qwen/Qwen2-VL-7B-Instruct": 675_759_104, "Qwen/Qwen2.5-VL-7B-Instruct": 676_550_144}
 

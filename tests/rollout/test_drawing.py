@@ -14,7 +14,7 @@ from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import RolloutFns
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import Trainer
-from grpo_jax.rollout.texts import Reading
+from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
 from grpo_jax.sampling.sampler import Samples
@@ -55,7 +55,7 @@ def make_parts(teaches, **algorithm):
     judged: list[list[int]] = []
     environment = RolloutFns(
         encode=lambda rows: Encoded(np.ones((len(rows), 2), np.int32), np.ones((len(rows), 2), bool)),
-        decode=lambda tokens, prompt: (text := f"{prompt}:{tokens[0]}", Reading(text, True)),
+        decode=lambda tokens, prompt: (text := f"{prompt}:{tokens[0]}", ParsedCompletion(text, True)),
         render=None,
         score=score,
         reward_names=("a", "b"),
@@ -231,7 +231,7 @@ def test_a_run_with_every_choice_tells_of_each(place, tmp_path):
     judge = tmp_path / "judge.py"  # half of all prompts have groups without signal
     judge.write_text(f"{place.judge.read_text()}\ndef some(prompts, completions, wish, **columns):\n{some}")
     algorithm = {"advantage": "grpo", "scale": "batch", "zero_variance_groups": "resample", "resample_rounds": 2}
-    algorithm |= {"entropy_share": 0.5, "importance_cap": 2.0, "kl_straight_through": "true"}
+    algorithm |= {"entropy_share": 0.5, "importance_cap": 2.0}
     training = {"max_steps": 2, "minibatches": 1, "inner_epochs": 1, "save_every": 0}
     words = [f"--algorithm.{name}={value}" for name, value in algorithm.items()]
     words += [f"--training.{name}={value}" for name, value in training.items()]

@@ -48,9 +48,9 @@ def play(model, turns):
     return parts, stream(parts)
 
 
-@pytest.mark.parametrize(("family", "turns"), [(ONE_HEAD, 3), ("gpt2", 2)])
-def test_an_episodes_logprobs_are_those_of_its_tokens_in_one_pass(family, turns):
-    model = tiny(family)
+@pytest.mark.parametrize(("architecture", "turns"), [(ONE_HEAD, 3), ("gpt2", 2)])
+def test_an_episodes_logprobs_are_those_of_its_tokens_in_one_pass(architecture, turns):
+    model = tiny(architecture)
     parts, (tokens, present, written, logprobs) = play(model, turns)
     assert len(set(present.sum(-1).ravel())) > 3  # unequal ends and answers
     for part in parts[2::2]:

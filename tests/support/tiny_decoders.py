@@ -1,7 +1,7 @@
-"""A tiny random decoder of each family, with adapters, and a batch of groups for it."""
+"""A tiny random decoder of each architecture, with adapters, and a batch of groups for it."""
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.architectures.llama import DecoderConfig
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import LoraConfig, MergedKernel, merge
-from grpo_jax.models.policy import Policy, make_policy
+from grpo_jax.models.policy import Policy
 
 QWEN2_FIELDS = {
     "model_type": "qwen2",
@@ -58,7 +58,7 @@ CONFIGS: dict[str, tuple[ModelConfig, LoraConfig]] = {
     "gpt2": (GPT2, LoraConfig(2, 6.0, ("c_attn", "attn_c_proj", "mlp_c_proj"))),
 }
 ONE_HEAD = "one key head"
-"""A family for `tiny` beside those of `CONFIGS`: its cache is written without the heads' axis."""
+"""An architecture for `tiny` beside those of `CONFIGS`: its cache is written without the heads' axis."""
 
 
 class Tiny(NamedTuple):
@@ -71,22 +71,24 @@ class Tiny(NamedTuple):
 
 
 @functools.cache
-def tiny(family: str) -> Tiny:
-    config, lora = (CONFIGS | {ONE_HEAD: (replace(LLAMA, num_kv_heads=1), CONFIGS["llama"][1])})[family]
+def tiny(architecture: str) -> Tiny:
+    config, lora = (CONFIGS | {ONE_HEAD: (replace(LLAMA, num_kv_heads=1), CONFIGS["llama"][1])})[architecture]
     rng = np.random.default_rng(1)
     variables = jax.tree.map(
         lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),
         jax.jit(functools.partial(init_variables, config, lora=lora))(jax.random.key(0)),
     )
-    return Tiny(config, lora, compiled(make_policy(config, lora=lora)), variables)
+    return Tiny(config, lora, compiled(Policy(config, lora=lora)), variables)
+
+
+class _Compiled(Policy):
+    prefill = jax.jit(Policy.prefill, static_argnums=0)
+    decode_step = jax.jit(Policy.decode_step, static_argnums=0)
+    forward_group = jax.jit(Policy.forward_group, static_argnums=0)
 
 
 def compiled(policy: Policy) -> Policy:
-    return policy.replace(
-        prefill=jax.jit(policy.prefill),
-        decode_step=jax.jit(policy.decode_step),
-        forward_group=jax.jit(policy.forward_group),
-    )
+    return _Compiled(**{field.name: getattr(policy, field.name) for field in fields(policy)})
 
 
 def group_batch():

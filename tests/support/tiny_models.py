@@ -32,7 +32,7 @@ def chat_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     return fast
 
 
-def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: str = "1GB", **overrides) -> Path:
+def causal_lm(folder, architecture: str = "qwen2", *, seed: int = 0, max_shard_size: str = "1GB", **overrides) -> Path:
     """A random folder of a model of text with a tokenizer and two end-of-sequence ids."""
     import transformers
 
@@ -42,7 +42,7 @@ def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: s
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    }[family]
+    }[architecture]
     tokenizer = chat_tokenizer()
     fields = dict(
         vocab_size=VOCAB_SIZE,
@@ -55,11 +55,11 @@ def causal_lm(folder, family: str = "qwen2", *, seed: int = 0, max_shard_size: s
         tie_word_embeddings=False,
         **_ids(tokenizer),
     )
-    if family in ("qwen3", "qwen3_moe", "gemma2"):
+    if architecture in ("qwen3", "qwen3_moe", "gemma2"):
         fields["head_dim"] = 16  # not hidden_size / heads, as in the real ones
-    if family == "qwen3_moe":
+    if architecture == "qwen3_moe":
         fields |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
-    if family == "gemma2":
+    if architecture == "gemma2":
         fields |= dict(query_pre_attn_scalar=16, sliding_window=8)
     torch.manual_seed(seed)
     model = model_class(config_class(**(fields | overrides)))
@@ -83,7 +83,7 @@ def qwen3_vl(folder, *, seed: int = 0) -> Path:
     return qwen_vl(folder, "qwen3_vl", seed=seed, num_position_embeddings=64, deepstack_visual_indexes=[0], **tower)
 
 
-def qwen_vl(folder, family: str, *, seed: int = 0, **tower) -> Path:
+def qwen_vl(folder, architecture: str, *, seed: int = 0, **tower) -> Path:
     """A random Qwen-VL folder with a tokenizer."""
     import transformers
 
@@ -91,7 +91,7 @@ def qwen_vl(folder, family: str, *, seed: int = 0, **tower) -> Path:
         "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, [1, 1, 2]),
         "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, [1, 1, 2]),
         "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, [2, 3, 3]),
-    }[family]
+    }[architecture]
     tokenizer = chat_tokenizer(VISION_TOKENS)
     names = ("vision_start", "vision_end", "image", "video")
     tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -106,7 +106,7 @@ def qwen_vl(folder, family: str, *, seed: int = 0, **tower) -> Path:
             num_key_value_heads=2,
             max_position_embeddings=512,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
-            **({"head_dim": 16} if family == "qwen3_vl" else {}),
+            **({"head_dim": 16} if architecture == "qwen3_vl" else {}),
             **_ids(tokenizer),
         ),
         vision_config=dict(num_heads=2, patch_size=4) | tower,

@@ -25,7 +25,7 @@ SHAPE = dict(
     pad_token_id=0,
     attn_implementation="eager",
 )
-FAMILIES = {
+ARCHITECTURES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -89,18 +89,18 @@ VISION = {
 }
 
 
-def model(family: str, **overrides):
+def model(architecture: str, **overrides):
     """A torch model; parameters ~ N(0, 0.2), norms around 1, so that every part shows in the logits."""
     torch.manual_seed(0)
-    if family == "gpt2":
+    if architecture == "gpt2":
         config = transformers.GPT2Config(**(GPT2 | overrides))
         return _shaken(transformers.GPT2LMHeadModel(config))
-    fields = SHAPE | OWN.get(family, {}) | overrides
-    if family in FAMILIES:
-        config_class, model_class = FAMILIES[family]
+    fields = SHAPE | OWN.get(architecture, {}) | overrides
+    if architecture in ARCHITECTURES:
+        config_class, model_class = ARCHITECTURES[architecture]
         built = model_class(config_class(**copy.deepcopy(fields)))
     else:
-        config_class, model_class, vision, sections = VISION[family]
+        config_class, model_class, vision, sections = VISION[architecture]
         tied = fields.pop("tie_word_embeddings", False)
         attention = fields.pop("attn_implementation")
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
@@ -127,10 +127,10 @@ def _shaken(built):
     return built.eval()
 
 
-def folder(path: Path, family: str, *, dtype: torch.dtype = torch.float32, **overrides) -> Path:
+def folder(path: Path, architecture: str, *, dtype: torch.dtype = torch.float32, **overrides) -> Path:
     """The same, saved as a folder."""
     shard = overrides.pop("max_shard_size", "1GB")
-    model(family, **overrides).to(dtype).save_pretrained(path, max_shard_size=shard)
+    model(architecture, **overrides).to(dtype).save_pretrained(path, max_shard_size=shard)
     return path
 
 

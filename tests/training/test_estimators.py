@@ -81,8 +81,8 @@ def test_the_length_penalty_is_missing_where_no_reward_counts(rewards):
     lengths = jnp.full((3, 4), 9)
     options = {"weights": {"watched": 0.0, "b": 0.5}, "overlong_buffer": 4, "max_new_tokens": 10}
     for valid in (None, np.ones((3, 4), bool)):
-        found = make_objectives(judged, lengths, overlong_weight=0.25, valid=valid, **options)
-        assert found.weights == (0.0, 0.5, 0.25)
+        found = make_objectives(judged, lengths, valid=valid, **options)
+        assert found.weights == (0.0, 0.5, 1.0)
         assert np.isnan(found.rewards[0, 3, 2]) and np.isfinite(found.rewards[..., 2]).sum() == 11
 
 
@@ -102,7 +102,7 @@ def test_conditions_missing_rewards_and_penalties_in_a_run(place, tmp_path):
     """The advantages that a run learns from, against a loop over its completions."""
     (tmp_path / "judge.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] = {"advantage": "batch", "advantage_eps": 0.5, "overlong_buffer": 6, "overlong_weight": 0.25}
+    values["algorithm"] = {"advantage": "batch", "overlong_buffer": 6}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
     values["evaluation"] = {"every": 0, "sampled": False}
     values["rewards"] = [
@@ -116,9 +116,9 @@ def test_conditions_missing_rewards_and_penalties_in_a_run(place, tmp_path):
     totals = []
     for place_in_list, length in enumerate(table["length"]):
         right, brief = [(1.0, -5.0), (1.0, -6.0), (0.0, -6.0), (np.nan, np.nan)][place_in_list % 4]  # -2 is not paid
-        totals.append(right + 0.5 * brief + 0.25 * min(0.0, (8 - 6 - length) / 6))
+        totals.append(right + 0.5 * brief + min(0.0, (8 - 6 - length) / 6))
     present = np.array(totals)[~np.isnan(totals)]
-    expected = (np.array(totals) - present.mean()) / (present.std(ddof=1) + 0.5)
+    expected = (np.array(totals) - present.mean()) / (present.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(table["advantage"], np.nan_to_num(expected), atol=1e-5)
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert row["reward/total/mean"] == pytest.approx(present.mean(), abs=1e-5)
@@ -204,20 +204,6 @@ def test_importance_weights_are_bounded_and_multiply(seen):
     both, *_ = make_token_weights(AlgorithmSection(importance_cap=1.5, entropy_share=0.5))(batch, forward.entropy)
     alone, *_ = make_token_weights(AlgorithmSection(entropy_share=0.5))(batch, forward.entropy)
     np.testing.assert_allclose(both, alone * weights)
-
-
-def test_straight_through_has_the_value_of_k3_and_the_gradient_of_k2(seen):
-    forward, batch = seen
-    batch = batch._replace(ref_logprobs=forward.logprobs - 0.5, advantages=jnp.zeros(batch.mask.shape[:2]))
-    k2, k3 = (gradient(forward, batch, kl_coef=0.1, kl_estimator=name) for name in ("k2", "k3"))
-    straight = gradient(forward, batch, kl_coef=0.1, kl_straight_through=True)
-    np.testing.assert_allclose(straight, k2, rtol=1e-5)
-    assert np.abs(straight - k3).max() > 1e-4
-    values = [
-        policy_loss(forward, batch, loss_options(section, max_new_tokens=tiny_update.STEPS), None)[0]
-        for section in (AlgorithmSection(kl_coef=0.1, kl_straight_through=on) for on in (True, False))
-    ]
-    assert float(values[0]) == pytest.approx(float(values[1]), rel=1e-6)
 
 
 def test_the_gap_is_that_of_trainer_and_sampler_alone(seen):

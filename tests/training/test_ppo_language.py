@@ -9,19 +9,17 @@ from support import tiny_update
 from support.text_task import rows, train_here
 from support.tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 
-from grpo_jax.config import AlgorithmSection, OptimizerSection, PPOSection
+from grpo_jax.config import AlgorithmSection, PPOSection
 from grpo_jax.core.ppo import ppo_loss
-from grpo_jax.core.shaping import AdaptiveKL
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE, init_value_head, token_values
 from grpo_jax.training.batch import Batch
-from grpo_jax.training.objectives import loss_options, make_estimates, make_forward, make_kl_control, make_ppo_objective
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.objectives import loss_options, make_estimates, make_forward, make_ppo_objective
 from grpo_jax.training.state import reference_variables, refresh_reference, restored_state, saved_parts
 
 SECTION = AlgorithmSection(preset="bnpo", advantage="gae", entropy_coef=0.05)
-PPO = PPOSection(kl_coef=0.1, value_coef=0.5, kl_target=0.5, kl_horizon=20)
+PPO = PPOSection(kl_coef=0.1, value_coef=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -49,37 +47,36 @@ def two_tokens(scores, mask, ref=((-1.5, -1.0),)):
 
 def test_two_tokens_by_hand():
     """r = (-β·0.5, 1 + β·1); δ1 = r1 - V1; δ0 = r0 + γ V1 - V0; A0 = δ0 + γλ δ1."""
-    estimate = make_estimates(PPOSection(gamma=0.9, gae_lambda=0.8, whiten=False, kl_coef=0.2))
+    estimate = make_estimates(PPOSection(gamma=0.9, gae_lambda=0.8, kl_coef=0.2))
     values = jnp.array([[[0.3, 0.7]]])
-    done, measured = estimate(two_tokens(1.0, (True, True)), values, jnp.float32(0.2))
+    done, measured = estimate(two_tokens(1.0, (True, True)), values)
     first, second = -0.2 * 0.5, 1.0 + 0.2 * 1.0
     last = second - 0.7
     expected = [first + 0.9 * 0.7 - 0.3 + 0.9 * 0.8 * last, last]
-    np.testing.assert_allclose(done.advantages[0, 0], expected, rtol=1e-6)
+    whitened = (expected - np.mean(expected)) / (np.std(expected, ddof=1) + 1e-4)
+    np.testing.assert_allclose(done.advantages[0, 0], whitened, rtol=1e-5)
     np.testing.assert_allclose(done.returns[0, 0], np.add(expected, [0.3, 0.7]), rtol=1e-6)
     np.testing.assert_allclose(measured.completion_kl, 0.5 - 1.0, rtol=1e-6)
-    np.testing.assert_allclose(measured.advantages, [[np.mean(expected)]], rtol=1e-6)
+    np.testing.assert_allclose(measured.advantages, 0, atol=1e-6)
     assert done.scores is None
 
 
 def test_a_shorter_row_ends_where_it_ends():
     """The score comes at the last token there is, and the value of the padding's state is nobody's."""
-    estimate = make_estimates(PPOSection(gamma=0.9, gae_lambda=0.8, whiten=False))
+    estimate = make_estimates(PPOSection(gamma=0.9, gae_lambda=0.8, kl_coef=0.2))
     values = jnp.array([[[0.3, jnp.nan]]])
-    done, _ = estimate(two_tokens(1.0, (True, False), ref=((-1.5, jnp.nan),)), values, jnp.float32(0.2))
-    np.testing.assert_allclose(done.advantages[0, 0], [1.0 - 0.2 * 0.5 - 0.3, 0.0], rtol=1e-6)
+    done, _ = estimate(two_tokens(1.0, (True, False), ref=((-1.5, jnp.nan),)), values)
+    np.testing.assert_allclose(done.returns[0, 0], [1.0 - 0.2 * 0.5, 0.0], rtol=1e-6)
 
 
 def test_whitened_over_tokens_and_the_values_learn_what_was_not(batch):
     values = jax.random.normal(jax.random.key(1), batch.mask.shape)
     batch = batch._replace(old_logprobs=values - 2)
-    plain, _ = make_estimates(PPOSection(whiten=False))(batch, values, jnp.float32(0))
-    white, measured = make_estimates(PPOSection())(batch, values, jnp.float32(0))
-    np.testing.assert_array_equal(plain.returns, white.returns)
-    tokens, before = (np.asarray(x.advantages)[np.asarray(batch.mask)] for x in (white, plain))
+    white, measured = make_estimates(PPOSection())(batch, values)
+    tokens, before = (np.asarray(x)[np.asarray(batch.mask)] for x in (white.advantages, white.returns - values))
     assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
     np.testing.assert_allclose(np.corrcoef(tokens, before)[0, 1], 1, rtol=1e-5)
-    target = np.asarray(plain.returns)[np.asarray(batch.mask)]
+    target = np.asarray(white.returns)[np.asarray(batch.mask)]
     assert measured.explained_variance == pytest.approx(1 - before.var() / target.var(), rel=1e-4)
 
 
@@ -119,7 +116,7 @@ def test_policy_and_head_move_together(whole):
 
 def test_the_value_loss_reaches_head_and_trunk(batch):
     """With advantages of 0 the policy loss has no gradient: what is left is the values'."""
-    forward = make_forward(make_policy(CONFIG), temperature=TEMPERATURE)
+    forward = make_forward(Policy(CONFIG), temperature=TEMPERATURE)
     options = loss_options(AlgorithmSection(preset="bnpo", advantage="gae"), max_new_tokens=STEPS)
     flat = batch._replace(
         scores=None, advantages=jnp.zeros(batch.mask.shape), returns=jnp.ones(batch.mask.shape),
@@ -141,7 +138,7 @@ def test_the_value_loss_reaches_head_and_trunk(batch):
 
 def test_preset_bnpo_is_ppo(batch):
     """The policy's part is `ppo_loss`, the value's half the mean squared error where nothing is clipped."""
-    forward = make_forward(make_policy(CONFIG), temperature=TEMPERATURE)
+    forward = make_forward(Policy(CONFIG), temperature=TEMPERATURE)
     variables = tiny_update.make_variables(value=True)
     seen = jax.jit(forward)(variables, batch)
     batch = batch._replace(
@@ -168,15 +165,6 @@ def test_adapters_and_head_are_all_that_moves(batch):
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
-def test_the_kl_coefficient_follows_its_target(whole):
-    _, state, report = whole
-    assert report["measured"]["kl_coef"] == pytest.approx(0.1)  # used first, moved after
-    observed = report["measured"]["estimates"].completion_kl
-    expected = AdaptiveKL(0.5, 20).update(0.1, observed, PROMPTS * GROUP)
-    assert float(state.kl_coef) == pytest.approx(float(expected)) and float(expected) != pytest.approx(0.1)
-    assert make_kl_control(PPOSection(kl_coef=0.1))(0.1, observed, 12) == 0.1
-
-
 def test_values_of_states():
     hidden = jax.random.normal(jax.random.key(0), (2, 3, 4, 8), jnp.bfloat16)
     assert not token_values(init_value_head(8), hidden).any()
@@ -193,25 +181,11 @@ def config(place, tmp_path):
     """PPO on the tiny text task."""
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] = {"preset": "bnpo", "advantage": "gae", "update_ref_every": 2, "entropy_coef": 0.01}
-    values["ppo"] = {"kl_coef": 0.05, "kl_target": 0.1, "kl_horizon": 32, "value_rate": 3.0}
+    values["ppo"] = {"kl_coef": 0.05}
     config = tmp_path / "ppo.yaml"
     config.write_text(yaml.safe_dump(values))
 
     return config
-
-
-def test_the_head_may_learn_faster_than_the_policy():
-    section, weights = OptimizerSection(learning_rate=1e-3), {"params": jnp.ones(3), VALUE: init_value_head(2)}
-    grads = jax.tree.map(jnp.ones_like, weights)
-
-    def step(**options):
-        optimizer = make_optimizer(section, make_schedule(section, 10), **options)
-        return optimizer.update(grads, optimizer.init(weights), weights)[0]
-
-    plain, quick = step(), step(value_rate=10.0)
-    np.testing.assert_array_equal(plain["params"], quick["params"])
-    for name in ("kernel", "bias"):
-        np.testing.assert_allclose(quick[VALUE][name], 10 * plain[VALUE][name], rtol=1e-6)
 
 
 @pytest.mark.wide  # a learning check; CartPole's stay in the default run
@@ -220,7 +194,7 @@ def test_it_learns_to_write_letters(config, tmp_path):
     # shapes are those of the other run: its compiled sampler and forward pass are found again
     settings = {
         "training.max_steps": 40, "training.save_every": 0, "evaluation.every": 0, "evaluation.prompts": 0,
-        "optimizer.learning_rate": 0.005, "optimizer.schedule": "constant", "ppo.kl_target": 0, "ppo.kl_coef": 0.001,
+        "optimizer.learning_rate": 0.005, "optimizer.schedule": "constant", "ppo.kl_coef": 0.001,
         "algorithm.entropy_coef": 0, "training.inner_epochs": 1,
     }  # fmt: skip
     assert train_here(config, run, *(f"--{name}={value}" for name, value in settings.items())) == 0

@@ -7,7 +7,7 @@ in Gemma 2 caps on attention's scores and on the logits (Gemma team 2024, arXiv:
 import dataclasses
 from typing import Any
 
-from grpo_jax.models import hf_config as kinds
+from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import llama
 from grpo_jax.models.architectures.llama import DecoderConfig, read_shared, typed_windows
 from grpo_jax.models.rope import RopeConfig, read_rope
@@ -23,13 +23,13 @@ _DEFAULTS = {
 }
 _SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # Gemma 2's; null is none
 _EXTRA_KINDS = {
-    **dict.fromkeys((*_SOFTCAPS, "query_pre_attn_scalar", "rope_local_base_freq"), kinds.POSITIVE),
-    "sliding_window_pattern": kinds.LAYERS,
-    "hidden_activation": kinds.NAME,
+    **dict.fromkeys((*_SOFTCAPS, "query_pre_attn_scalar", "rope_local_base_freq"), hf_config.POSITIVE),
+    "sliding_window_pattern": hf_config.LAYERS,
+    "hidden_activation": hf_config.NAME,
 }
 
 
-def read_gemma2(config: kinds.Fields) -> DecoderConfig:
+def read_gemma2(config: hf_config.Fields) -> DecoderConfig:
     """Read a Gemma 2's ``config.json``; ValueErrors name the field."""
     fields = {**_SOFTCAPS, **config}
     return _read(
@@ -42,7 +42,7 @@ def read_gemma2(config: kinds.Fields) -> DecoderConfig:
     )
 
 
-def read_gemma3(config: kinds.Fields) -> DecoderConfig:
+def read_gemma3(config: hf_config.Fields) -> DecoderConfig:
     """Read a Gemma 3 text model's ``config.json``: layers with a window rotate faster than those without."""
     far, near = _ropes(config)
     read = _read(
@@ -56,9 +56,9 @@ def read_gemma3(config: kinds.Fields) -> DecoderConfig:
     return dataclasses.replace(read, layer_ropes=tuple(far if window is None else near for window in read.windows))
 
 
-def _read(fields: kinds.Fields, model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
+def _read(fields: hf_config.Fields, model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
     """Read the fields of both; every ``pattern``-th layer has no window where layer_types does not say."""
-    fields = {**_DEFAULTS, **kinds.not_null(fields)}
+    fields = {**_DEFAULTS, **hf_config.not_null(fields)}
     honoured = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
     honoured = honoured if model_type == GEMMA2 else honoured[:2]
     shared = read_shared(fields, model_type, extra_kinds=_EXTRA_KINDS, honoured=honoured)
@@ -78,24 +78,24 @@ def _read(fields: kinds.Fields, model_type: str, *, pattern: int, **choices: Any
     )
 
 
-def _cap(fields: kinds.Fields, name: str) -> float | None:
-    kinds.check_kinds(fields, {name: kinds.POSITIVE})
+def _cap(fields: hf_config.Fields, name: str) -> float | None:
+    hf_config.check_kinds(fields, {name: hf_config.POSITIVE})
     return None if fields.get(name) is None else float(fields[name])
 
 
-def _ropes(fields: kinds.Fields) -> tuple[RopeConfig, RopeConfig]:
+def _ropes(fields: hf_config.Fields) -> tuple[RopeConfig, RopeConfig]:
     """The rotations of layers without and with a window: a table for each or, in older folders, two bases."""
-    kinds.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), kinds.TABLE))
+    hf_config.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), hf_config.TABLE))
     tables = dict(fields.get("rope_parameters") or {})
-    kinds.check_kinds(tables, dict.fromkeys(tables, kinds.TABLE), "rope_parameters.")
+    hf_config.check_kinds(tables, dict.fromkeys(tables, hf_config.TABLE), "rope_parameters.")
     known = set(tables) <= {"full_attention", "sliding_attention"}
-    kinds.expect(known, "rope_parameters", "full_attention and sliding_attention alone", sorted(tables))
-    kinds.check_kinds(fields, dict.fromkeys(("rope_theta", "rope_local_base_freq"), kinds.POSITIVE))
+    hf_config.expect(known, "rope_parameters", "full_attention and sliding_attention alone", sorted(tables))
+    hf_config.check_kinds(fields, dict.fromkeys(("rope_theta", "rope_local_base_freq"), hf_config.POSITIVE))
     far = {"rope_parameters": (tables.get("full_attention") or {}) | (fields.get("rope_scaling") or {})}
     far |= {name: fields.get(name) for name in ("rope_theta", "max_position_embeddings")}
     near = {"rope_parameters": tables.get("sliding_attention"), "rope_theta": fields.get("rope_local_base_freq")}
     return read_rope(far, theta=1e6), read_rope(near, theta=1e4)
 
 
-FAMILY = llama.FAMILY._replace(model_types=(GEMMA2,), read=read_gemma2)
-GEMMA3_FAMILY = llama.FAMILY._replace(model_types=(GEMMA3,), read=read_gemma3)
+ARCHITECTURE = llama.ARCHITECTURE._replace(model_types=(GEMMA2,), read=read_gemma2)
+GEMMA3_ARCHITECTURE = llama.ARCHITECTURE._replace(model_types=(GEMMA3,), read=read_gemma3)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from grpo_jax.models import hf_config as kinds
-from grpo_jax.models.architectures.family import COLUMNS, FUSED, ROWS, Family, Naming
+from grpo_jax.models import hf_config
+from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS, Architecture, Naming
 from grpo_jax.models.attention import Context, LayerInput, attend_streams
 from grpo_jax.models.layers import ACTIVATIONS, LayerNorm, Projection
 from grpo_jax.models.lora import LoraConfig
@@ -31,18 +31,18 @@ _ALIASES = {
 _FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
 
 _KINDS = {
-    "vocab_size": kinds.VOCABULARY,
-    "n_embd": kinds.WIDTH,
-    "n_inner": kinds.WIDTH,
-    "n_layer": kinds.LAYERS,
-    "n_head": kinds.HEADS,
-    "n_positions": kinds.TABLE_POSITIONS,
-    "activation_function": kinds.NAME,
-    **dict.fromkeys(_FLAGS, kinds.FLAG),
-    **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), kinds.NOT_NEGATIVE),
+    "vocab_size": hf_config.VOCABULARY,
+    "n_embd": hf_config.WIDTH,
+    "n_inner": hf_config.WIDTH,
+    "n_layer": hf_config.LAYERS,
+    "n_head": hf_config.HEADS,
+    "n_positions": hf_config.TABLE_POSITIONS,
+    "activation_function": hf_config.NAME,
+    **dict.fromkeys(_FLAGS, hf_config.FLAG),
+    **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), hf_config.NOT_NEGATIVE),
 }
 
-_NEUTRAL = {**kinds.NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
+_NEUTRAL = {**hf_config.NEUTRAL, "add_cross_attention": (False,), "pruned_heads": ({},)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +65,9 @@ class GPT2Config:
 
     def __post_init__(self):
         whole = self.hidden_size % self.num_heads == 0
-        kinds.expect(whole, "n_embd", f"a multiple of n_head={self.num_heads}", self.hidden_size)
+        hf_config.expect(whole, "n_embd", f"a multiple of n_head={self.num_heads}", self.hidden_size)
         known = self.activation in ACTIVATIONS
-        kinds.expect(known, "activation_function", f"one of {tuple(ACTIVATIONS)}", self.activation)
+        hf_config.expect(known, "activation_function", f"one of {tuple(ACTIVATIONS)}", self.activation)
 
     @property
     def model_type(self) -> str:
@@ -85,7 +85,7 @@ class GPT2Config:
         return self.num_heads
 
     @classmethod
-    def from_hf(cls, config: kinds.Fields) -> "GPT2Config":
+    def from_hf(cls, config: hf_config.Fields) -> "GPT2Config":
         """Read the contents of a ``config.json``; ValueErrors name the field that is missing or unsupported.
 
         Every field that changes what the decoder computes is honoured or refused. Dropouts (``resid_pdrop``,
@@ -94,10 +94,10 @@ class GPT2Config:
         ``summary_*`` fields belong to a head that a causal language model lacks.
         """
         fields = {name: config[alias] for alias, name in _ALIASES.items() if alias in config} | dict(config)
-        kinds.require(fields, _REQUIRED)
-        kinds.check_kinds(fields, _KINDS)
-        kinds.refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
-        fields = kinds.not_null(fields)
+        hf_config.require(fields, _REQUIRED)
+        hf_config.check_kinds(fields, _KINDS)
+        hf_config.refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
+        fields = hf_config.not_null(fields)
         return cls(
             vocab_size=fields["vocab_size"],
             hidden_size=fields["n_embd"],
@@ -176,7 +176,7 @@ def _initial_stddev(config: GPT2Config, name: str) -> float:
 
 PROJECTIONS = {"c_attn": FUSED, "attn_c_proj": ROWS, "c_fc": COLUMNS, "mlp_c_proj": ROWS}
 
-FAMILY = Family(
+ARCHITECTURE = Architecture(
     model_types=(MODEL_TYPE,),
     config=GPT2Config,
     read=GPT2Config.from_hf,

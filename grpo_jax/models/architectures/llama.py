@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models import hf_config as kinds
-from grpo_jax.models.architectures.family import COLUMNS, ROWS, Family, Naming
+from grpo_jax.models import hf_config
+from grpo_jax.models.architectures.architecture import COLUMNS, ROWS, Architecture, Naming
 from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend_streams
 from grpo_jax.models.layers import ACTIVATIONS, Experts, Projection, RMSNorm, Router, mixed, sorted_by_expert
 from grpo_jax.models.lora import LoraConfig
@@ -22,20 +22,20 @@ VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _KINDS = {
-    **dict.fromkeys(("hidden_size", "intermediate_size"), kinds.WIDTH),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), kinds.HEADS),
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), kinds.POSITIONS),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), kinds.FLAG),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), kinds.TABLE),
-    "vocab_size": kinds.VOCABULARY,
-    "num_hidden_layers": kinds.LAYERS,
-    "sliding_window": kinds.POSITIONS,
-    "max_window_layers": kinds.whole(0, 2**31 - 1),
-    "layer_types": kinds.NAMES,
-    "hidden_act": kinds.NAME,
-    "rms_norm_eps": kinds.NOT_NEGATIVE,
-    "initializer_range": kinds.NOT_NEGATIVE,
-    "rope_theta": kinds.POSITIVE,
+    **dict.fromkeys(("hidden_size", "intermediate_size"), hf_config.WIDTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), hf_config.HEADS),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), hf_config.POSITIONS),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), hf_config.FLAG),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), hf_config.TABLE),
+    "vocab_size": hf_config.VOCABULARY,
+    "num_hidden_layers": hf_config.LAYERS,
+    "sliding_window": hf_config.POSITIONS,
+    "max_window_layers": hf_config.whole(0, 2**31 - 1),
+    "layer_types": hf_config.NAMES,
+    "hidden_act": hf_config.NAME,
+    "rms_norm_eps": hf_config.NOT_NEGATIVE,
+    "initializer_range": hf_config.NOT_NEGATIVE,
+    "rope_theta": hf_config.POSITIVE,
 }
 _DEFAULT_THETA = {"qwen2_vl": 1e6, "qwen2_5_vl": 1e6, "qwen3_vl": 5e5}
 _DEFAULT_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
@@ -55,7 +55,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and choices of a decoder of the Llama / Qwen family; hashable, hence static under jit."""
+    """Shape and choices of a decoder of the Llama kind; hashable, hence static under jit."""
 
     vocab_size: int  # V, rows of the embedding (may exceed the tokenizer's)
     hidden_size: int  # D
@@ -94,9 +94,9 @@ class DecoderConfig:
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         divides = self.num_heads % self.num_kv_heads == 0
-        kinds.expect(divides, "num_key_value_heads", f"a divisor of {self.num_heads} heads", self.num_kv_heads)
-        kinds.expect(self.head_dim % 2 == 0, "head_dim", "an even number", self.head_dim)
-        kinds.expect(self.activation in ACTIVATIONS, "hidden_act", f"one of {tuple(ACTIVATIONS)}", self.activation)
+        hf_config.expect(divides, "num_key_value_heads", f"a divisor of {self.num_heads} heads", self.num_kv_heads)
+        hf_config.expect(self.head_dim % 2 == 0, "head_dim", "an even number", self.head_dim)
+        hf_config.expect(self.activation in ACTIVATIONS, "hidden_act", f"one of {tuple(ACTIVATIONS)}", self.activation)
 
     @property
     def context_length(self) -> int | None:
@@ -107,13 +107,13 @@ class DecoderConfig:
         return max(self.max_positions, int(min(scaled, 2**31)))
 
     @classmethod
-    def from_hf(cls, config: kinds.Fields) -> "DecoderConfig":
+    def from_hf(cls, config: hf_config.Fields) -> "DecoderConfig":
         """Read a ``config.json``, flat or nested; fields that change the result are honoured or refused by name."""
         model_type = config["model_type"]
-        kinds.check_kinds(config, {"text_config": kinds.TABLE, "tie_word_embeddings": kinds.FLAG})
+        hf_config.check_kinds(config, {"text_config": hf_config.TABLE, "tie_word_embeddings": hf_config.FLAG})
         fields = _text_fields(config, model_type)
         shared = read_shared(fields, model_type, head_dim=128 if model_type in ("qwen3", "qwen3_vl") else None)
-        kinds.refuse_changed(fields, _neutral(fields, model_type), model_type)
+        hf_config.refuse_changed(fields, _neutral(fields, model_type), model_type)
         attention_bias = bool(fields.get("attention_bias", False))
         qwen2_like = model_type in ("qwen2", "qwen2_vl", "qwen2_5_vl")
         return cls(
@@ -131,23 +131,23 @@ class DecoderConfig:
 
 
 def read_shared(
-    fields: kinds.Fields,
+    fields: hf_config.Fields,
     model_type: str,
     *,
-    extra_kinds: Mapping[str, kinds.Kind] = MappingProxyType({}),
+    extra_kinds: Mapping[str, hf_config.Kind] = MappingProxyType({}),
     honoured: tuple[str, ...] = (),
     head_dim: int | None = None,
 ) -> dict[str, Any]:
-    """Check the fields that all families of `DecoderConfig` share, and return its arguments that they read alike.
+    """Check the fields that all architectures of `DecoderConfig` share, and return its arguments that they read alike.
 
-    `fields` have the family's own defaults filled in; `extra_kinds` are those of fields that this family alone has,
+    `fields` have the architecture's own defaults filled in; `extra_kinds` are those of its own fields,
     `honoured` the fields of ``NEUTRAL`` whose other values it computes.
     """
-    kinds.check_kinds(fields, {**_KINDS, **extra_kinds})
-    fields = kinds.not_null(fields)
-    kinds.require(fields, _REQUIRED)
-    neutral = {name: values for name, values in kinds.NEUTRAL.items() if name not in honoured}
-    kinds.refuse_changed(fields, neutral, model_type)
+    hf_config.check_kinds(fields, {**_KINDS, **extra_kinds})
+    fields = hf_config.not_null(fields)
+    hf_config.require(fields, _REQUIRED)
+    neutral = {name: values for name, values in hf_config.NEUTRAL.items() if name not in honoured}
+    hf_config.refuse_changed(fields, neutral, model_type)
     return {
         "vocab_size": fields["vocab_size"],
         "hidden_size": fields["hidden_size"],
@@ -165,7 +165,7 @@ def read_shared(
     }
 
 
-def _text_fields(config: kinds.Fields, model_type: str) -> dict[str, Any]:
+def _text_fields(config: hf_config.Fields, model_type: str) -> dict[str, Any]:
     """The language model's fields; vision models since transformers 4.52 nest them in text_config."""
     if model_type not in VISION_TYPES or not config.get("text_config"):
         return {**_DEFAULTS.get(model_type, {}), **config}
@@ -175,7 +175,7 @@ def _text_fields(config: kinds.Fields, model_type: str) -> dict[str, Any]:
     return fields
 
 
-def _neutral(fields: kinds.Fields, model_type: str) -> dict[str, tuple[Any, ...]]:
+def _neutral(fields: hf_config.Fields, model_type: str) -> dict[str, tuple[Any, ...]]:
     """The values of fields that other model types have, and this one computes nothing else for."""
     neutral: dict[str, tuple[Any, ...]] = {} if model_type == "llama" else {"mlp_bias": (False,)}
     if model_type.startswith("qwen2"):
@@ -189,13 +189,13 @@ def _neutral(fields: kinds.Fields, model_type: str) -> dict[str, tuple[Any, ...]
     return neutral
 
 
-def _head_dim(fields: kinds.Fields) -> int:
+def _head_dim(fields: hf_config.Fields) -> int:
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
-    kinds.expect(width % heads == 0, "hidden_size", f"a multiple of num_attention_heads={heads}", width)
+    hf_config.expect(width % heads == 0, "hidden_size", f"a multiple of num_attention_heads={heads}", width)
     return width // heads
 
 
-def _windows(fields: kinds.Fields, model_type: str) -> tuple[int | None, ...]:
+def _windows(fields: hf_config.Fields, model_type: str) -> tuple[int | None, ...]:
     """Window per layer, from layer_types or, in older folders, from max_window_layers."""
     layers = fields["num_hidden_layers"]
     types = fields.get("layer_types")
@@ -211,26 +211,28 @@ def _windows(fields: kinds.Fields, model_type: str) -> tuple[int | None, ...]:
     return tuple(window if index >= first else None for index in range(layers))
 
 
-def same_window(fields: kinds.Fields, window: int | None) -> tuple[int | None, ...]:
+def same_window(fields: hf_config.Fields, window: int | None) -> tuple[int | None, ...]:
     """The same window, or none, for every layer; ValueError where layer_types says something else."""
     layers, types = fields["num_hidden_layers"], fields.get("layer_types")
     kind = "full_attention" if window is None else "sliding_attention"
     same = not types or list(types) == [kind] * layers
-    kinds.expect(same, "layer_types", f"{kind} in each of {layers} layers, with sliding_window={window}", types)
+    hf_config.expect(same, "layer_types", f"{kind} in each of {layers} layers, with sliding_window={window}", types)
     return (window,) * layers
 
 
-def typed_windows(fields: kinds.Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+def typed_windows(fields: hf_config.Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer whose type is ``sliding_attention``; None for ``full_attention``."""
     layers = fields["num_hidden_layers"]
     known = len(types) == layers and set(types) <= {"full_attention", "sliding_attention"}
-    kinds.expect(known, "layer_types", f"full_attention or sliding_attention for each of {layers} layers", types)
+    hf_config.expect(known, "layer_types", f"full_attention or sliding_attention for each of {layers} layers", types)
     slides = window is not None or "sliding_attention" not in types
-    kinds.expect(slides, "sliding_window", "a number, and use_sliding_window, for layers of sliding_attention", window)
+    hf_config.expect(
+        slides, "sliding_window", "a number, and use_sliding_window, for layers of sliding_attention", window
+    )
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def _rope(fields: kinds.Fields, model_type: str, half: int) -> RopeConfig:
+def _rope(fields: hf_config.Fields, model_type: str, half: int) -> RopeConfig:
     """Rotation, in models that see pictures with the shares of time, row and column among the frequencies."""
     if model_type not in VISION_TYPES:
         return read_rope(fields)
@@ -244,7 +246,7 @@ def _rope(fields: kinds.Fields, model_type: str, half: int) -> RopeConfig:
             return rope  # without pictures the three positions agree
     sections = tuple(sections)
     fits = len(sections) == 3 and sum(sections) == half
-    kinds.expect(fits, "mrope_section", f"three numbers that add up to {half}", list(sections))
+    hf_config.expect(fits, "mrope_section", f"three numbers that add up to {half}", list(sections))
     return dataclasses.replace(rope, sections=sections, interleaved=model_type == "qwen3_vl")
 
 
@@ -412,7 +414,7 @@ NAMING = Naming(
     constants=r"(^|\.)rotary_emb\.inv_freq$",
 )
 
-FAMILY = Family(
+ARCHITECTURE = Architecture(
     model_types=TEXT_TYPES,
     config=DecoderConfig,
     read=DecoderConfig.from_hf,
@@ -430,7 +432,7 @@ FAMILY = Family(
 # Hub folders name the language model's tensors as a model of text would; the rest is what newer ones use.
 _PREFIXES = ("model.language_model.", "model.", "language_model.model.", "language_model.", "")
 
-QWEN_VL_FAMILY = FAMILY._replace(
+QWEN_VL_ARCHITECTURE = ARCHITECTURE._replace(
     model_types=VISION_TYPES,
     naming=NAMING._replace(prefixes=_PREFIXES, beside=("visual.", "model.visual.")),
 )

@@ -4,9 +4,9 @@ The auxiliary loss that balances experts in pre-training (``router_aux_loss_coef
 Adapters go on attention alone: an expert's would have to be one of X in a stack.
 """
 
-from grpo_jax.models import hf_config as kinds
+from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import llama
-from grpo_jax.models.architectures.family import COLUMNS, ROWS
+from grpo_jax.models.architectures.architecture import COLUMNS, ROWS
 from grpo_jax.models.architectures.llama import DecoderConfig, Mixture, read_shared, same_window
 from grpo_jax.models.rope import read_rope
 
@@ -19,26 +19,26 @@ _DEFAULTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
-_EXPERTS = kinds.whole(1, 2**14)
+_EXPERTS = hf_config.whole(1, 2**14)
 _EXTRA_KINDS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"), _EXPERTS),
-    **dict.fromkeys(("norm_topk_prob", "output_router_logits"), kinds.FLAG),
-    "moe_intermediate_size": kinds.WIDTH,
-    "mlp_only_layers": kinds.LAYER_NUMBERS,
+    **dict.fromkeys(("norm_topk_prob", "output_router_logits"), hf_config.FLAG),
+    "moe_intermediate_size": hf_config.WIDTH,
+    "mlp_only_layers": hf_config.LAYER_NUMBERS,
 }
 
 
-def read_config(config: kinds.Fields) -> DecoderConfig:
+def read_config(config: hf_config.Fields) -> DecoderConfig:
     """Read a Qwen3-MoE's ``config.json``; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
-    fields = {**_DEFAULTS, **kinds.not_null(config)}
+    fields = {**_DEFAULTS, **hf_config.not_null(config)}
     fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
     shared = read_shared(fields, MODEL_TYPE, extra_kinds=_EXTRA_KINDS, honoured=("num_experts", "num_local_experts"))
     dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
     # The layers are one stack, so they are all of one kind, as in every published folder.
-    kinds.expect(not dense, "mlp_only_layers", "experts in every layer", dense)
-    kinds.refuse_changed(fields, {"decoder_sparse_step": (1,)}, MODEL_TYPE)
+    hf_config.expect(not dense, "mlp_only_layers", "experts in every layer", dense)
+    hf_config.refuse_changed(fields, {"decoder_sparse_step": (1,)}, MODEL_TYPE)
     experts, chosen = fields["num_experts"], fields["num_experts_per_tok"]
-    kinds.expect(chosen <= experts, "num_experts_per_tok", f"at most num_experts={experts}", chosen)
+    hf_config.expect(chosen <= experts, "num_experts_per_tok", f"at most num_experts={experts}", chosen)
     bias = bool(fields.get("attention_bias", False))
     return DecoderConfig(
         **shared,
@@ -58,7 +58,7 @@ def read_config(config: kinds.Fields) -> DecoderConfig:
 
 _PARTS = ("gate", "up", "down")
 
-FAMILY = llama.FAMILY._replace(
+ARCHITECTURE = llama.ARCHITECTURE._replace(
     model_types=(MODEL_TYPE,),
     read=read_config,
     projections={"q_proj": COLUMNS, "k_proj": COLUMNS, "v_proj": COLUMNS, "o_proj": ROWS},

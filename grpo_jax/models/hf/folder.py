@@ -60,7 +60,7 @@ class PolicyFolder(NamedTuple):
 def load_folder(
     folder: str | Path, *, param_dtype: str | None = "float32", tokenizer: bool = True, vision: bool = False
 ) -> PolicyFolder:
-    """Load a local folder, or a hub id, of one of the model families (`models.architectures`), onto the first device.
+    """Load a local folder, or a hub id, of one of `models.architectures`, onto the first device.
 
     A `param_dtype` of None keeps the folder's.
     """

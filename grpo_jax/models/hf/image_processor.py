@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf_config as kinds
+from grpo_jax.models import hf_config
 from grpo_jax.models.hf.tokens import is_failure
 from grpo_jax.models.hf.weights import read_json
 from grpo_jax.models.vision.config import VisionConfig
@@ -35,27 +35,27 @@ LONGEST_SHAPE = 200
 """The largest ratio of sides that the processor takes."""
 
 
-_PIXELS = kinds.whole(1, 2**31 - 1)
+_PIXELS = hf_config.whole(1, 2**31 - 1)
 
-_THREE_NUMBERS = kinds.Kind(
+_THREE_NUMBERS = hf_config.Kind(
     "three finite numbers",
     lambda value: (
-        isinstance(value, list | tuple) and len(value) == 3 and all(kinds.NOT_NEGATIVE.holds(v) for v in value)
+        isinstance(value, list | tuple) and len(value) == 3 and all(hf_config.NOT_NEGATIVE.holds(v) for v in value)
     ),
 )
 
 _KINDS = {
-    **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), kinds.whole(1, 2**10)),
+    **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), hf_config.whole(1, 2**10)),
     **dict.fromkeys(("min_pixels", "max_pixels"), _PIXELS),
-    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), kinds.FLAG),
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), hf_config.FLAG),
     "image_mean": _THREE_NUMBERS,
-    "image_std": kinds.Kind("three numbers > 0", lambda value: _THREE_NUMBERS.holds(value) and min(value) > 0),
-    "rescale_factor": kinds.POSITIVE,
-    "resample": kinds.Kind(
+    "image_std": hf_config.Kind("three numbers > 0", lambda value: _THREE_NUMBERS.holds(value) and min(value) > 0),
+    "rescale_factor": hf_config.POSITIVE,
+    "resample": hf_config.Kind(
         "2 (bilinear) or 3 (bicubic)", lambda value: value in (2, 3) and not isinstance(value, bool)
     ),
-    "size": kinds.TABLE,
-    "image_processor_type": kinds.Kind(f"one of {', '.join(TYPES)}", lambda value: value in TYPES),
+    "size": hf_config.TABLE,
+    "image_processor_type": hf_config.Kind(f"one of {', '.join(TYPES)}", lambda value: value in TYPES),
 }
 
 
@@ -108,7 +108,7 @@ class PictureSettings:
 def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -> PictureSettings:
     """Read the settings of a local folder; patches must be cut as the tower of `vision` takes them.
 
-    `size` is the `edge`: 0 keeps each picture's shape; None takes the family's, as far as the folder's limits allow.
+    `size` is the `edge`: 0 keeps each picture's shape; None takes the architecture's, within the folder's limits.
     UserError where there are no settings, they are of another processor, or the size does not fit them.
     """
     path, fields = _fields(folder)
@@ -123,18 +123,18 @@ def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -
     ):
         if mine != its:
             raise UserError(f"{path}: {name} is {mine}, and the model's tower (config.json, vision_config) takes {its}")
-    edge = _default_edge(settings, EDGES.get(vision.family, 448)) if size is None else size
+    edge = _default_edge(settings, EDGES.get(vision.model_type, 448)) if size is None else size
     _check_edge(settings, edge)
     return dataclasses.replace(settings, edge=edge)
 
 
 def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) -> int:
-    """The most patches of a prepared picture; where a folder is not here in full, as its family usually has it."""
+    """The most patches of a prepared picture; where a folder is not here in full, by its model type."""
     if any((folder / name).is_file() for name in FILES):
         settings = read_settings(folder, vision, size)
     else:
         settings = PictureSettings(
-            vision.patch, vision.merge, edge=EDGES.get(vision.family, 448) if size is None else size
+            vision.patch, vision.merge, edge=EDGES.get(vision.model_type, 448) if size is None else size
         )
     if not settings.edge:
         return settings.most // settings.patch**2
@@ -142,7 +142,7 @@ def most_patches(folder: Path, vision: VisionConfig, size: int | None = None) ->
     return rows * columns
 
 
-def _fields(folder: Path) -> tuple[Path, kinds.Fields]:
+def _fields(folder: Path) -> tuple[Path, hf_config.Fields]:
     for name in FILES:
         path = folder / name
         content = read_json(path) if path.is_file() else {}
@@ -155,17 +155,17 @@ def _fields(folder: Path) -> tuple[Path, kinds.Fields]:
     )
 
 
-def _settings(fields: kinds.Fields) -> PictureSettings:
-    kinds.check_kinds(fields, _KINDS)
+def _settings(fields: hf_config.Fields) -> PictureSettings:
+    hf_config.check_kinds(fields, _KINDS)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        kinds.expect(fields.get(name) is not False, name, "true, as pictures are prepared here", False)
+        hf_config.expect(fields.get(name) is not False, name, "true, as pictures are prepared here", False)
     size = fields.get("size") or {}
     edges = {name: size[name] for name in ("shortest_edge", "longest_edge") if size.get(name) is not None}
-    kinds.check_kinds(edges, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
+    hf_config.check_kinds(edges, dict.fromkeys(("shortest_edge", "longest_edge"), _PIXELS), "size.")
     usual = PictureSettings()
     least = fields.get("min_pixels") or edges.get("shortest_edge") or usual.least
     most = fields.get("max_pixels") or edges.get("longest_edge") or usual.most
-    kinds.expect(least <= most, "min_pixels", f"at most max_pixels={most}", least)
+    hf_config.expect(least <= most, "min_pixels", f"at most max_pixels={most}", least)
     return PictureSettings(
         patch=fields.get("patch_size") or usual.patch,
         merge=fields.get("merge_size") or usual.merge,
@@ -180,7 +180,7 @@ def _settings(fields: kinds.Fields) -> PictureSettings:
 
 
 def _default_edge(settings: PictureSettings, usual: int) -> int:
-    """The family's edge, smaller or larger where the folder's limits on pixels want it."""
+    """The architecture's edge, smaller or larger where the folder's limits on pixels want it."""
     step = settings.step
     largest = max(1, math.isqrt(settings.most) // step) * step
     smallest = -(-math.isqrt(max(settings.least - 1, 0)) // step) * step

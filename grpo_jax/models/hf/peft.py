@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from grpo_jax.errors import UserError
-from grpo_jax.models import hf_config as kinds
-from grpo_jax.models.architectures import ModelConfig, family_of
+from grpo_jax.models import hf_config
+from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.hf.weights import (
     TensorFiles,
     first_problems,
@@ -99,15 +99,15 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         prefixes = [_found_prefix(config, part, files.names) for part in _parts(config)]
         targets = [_targets(raw, part, prefix) for part, prefix in zip(_parts(config), prefixes, strict=True)]
         projections = tuple(_parts(config)[0].modules)
-        kinds.expect(bool(targets[0]), "target_modules", f"some of {projections}", raw.get("target_modules"))
+        hf_config.expect(bool(targets[0]), "target_modules", f"some of {projections}", raw.get("target_modules"))
         lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), *targets)
         return lora, _read(files, lora, config, prefixes)
     except (ValueError, TypeError, re.error) as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
-def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> kinds.Fields:
-    naming = family_of(config).naming
+def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.Fields:
+    naming = architecture_of(config).naming
     if naming.beside:  # a list would also reach modules of the same names in the vision tower
         parts = ((part, _targets_of(lora, part)) for part in _parts(config))
         targets: str | list[str] = "|".join(part.pattern(names) for part, names in parts if names)
@@ -148,13 +148,13 @@ class _Part(NamedTuple):
 
 
 def _parts(config: ModelConfig) -> tuple[_Part, ...]:
-    family, vision = family_of(config), config.vision
-    naming = family.naming
-    modules = {name: f"{naming.layers}.{{}}.{naming.modules[name]}" for name in family.projections}
+    architecture, vision = architecture_of(config), config.vision
+    naming = architecture.naming
+    modules = {name: f"{naming.layers}.{{}}.{naming.modules[name]}" for name in architecture.projections}
     decoder = _Part((), naming.prefixes, modules, config.num_layers)
     if vision is None:
         return (decoder,)
-    tower = TOWERS[vision.family]
+    tower = TOWERS[vision.model_type]
     modules = {name: tower.names[f"layers/{name}"] for name in tower.projections}
     return decoder, _Part((VISUAL,), naming.beside[::-1], modules, vision.depth)
 
@@ -182,19 +182,19 @@ def _found_prefix(config: ModelConfig, part: _Part, names: Iterable[str]) -> str
     raise ValueError(f"its tensors are not those of a {config.model_type!r} model, such as {next(iter(names), 'none')}")
 
 
-def _refuse_unsupported(raw: kinds.Fields) -> None:
+def _refuse_unsupported(raw: hf_config.Fields) -> None:
     """Honour or refuse by name every field that changes what the adapters compute."""
-    kinds.expect(raw.get("peft_type") == "LORA", "peft_type", "'LORA'", raw.get("peft_type"))
-    kinds.expect(kinds.WIDTH.holds(raw.get("r")), "r", kinds.WIDTH.words, raw.get("r"))
+    hf_config.expect(raw.get("peft_type") == "LORA", "peft_type", "'LORA'", raw.get("peft_type"))
+    hf_config.expect(hf_config.WIDTH.holds(raw.get("r")), "r", hf_config.WIDTH.words, raw.get("r"))
     words = "plain LoRA (PEFT's save_pretrained converts it: path_initial_model_for_weight_conversion)"
     start = raw.get("init_lora_weights")
-    kinds.expect(start in _PLAIN_STARTS, "init_lora_weights", words, start)
+    hf_config.expect(start in _PLAIN_STARTS, "init_lora_weights", words, start)
     for name, value in raw.items():
         if name not in _READ + _SILENT and value not in (None, False, "none", "", [], {}):
             raise ValueError(f"{name}={value!r} is not supported")
 
 
-def _targets(raw: kinds.Fields, part: _Part, prefix: str) -> tuple[str, ...]:
+def _targets(raw: hf_config.Fields, part: _Part, prefix: str) -> tuple[str, ...]:
     """The projections that target_modules (endings, pattern, or "all-linear") reaches, by PEFT's own rules."""
 
     def reached(wanted: str | Sequence[str] | None, module: str) -> bool:
@@ -210,7 +210,7 @@ def _targets(raw: kinds.Fields, part: _Part, prefix: str) -> tuple[str, ...]:
             for module in modules
         ]
         whole = all(adapted) or not any(adapted)
-        kinds.expect(whole, "target_modules", f"{name} in all layers or in none", raw.get("target_modules"))
+        hf_config.expect(whole, "target_modules", f"{name} in all layers or in none", raw.get("target_modules"))
         targets += [name] * all(adapted)
     return tuple(targets)
 

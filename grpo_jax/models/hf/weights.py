@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 from grpo_jax.config.files import read_json as read_json_text
 from grpo_jax.config.files import read_text
 from grpo_jax.errors import UserError, short_name
-from grpo_jax.models.architectures import ModelConfig, family_of
-from grpo_jax.models.architectures.family import Naming
+from grpo_jax.models.architectures import ModelConfig, architecture_of
+from grpo_jax.models.architectures.architecture import Naming
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import entry
 from grpo_jax.models.variables import VISUAL, PyTree
@@ -73,7 +73,7 @@ def name_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     Where the folder of a tied model repeats the embedding as a head, both names lead to the embedding.
     """
     names = set(names)
-    naming = family_of(config).naming
+    naming = architecture_of(config).naming
     embedding = f"{naming.tensors['embed_tokens']}.weight"
     prefix = next((p for p in naming.prefixes if p + embedding in names), naming.prefixes[0])
     head = next((h for h in naming.heads if h in names), naming.heads[0])
@@ -122,13 +122,13 @@ def tower_table(config: ModelConfig, names: Iterable[str]) -> dict[str, Place]:
     if vision is None:
         return {}
     names = set(names)
-    family = TOWERS[vision.family]
+    architecture = TOWERS[vision.model_type]
     table = {}
-    prefixes = family_of(config).naming.beside
-    prefix = next((p for p in prefixes if f"{p}{family.names['patch_embed']}.weight" in names), prefixes[0])
+    prefixes = architecture_of(config).naming.beside
+    prefix = next((p for p in prefixes if f"{p}{architecture.names['patch_embed']}.weight" in names), prefixes[0])
     for path, leaf in flatten_dict(tower_shapes(vision)).items():
         module = path if len(path) == 1 else path[:-1]
-        name = f"{prefix}{family.names['/'.join(module)]}.{'bias' if path[-1] == 'bias' else 'weight'}"
+        name = f"{prefix}{architecture.names['/'.join(module)]}.{'bias' if path[-1] == 'bias' else 'weight'}"
         transpose = path[-1] == "kernel"
         stacked = "{}" in name
         shape = leaf.shape[1:] if stacked else leaf.shape
@@ -235,7 +235,7 @@ def read_params(
 
     ``dtype`` None keeps the folder's.
     """
-    naming = family_of(config).naming
+    naming = architecture_of(config).naming
     table = tower_table(config, files.names) if tower else name_table(config, files.names)
     foreign = [name for name in files.names if name not in table and name.startswith(naming.beside) == tower]
     problems = unfitting({name: place.shape for name, place in table.items()}, files)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.models import hf_config as kinds
+from grpo_jax.models import hf_config
 from grpo_jax.models.layers import ACTIVATIONS as TEXT_ACTIVATIONS
 
 ACTIVATIONS = {**TEXT_ACTIVATIONS, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
@@ -16,7 +16,7 @@ ACTIVATIONS = {**TEXT_ACTIVATIONS, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.
 class VisionConfig:
     """Shape and choices of a vision tower; hashable, hence static under jit."""
 
-    family: str  # Hugging Face's name of the architecture, tower and language model together
+    model_type: str  # Hugging Face's name of the architecture, tower and language model together
     depth: int  # number of layers
     width: int  # of the layers' states
     inner: int  # of their MLP
@@ -45,12 +45,12 @@ class VisionConfig:
         """Refuse impossible shapes, by the names of the fields in a ``config.json``."""
         whole = self.width % self.heads == 0 and self.head_dim % 4 == 0
         words = f"a divisor of the width {self.width} that leaves a multiple of 4"
-        kinds.expect(whole, "vision_config.num_heads", words, self.heads)
+        hf_config.expect(whole, "vision_config.num_heads", words, self.heads)
         known = self.activation in ACTIVATIONS
-        kinds.expect(known, "vision_config.hidden_act", f"one of {tuple(ACTIVATIONS)}", self.activation)
+        hf_config.expect(known, "vision_config.hidden_act", f"one of {tuple(ACTIVATIONS)}", self.activation)
         rising = list(self.deepstack_layers) == sorted(set(self.deepstack_layers) & set(range(self.depth)))
         words = f"ascending numbers of {self.depth} layers"
-        kinds.expect(rising, "vision_config.deepstack_visual_indexes", words, self.deepstack_layers)
+        hf_config.expect(rising, "vision_config.deepstack_visual_indexes", words, self.deepstack_layers)
 
     @property
     def head_dim(self) -> int:
@@ -76,7 +76,7 @@ class VisionConfig:
 # Other names that transformers or the hub's folders have for the same fields.
 _ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 _REPEATED = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
-# The fields of each family, with transformers' values where a folder does not say.
+# The fields of each architecture, with transformers' values where a folder does not say.
 _COMMON = {
     "depth": 32,
     "num_heads": 16,
@@ -96,24 +96,26 @@ _FIELDS: dict[str, dict[str, Any]] = {
     | {"depth": 27, "hidden_size": 1152, "out_hidden_size": 3584, "intermediate_size": 4304, "patch_size": 16}
     | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)},
 }
-_SIDE = kinds.whole(1, 2**12)  # of patches, windows and a patch's parts
-_INDEX = kinds.whole(0, 2**24)
+_SIDE = hf_config.whole(1, 2**12)  # of patches, windows and a patch's parts
+_INDEX = hf_config.whole(0, 2**24)
 _KINDS = {
-    **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "window_size"), kinds.WIDTH),
+    **dict.fromkeys(
+        ("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size", "window_size"), hf_config.WIDTH
+    ),
     **dict.fromkeys(("patch_size", "spatial_patch_size", "spatial_merge_size", "temporal_patch_size"), _SIDE),
     **dict.fromkeys(("in_channels", "in_chans"), _SIDE),
-    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), kinds.LAYER_NUMBERS),
-    **dict.fromkeys(("mlp_ratio", "rope_theta"), kinds.POSITIVE),
-    "num_position_embeddings": kinds.TABLE_POSITIONS,
-    "depth": kinds.LAYERS,
-    "num_heads": kinds.HEADS,
-    "hidden_act": kinds.NAME,
-    "initializer_range": kinds.NOT_NEGATIVE,
-    "rope_parameters": kinds.TABLE,
+    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), hf_config.LAYER_NUMBERS),
+    **dict.fromkeys(("mlp_ratio", "rope_theta"), hf_config.POSITIVE),
+    "num_position_embeddings": hf_config.TABLE_POSITIONS,
+    "depth": hf_config.LAYERS,
+    "num_heads": hf_config.HEADS,
+    "hidden_act": hf_config.NAME,
+    "initializer_range": hf_config.NOT_NEGATIVE,
+    "rope_parameters": hf_config.TABLE,
 }
-# Fields at whose other values transformers' towers, or those of other families, compute something else.
+# Fields at whose other values transformers' towers, or those of other architectures, compute something else.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **kinds.NEUTRAL,
+    **hf_config.NEUTRAL,
     **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias"), (True,)),
     **dict.fromkeys(("layer_norm_eps", "rms_norm_eps"), (1e-6,)),
     "drop_path_rate": (0,),
@@ -128,27 +130,27 @@ _TOKENS = {
 }
 
 
-def read_vision(config: kinds.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
+def read_vision(config: hf_config.Fields, vocab_size: int, hidden_size: int) -> VisionConfig | None:
     """Read a Qwen-VL folder's tower, every field of it honoured or refused; None where ``config.json`` has none."""
-    raw, family = config.get("vision_config"), config["model_type"]
-    kinds.check_kinds(config, {"vision_config": kinds.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
+    raw, model_type = config.get("vision_config"), config["model_type"]
+    hf_config.check_kinds(config, {"vision_config": hf_config.TABLE} | dict.fromkeys(_TOKENS, _INDEX))
     if raw is None:
         return None
     try:
-        shape = _read_shape(raw, family)
+        shape = _read_shape(raw, model_type)
     except ValueError as error:
         raise ValueError(f"vision_config: {error}") from error
-    name = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
+    name = "hidden_size" if model_type == "qwen2_vl" else "out_hidden_size"
     fits = shape["out"] == hidden_size
-    kinds.expect(fits, f"vision_config.{name}", f"the language model's hidden_size={hidden_size}", shape["out"])
+    hf_config.expect(fits, f"vision_config.{name}", f"the language model's hidden_size={hidden_size}", shape["out"])
     tokens = _TOKENS | {name: config[name] for name in _TOKENS if config.get(name) is not None}
     for name, token in tokens.items():
-        kinds.expect(token < vocab_size, name, f"a token of the vocabulary of {vocab_size}", token)
-    return VisionConfig(family, **shape, **{name.removesuffix("_id"): token for name, token in tokens.items()})
+        hf_config.expect(token < vocab_size, name, f"a token of the vocabulary of {vocab_size}", token)
+    return VisionConfig(model_type, **shape, **{name.removesuffix("_id"): token for name, token in tokens.items()})
 
 
-def _read_shape(raw: kinds.Fields, family: str) -> dict[str, Any]:
-    fields = _read_fields(raw, family)
+def _read_shape(raw: hf_config.Fields, model_type: str) -> dict[str, Any]:
+    fields = _read_fields(raw, model_type)
     window = fields.get("window_size")
     return {
         "depth": fields["depth"],
@@ -173,30 +175,30 @@ def _read_shape(raw: kinds.Fields, family: str) -> dict[str, Any]:
     }
 
 
-def _read_fields(raw: kinds.Fields, family: str) -> dict[str, Any]:
-    present = {_ALIASES.get(name, name): value for name, value in kinds.not_null(raw).items()}
-    kinds.check_kinds(present, _KINDS)
-    kinds.refuse_changed(present, _NEUTRAL, family)
-    defaults = _FIELDS[family]
+def _read_fields(raw: hf_config.Fields, model_type: str) -> dict[str, Any]:
+    present = {_ALIASES.get(name, name): value for name, value in hf_config.not_null(raw).items()}
+    hf_config.check_kinds(present, _KINDS)
+    hf_config.refuse_changed(present, _NEUTRAL, model_type)
+    defaults = _FIELDS[model_type]
     fields = defaults | {name: value for name, value in present.items() if name in defaults}
     foreign = {name for other in _FIELDS.values() for name in other} - defaults.keys()
     head_dim = fields.get("embed_dim", fields["hidden_size"]) // fields["num_heads"]
     neutral = dict.fromkeys(sorted(foreign), ()) | {name: (fields[same],) for name, same in _REPEATED.items()}
-    neutral |= {"model_type": (family, f"{family}_vision"), "head_dim": (head_dim,)}
-    kinds.refuse_changed(present, neutral, family)
+    neutral |= {"model_type": (model_type, f"{model_type}_vision"), "head_dim": (head_dim,)}
+    hf_config.refuse_changed(present, neutral, model_type)
     return fields | {name: present[name] for name in ("rope_parameters", "rope_theta") if name in present}
 
 
-def _window(size: int, fields: kinds.Fields) -> int:
+def _window(size: int, fields: hf_config.Fields) -> int:
     tokens = size // fields["spatial_merge_size"] // fields["patch_size"]
-    kinds.expect(tokens >= 1, "window_size", "a merged token or more", size)
+    hf_config.expect(tokens >= 1, "window_size", "a merged token or more", size)
     return tokens
 
 
-def _theta(fields: kinds.Fields) -> float:
+def _theta(fields: hf_config.Fields) -> float:
     rope = fields.get("rope_parameters") or {}
-    kinds.check_kinds(rope, {"rope_theta": kinds.POSITIVE}, "rope_parameters.")
+    hf_config.check_kinds(rope, {"rope_theta": hf_config.POSITIVE}, "rope_parameters.")
     kind = rope.get("rope_type") or rope.get("type") or "axial"
-    kinds.expect(kind in _ROPE, "rope_type", f"one of {', '.join(_ROPE)}", kind)
-    kinds.refuse_changed(rope, {"partial_rotary_factor": (1,), "factor": (1,)}, "rope_parameters")
+    hf_config.expect(kind in _ROPE, "rope_type", f"one of {', '.join(_ROPE)}", kind)
+    hf_config.refuse_changed(rope, {"partial_rotary_factor": (1,), "factor": (1,)}, "rope_parameters")
     return float(rope.get("rope_theta") or fields.get("rope_theta") or 10_000.0)

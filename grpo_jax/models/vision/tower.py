@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.architectures.family import COLUMNS, FUSED, ROWS
+from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS
 from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm, draw_params, remat_block
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import rotate
@@ -114,7 +114,7 @@ def attend_windows(query: jax.Array, key: jax.Array, value: jax.Array, layout: L
 
 
 class Block(nn.Module):
-    """One layer: attention and an MLP, which is gated in some families."""
+    """One layer: attention and an MLP, which is gated in some architectures."""
 
     config: VisionConfig
     dtype: jax.typing.DTypeLike
@@ -124,16 +124,16 @@ class Block(nn.Module):
     def setup(self):
         """Declare the layer's weights."""
         c = self.config
-        family = TOWERS[c.family]
+        architecture = TOWERS[c.model_type]
 
         def projection(features: int) -> Projection:
             return Projection(features, True, self.dtype, self.param_dtype, self.lora)
 
-        self.norm1 = family.norm(c.epsilon, self.param_dtype)
-        self.norm2 = family.norm(c.epsilon, self.param_dtype)
+        self.norm1 = architecture.norm(c.epsilon, self.param_dtype)
+        self.norm2 = architecture.norm(c.epsilon, self.param_dtype)
         self.qkv = projection(3 * c.width)
         self.proj = projection(c.width)
-        if family.gated:
+        if architecture.gated:
             self.gate_proj = projection(c.inner)
             self.up_proj = projection(c.inner)
             self.down_proj = projection(c.width)
@@ -151,7 +151,7 @@ class Block(nn.Module):
 
     def _mlp(self, x: jax.Array) -> jax.Array:
         activation = ACTIVATIONS[self.config.activation]
-        if TOWERS[self.config.family].gated:
+        if TOWERS[self.config.model_type].gated:
             return self.down_proj(activation(self.gate_proj(x)) * self.up_proj(x))
         return self.fc2(activation(self.fc1(x)))
 
@@ -218,8 +218,8 @@ def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Arra
     )
 
 
-class TowerFamily(NamedTuple):
-    """One family of towers."""
+class TowerArchitecture(NamedTuple):
+    """One architecture of towers."""
 
     gated: bool  # whether a layer's MLP is gated
     norm: type[nn.Module]  # its norms, made as norm(epsilon, param_dtype)
@@ -230,7 +230,7 @@ class TowerFamily(NamedTuple):
 
 
 def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str, str]:
-    """Names that all families have, with those of a layer's MLP and of the merger."""
+    """Names that all architectures have, with those of a layer's MLP and of the merger."""
     return {
         "patch_embed": "patch_embed.proj",
         **{f"layers/{name}": f"blocks.{{}}.{name}" for name in ("norm1", "norm2")},
@@ -243,7 +243,7 @@ def names_of(modules: Mapping[str, str], merger: Mapping[str, str]) -> dict[str,
 PROJECTIONS = {"qkv": FUSED, "proj": ROWS, "fc1": COLUMNS, "fc2": ROWS}
 MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
 
-_QWEN2_VL = TowerFamily(
+_QWEN2_VL = TowerArchitecture(
     gated=False,
     norm=LayerNorm,
     patch_bias=False,
@@ -253,7 +253,7 @@ _QWEN2_VL = TowerFamily(
 
 _MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
 
-_QWEN2_5_VL = TowerFamily(
+_QWEN2_5_VL = TowerArchitecture(
     gated=True,
     norm=RMSNorm,
     patch_bias=False,
@@ -263,7 +263,7 @@ _QWEN2_5_VL = TowerFamily(
 
 _MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 
-_QWEN3_VL = TowerFamily(
+_QWEN3_VL = TowerArchitecture(
     gated=False,
     norm=LayerNorm,
     patch_bias=True,
@@ -273,7 +273,7 @@ _QWEN3_VL = TowerFamily(
     | {f"deepstack/{name}": f"deepstack_merger_list.{{}}.{theirs}" for name, theirs in _MERGER.items()},
 )
 
-TOWERS: dict[str, TowerFamily] = {
+TOWERS: dict[str, TowerArchitecture] = {
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_5_VL,
     "qwen3_vl": _QWEN3_VL,
@@ -292,16 +292,16 @@ class Tower(nn.Module):
 
     def setup(self):
         """Declare the weights."""
-        c, family = self.config, TOWERS[self.config.family]
+        c, architecture = self.config, TOWERS[self.config.model_type]
         types = (self.dtype, self.param_dtype)
-        self.patch_embed = Projection(c.width, family.patch_bias, *types)
+        self.patch_embed = Projection(c.width, architecture.patch_bias, *types)
         if c.positions:
             self.pos_embed = self.param("pos_embed", nn.initializers.zeros, (c.positions, c.width), self.param_dtype)
         self.layers = remat_block(Block, self.remat)(c, *types, self.lora)
-        self.merger = Merger(c, family.norm, False, *types)
+        self.merger = Merger(c, architecture.norm, False, *types)
         if c.deepstack_layers:
             stack = nn.vmap(Merger, in_axes=0, variable_axes={"params": 0}, split_rngs={"params": True})
-            self.deepstack = stack(c, family.norm, True, *types)
+            self.deepstack = stack(c, architecture.norm, True, *types)
 
     def __call__(
         self, patches: jax.Array, grid: jax.Array, windows: jax.Array | None = None
@@ -344,38 +344,28 @@ class Tower(nn.Module):
         return scanned(self.layers, (x, deep_states), (whole, keep))[0]
 
 
-def make_tower(
-    config: VisionConfig,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-    remat: str = "products",
-    lora: LoraConfig | None = None,
-    spread: Callable[[jax.Array], jax.Array] | None = None,
-) -> Callable[[Variables, Pictures], PictureStates]:
-    """Make encode_images(variables, Pictures) -> PictureStates; arguments as of `policy.make_policy`.
+def encode_pictures(tower: Tower, variables: Variables, pictures: Pictures) -> PictureStates:
+    """Run a tower on `Pictures` [.., I, ..].
 
-    The tower's parameters are ``variables["visual"]``, or ``variables["params"]["visual"]`` where it is trained;
-    adapters ``variables["lora"]["visual"]``, if any.
+    Its parameters are ``variables["visual"]``, or ``variables["params"]["visual"]`` where it is trained; adapters
+    ``variables["lora"]["visual"]``, if any.
     """
-    tower = Tower(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
+    collections = {"params": tower_params(variables)}
+    adapters = variables.get("lora", {}).get(VISUAL)
+    if adapters is not None:
+        collections["lora"] = adapters
+    lead = pictures.grid.shape[:-1]
 
-    def encode_images(variables: Variables, pictures: Pictures) -> PictureStates:
-        collections = {"params": tower_params(variables)}
-        adapters = variables.get("lora", {}).get(VISUAL)
-        if adapters is not None:
-            collections["lora"] = adapters
-        lead = pictures.grid.shape[:-1]
+    def flat(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.asarray(x).reshape(-1, *x.shape[len(lead) :])
 
-        def flat(x: jax.Array | None) -> jax.Array | None:
-            return None if x is None else jnp.asarray(x).reshape(-1, *x.shape[len(lead) :])
+    states, deepstack = tower.apply(collections, *map(flat, pictures))
 
-        states, deepstack = tower.apply(collections, *map(flat, pictures))
+    def apart(x: jax.Array) -> jax.Array:
+        return x.reshape(*lead, *x.shape[1:])
 
-        def apart(x: jax.Array) -> jax.Array:
-            return x.reshape(*lead, *x.shape[1:])
-
-        return PictureStates(apart(states), jnp.asarray(pictures.grid) // config.merge, tuple(map(apart, deepstack)))
-
-    return encode_images
+    grid = jnp.asarray(pictures.grid) // tower.config.merge
+    return PictureStates(apart(states), grid, tuple(map(apart, deepstack)))
 
 
 def tower_shapes(config: VisionConfig) -> dict[str, PyTree]:

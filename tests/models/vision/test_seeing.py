@@ -13,7 +13,7 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
-from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.models.positions import find_places  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision.tower import TOWERS  # noqa: E402
@@ -26,7 +26,7 @@ MARKS = (90, 91, 92, 93)  # image, video, vision start, vision end
 ENDS = (5, 7)
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
 def world(request, tmp_path_factory):
     # Behind the last layer nobody reads a picture's states: two of deepstack need a third.
     return tiny.seeing(tmp_path_factory.mktemp(request.param), request.param, num_hidden_layers=3)
@@ -34,7 +34,7 @@ def world(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(world):
-    return make_policy(world.loaded.config)
+    return Policy(world.loaded.config)
 
 
 def prompts(grids=GRIDS, seed: int = 0):
@@ -93,7 +93,7 @@ def test_positions_are_those_of_get_rope_index(world):
     ours = np.moveaxis(np.asarray(found.positions), -1, 0)
     np.testing.assert_array_equal(ours[:, mask], expected.numpy()[:, mask])
     # What is written next stands behind the longer side of every picture.
-    if world.config.family != "qwen3_vl":  # which counts padding there
+    if world.config.model_type != "qwen3_vl":  # which counts padding there
         np.testing.assert_array_equal(found.advance, mask.sum(1) + deltas[:, 0].numpy())
 
 
@@ -162,13 +162,13 @@ def test_the_same_words_are_written(world, policy):
 
 @pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
 def test_adapters_on_both_are_merged_weights(world):
-    lora = LoraConfig(2, 4.0, ("q_proj", "down_proj"), tuple(TOWERS[world.config.family].projections))
+    lora = LoraConfig(2, 4.0, ("q_proj", "down_proj"), tuple(TOWERS[world.config.model_type].projections))
     fresh = init_adapters(world.loaded.params, jax.random.key(0), lora, world.loaded.visual)
     rng = np.random.default_rng(1)
     adapters = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)
     tokens, mask = prompts()
     pictures = tiny.packed(tiny.draw(world.config, GRIDS), world.config)
-    policy = make_policy(world.loaded.config, lora=lora)
+    policy = Policy(world.loaded.config, lora=lora)
 
     @jax.jit
     def last(variables):

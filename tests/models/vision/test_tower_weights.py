@@ -1,5 +1,7 @@
 """A tower's weights: read from a folder, written back, adapted, placed; and named when something is wrong with them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +19,11 @@ from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
 from grpo_jax.models.sharding import shardings  # noqa: E402
-from grpo_jax.models.vision.tower import TOWERS, init_tower, make_tower, tower_shapes  # noqa: E402
+from grpo_jax.models.vision.tower import TOWERS, Tower, encode_pictures, init_tower, tower_shapes  # noqa: E402
 from grpo_jax.training.state import TrainState, reference_variables  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
 def world(request, tmp_path_factory):
     return tiny.seeing(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -47,9 +49,9 @@ def assert_states_agree(ours, theirs):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_round_trip_is_bit_equal(tmp_path, family):
-    source = reference.folder(tmp_path / "source", family, dtype=torch.bfloat16, max_shard_size="20KB")
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_round_trip_is_bit_equal(tmp_path, architecture):
+    source = reference.folder(tmp_path / "source", architecture, dtype=torch.bfloat16, max_shard_size="20KB")
     assert len(list(source.glob("*.safetensors"))) > 1
     loaded = hf.load_folder(source, tokenizer=False, vision=True)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.visual)} == {np.dtype("float32")}
@@ -72,7 +74,7 @@ def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
     before, after = tensors(world.loaded.path), tensors(tmp_path / "export")
     assert not any(torch.equal(before[name], after[name]) for name in before)
     rows = tiny.draw(world.config, seed=3)
-    ours = jax.jit(make_tower(world.config))({"params": changed}, tiny.packed(rows, world.config))
+    ours = jax.jit(partial(encode_pictures, Tower(world.config)))({"params": changed}, tiny.packed(rows, world.config))
     assert_states_agree(all_states(ours, rows), tower_of_torch(tmp_path / "export", rows))
 
 
@@ -91,7 +93,7 @@ def test_a_frozen_tower_is_written_as_it_was(world, tmp_path):
 
 def adapted(world, rank=2):
     """Adapters on decoder and tower, away from their start of zeros."""
-    lora = LoraConfig(rank, 7.0, ("q_proj",), tuple(TOWERS[world.config.family].projections))
+    lora = LoraConfig(rank, 7.0, ("q_proj",), tuple(TOWERS[world.config.model_type].projections))
     fresh = init_adapters(world.loaded.params, jax.random.key(0), lora, world.loaded.visual)
     rng = np.random.default_rng(1)
     return lora, fresh, jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)
@@ -110,7 +112,9 @@ def test_peft_computes_what_we_compute(world, tmp_path):
     assert len(reached) == count
     rows = tiny.draw(world.config, seed=4)
     pictures = tiny.packed(rows, world.config)
-    ours = jax.jit(make_tower(world.config, lora=lora))(world.variables | {"lora": adapters}, pictures)
+    ours = jax.jit(partial(encode_pictures, Tower(world.config, lora=lora)))(
+        world.variables | {"lora": adapters}, pictures
+    )
     with torch.no_grad():
         states, deepstack = tiny.torch_states(theirs.base_model.model, rows)
     assert_states_agree(all_states(ours, rows), [state for layer in (states, *deepstack) for state in layer])

@@ -10,7 +10,7 @@ from grpo_jax.models.vision.config import VisionConfig
 TEXT = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 TOKENS = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
 COMMON = dict(depth=3, num_heads=2, in_chans=3, patch_size=14, spatial_patch_size=14, spatial_merge_size=2)
-# The fields of the hub's folders of each family, made small.
+# The fields of the hub's folders of each architecture, made small.
 TOWERS = {
     "qwen2_vl": COMMON | dict(embed_dim=16, hidden_size=32, mlp_ratio=4, temporal_patch_size=2),
     "qwen2_5_vl": COMMON
@@ -22,27 +22,27 @@ TOWERS = {
 }
 
 
-def fields(family: str, **changes) -> dict:
-    return TEXT | TOKENS | dict(model_type=family, vision_config=TOWERS[family] | changes)
+def fields(architecture: str, **changes) -> dict:
+    return TEXT | TOKENS | dict(model_type=architecture, vision_config=TOWERS[architecture] | changes)
 
 
-def read(family: str, **changes) -> VisionConfig:
-    vision = read_config(fields(family, **changes)).vision
+def read(architecture: str, **changes) -> VisionConfig:
+    vision = read_config(fields(architecture, **changes)).vision
     assert vision is not None
     return vision
 
 
 def test_flat_and_nested_folders_have_the_same_tower():
-    for family in TOWERS:
-        flat = fields(family)
-        nested = TOKENS | dict(model_type=family, text_config=TEXT, vision_config=dict(flat["vision_config"]))
-        nested["vision_config"] |= dict(model_type=f"{family}_vision", dtype="bfloat16")
+    for architecture in TOWERS:
+        flat = fields(architecture)
+        nested = TOKENS | dict(model_type=architecture, text_config=TEXT, vision_config=dict(flat["vision_config"]))
+        nested["vision_config"] |= dict(model_type=f"{architecture}_vision", dtype="bfloat16")
         nested["vision_config"] |= dict(rope_parameters=dict(rope_type="axial", rope_theta=10000.0))
         assert read_config(flat) == read_config(nested)
         assert hash(read_config(flat)) == hash(read_config(nested))
 
 
-def test_each_family_has_its_shape():
+def test_each_architecture_has_its_shape():
     tokens = dict(image_token=60, video_token=61, vision_start_token=62, vision_end_token=63)
     common = dict(depth=3, width=16, heads=2, out=32, **tokens)
     assert read("qwen2_vl") == VisionConfig("qwen2_vl", inner=64, patch=14, **common)
@@ -60,10 +60,10 @@ def test_what_a_folder_does_not_say_is_as_transformers_has_it():
         "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
         "qwen3_vl": transformers.Qwen3VLConfig,
     }
-    for family, made in classes.items():
+    for architecture, made in classes.items():
         whole = made(text_config=dict(hidden_size=3584)).to_dict()
         bare = {name: value for name, value in whole.items() if not name.endswith("token_id")} | dict(vision_config={})
-        assert read_config(whole) == read_config(bare), family
+        assert read_config(whole) == read_config(bare), architecture
 
 
 def test_every_field_that_changes_the_tower_is_honoured():
@@ -77,10 +77,10 @@ def test_every_field_that_changes_the_tower_is_honoured():
         qwen3_vl=dict(hidden_size=32, intermediate_size=8, num_position_embeddings=9, deepstack_visual_indexes=[1]),
     )
     repeated = {"in_channels": "in_chans", "patch_size": "spatial_patch_size"}
-    for family in TOWERS:
-        for name, value in (changes | own[family]).items():
-            also = {repeated[name]: value} if name in repeated and repeated[name] in TOWERS[family] else {}
-            assert read(family, **{name: value}, **also) != read(family), (family, name)
+    for architecture in TOWERS:
+        for name, value in (changes | own[architecture]).items():
+            also = {repeated[name]: value} if name in repeated and repeated[name] in TOWERS[architecture] else {}
+            assert read(architecture, **{name: value}, **also) != read(architecture), (architecture, name)
     for name in TOKENS:
         assert read_config(fields("qwen2_vl") | {name: 5}).vision != read("qwen2_vl"), name
 
@@ -92,7 +92,7 @@ def test_a_folder_without_vision_config_is_text():
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "message"),
+    ("architecture", "changes", "message"),
     [
         (
             "qwen2_vl",
@@ -125,9 +125,9 @@ def test_a_folder_without_vision_config_is_text():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_unsupported_fields_are_refused_by_name(family, changes, message):
+def test_unsupported_fields_are_refused_by_name(architecture, changes, message):
     with pytest.raises(ValueError, match=message):
-        read(family, **changes)
+        read(architecture, **changes)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused():

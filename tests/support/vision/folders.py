@@ -32,9 +32,9 @@ SETTINGS = {
 }
 
 
-def seeing_folder(folder, family: str = "qwen2_vl", *, template: str | None = TEMPLATE, **settings) -> Path:
+def seeing_folder(folder, architecture: str = "qwen2_vl", *, template: str | None = TEMPLATE, **settings) -> Path:
     """A random Qwen-VL folder with a processor whose pictures have at most 16 tokens, of 8 x 8 pixels each."""
-    folder = getattr(tiny_models, family)(folder)
+    folder = getattr(tiny_models, architecture)(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS | settings))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)

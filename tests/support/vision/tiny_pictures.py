@@ -1,4 +1,4 @@
-"""Tiny towers of each family with the same weights as transformers', and pictures of several sizes for them."""
+"""Tiny towers of each architecture with the same weights as transformers', and pictures of several sizes for them."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,13 @@ from grpo_jax.models import hf
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, pack_pictures
 
-FAMILIES = tuple(reference.VISION)
+ARCHITECTURES = tuple(reference.VISION)
 # Rows with two pictures, one that is long, none, and three: whole windows, half windows, a single merged token.
 GRIDS = (((6, 10), (4, 4)), ((2, 14),), (), ((8, 8), (10, 6), (2, 2)))
 
 
 class Seeing(NamedTuple):
-    """A family's random model.
+    """An architecture's random model.
 
     Attributes:
         torch: transformers'.
@@ -37,9 +37,9 @@ class Seeing(NamedTuple):
         return {"params": self.loaded.params, "visual": self.loaded.visual}
 
 
-def seeing(folder, family: str, **overrides) -> Seeing:
-    """A family's random model, and its folder read."""
-    model = reference.model(family, **overrides)
+def seeing(folder, architecture: str, **overrides) -> Seeing:
+    """An architecture's random model, and its folder read."""
+    model = reference.model(architecture, **overrides)
     model.save_pretrained(folder)
     return Seeing(model, hf.load_folder(folder, tokenizer=False, vision=True))
 

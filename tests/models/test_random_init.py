@@ -47,11 +47,11 @@ def test_both_libraries_load_it_and_agree(architecture, tmp_path):
     torch = pytest.importorskip("torch")
     folder = write_policy(tmp_path, WORDS, NewPolicySection(architecture=architecture, width=32, heads=2, window=10))
     from grpo_jax.models import hf
-    from grpo_jax.models.policy import make_policy
+    from grpo_jax.models.policy import Policy
 
     loaded = hf.load_folder(folder)
     assert loaded.eos_ids == (1,) and loaded.pad_id == 0
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
     assert loaded.config.model_type == architecture and policy.max_positions == (10 if architecture == "gpt2" else None)
     variables = {"params": loaded.params}
     tokens = np.arange(4, 14)[None]

@@ -1,4 +1,4 @@
-"""The table of families: what is read from config.json or refused, how weights are drawn, what a new row takes."""
+"""The table of architectures: what is read from config.json or refused, how weights are drawn, what a new row takes."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ import pytest
 from support.tiny_decoders import LLAMA as TINY
 from support.tiny_decoders import compiled
 
-from grpo_jax.models.architectures import FAMILIES, llama, read_config
+from grpo_jax.models.architectures import ARCHITECTURES, llama, read_config
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.hf.weights import name_table
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import make_mesh, shardings
 
 LLAMA = dict(
@@ -212,7 +212,7 @@ def test_gpt2s_weights_are_drawn_as_the_paper_says():
     assert float(jnp.abs(params["layers"]["ln_1"]["scale"] - 1).max()) == 0
 
 
-def test_a_new_family_is_its_row(monkeypatch, tmp_path):
+def test_a_new_architecture_is_its_row(monkeypatch, tmp_path):
     """Llama's layers with learned positions for rotations, under names of their own: nothing else is told of it."""
 
     def unrotated(config, positions):
@@ -220,26 +220,26 @@ def test_a_new_family_is_its_row(monkeypatch, tmp_path):
         return table + 1, table
 
     names = {"embed_tokens": "words", "embed_positions": "places", "norm": "end"}
-    new = llama.FAMILY._replace(
+    new = llama.ARCHITECTURE._replace(
         model_types=("placed_llama",),
         learned_positions=True,
         rotation=unrotated,
         naming=llama.NAMING._replace(prefixes=("net.",), tensors=names),
     )
-    monkeypatch.setitem(FAMILIES, "placed_llama", new)
+    monkeypatch.setitem(ARCHITECTURES, "placed_llama", new)
     config = dataclasses.replace(TINY, model_type="placed_llama", max_positions=8)
     lora = LoraConfig(2, 4.0, ("q_proj",))
     variables = init_variables(config, jax.random.key(0), lora=lora)
     assert variables["params"]["embed_positions"].shape == (8, 32)
 
-    policy = compiled(make_policy(config, lora=lora))
+    policy = compiled(Policy(config, lora=lora))
     prompts, tokens = np.array([[1, 2, 3]], np.int32), np.array([[[4, 5, 6]]], np.int32)
     full = policy.forward_group(variables, prompts, prompts > 0, tokens, tokens > 0)
     elsewhere = {**variables["params"], "embed_positions": -variables["params"]["embed_positions"]}
     moved = policy.forward_group({**variables, "params": elsewhere}, prompts, prompts > 0, tokens, tokens > 0)
     assert float(jnp.abs(moved - full).max()) > 1e-3
     with pytest.raises(ValueError, match="at most 8 tokens"):
-        make_policy(config).prefill(variables, np.ones((1, 9), np.int32), np.ones((1, 9), bool))
+        Policy(config).prefill(variables, np.ones((1, 9), np.int32), np.ones((1, 9), bool))
 
     table = name_table(config, ["net.words.weight"])
     assert {"net.words.weight", "net.places.weight", "net.end.weight", "net.layers.1.mlp.up_proj.weight"} <= set(table)

@@ -1,4 +1,4 @@
-"""The description of a model family: a row of the table in `families`."""
+"""The description of a model architecture: a row of the table in `architectures`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ COLUMNS, ROWS, FUSED = "columns", "rows", "fused"
 
 
 class Naming(NamedTuple):
-    """How the folders of a family name their tensors."""
+    """How the folders of an architecture name their tensors."""
 
     # where a folder keeps its language model; the first that has an embedding wins, and the first of all is where
     # transformers' model has it
@@ -32,8 +32,8 @@ class Naming(NamedTuple):
     together: Mapping[str, tuple[str, ...]] = {}
 
 
-class Family(NamedTuple):
-    """One model family.
+class Architecture(NamedTuple):
+    """One model architecture.
 
     Its configs are frozen dataclasses, hashable and hence static under jit, with at least the fields vocab_size,
     hidden_size, num_layers, num_heads, num_kv_heads, head_dim, max_positions, tie_word_embeddings,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
-from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import on_host
+from grpo_jax.core.trie import Trie
+from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.sharding import on_host, shard, shard_optimizer
 from grpo_jax.models.variables import PyTree, Variables
 from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
@@ -28,8 +32,20 @@ from grpo_jax.training.objectives import (
     make_policy_objective,
     make_ppo_objective,
 )
-from grpo_jax.training.state import TrainState, free_buffers, needs_reference, reference_variables, trained_weights
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import (
+    TrainState,
+    commit_to_device,
+    free_buffers,
+    init_state,
+    needs_reference,
+    reference_variables,
+    refresh_reference,
+    rollout_copy,
+    trained_weights,
+)
 
+_UPDATE_STREAM = 2**31 - 3
 PATIENCE = 3
 """A run ends when as many updates in a row were left out as so many iterations make: one batch may be at fault."""
 
@@ -59,9 +75,9 @@ def make_train_step(
             loss, metrics = objective({**frozen, **trained}, micro, whole)
             return loss if scale is None else loss * scale.scale, (loss, metrics)
 
-        gradient = jax.value_and_grad(scaled, has_aux=True)
-        (_, (loss, metrics)), grads = _accumulate(
-            lambda micro: gradient(trained, micro), batch, grad_accumulation_steps
+        gradient = partial(jax.value_and_grad(scaled, has_aux=True), trained)
+        (_, (loss, metrics)), grads = (
+            gradient(batch) if grad_accumulation_steps == 1 else _accumulate(gradient, batch, grad_accumulation_steps)
         )
         if scale is not None:
             grads = jax.tree.map(lambda leaf: leaf / scale.scale, grads)
@@ -104,8 +120,6 @@ def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> T
 
 def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -> PyTree:
     """Sum function(part) over `parts` equal parts of the batch along P, one at a time."""
-    if parts == 1:
-        return function(batch)
     split = micro_batches(batch, parts)
     # From zeros rather than from the first part: the program is there once.
     shapes = jax.eval_shape(function, jax.tree.map(lambda array: array[0], split))
@@ -268,3 +282,77 @@ def _average(reports: list[Metrics]) -> Metrics:
     count, skipped = len(reports), sum(int(report["skipped"]) for report in reports)
     scalars = {name: sum(float(report[name]) for report in reports) / count for name in ("loss", "grad_norm")}
     return {**scalars, "skipped": skipped, "metrics": joined}
+
+
+class Learner(NamedTuple):
+    """The compiled parts of training.
+
+    Attributes:
+        start: start(variables) → initial state. It takes the trained weights over: where they are not the reference,
+            they can be read until the first update only.
+        update: update(state, batch, iteration) → (state, report): that of `make_update`, with "learning_rate",
+            "advantages" [P, G] or [P, G, T] and, under float16, "loss_scale".
+        updates_per_iteration: Number of optimizer steps.
+    """
+
+    start: Callable[[Variables], TrainState]
+    update: Callable[[TrainState, Batch, int], tuple[TrainState, Metrics]]
+    updates_per_iteration: int
+
+
+def make_learner(
+    config: Config,
+    policy: Policy,
+    iterations: int,
+    *,
+    allowed_tokens: np.ndarray | None = None,
+    trie: Trie | None = None,
+) -> Learner:
+    """Make optimizer, schedule, start and update from a run's config."""
+    algorithm, training, ppo = config.algorithm, config.training, config.ppo
+    per_iteration = training.inner_epochs * training.minibatches
+    section = config.optimizer.replace(learning_rate=config.learning_rate)
+    schedule = make_schedule(section, iterations * per_iteration)
+    optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=ppo.value_rate), policy.mesh)
+    update = make_update(
+        policy,
+        optimizer,
+        algorithm,
+        training,
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.written_tokens,
+        allowed_tokens=None if allowed_tokens is None else jnp.asarray(allowed_tokens),
+        trie=trie,
+        ppo=ppo,
+    )
+    keeps_reference, every = needs_reference(algorithm, ppo), algorithm.update_ref_every
+    # New adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
+    base_reference = config.policy.lora.path is None and config.sft.steps == 0 and every == 0
+
+    def start(variables: Variables) -> TrainState:
+        state = init_state(
+            variables,
+            optimizer,
+            keep_reference=keeps_reference,
+            base_reference=base_reference,
+            loss_scale=make_loss_scale(config.policy.compute_dtype),
+            take_over=True,
+        )
+        state = commit_to_device(shard(state, policy.mesh))
+        return state._replace(rollout_weights=rollout_copy(state)) if training.async_level else state
+
+    def learn(state: TrainState, batch: Batch, iteration: int) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), _UPDATE_STREAM), iteration)
+        rate = float(np.asarray(schedule(int(state.step))))  # of updates that were made: a skipped one is not counted
+        state, report = jax.block_until_ready(update(state, batch, key))
+        if keeps_reference and every and (iteration + 1) % every == 0:
+            before, state = state.reference, refresh_reference(state)
+            free_buffers(before)
+        estimates = report["measured"].get("estimates")
+        report |= {"learning_rate": rate}
+        report["advantages"] = np.asarray(batch.advantages if estimates is None else estimates.advantages)
+        if state.loss_scale is not None:
+            report["loss_scale"] = float(state.loss_scale.scale)
+        return state, report
+
+    return Learner(start, learn, per_iteration)

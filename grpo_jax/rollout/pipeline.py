@@ -89,11 +89,11 @@ class Work:
         A stage must wait for its results (`jax.block_until_ready`), and set what torch and JAX keep per thread.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or chunk == 0 or self._done[chunk - 1] > self._done[chunk] or self._failure
-            )
+            self._changed.wait_for(lambda: self._is_over() or chunk == 0 or self._done[chunk - 1] > self._done[chunk])
+            if self._is_over():  # a call that never returns may hold the lock
+                raise Stopped
         with self._locks[name]:
-            if self._ended or self._failure:
+            if self._is_over():
                 raise Stopped
             call = _Call(name, chunk, time.perf_counter(), threading.current_thread())
             _here.call = call
@@ -115,6 +115,9 @@ class Work:
                 with self._changed:
                     self._done[chunk] += 1
                     self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        return self._ended or self._failure is not None
 
     def share(self, tree: Tree) -> Tree:
         """Return process 0's tree in all processes, or raise in the others what ended the batch in process 0."""
@@ -152,7 +155,7 @@ class Work:
                     self._done[number] = float("inf")
                     left.discard(number)
                     self._changed.notify_all()
-                if self._ended or self._failure:
+                if self._is_over():
                     return
 
         threads = [

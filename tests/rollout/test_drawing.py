@@ -119,7 +119,9 @@ def test_further_prompts_take_the_places_of_dead_groups():
     assert drawn.row["draws"] == 2 and judged == [own, further]
     assert ids(drawn) == [own[1], *further[1:]]
     assert drawn.row["reward/a/mean"] == pytest.approx(0.5 / SIZE)  # of the first draw
-    assert drawn.rollout.episodes[1][0].last.written.startswith(f"p{further[1]}:")  # texts went along with their rows
+    assert drawn.rollout.episodes[1][0].last.raw_completion.startswith(
+        f"p{further[1]}:"
+    )  # texts went along with their rows
     batch = batch_of(parts, drawn)
     assert drawn.informative.all() and batch.mask.any(-1).all()
     np.testing.assert_array_equal(drawn.objectives.rewards, drawn.rollout.final_rewards)

@@ -5,7 +5,7 @@ from types import MappingProxyType
 import numpy as np
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.rollout import Rollout
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 EXTRAS = {
@@ -187,26 +188,41 @@ def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
             raise UserError(f"{short_name(name)}: no such option; {hint}")
 
 
-def guarded(function: Callable[[], object], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
-    """Run a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
+@dataclass
+class Ended:
+    """How a command ended: its exit code."""
 
-    An int that `function` returns is the exit code. `debug` lets tracebacks through. `silent` says that another
-    process prints the line.
+    code: int = 0
+
+
+@contextmanager
+def run_cli(*, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> Iterator[Ended]:
+    """Run a command inside: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
+
+    `debug` lets tracebacks through. `silent` says that another process prints the line.
     """
+    ended = Ended()
     try:
         with extras_named():
-            result = function()
+            yield ended
     except KeyboardInterrupt:
         complain("interrupted")
-        return 130
+        ended.code = 130
     except Exception as error:
         lines = _lines_of(error)
         if debug or lines is None:
             raise
         for line in () if silent() else lines:  # on one line each, whatever a user's file or a library put into them
             complain(f"error: {' '.join(str(line).split())}")
-        return 2
-    return result if isinstance(result, int) else 0
+        ended.code = 2
+
+
+def guarded(function: Callable[[], object], *, debug: bool = False) -> int:
+    """Return the exit code of a command (`run_cli`); an int that `function` returns is one."""
+    with run_cli(debug=debug) as ended:
+        result = function()
+        ended.code = result if isinstance(result, int) else 0
+    return ended.code
 
 
 def _lines_of(error: Exception) -> Sequence[object] | None:

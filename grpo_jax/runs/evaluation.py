@@ -15,9 +15,9 @@ from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.rollout import Rollout, collect, judge
-from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.runs.batches import weigh
 from grpo_jax.runs.loading import RunContext
+from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.training.estimators import total_rewards
 
 PICTURE_CHUNK = 32
@@ -51,9 +51,7 @@ class Evaluation(NamedTuple):
         return [episode.last.completion for episode in self.episodes]
 
 
-def evaluate(
-    ctx: RunContext, variables: Variables, rows: Sequence[Row], *, sampled: bool = False
-) -> Evaluation:
+def evaluate(ctx: RunContext, variables: Variables, rows: Sequence[Row], *, sampled: bool = False) -> Evaluation:
     """Measure the policy on held-out prompts, with fixed noise: one greedy completion each, or k sampled ones.
 
     Where the task lists the possible texts, the first of its ranking takes the greedy completion's place.

@@ -76,6 +76,7 @@ class RunContext(NamedTuple):
     Attributes:
         allowed_tokens: bool [V], or None for all.
         trie: The texts of which each completion is one (`TaskData.choices`), or None.
+        iterations: Number of iterations in all.
         key: The run's key, that all others are folded from.
         devices: Device names of policy and judges.
         reward_state: The run as rewards see it.
@@ -92,6 +93,7 @@ class RunContext(NamedTuple):
     trie: Trie | None
     key: jax.Array
     devices: dict[str, str]
+    iterations: int
     reward_state: Trainer
     stopping: Callable[[], bool] = lambda: False
 
@@ -153,7 +155,8 @@ def load(
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
-    reward_state = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
+    iterations = iterations_in_all(config.training, len(data.prompts.train))
+    reward_state = Trainer(iterations)
     resolved = resolve_rewards(
         config.rewards,
         config.eval_rewards,
@@ -232,6 +235,7 @@ def load(
         trie=trie,
         key=jax.random.key(config.seed),
         devices={**placement, **pools} if judges else {POLICY: listed(devices)},
+        iterations=iterations,
         reward_state=reward_state,
         stopping=stopping,
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from grpo_jax.rollout.data import batches_per_epoch
 from grpo_jax.rollout.pictures import pictures_column
+from grpo_jax.rollout.rewards import constant_rewards, constant_streaks, missing_streaks, no_reward_yet
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.measures import present_mean
@@ -154,3 +155,21 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
             entries.append(entry)
             rows.append(rollout.rows[p])
     return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(rows)
+
+
+def epoch_line(rows: list[Record]) -> str:
+    """Return the line about an epoch: means over its iterations."""
+    shown = {"reward": "reward/total/mean", "loss": "loss", "kl": "kl"}
+    values = {label: [row[name] for row in rows if row.get(name) is not None] for label, name in shown.items()}
+    means = [f"{label} {sum(found) / len(found):.4g}" for label, found in values.items() if found]
+    return f"epoch {rows[-1]['epoch']:.0f} ends, means of {len(rows)} iterations: {', '.join(means)}"
+
+
+def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
+    """Count the iterations in a row in which rewards were missing, or had one value; return also lines about them."""
+    values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
+    absent = missing_streaks(notes.get("absent", {}), values, ctx.rewards.weights)
+    constant = constant_streaks(notes.get("constant", {}), values, ctx.rewards.weights)
+    line = no_reward_yet(absent, done, ctx.iterations)
+    lines = [*([f"note: {line}"] if line else ()), *constant_rewards(constant)]
+    return {"absent": absent, "constant": constant}, lines

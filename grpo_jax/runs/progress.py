@@ -27,8 +27,8 @@ class Progress(NamedTuple):
         starts: Iterations done when a process began: 0, and wherever the run was resumed.
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
         notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
-            "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures` of
-            the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
+            "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
+            of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
             findings; "absent" and "constant", streaks of rewards that are missing or have one value.
         unvalidated: Metrics of the last iteration where its validation was stopped or failed.
         early_stopping: An `EarlyStopping`; None before the first validation.

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_jax.models.broadcast import is_main_process, process_count
-from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
+from grpo_jax.rollout.rewards import join_names, missing_rewards
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import (
     Evaluation,
     Statistics,
     evaluate_texts,
-    measure_all,
     watched_values,
 )
-from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.progress import Progress, Record, added
+from grpo_jax.runs.measures import TOTAL, fallen
+from grpo_jax.runs.progress import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
-from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table
+from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table, of_turns
 from grpo_jax.tasks.task import Finished
-from grpo_jax.training.state import TrainState
 
 _SHOWN_SIZE = 256  # pixels of a prompt's picture in the report
 _PACKAGES = (
@@ -50,7 +45,20 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def report(ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]) -> Finished:
+def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[str]:
+    """Return the measures of the start in a line, and a note on rewards that no completion got."""
+    if not before:
+        return ["no prompts are held out: nothing is measured before and after training"]
+    measured, values = before["greedy"].measures, np.moveaxis(before["greedy"].rollout.final_rewards, -1, 0)
+    listed = "  ".join(f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured))
+    missing = missing_rewards(dict(zip(ctx.fns.reward_names, values, strict=True)), ctx.rewards.weights)
+    notes = [f"note: no held-out completion got the reward {join_names(missing)}"] if missing else []
+    return [*notes, f"baseline on {len(ctx.test_rows)} held-out prompts: {listed}"]
+
+
+def report(
+    ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
+) -> Finished:
     """Return summary, tables, gallery and episodes of a run, from the measures of its start and of its end."""
     findings = find(ctx, progress.notes["remembered"], "after", after)
     summary: Record = {**summarise(ctx, progress, after, seconds), **findings.entries}

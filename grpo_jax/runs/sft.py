@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 from grpo_jax.config.run import Config
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.trie import Trie
-from grpo_jax.errors import UserError
+from grpo_jax.errors import Stopped, UserError
+from grpo_jax.models.broadcast import broadcast
 from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
@@ -23,8 +25,9 @@ from grpo_jax.rollout.env import Observation, as_observation
 from grpo_jax.rollout.environment import prepared
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.evaluation import evaluate
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.progress import Record
+from grpo_jax.runs.progress import Record, identity_of, require_same, with_total
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
@@ -35,25 +38,57 @@ from grpo_jax.training.update import PATIENCE, make_train_step
 Pair = Sequence[Any]
 """A prompt (a text or a row) and the text to write; of an episode then an answer (text or `Observation`), a text, …"""
 
+UNTRAINED = "untrained"
+"""The policy as it was loaded, before SFT."""
 _LINES = 20  # lines on the console
 
 
-def run_sft(
-    ctx: RunContext,
-    *,
-    checkpoints: Checkpoints,
-    meta: Callable[[], Record],
-    say: Callable[[str], None],
-) -> tuple[Variables, float] | None:
-    """Train the policy on the task's pairs; the same weights (all, or the adapters) are trained as in the run.
+def warm_up(
+    ctx: RunContext, folder: Path, clock: float, say: Callable[[str], None]
+) -> tuple[Variables, dict[str, Record], dict[str, float]]:
+    """Teach the policy the task's pairs: variables, notes of the run ("before", "remembered"), seconds.
 
-    It goes on after its own last checkpoint, if there is one, as if it had never been interrupted, and saves every
-    `config.training.save_every` updates and when it is stopped. The weights in `ctx.policy.variables` are taken
-    over: they cannot be read afterwards.
-    Training follows sampling: the distribution over the allowed tokens, and texts that end as the sampler's do
-    (`supervised_tokens`). A pair whose text has a token that is not allowed is left out, and their number is said.
-    `meta` gives what is saved along with a checkpoint. Returns the variables and the seconds it took, those before an
-    interruption included; None if it was stopped.
+    The policy is measured first. An interrupted SFT goes on after its last checkpoint in `folder`.
+    """
+    notes: dict[str, Record] = {"before": {}, "remembered": {}}
+    if not ctx.config.sft.steps:
+        return ctx.policy.variables, notes, {}
+    identity = identity_of(ctx.config, ctx.task_data.identity)
+    meta = None
+    if broadcast(folder.is_dir()):
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            if checkpoints.latest_step() is not None:
+                meta = checkpoints.read_meta("latest")
+                require_same(meta["identity"], ctx.config, ctx.task_data.identity, folder)
+    if meta is None:
+        started = time.monotonic()
+        if ctx.test_rows:
+            untrained = evaluate(ctx, ctx.policy.variables, ctx.test_rows)
+            notes["before"] = {UNTRAINED: untrained.measures}
+            notes["remembered"] = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
+        meta = {"identity": identity, "notes": notes, "seconds": {"evaluate": time.monotonic() - started}}
+    kept = {name: meta[name] for name in ("identity", "notes", "seconds")}
+    with Checkpoints(folder, keep=2, note=lambda line: say(f"note: {line}")) as checkpoints:
+        variables, seconds = run_sft(
+            ctx,
+            checkpoints=checkpoints,
+            meta=lambda: {**kept, "seconds": with_total(kept["seconds"], clock)},
+            say=say,
+        )
+    return variables, kept["notes"], {**kept["seconds"], "sft": seconds}
+
+
+def run_sft(
+    ctx: RunContext, *, checkpoints: Checkpoints, meta: Callable[[], Record], say: Callable[[str], None]
+) -> tuple[Variables, float]:
+    """Train the policy on the task's pairs; return the variables, and the seconds of all processes until then.
+
+    The same weights (all, or the adapters) are trained as in the run. It goes on after its own last checkpoint, as if
+    it had never been interrupted, and saves every `training.save_every` updates and when it is stopped (`Stopped`).
+    The weights in `ctx.policy.variables` are taken over: they cannot be read afterwards. Training follows sampling:
+    the distribution over the allowed tokens, and texts that end as the sampler's do (`supervised_tokens`). A pair whose
+    text has a token that is not allowed is left out, and their number is said. `meta` gives what is saved along with a
+    checkpoint.
     """
     config, section = ctx.config, ctx.config.sft
     if ctx.task_data.pairs is None:
@@ -81,7 +116,7 @@ def run_sft(
     for number in range(done, section.steps):
         if ctx.is_stopped():
             save(number, state, wait=True)
-            return None
+            raise Stopped
         places = batch(number)
         state, report = step(state, supervised_batch(ctx, state.variables, [pairs[place] for place in places]))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -200,7 +200,9 @@ def explained(
         return StopRun(f"{_line(cause)}. {saved}; {again} when that is fixed")
     assert isinstance(error, StageError)
     if error.stage == "sample":  # no reward is at fault
-        return UserError(f"{_line(cause)}. {saved}; {again} when that is fixed") if isinstance(cause, UserError) else error
+        return (
+            UserError(f"{_line(cause)}. {saved}; {again} when that is fixed") if isinstance(cause, UserError) else error
+        )
     hint = _KILLABLE if isinstance(error, StageTimeout) else hint
     reason = cause if isinstance(cause, UserError) else error  # a reward names itself
     return UserError(f"{_line(reason)}. {saved}; fix {_AT_FAULT.get(error.stage, 'the reward')} and {again}{hint}")

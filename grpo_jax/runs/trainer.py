@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from grpo_jax.config.build import to_yaml
 from grpo_jax.config.given import IN_PYTHON
@@ -25,26 +23,19 @@ from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, p
 from grpo_jax.models.sharding import on_host
 from grpo_jax.reports.output import NoOutput, RunOutput
 from grpo_jax.rollout.data import TRAINING_ROWS
-from grpo_jax.rollout.rewards import (
-    constant_rewards,
-    constant_streaks,
-    join_names,
-    missing_rewards,
-    missing_streaks,
-    no_reward_yet,
-)
+from grpo_jax.rollout.rewards import join_names
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.batches import RolloutsAhead, batch_of, draw, weigh
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compile_cache import enable_compile_cache
-from grpo_jax.runs.evaluation import Evaluation, asked_to_watch, evaluate, measure_all, watched_values
+from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.measures import TOTAL, fallen
-from grpo_jax.runs.metrics import completion_columns, iteration_row
+from grpo_jax.runs.metrics import completion_columns, epoch_line, iteration_row, reward_streaks
 from grpo_jax.runs.processes import ending_together, join, require_shared
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
-from grpo_jax.runs.results import report, statistics_of, versions
+from grpo_jax.runs.results import baseline_lines, report, statistics_of, versions
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.runs.stopping import (
     Callbacks,
@@ -56,7 +47,6 @@ from grpo_jax.runs.stopping import (
     nothing_learned,
     stop_requests,
 )
-from grpo_jax.tasks.display import of_turns
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner
 
@@ -65,7 +55,12 @@ def train(config: Config, *, prompts: Any = None, rewards: Any = None, callbacks
     """Train a policy and leave a run directory; return the contents of summary.json, and "stopped"."""
     enable_compile_cache()
     config, clock = join(config), time.monotonic()
-    with stop_requests() as stop, ending_together(config.run_dir), open_output(config) as output, ExitStack() as leaving:
+    with (
+        stop_requests() as stop,
+        ending_together(config.run_dir),
+        open_output(config) as output,
+        ExitStack() as leaving,
+    ):
         try:
             with stop.at_once():
                 ctx = load_given(config, output, prompts, rewards, stop, leaving)
@@ -127,7 +122,7 @@ class Trainer:
     ):
         self.ctx, self.config, self.output, self.checkpoints = ctx, ctx.config, output, checkpoints
         self.stop, self.callbacks, self.clock = stop, callbacks, clock
-        self.iterations = ctx.reward_state.max_steps
+        self.iterations = ctx.iterations
         self.learner = make_learner(
             ctx.config, ctx.policy, self.iterations, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie
         )
@@ -162,7 +157,8 @@ class Trainer:
         identity = identity_of(self.config, ctx.task_data.identity)
         self.progress = Progress(0, self.iterations, None, 0, seconds, [0], identity, notes)
         self._begun = True
-        self._tell_baseline(before)
+        for line in baseline_lines(ctx, before):
+            output.say(line)
         self.save(wait=True)
         self._remove(output.directory.sft)
 
@@ -220,7 +216,10 @@ class Trainer:
             self.state, report = self.learner.update(self.state, batch, i)
             seconds = {**rollout.seconds, "update": time.perf_counter() - before_update}
             row = iteration_row(ctx, i, drawn, report, seconds, started)
-            notes = {**self.progress.notes, **self._streaks(rollout)}
+            streaks, lines = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
+            notes = {**self.progress.notes, **streaks}
+            for line in lines:
+                output.say(line)
             seconds = added(self.progress.seconds, seconds)
             self.progress = self.progress._replace(iteration=i + 1, seconds=seconds, notes=notes, unvalidated=row)
             output.completions(i + 1, completion_columns(ctx, rollout, report["advantages"]))
@@ -244,7 +243,7 @@ class Trainer:
             raise Stopped
 
     def draw(self, i: int) -> tuple[Rollout, Record]:
-        """Sample and judge the batch of an iteration, with training.async_level while the one before is learned from."""
+        """Sample and judge the batch of an iteration, or take the one that was sampled ahead."""
         if self.ahead is None:
             return draw(self.ctx, self.state.variables, i)
         rollout, row, self.state = self.ahead.draw(self.state, i)
@@ -263,7 +262,8 @@ class Trainer:
         self.output.iteration(row)
         self._epoch.append(row)
         if row["epoch"] % 1 == 0:
-            self.output.say(epoch_line(self._epoch)) if len(self._epoch) > 1 else None
+            if len(self._epoch) > 1:
+                self.output.say(epoch_line(self._epoch))
             self._epoch = []
         if measures and self.progress.best_iteration == done:  # after its row: --resume may go on from it
             self.checkpoints.save_as("best", *self._saved())
@@ -401,31 +401,6 @@ class Trainer:
         skipped, updates = int(self.state.skipped), self.learner.updates_per_iteration
         return nothing_learned(skipped, updates, self.progress.iteration, self.iterations, self.config.run_dir)
 
-    def _by_name(self, rollout: Rollout) -> dict[str, np.ndarray]:
-        return dict(zip(self.ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
-
-    def _streaks(self, rollout: Rollout) -> Record:
-        """Count the iterations in a row in which rewards were missing, or had one value; say so."""
-        values, weights, notes = self._by_name(rollout), self.ctx.rewards.weights, self.progress.notes
-        absent = missing_streaks(notes.get("absent", {}), values, weights)
-        if line := no_reward_yet(absent, self.progress.iteration + 1, self.iterations):
-            self.output.say(f"note: {line}")
-        constant = constant_streaks(notes.get("constant", {}), values, weights)
-        for warning in constant_rewards(constant):
-            self.output.say(warning)
-        return {"absent": absent, "constant": constant}
-
-    def _tell_baseline(self, before: Mapping[str, Evaluation]) -> None:
-        """Say the measures of the start in one line."""
-        if not before:
-            self.output.say("no prompts are held out: nothing is measured before and after training")
-            return
-        measured = before["greedy"].measures
-        listed = "  ".join(f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured))
-        if missing := missing_rewards(self._by_name(before["greedy"].rollout), self.ctx.rewards.weights):
-            self.output.say(f"note: no held-out completion got the reward {join_names(missing)}")
-        self.output.say(f"baseline on {len(self.ctx.test_rows)} held-out prompts: {listed}")
-
     def _save_and_tell(self) -> None:
         """Save a checkpoint of the loop; in the background unless a callback waits for it."""
         self.save(wait=self.callbacks.on_checkpoint is not None)
@@ -446,18 +421,12 @@ class Trainer:
         if failure:
             self.save(wait=True)
             again = f"go on with --resume --run_dir {self.config.run_dir}"
-            raise UserError(f"{failure}. Saved after iteration {self.progress.iteration}; fix it and {again}") from cause
+            raise UserError(
+                f"{failure}. Saved after iteration {self.progress.iteration}; fix it and {again}"
+            ) from cause
         if asked and not self._is_over():
             self.output.say(f"{name} asks to stop")
             self.stop.set()
-
-
-def epoch_line(rows: list[Record]) -> str:
-    """Return the line about an epoch: means over its iterations."""
-    shown = {"reward": "reward/total/mean", "loss": "loss", "kl": "kl"}
-    values = {label: [row[name] for row in rows if row.get(name) is not None] for label, name in shown.items()}
-    means = [f"{label} {sum(found) / len(found):.4g}" for label, found in values.items() if found]
-    return f"epoch {rows[-1]['epoch']:.0f} ends, means of {len(rows)} iterations: {', '.join(means)}"
 
 
 def _is_own_failure(error: StageError) -> bool:

@@ -313,7 +313,7 @@ def make_learner(
     per_iteration = training.inner_epochs * training.minibatches
     section = config.optimizer.replace(learning_rate=config.learning_rate)
     schedule = make_schedule(section, iterations * per_iteration)
-    optimizer = shard_optimizer(make_optimizer(section, schedule, value_rate=ppo.value_rate), policy.mesh)
+    optimizer = shard_optimizer(make_optimizer(section, schedule), policy.mesh)
     update = make_update(
         policy,
         optimizer,

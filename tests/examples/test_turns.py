@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pyarrow.parquet
 import pytest
+from grpo_jax.runs.parts import load_parts
 from support.imports import ROOT
 from support.stopping import stopped_after
 from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax import evaluate
-from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.policy import run_config
 from grpo_jax.runs.sft import supervised_batch
 from grpo_jax.train import main

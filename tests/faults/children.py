@@ -36,6 +36,7 @@ def preload(names: Sequence[str]) -> None:
     """Imports what runs of these names need."""
     import grpo_jax.runs.experiment
     import grpo_jax.runs.language
+
     import grpo_jax.tasks.cartpole.program
     import grpo_jax.train  # noqa: F401
 

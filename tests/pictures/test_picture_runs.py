@@ -7,6 +7,8 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
+from grpo_jax.runs.iteration import batch_of, sample_groups
+from grpo_jax.runs.parts import load_parts
 from support.text_task import assert_same_run, rewound, rows, train_here
 from support.vision.folders import picture, seeing_folder, write_rows
 
@@ -14,8 +16,6 @@ from grpo_jax.config.command_line import load_config
 from grpo_jax.core.losses import PRESETS, grpo_loss
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.evaluation import evaluate_policy
-from grpo_jax.runs.iteration import batch_of, sample_groups
-from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.policy import restore_variables
 from grpo_jax.training.objectives import make_forward
 

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
+from grpo_jax.runs.iteration import batch_of, sample_groups
+from grpo_jax.runs.parts import objectives_of
 from support.text_task import rows, train_here
 
 from grpo_jax.config import make_config
@@ -15,8 +17,6 @@ from grpo_jax.rollout.environment import RolloutFns
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import Trainer
 from grpo_jax.rollout.texts import ParsedCompletion
-from grpo_jax.runs.iteration import batch_of, sample_groups
-from grpo_jax.runs.parts import objectives_of
 from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import informative_groups
 

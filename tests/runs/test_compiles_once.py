@@ -4,10 +4,10 @@ from functools import partial
 
 import jax
 import pytest
-
-from grpo_jax.config.command_line import parse
 from grpo_jax.runs.iteration import SampledAhead, make_learner, run_iteration
 from grpo_jax.runs.parts import load_parts
+
+from grpo_jax.config.command_line import parse
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from grpo_jax.runs.parts import load_parts
 from support.encoded_prompts import plain_rows
 from support.taught_task import PROMPT, Taught
 from support.tiny_models import causal_lm
@@ -15,7 +16,6 @@ from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection,
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.sft import run_sft
 
 TEXT = "red soap"

@@ -5,12 +5,12 @@ import gc
 import jax
 import pytest
 import yaml
+from grpo_jax.runs.experiment import Run
 from support import taught_task
 
 from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import Stopped, UserError
-from grpo_jax.runs.experiment import Run
 from grpo_jax.train import run
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_jax.runs.iteration import batch_of, sample_groups
+from grpo_jax.runs.parts import load_parts
 from support.vision.folders import picture, seeing_folder
 
 from grpo_jax.config import make_config
@@ -13,8 +15,6 @@ from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import StageError
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.rollout.prompts import make_prompt_set
-from grpo_jax.runs.iteration import batch_of, sample_groups
-from grpo_jax.runs.parts import load_parts
 from grpo_jax.training.objectives import make_forward
 
 ENVIRONMENT = """

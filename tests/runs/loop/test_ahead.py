@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from grpo_jax.runs.iteration import SampledAhead, make_learner, run_iteration, sample_batch
+from grpo_jax.runs.parts import load_parts
 from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.iteration import SampledAhead, make_learner, run_iteration, sample_batch
-from grpo_jax.runs.parts import load_parts
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward

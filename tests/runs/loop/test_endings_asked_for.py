@@ -8,13 +8,13 @@ import os
 import numpy as np
 import pytest
 import yaml
+from grpo_jax.runs.experiment import Callbacks, IterationEvent
 from support.text_task import assert_same_run, rows
 
 from grpo_jax import evaluate, export
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.experiment import Callbacks, IterationEvent
 from grpo_jax.runs.progress import Waited, after_validation, reason_to_end
 from grpo_jax.train import run
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from grpo_jax.runs.parts import load_parts
 from support.text_task import steered_run
 
 from grpo_jax import evaluate
@@ -13,7 +14,6 @@ from grpo_jax.config import make_config
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.rollout import collect
-from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.policy import run_config
 
 COUNT, LOW = 6, 0.375

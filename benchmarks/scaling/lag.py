@@ -39,13 +39,11 @@ def waiting(function, seconds):
 
 def slowed(program, unit: float, chunks: int):
     """A run's program whose three stages take `unit` seconds of a batch more."""
-    parts, learner = program.parts, program.learner
-    environment = parts.environment._replace(score=waiting(parts.environment.score, unit / chunks))
-    samplers = parts.samplers._replace(training=waiting(parts.samplers.training, unit / chunks))
+    ctx, learner = program.ctx, program.learner
+    environment = ctx.fns._replace(score=waiting(ctx.fns.score, unit / chunks))
+    samplers = ctx.samplers._replace(training=waiting(ctx.samplers.training, unit / chunks))
     learner = learner._replace(update=waiting(learner.update, unit))
-    return dataclasses.replace(
-        program, parts=parts._replace(environment=environment, samplers=samplers), learner=learner
-    )
+    return dataclasses.replace(program, parts=ctx._replace(environment=environment, samplers=samplers), learner=learner)
 
 
 def reckoned(sample: float, score: float, update: float, lag: int, chunks: int) -> float:
@@ -65,11 +63,12 @@ def medians(run_dir: Path) -> dict[str, float]:
 
 def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, iterations: int) -> dict:
     """One run, and how long its iterations took."""
+    from grpo_jax.runs.experiment import Callbacks, Run
+    from grpo_jax.runs.language import load_program
+
     from grpo_jax.config import make_config
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.experiment import Callbacks, Run
-    from grpo_jax.runs.language import load_program
     from grpo_jax.runs.stopping import stop_requests
 
     config = make_config(

@@ -55,8 +55,9 @@ def _evaluate(options: argparse.Namespace) -> None:
         raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
     requested = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
     overrides = {name: value for name, value in requested.items() if value is not None}
-    sampled = config.evaluation.sampled or "samples" in overrides or "temperature" in overrides
-    section = config.evaluation.replace(**overrides, sampled=sampled)
+    if "temperature" in overrides and not config.evaluation.samples:
+        overrides.setdefault("samples", 1)
+    section = config.evaluation.replace(**overrides)
     config = config.replace(evaluation=section)
     if options.catalogue is not None:
         if not hasattr(config.task, "over_catalogue"):

@@ -56,8 +56,6 @@ class Config(Section):
     """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/ending.md)."""
-    project: str = resume_mutable("grpo_jax")
-    """What the run belongs to: project on Weights & Biases."""
     push_to_hub: str = resume_mutable("")
     """Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty for none
     (docs/publishing.md)."""

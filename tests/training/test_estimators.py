@@ -104,7 +104,7 @@ def test_conditions_missing_rewards_and_penalties_in_a_run(place, tmp_path):
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] = {"advantage": "batch", "overlong_buffer": 6}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
-    values["evaluation"] = {"every": 0, "sampled": False}
+    values["evaluation"] = {"every": 0, "samples": 0}
     values["rewards"] = [
         {"name": f"{tmp_path / 'judge.py'}:right"},
         {"name": f"{tmp_path / 'judge.py'}:brief", "weight": 0.5, "condition_on": "right", "threshold": 1.0},

@@ -159,8 +159,6 @@ class CartPoleConfig(Section):
     """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/ending.md)."""
-    project: str = resume_mutable("grpo_jax")
-    """What the run belongs to: project on Weights & Biases."""
     algorithm: CartPoleAlgorithm = Field(default_factory=CartPoleAlgorithm)
     """Advantages and loss."""
     rollout: CartPoleRollout = Field(default_factory=CartPoleRollout)

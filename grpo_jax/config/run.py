@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from grpo_jax.config.build import build, merged, require_known
-from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, resume_mutable
+from grpo_jax.config.build import build, merged
+from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, require_known, resume_mutable
 from grpo_jax.config.files import Fields, Values
-from grpo_jax.config.given import with_named_tools
 from grpo_jax.config.judge import Judge
+from grpo_jax.config.named import with_named_tools
 from grpo_jax.config.sections import (
     AlgorithmSection,
     DataSection,

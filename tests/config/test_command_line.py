@@ -44,11 +44,13 @@ def test_values_are_read_as_their_fields_say():
     words = {
         "run_dir": "2024", "policy.path": "a{odd}", "algorithm.clip_low": "null", "policy.lora.targets": "[q_proj, o]",
         "optimizer.learning_rate": "1e-5", "sampling": '{"group_size": 4, "top_k": 2}', "rewards": '[{"name": "m:f"}]',
+        "judges.a": "vqa", "judges.a.path": "[x]", "judges.a.question": "{prompt}: {odd}",
         "eval_rewards": '["m:a", "m:b"]', "devices.policy": "gpu:0,gpu:1", "deterministic": "no",
     }  # fmt: skip
     options = [f"--{name}={text}" for name, text in words.items()]
     config = parse(["--task=text", "--sampling.max_new_tokens=7", *options])
     assert (config.run_dir, config.policy.path, config.algorithm.clip_low) == ("2024", "a{odd}", None)
+    assert (config.judges["a"].path, config.judges["a"].question) == ("[x]", "{prompt}: {odd}")
     assert config.policy.lora.targets == ["q_proj", "o"] and config.optimizer.learning_rate == 1e-5
     sampling = config.sampling
     assert (sampling.group_size, sampling.top_k, sampling.max_new_tokens) == (4, 2, 7)  # of a section what it names

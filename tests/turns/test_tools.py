@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from grpo_jax.__main__ import main
 from grpo_jax.config import DataSection, make_config
-from grpo_jax.config.given import GIVEN_TOOLS
+from grpo_jax.config.named import GIVEN_TOOLS
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import answer_encoder
 from grpo_jax.rollout.data import Row

@@ -127,9 +127,7 @@ class Scorer:
         except IndexError as error:
             raise UserError(f"{name}: its tokenizer and its model do not belong together ({error})") from error
 
-    @property
-    def summary(self) -> str:
-        """One line for the opening of a run."""
+    def __str__(self) -> str:
         return f"{self.name}: CLIP, features of {self.width}, on {self.device}"
 
     def image_features(self, images: torch.Tensor) -> torch.Tensor:

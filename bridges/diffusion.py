@@ -293,9 +293,7 @@ class Renderer:
         """Tokens of a prompt that reach the picture."""
         return self.about.window
 
-    @property
-    def summary(self) -> str:
-        """One line for the opening of a run."""
+    def __str__(self) -> str:
         steps = f"{self.training.steps} step{'s' if self.training.steps > 1 else ''}"
         return f"{self.name}: {self.kind}, {steps}, window {self.window} tokens, on {self.device}"
 

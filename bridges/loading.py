@@ -90,6 +90,12 @@ def load_config(path: str) -> PretrainedConfig:
     return load_part(AutoConfig, path)
 
 
+def check_folder(path: str) -> None:
+    """Refuse a folder that is not there or holds no config of transformers; hub ids pass."""
+    if local_folder(path) is not None:
+        load_config(path)
+
+
 def load_settings(path: str) -> dict[str, Any]:
     """Read preprocessor_config.json of a folder, or of a model on the hub; UserError if it is missing or no JSON."""
     from transformers.utils import cached_file

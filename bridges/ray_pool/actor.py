@@ -61,6 +61,7 @@ class JudgeActor:
             judge = self._load()
             public = {name: value_of(judge, name) for name in dir(judge) if not name.startswith("_")}
             plain = {name: value for name, value in public.items() if is_plain(value)}
+            plain["title"] = str(judge) if type(judge).__str__ is not object.__str__ else type(judge).__name__
             methods = [name for name, value in public.items() if callable(value)]
             return plain, methods, signature_of(judge) if callable(judge) else None
 

@@ -79,12 +79,13 @@ class RayPool:
         vars(self).update({name: value for name, value in attributes.items() if name not in ("device", "close")})
         size = batch or attributes.get("batch_size")
         self._size = size if isinstance(size, int) and size > 0 else _ROWS
-        self.placed = f"{len(actors)} actors of a Ray cluster"
-        judge = f"{attributes['summary']}; " if "summary" in attributes else ""
-        self.summary = f"{judge}{self.placed}, {self._size} rows at a time"
+        self._title = f"{attributes['title']}; {len(actors)} actors of a Ray cluster, {self._size} rows at a time"
         self.close = close
         if signature is not None:
             self.__signature__ = signature
+
+    def __str__(self) -> str:
+        return self._title
 
     def __getattr__(self, name: str) -> Any:
         methods = vars(self).get("_methods", ())

@@ -44,7 +44,3 @@ class Pooled:
             return [(type(self.judge).__name__, 0, f"not counted: {pool.replicas} actors in {where}{cards}")]
         lines = self.judge.memory()
         return [(name, pool.replicas * size, f"{note}, in {pool.replicas} actors") for name, size, note in lines]
-
-    def savings(self) -> list[dict[str, Any]]:
-        """Return none: the actors' memory is their own."""
-        return []

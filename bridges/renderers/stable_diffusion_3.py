@@ -66,7 +66,3 @@ class StableDiffusion3(Judge):
         from bridges.loading import renderer_memory
 
         return renderer_memory(self, use_t5=self.use_t5)
-
-    def savings(self) -> list[dict[str, object]]:
-        """Fields that can take less memory; working memory first."""
-        return [{"batch_size": 1}, {"dtype": "bfloat16"}, {"use_t5": False}]

@@ -41,8 +41,6 @@ class TextToImage(Judge):
     """Tokens that a text encoder without a window of its own reads; 0 takes the pipeline's."""
     lora: str = ""
     """Folder, safetensors file or hub id of LoRA weights, which are added to the pipeline's; empty without."""
-    lora_scale: float = 1.0
-    """What they are multiplied by."""
     batch_size: PositiveCount = resume_mutable(8)
     """Pictures drawn at once."""
     cache_megabytes: Count = resume_mutable(256)
@@ -100,7 +98,7 @@ class TextToImage(Judge):
             if self.negative_prompt:
                 raise UserError(f"{self.path} reads no negative prompt: leave negative_prompt empty")
         if self.lora:
-            _merge_lora(pipeline, self.lora, self.lora_scale)
+            _merge_lora(pipeline, self.lora)
         training = RenderSettings(
             self.steps,
             self.guidance,
@@ -121,7 +119,7 @@ class TextToImage(Judge):
             renderer.render([""], [0], replace(renderer.training, steps=2, guidance=most))
         except RenderError as error:
             raise UserError(f"{kind.__name__}: {error}") from error
-        renderer.kind += f" and LoRA {self.lora} × {self.lora_scale:g}" if self.lora else ""
+        renderer.kind += f" and LoRA {self.lora}" if self.lora else ""
         return renderer
 
     def memory(self) -> list[tuple[str, int, str]]:
@@ -129,10 +127,6 @@ class TextToImage(Judge):
         from bridges.loading import renderer_memory
 
         return renderer_memory(self)
-
-    def savings(self) -> list[dict[str, object]]:
-        """Fields that can take less memory; working memory first."""
-        return [{"batch_size": 1}, {"dtype": "bfloat16"}]
 
 
 def find_lora(path: str) -> Path | str:
@@ -160,7 +154,7 @@ def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
     return parts | {name: value for name, value in painting.items() if name in takes}
 
 
-def _merge_lora(pipeline: DiffusionPipeline, path: str, scale: float) -> None:
+def _merge_lora(pipeline: DiffusionPipeline, path: str) -> None:
     """Add LoRA weights to those of the pipeline."""
     from bridges.loading import first_line, quiet_loading
 
@@ -176,5 +170,5 @@ def _merge_lora(pipeline: DiffusionPipeline, path: str, scale: float) -> None:
         fitting = pipeline.get_list_adapters()
         if not fitting:
             raise UserError(f"lora {path}: none of its weights belongs to a {type(pipeline).__name__}")
-        pipeline.fuse_lora(components=list(fitting), lora_scale=scale)  # by default FLUX's text encoder is left out
+        pipeline.fuse_lora(components=list(fitting))  # by default FLUX's text encoder is left out
         pipeline.unload_lora_weights()

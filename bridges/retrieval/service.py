@@ -1,6 +1,6 @@
 """Retrieval by a service: actors of a Ray cluster, each with the whole catalogue, that share a call's queries.
 
-Failures that a pool cannot mend arrive here as typed errors. `serve` leaves its cluster's address in a file that only
+Failures that a pool cannot fix arrive here as typed errors. `serve` leaves its cluster's address in a file that only
 the user can write: Ray's own ways to find a cluster (RAY_ADDRESS, "auto") find anybody's.
 """
 

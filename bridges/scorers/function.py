@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.judge import Judge
@@ -20,9 +20,6 @@ class Function(Judge):
     options: dict[str, Any] = {}
     """Arguments of it that are always the same."""
 
-    runs_on: ClassVar[str] = "cpu"
-    """Device unless `devices` says otherwise: no card is kept for it."""
-
     def __post_init__(self) -> None:
         require(":" in self.name, "name", "package.module:function or file.py:function", self.name)
 
@@ -30,7 +27,7 @@ class Function(Judge):
         """Refuse what is not there or cannot be called."""
         self.load("cpu")
 
-    def load(self, device: str) -> Callable:
+    def load(self, device: str = "cpu") -> Callable:
         """Return the function with its options; the device is not its own."""
         function = load_object(self.name, "name")
         if not callable(function):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_jax.config.fields import Positive, PositiveCount, Words, require, resume_mutable
@@ -49,9 +49,6 @@ class Http(Judge):
     attempts: PositiveCount = resume_mutable(5)
     """How often a request is made that the network or the server fails, with growing pauses between."""
 
-    runs_on: ClassVar[str] = "cpu"
-    """Device unless `devices` says otherwise: no card is kept for it."""
-
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         complete = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -62,7 +59,7 @@ class Http(Judge):
         """Refuse headers that are not there; no request is made."""
         read_headers(self.headers_from)
 
-    def load(self, device: str) -> HttpJudge:
+    def load(self, device: str = "cpu") -> HttpJudge:
         """Return the judge; the device is not its own."""
         return HttpJudge(self)
 
@@ -147,9 +144,7 @@ class HttpJudge:
         self._first_pause = first_pause
         self._opener = urllib.request.build_opener(_NoRedirect, _Http, _Https)
 
-    @property
-    def summary(self) -> str:
-        """One line for the opening of a run."""
+    def __str__(self) -> str:
         return f"{self.name}: {self._config.concurrency} requests at once, of {self._config.batch_size} completions"
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence) -> list[float | None]:

@@ -1,15 +1,36 @@
-"""Detectors of transformers, whose objects GenEval's rules judge (Ghosh et al. 2023, arXiv:2310.11513)."""
+"""Detectors of transformers, whose objects GenEval's rules judge (Ghosh et al. 2023, arXiv:2310.11513).
+
+The rules are those of its published code; objects are boxes, not outlines.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.config.judge import Judge
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, short_repr
 
 if TYPE_CHECKING:
-    from bridges.detection import Detector
+    import torch
+    from transformers import BaseImageProcessor, PreTrainedModel
+
+    from bridges.clip import Scorer
+
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+COLOUR_TEXTS = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
+RELATIONS = ("left of", "right of", "above", "below")
+NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard": "keyboard"}
+"""GenEval's names of objects that COCO's detectors call otherwise."""
+
+# GenEval's own numbers: score of an object to count, gap of neighbours as a share of their sizes, objects of a kind
+COUNTING_THRESHOLD, POSITION_THRESHOLD, MOST_OBJECTS = 0.9, 0.1, 16
+
+Box = Sequence[float]
+"""Left, top, right and bottom in pixels."""
 
 
 class ObjectDetection(Judge):
@@ -18,13 +39,7 @@ class ObjectDetection(Judge):
     path: str = ""
     """Folder or hub id of an object-detection model of transformers."""
     threshold: float = 0.3
-    """Score that an object must exceed."""
-    counting_threshold: float = 0.9
-    """The same of prompts whose tag is "counting"."""
-    position_threshold: float = 0.1
-    """Share of two objects' sizes by which they must lie apart to stand beside each other."""
-    most_objects: PositiveCount = 16
-    """Objects of a kind, at most."""
+    """Score that an object must exceed; 0.9 where the prompt's tag is "counting"."""
     partial: bool = False
     """Earn the share of what is asked for that is there, in place of 1 where all is and else 0."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -34,15 +49,13 @@ class ObjectDetection(Judge):
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", "a folder or hub id", self.path)
-        for name in ("threshold", "counting_threshold", "position_threshold"):
-            require(0 <= getattr(self, name) < 1, name, "a number in [0, 1)", getattr(self, name))
+        require(0 <= self.threshold < 1, "threshold", "a number in [0, 1)", self.threshold)
 
     def check(self) -> None:
         """Refuse a folder that is not there; no weight is read."""
-        from bridges.loading import load_config, local_folder
+        from bridges.loading import check_folder
 
-        if local_folder(self.path) is not None:
-            load_config(self.path)
+        check_folder(self.path)
 
     def load(self, device: str) -> Detector:
         """Load the detector on "cpu" or "gpu:N".
@@ -52,7 +65,6 @@ class ObjectDetection(Judge):
         """
         from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
-        from bridges.detection import Detector
         from bridges.loading import load_complete, load_part, torch_device
 
         target = torch_device(device)
@@ -68,3 +80,158 @@ class ObjectDetection(Judge):
 
         weights = loading.model_size(self.path, "AutoModelForObjectDetection") * loading.ITEM_BYTES[self.dtype]
         return [("detector", weights, self.dtype), ("looking", 2**30, "allowance")]
+
+
+class Detector:
+    """A loaded detector."""
+
+    def __init__(
+        self, config: ObjectDetection, model: PreTrainedModel, processor: BaseImageProcessor, device: torch.device
+    ):
+        self.device = device
+        self.names = tuple(model.config.id2label[number] for number in sorted(model.config.id2label))
+        self._config = config
+        self._model = model
+        self._processor = processor
+
+    def __str__(self) -> str:
+        return f"{self._config.path}: {type(self._model).__name__}, {len(self.names)} kinds, on {self.device}"
+
+    def geneval(
+        self, images: torch.Tensor, requests: Sequence[Mapping[str, Any]], scorer: Scorer
+    ) -> list[float | None]:
+        """Return what pictures [B, 3, H, W] in [0, 1] earn for what is asked; None where nothing is.
+
+        Args:
+            images: Float, on any device.
+            requests: B lines of GenEval's metadata: `include` and `exclude` are lists of {"class", "count"} and perhaps
+                "color" or "position" (["left of", place of another in the list]), `tag` is the kind of prompt.
+            scorer: A CLIP, which tells colours.
+
+        Raises:
+            UserError: An object or a colour that is not known, or a request of another form.
+        """
+        asked = [row for row, request in enumerate(requests) if request.get("include") or request.get("exclude")]
+        for row in asked:
+            _check(requests[row], self.names)
+        earned: list[float | None] = [None] * len(requests)
+        config = self._config
+        for start in range(0, len(asked), config.batch_size):
+            rows = asked[start : start + config.batch_size]
+            for row, scored in zip(rows, self._detect(images[rows]), strict=True):
+                counting = requests[row].get("tag") == "counting"
+                threshold = COUNTING_THRESHOLD if counting else config.threshold
+                found = {
+                    name: [box for score, box in boxes if score > threshold][:MOST_OBJECTS]
+                    for name, boxes in scored.items()
+                }
+                met = requirements_met(
+                    found, requests[row], lambda boxes, name, row=row: colours_of(scorer, images[row], boxes, name)
+                )
+                earned[row] = sum(met) / len(met) if config.partial else float(all(met))
+        return earned
+
+    def _detect(self, images: torch.Tensor) -> list[dict[str, list[tuple[float, Box]]]]:
+        """Return scores and boxes by name, the surest first, of a batch of pictures."""
+        import torch
+
+        from bridges.pixels import to_pillow
+
+        size = tuple(images.shape[-2:])
+        inputs = self._processor(images=to_pillow(images), return_tensors="pt").to(self.device, self._model.dtype)
+        with torch.no_grad():
+            outputs = self._model(**inputs)
+        read = self._processor.post_process_object_detection(
+            outputs, threshold=min(self._config.threshold, COUNTING_THRESHOLD), target_sizes=[size] * len(images)
+        )
+        pictures = []
+        for one in read:
+            found: dict[str, list[tuple[float, Box]]] = {}
+            columns = (one[name].float().tolist() for name in ("scores", "labels", "boxes"))
+            for score, label, box in sorted(zip(*columns, strict=True), key=lambda entry: -entry[0]):
+                found.setdefault(self.names[int(label)], []).append((score, box))
+            pictures.append(found)
+        return pictures
+
+
+def colours_of(scorer: Scorer, image: torch.Tensor, boxes: Sequence[Box], name: str) -> list[str]:
+    """Return the likeliest colour of what is in each box, by CLIP, zero-shot over three texts of each colour."""
+    from torch.nn.functional import normalize
+
+    if not hasattr(scorer, "text_features"):
+        raise UserError("a colour is asked for: judges.scorer must compare pictures and texts, as a CLIP does")
+    texts = [text.format(colour=colour, name=name) for colour in COLOURS for text in COLOUR_TEXTS]
+    means = normalize(scorer.text_features(texts).view(len(COLOURS), len(COLOUR_TEXTS), -1).mean(1), dim=-1)
+    named = []
+    for box in boxes:
+        left, top = (max(math.floor(value), 0) for value in box[:2])
+        right, bottom = (math.ceil(value) for value in box[2:])
+        crop = image[None, :, top : max(bottom, top + 1), left : max(right, left + 1)]
+        named.append(COLOURS[int((scorer.image_features(crop) @ means.T).argmax(-1))])
+    return named
+
+
+def requirements_met(
+    found: Mapping[str, Sequence[Box]],
+    request: Mapping[str, Any],
+    colours: Callable[[Sequence[Box], str], list[str]],
+) -> list[bool]:
+    """Return whether each part of a request is met: by GenEval's rules all must be.
+
+    `found` are a picture's boxes by name, the surest first. Of a kind the surest objects count, as many as are asked
+    for: all of them must have the colour, and all must stand as asked to all of the other group. Excluded are as many
+    of a kind as `count`, or more.
+    """
+    met: list[bool] = []
+    groups: list[Sequence[Box] | None] = []
+    for wanted in request.get("include") or []:
+        count = _count(wanted)
+        boxes = found.get(_name(wanted), ())[:count]
+        fits = len(boxes) == count
+        if fits and wanted.get("color"):
+            fits = colours(boxes, wanted["class"]).count(wanted["color"]) == count
+        if fits and wanted.get("position"):
+            relation, other = wanted["position"]
+            others = groups[other]
+            fits = others is not None and all(relation in relations(a, b) for a in boxes for b in others)
+        met.append(fits)
+        groups.append(boxes if fits else None)
+    for unwanted in request.get("exclude") or []:
+        met.append(len(found.get(_name(unwanted), ())) < _count(unwanted))
+    return met
+
+
+def relations(a: Box, b: Box) -> set[str]:
+    """Return how object a stands to object b, of `RELATIONS`; two of them where it stands across."""
+    offset = [(a[axis] + a[axis + 2] - b[axis] - b[axis + 2]) / 2 for axis in (0, 1)]
+    sizes = [abs(a[axis + 2] - a[axis]) + abs(b[axis + 2] - b[axis]) for axis in (0, 1)]
+    gaps = [max(abs(o) - POSITION_THRESHOLD * size, 0.0) for o, size in zip(offset, sizes, strict=True)]
+    if max(gaps) < 1e-3:
+        return set()
+    x, y = (math.copysign(gap, o) / math.hypot(*offset) for gap, o in zip(gaps, offset, strict=True))
+    return {name for name, holds in zip(RELATIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5), strict=True) if holds}
+
+
+def _name(wanted: Mapping[str, Any]) -> str:
+    """The detector's name of what is asked for."""
+    return NAMES.get(wanted["class"], wanted["class"])
+
+
+def _count(wanted: Mapping[str, Any]) -> int:
+    count = wanted.get("count", 1)
+    return count if isinstance(count, int) else 0
+
+
+def _check(request: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise UserError for a request of another form, and for names that the detector has not."""
+    for part in ("include", "exclude"):
+        for place, one in enumerate(request.get(part) or []):
+            fits = isinstance(one, Mapping) and isinstance(one.get("class"), str) and _count(one) > 0
+            require(fits, part, '{"class": name, "count": number}', one)
+            if (name := _name(one)) not in names:
+                close = difflib.get_close_matches(name, names, n=1, cutoff=0)
+                raise UserError(f"{part}: the detector knows no {short_repr(name)}; did you mean {close[0]!r}?")
+            colour, position = one.get("color"), one.get("position")
+            require(not colour or colour in COLOURS, part, f"a colour, {', '.join(COLOURS)}", colour)
+            placed = not position or (len(position) == 2 and position[0] in RELATIONS and position[1] in range(place))
+            require(placed, part, f"a position [{' | '.join(RELATIONS)}, the place of one before it]", position)

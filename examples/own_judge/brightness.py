@@ -35,9 +35,7 @@ class LoadedBrightness:
 
     weights: tuple[float, float, float]
 
-    @property
-    def summary(self) -> str:
-        """A line of the run's opening."""
+    def __str__(self) -> str:
         return f"mean brightness, weights {self.weights}"
 
     def of(self, images: Any) -> list[float]:

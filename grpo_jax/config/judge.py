@@ -1,8 +1,10 @@
-"""What every judge of a config has: where it runs, and what it says before it is loaded."""
+"""The protocol of a judge: `load`, `check` and `memory` of its class, and the call of what it loads."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+import inspect
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol
 
 from annotated_types import Ge
 
@@ -39,26 +41,51 @@ class PoolSection(Section):
         return self.resources.get("num_gpus", 0.0)
 
 
+class Reward(Protocol):
+    """A judge that can be called is a reward under its own name; any other is asked by rewards that name it."""
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Sequence[float | None]:
+        """Return a score for each of B completions; None if it does not apply.
+
+        Args:
+            prompts: B prompts.
+            completions: B completions.
+            **columns: `images`, the data's columns and other judges, those that the signature names.
+        """
+        ...
+
+
 class Judge(Section):
-    """Judges texts or pictures; derive from it, and give it a `load`."""
+    """Base class of a judge: a pydantic model, whose fields are `judges.NAME.FIELD`."""
 
     pool: PoolSection | None = resume_mutable(None)
     """The pool of Ray actors that it runs in; null for the run's own process."""
 
-    runs_on: ClassVar[str] = "auto"
-    """Device unless `devices` says otherwise."""
+    def load(self, device: str = "cpu") -> Any:
+        """Return the object that rewards get as the argument NAME, by default the judge itself.
+
+        `device` is "cpu" or "gpu:N". A judge takes the next free card, unless its `load` has the default "cpu" or
+        `devices` says otherwise. A `__str__` of the object is its line of the run's opening.
+        """
+        return self
 
     def check(self) -> None:
-        """Refuse files that are not there; no weight is read."""
-
-    def load(self, device: str) -> Any:
-        """Return the argument that rewards get under the judge's name."""
-        raise NotImplementedError
+        """Raise UserError if a file is missing or unfit, before any weight is read."""
 
     def memory(self) -> list[tuple[str, int, str]]:
-        """Return what --plan counts: (name, bytes, note)."""
+        """Return (name, bytes, note) of each part that `--plan` counts."""
         return [(type(self).__name__, 0, "it does not say")]
 
-    def savings(self) -> list[dict[str, object]]:
-        """Return fields that can take less memory, for --plan; working memory first."""
-        return []
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+def default_device(judge: Judge) -> str:
+    """Return where a judge runs unless `devices` says otherwise: "auto", or the default of its `load`."""
+    device = inspect.signature(judge.load).parameters.get("device")
+    return "cpu" if judge.pool else "auto" if device is None or device.default is device.empty else device.default
+
+
+def title(loaded: object) -> str:
+    """Return the line of the run's opening about a loaded judge: its `__str__`, or the name of its class."""
+    return str(loaded) if type(loaded).__str__ is not object.__str__ else type(loaded).__name__

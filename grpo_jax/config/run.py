@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from grpo_jax.config.build import build, merged
 from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, require_known, resume_mutable
 from grpo_jax.config.files import Fields, Values
-from grpo_jax.config.judge import Judge
+from grpo_jax.config.judge import Judge, default_device
 from grpo_jax.config.named import with_named_tools
 from grpo_jax.config.sections import (
     AlgorithmSection,
@@ -55,7 +55,7 @@ class Config(Section):
     debug: bool = resume_mutable(False)
     """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
-    """Metric writers beside metrics.jsonl (docs/ending.md)."""
+    """Metric writers beside metrics.jsonl (docs/runs.md)."""
     push_to_hub: str = resume_mutable("")
     """Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty for none
     (docs/publishing.md)."""
@@ -112,9 +112,8 @@ class Config(Section):
 
     @property
     def requests(self) -> dict[str, str]:
-        """Where each part is asked to be, the policy first: as `devices` says, else as its judge does (`runs_on`)."""
-        requested = {name: "cpu" if judge.pool else judge.runs_on for name, judge in self.judges.items()}
-        return {POLICY: "auto", **requested, **self.devices}
+        """Where each part is asked to be, the policy first: as `devices` says, else as its judge's `load`."""
+        return {POLICY: "auto", **{name: default_device(judge) for name, judge in self.judges.items()}, **self.devices}
 
     @property
     def elsewhere(self) -> tuple[str, ...]:

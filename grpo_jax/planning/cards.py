@@ -153,6 +153,15 @@ def judge_lines(judge: Judge) -> list[Line]:
     return [Line(*row) for row in judge.memory()]
 
 
+def judge_savings(judge: Judge) -> dict[str, object]:
+    """Return the fields of a judge by which its memory becomes less; none for a pool's."""
+    smaller = {"batch_size": 1, "dtype": "bfloat16", "use_t5": False}
+    fields = type(judge).model_fields.keys() & smaller if judge.pool is None else ()
+    size = {name: sum(line.bytes for line in judge_lines(judge.replace(**{name: smaller[name]}))) for name in fields}
+    whole = sum(line.bytes for line in judge_lines(judge))
+    return {name: value for name, value in smaller.items() if size.get(name, whole) < whole}
+
+
 def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
     """Return fields that take less memory of devices that are full; those that change no result come first."""
     full = {part for card in cards if card.excess for part in card.parts}
@@ -170,7 +179,6 @@ def list_savings(config: Config, cards: Sequence[Card]) -> dict[str, object]:
     policy["sampling.group_size"] = max(config.sampling.group_size // 2, 2)
     changes = policy if POLICY in full else {}
     for name in full & config.judges.keys():
-        for fields in own_package("bridges", "ray_pool.section").placed(config.judges[name], name).savings():
-            changes |= {f"judges.{name}.{field}": value for field, value in fields.items()}
+        changes |= {f"judges.{name}.{field}": value for field, value in judge_savings(config.judges[name]).items()}
     now = flat(to_dict(config))
     return {name: value for name, value in changes.items() if now[name] != value}

@@ -15,6 +15,7 @@ import numpy as np
 
 from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
+from grpo_jax.config.judge import title
 from grpo_jax.config.named import own_package
 from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY
@@ -35,7 +36,7 @@ from grpo_jax.rollout.data import (
     row_sizes,
 )
 from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
-from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
+from grpo_jax.rollout.environment import Environment, EnvSettings, make_encode_observation, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
@@ -208,7 +209,8 @@ def load_parts(
 
     judges = together(load_judges)
     for name, judge in judges.items():
-        say(name, getattr(judge, "summary", type(judge).__name__))
+        say(name, title(judge))
+    pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}
     device = devices[0] if policy.mesh is None else None
     environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
@@ -226,9 +228,7 @@ def load_parts(
         allowed_tokens=allowed,
         trie=trie,
         key=jax.random.key(config.seed),
-        devices={name: getattr(judges.get(name), "placed", where) for name, where in placement.items()}
-        if judges
-        else {POLICY: listed(devices)},
+        devices={**placement, **pools} if judges else {POLICY: listed(devices)},
         trainer=trainer,
         stopping=stopping,
     )
@@ -326,21 +326,21 @@ def make_environment(
         reward_names=tuple(maximised),
         eval_reward_names=tuple(watched),
         prepare=None if image_processor is None else make_prepare(image_processor, device),
-        answering=make_answering(config, data.environment, loaded),
+        env=make_env_settings(config, data.environment, loaded),
         gallery=_GALLERY,
     )
 
 
-def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> Answering | None:
+def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> EnvSettings | None:
     """Make the environment's side of an episode's turns; None where the policy writes once."""
     section = config.sampling
     if section.turns == 1:
         return None
-    if environment.respond is None:
+    if environment.step is None:
         raise UserError(
             f"sampling.turns: expected 1, this task answers nothing (TaskData.environment); got {section.turns}"
         )
-    encode_answer = make_encode_answer(
+    encode_observation = make_encode_observation(
         loaded.tokenizer,
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.config.vocab_size,
@@ -349,10 +349,10 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
         role=environment.role,
         **template_options(config.data),
     )
-    return Answering(
+    return EnvSettings(
         section.turns,
-        environment.respond,
-        encode_answer,
+        environment.step,
+        encode_observation,
         section.stream_tokens,
         loaded.pad_id,
         lenient=config.on_judge_error == "missing",

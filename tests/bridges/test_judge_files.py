@@ -17,6 +17,7 @@ from bridges.renderers.stable_diffusion_3 import StableDiffusion3  # noqa: E402
 from bridges.scorers.open_clip import OpenClip  # noqa: E402
 from grpo_jax.config import make_config, to_dict  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
+from grpo_jax.planning.cards import judge_savings  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_a_renderer_draws_with_the_settings_of_training_and_of_evaluation(render
         drawn = loaded.draw(["a red dog", "two cats"], [3, 5], evaluation=evaluation)
         assert torch.equal(drawn, loaded.render(["a red dog", "two cats"], [3, 5], settings))
     assert loaded.device == torch.device("cpu") and loaded.window == 256
-    assert loaded.summary == f"{renderer.path}: Stable Diffusion 3, 1 step, window 256 tokens, on cpu"
+    assert str(loaded) == f"{renderer.path}: Stable Diffusion 3, 1 step, window 256 tokens, on cpu"
 
 
 def test_fields_reach_what_is_loaded(renderer):
@@ -62,7 +63,7 @@ def test_fields_reach_what_is_loaded(renderer):
 
 def test_a_scorer_is_its_model_with_the_head_that_it_names(scorer, tmp_path):
     loaded = scorer.load("cpu")
-    assert loaded.summary == f"{scorer.model}: CLIP, features of 16, on cpu" and loaded.quality_head is None
+    assert str(loaded) == f"{scorer.model}: CLIP, features of 16, on cpu" and loaded.quality_head is None
     save_file({"weight": torch.ones(1, 16), "bias": torch.zeros(1)}, tmp_path / "head.safetensors")
     judged = scorer.replace(quality_head=str(tmp_path / "head.safetensors"), dtype="bfloat16").load("cpu")
     images = torch.rand(2, 3, 24, 24)
@@ -93,8 +94,8 @@ def test_a_scorer_counts_the_weights_that_it_loads(scorer):
 def test_what_a_renderer_would_save_takes_less(renderer):
     """Each change is of fields that it has, and leaves less than what was changed before it."""
     sizes, judge = [sum(lines(renderer).values())], renderer
-    for change in renderer.savings():
-        judge = judge.replace(**change)
+    for change in judge_savings(renderer).items():
+        judge = judge.replace(**dict([change]))
         sizes.append(sum(lines(judge).values()))
     assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
 

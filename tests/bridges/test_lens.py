@@ -112,4 +112,4 @@ def test_the_renderer_shows_all_pictures_of_a_seed_through_one_lens():
     plain = renderer.render(["a"] * 4, seeds, renderer.training)
     expected = lens.look(plain, [lens.lens_of(seed) for seed in seeds])
     assert torch.equal(out, expected) and not torch.equal(out, plain)
-    assert "miniature: Stable Diffusion 3 behind hidden lenses, 1 step" in renderer.summary
+    assert "miniature: Stable Diffusion 3 behind hidden lenses, 1 step" in str(renderer)

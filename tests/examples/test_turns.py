@@ -121,7 +121,7 @@ def test_metrics_tell_of_turns(calculated):
     # An answer is the number and the mark behind it, after an end mark where the call was cut off.
     said = [2 + turns[0]["truncated"] if len(turns) > 1 else 0 for turns in table]
     assert row["answer_tokens"] == pytest.approx(np.mean(said))
-    assert {"seconds/respond", "seconds/sample", "seconds/score"} <= json.loads(
+    assert {"seconds/env", "seconds/sample", "seconds/score"} <= json.loads(
         (calculated / "metrics.jsonl").read_text().splitlines()[0]
     ).keys()
 
@@ -187,7 +187,7 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
     (tmp_path / "sums.txt").write_text("".join(f"{n} plus {n + 1}\n" for n in range(8)))
     (tmp_path / "mine.py").write_text("def brief(completions, episodes):\n    return [-len(t) for t in completions]\n")
     options = {
-        "task.environment": f"{CALCULATOR}:respond",
+        "task.environment": f"{CALCULATOR}:step",
         "algorithm.turn_advantage": "return",
         "algorithm.zero_variance_groups": "resample",
         "policy.path": calculated / "policy",
@@ -214,7 +214,7 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
         ({"task.environment": f"{CALCULATOR}:nothing"}, "has no nothing"),
         ({"task.environment": f"{CALCULATOR}:SIGNS"}, "it is a dict, not a function"),
         ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task answers nothing"),
-        ({"sampling.max_answer_tokens": 1, "task.environment": f"{CALCULATOR}:respond"}, "max_answer_tokens is 1"),
+        ({"sampling.max_answer_tokens": 1, "task.environment": f"{CALCULATOR}:step"}, "max_answer_tokens is 1"),
     ],
 )
 def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):

@@ -34,13 +34,13 @@ def test_logits_are_transformers_in_and_beyond_the_window(gemma):
     import torch
 
     from grpo_jax.models import hf
-    from grpo_jax.models.policy import make_policy
+    from grpo_jax.models.policy import Policy
 
     folder, model, tokenizer = gemma
     rows = [tokenizer(text)["input_ids"] for text in (*PROMPTS, CHAPTER)]
     loaded = hf.load_folder(folder)
     assert len(rows[-1]) > 512 == max(loaded.config.windows, key=lambda window: window or 0)
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
     hidden = jax.jit(policy.prefill)({"params": loaded.params}, *left_padded(rows, loaded.pad_id)).hidden
     logits = np.asarray(policy.logits("pd,vd->pv", hidden, policy.head({"params": loaded.params})))
     for row, came in zip(rows, logits, strict=True):

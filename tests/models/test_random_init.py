@@ -46,11 +46,11 @@ def test_both_libraries_load_it_and_agree(tmp_path):
     torch = pytest.importorskip("torch")
     folder = write_policy(tmp_path, WORDS, NewPolicySection(width=32, heads=2, window=10))
     from grpo_jax.models import hf
-    from grpo_jax.models.policy import make_policy
+    from grpo_jax.models.policy import Policy
 
     loaded = hf.load_folder(folder)
     assert loaded.eos_ids == (1,) and loaded.pad_id == 0
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
     variables = {"params": loaded.params}
     tokens = np.arange(4, 14)[None]
     prompt, completion = tokens[:, :5], tokens[:, None, 5:]

@@ -83,7 +83,7 @@ def test_a_head_reads_its_features(folder, tmp_path):
     judged = ClipModel(path=str(folder), quality_head=str(tmp_path / "head.safetensors"), dtype="bfloat16").load("cpu")
     images = pictures(2)
     torch.testing.assert_close(judged.quality(images), judged.image_features(images).sum(1))
-    assert judged.summary == f"{folder}: CLIP, features of 16, on cpu"
+    assert str(judged) == f"{folder}: CLIP, features of 16, on cpu"
     assert judged.model.model.logit_scale.dtype == torch.bfloat16
 
 

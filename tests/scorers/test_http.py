@@ -98,7 +98,7 @@ def test_scores_come_in_order_however_they_are_asked_for(example, batch_size, co
     judge = Http(url=example, batch_size=batch_size, concurrency=concurrency).load("cpu")
     assert judge(PROMPTS, COMPLETIONS) == SCORES
     assert judge([], []) == []
-    assert judge.summary == f"{example}: {concurrency} requests at once, of {batch_size} completions"
+    assert str(judge) == f"{example}: {concurrency} requests at once, of {batch_size} completions"
 
 
 def test_the_example_is_short_and_a_column_that_the_data_lack_is_named(example):
@@ -202,7 +202,7 @@ def test_no_server_at_all_and_what_a_run_makes_of_it():
     judge = HttpJudge(Http(url=judge.name + "?key=secret", attempts=2), first_pause=0.001)
     with pytest.raises(RewardError, match=r"^reward far: it raised JudgeError: ConnectionRefusedError") as caught:
         collect_rewards({"far": judge}, ["p"] * 2, ["a"] * 2, {}, 2)
-    assert "secret" not in str(caught.value) + judge.summary + str(caught.value.__cause__)
+    assert "secret" not in str(caught.value) + str(judge) + str(caught.value.__cause__)
     missing = collect_rewards({"far": judge, "near": len_of}, ["p"] * 2, ["a", "bb"], {}, 2, on_error="missing")
     assert missing[0, :, 0].tolist() != missing[0, :, 0].tolist() and missing[0, :, 1].tolist() == [1, 2]
 

@@ -14,9 +14,15 @@ pytest.importorskip("open_clip")
 from PIL import Image  # noqa: E402
 from support import tiny_models  # noqa: E402
 
-from bridges.detection import COLOUR_TEXTS, COLOURS, RELATIONS, relations, requirements_met  # noqa: E402
 from bridges.scorers.clip_model import ClipModel  # noqa: E402
-from bridges.scorers.object_detection import ObjectDetection  # noqa: E402
+from bridges.scorers.object_detection import (  # noqa: E402
+    COLOUR_TEXTS,
+    COLOURS,
+    RELATIONS,
+    ObjectDetection,
+    relations,
+    requirements_met,
+)
 from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.tasks.pictures import geneval  # noqa: E402
@@ -53,7 +59,7 @@ def of_transformers(folder, image, threshold):
 @pytest.mark.parametrize("threshold", [0.3, 0.5])
 def test_objects_are_those_of_transformers_whatever_else_is_in_the_batch(folders, threshold):
     images = pictures(7)
-    judge = ObjectDetection(path=str(folders[0]), threshold=threshold, counting_threshold=0.9, batch_size=3).load("cpu")
+    judge = ObjectDetection(path=str(folders[0]), threshold=threshold, batch_size=3).load("cpu")
     expected = [of_transformers(folders[0], image, threshold) for image in images]
     counts = [{name: len(boxes) for name, boxes in found.items()} for found in expected]
     assert len({tuple(count.values()) for count in counts}) > 1
@@ -65,7 +71,7 @@ def test_objects_are_those_of_transformers_whatever_else_is_in_the_batch(folders
     sure = [len(of_transformers(folders[0], image, 0.9)["dog"]) for image in images]
     counting = [{"include": [{"class": "dog", "count": 1}], "tag": "counting"}] * 7
     assert judge.geneval(images, counting, None) == [float(count >= 1) for count in sure]
-    assert judge.summary == f"{folders[0]}: YolosForObjectDetection, 3 kinds, on cpu"
+    assert str(judge) == f"{folders[0]}: YolosForObjectDetection, 3 kinds, on cpu"
 
 
 def test_a_colour_is_the_likeliest_of_the_crop(folders):
@@ -161,13 +167,13 @@ def test_the_rules_are_geneval_s():
             include.append(wanted)
         exclude = [{"class": draw.choice(("dog", "cat")), "count": draw.randrange(1, 4)}] * draw.randrange(2)
         request = {"include": include, "exclude": exclude}
-        met = requirements_met(boxes, request, colours_of, 0.1)
+        met = requirements_met(boxes, request, colours_of)
         assert len(met) == len(include) + len(exclude)
         expected = correct_plainly(boxes, request, colours_of, 0.1)
         assert all(met) == expected
         verdicts.append(expected)
         for a, b in itertools.product(boxes["dog"], boxes["cat"]):
-            words = relations(a, b, 0.1)
+            words = relations(a, b)
             assert words == relations_plainly(a, b, 0.1)
             seen.add(frozenset(words))
     assert 0.1 < np.mean(verdicts) < 0.9 and len(seen) == 9  # none, four, and four across

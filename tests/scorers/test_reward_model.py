@@ -72,7 +72,7 @@ def test_scores_are_the_models_own_of_each_conversation_alone(folder):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert expected.std() > 1e-2 and found.dtype == torch.float32
     assert judge([], []).shape == (0,)
-    assert judge.summary == f"{folder}: Qwen2ForSequenceClassification, its chat template, 4096 tokens, on cpu"
+    assert str(judge) == f"{folder}: Qwen2ForSequenceClassification, its chat template, 4096 tokens, on cpu"
 
 
 def test_a_conversation_is_judged_as_a_whole(folder):
@@ -104,7 +104,7 @@ def test_of_a_text_that_is_too_long_the_end_is_read(folder, encoder):
     first, second, other = short(["x" * 90, "y" * 90, "x" * 90], ["the end", "the end", "an end!"])
     assert first == second != other
     judge = SequenceClassification(path=str(encoder), label="good", max_tokens=500).load("cpu")
-    assert "pairs, 128 tokens" in judge.summary  # as many as it has positions for
+    assert "pairs, 128 tokens" in str(judge)  # as many as it has positions for
     assert torch.isfinite(judge(["x" * 200], ["y" * 300])).all()
 
 

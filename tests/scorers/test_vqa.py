@@ -64,7 +64,7 @@ def test_an_answer_of_several_tokens_is_read_whole(folder):
     images = pictures(2)
     expected = [of_transformers(folder, image, "Is it red?", "Yes") for image in images]
     torch.testing.assert_close(yes.yes(images, ["Is it red?"] * 2), torch.tensor(expected), atol=0, rtol=1e-4)
-    assert yes.summary == f"{folder}: Qwen2VLForConditionalGeneration, P('Yes'), on cpu"
+    assert str(yes) == f"{folder}: Qwen2VLForConditionalGeneration, P('Yes'), on cpu"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -158,7 +158,7 @@ class CartPoleConfig(Section):
     debug: bool = resume_mutable(False)
     """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
-    """Metric writers beside metrics.jsonl (docs/ending.md)."""
+    """Metric writers beside metrics.jsonl (docs/runs.md)."""
     algorithm: CartPoleAlgorithm = Field(default_factory=CartPoleAlgorithm)
     """Advantages and loss."""
     rollout: CartPoleRollout = Field(default_factory=CartPoleRollout)

@@ -35,7 +35,9 @@ class Odd(Judge):
 
 class Loaded:
     window = 77
-    summary = "an odd judge"
+
+    def __str__(self):
+        return "an odd judge"
 
     def __init__(self, judge, number, device):
         self.judge, self.number, self.device, self.hidden = judge, number, device, object()

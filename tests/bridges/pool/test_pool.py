@@ -33,7 +33,7 @@ def test_any_number_of_actors_answers_alike(pool, replicas):
     assert judge.sizes(TEXTS) == [4] * 28 + [2] * 2  # the judge's own batches, in their order
     assert judge.lengths([]) == []
     assert set(judge.copies(["x"] * 4 * 40)) <= set(range(replicas))
-    assert judge.summary == f"an odd judge; {replicas} actors of a Ray cluster, 4 rows at a time"
+    assert str(judge) == f"an odd judge; {replicas} actors of a Ray cluster, 4 rows at a time"
     assert judge.window == 77 and judge.device == "cpu" and judge.number in range(replicas)
 
 

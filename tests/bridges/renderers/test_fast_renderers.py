@@ -30,7 +30,7 @@ def test_a_shipped_config_draws(name, tmp_path):
     judge = parse([f"--config={name}", *small]).judges["renderer"]
     judge.check()
     renderer = judge.load("cpu")
-    assert f": {kind}, 4 steps, window {window} tokens" in renderer.summary
+    assert f": {kind}, 4 steps, window {window} tokens" in str(renderer)
     images = renderer.draw(["a red dog", "two cats"], [1, 1], evaluation=True)
     assert images.shape == (2, 3, 32, 32) and torch.isfinite(images).all()
     assert renderer.pipeline.vae.dtype == torch.bfloat16

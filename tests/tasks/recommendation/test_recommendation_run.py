@@ -59,7 +59,7 @@ def config_of(folder, name, **changes):
             {"name": "soft", "weight": 0.5, "condition_on": "ndcg", "threshold": 0.1},
             {"name": f"{own}:brand", "weight": 0.5, "options": {"worth": 3.0}},
         ],
-        "evaluation": {"prompts": 12, "validation_prompts": 8, "every": 0, "sampled": True},
+        "evaluation": {"prompts": 12, "validation_prompts": 8, "every": 0},
     }
     return make_config(values | changes)
 

@@ -12,6 +12,7 @@ REMOVED: dict[str, str] = {
     "algorithm.kl_straight_through": "left: use algorithm.kl_corrected",
     "algorithm.advantage_eps": "is no setting any more: 0.0001 (scale the reward)",
     "algorithm.overlong_weight": "is no setting any more: 1",
+    "algorithm.whiten": "is no setting any more: sequence",
     "ppo.whiten": "is no setting any more: true",
     "ppo.value_rate": "is no setting any more: 1 (raise ppo.value_coef)",
     "ppo.kl_estimator": "is no setting any more: k1",

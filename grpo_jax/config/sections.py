@@ -271,8 +271,6 @@ class AlgorithmSection(Section):
     value head for the sum (ppo)."""
     scale: Literal["group", "batch", "none"] | None = None
     """What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the preset's."""
-    whiten: Literal["sequence", "token", "none"] = "sequence"
-    """What GDPO whitens over the batch: "sequence", "token" or "none"."""
     clip_low: Annotated[Positive, Le(1)] | None = None
     """Lower clip bound; null takes the preset's."""
     clip_high: Positive | None = None

@@ -128,7 +128,7 @@ class PolicySection(Section):
     products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in PyTorch follow it: full
     float32 with "highest", TF32 otherwise."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
-    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/targets.md); "eager" never
+    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/planning.md); "eager" never
     does."""
     frozen_dtype: Dtype = "float32"
     """Type of weights that are not trained (with LoRA); trained weights are float32."""

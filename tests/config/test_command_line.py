@@ -156,8 +156,8 @@ def three_ways(dotted, value, task, tmp_path):
         ("recommendation/task.dummy_user", 3, "task.dummy_user: no such field; did you mean task.dummy_users"),
         ("recommendation/task.retrieval.bakend", 3, "task.retrieval.bakend: .* did you mean task.retrieval.backend"),
         ("prompt_enhancement/judges.scorer.modl", "x", "judges.scorer.modl: .* did you mean judges.scorer.model"),
-        ("cartpole/rollout.group_sise", 3, "rollout.group_sise: no such field; did you mean rollout.group_size"),
-        ("cartpole/network.hidden", ["wide"], r"network.hidden\[0\]: expected a whole number, got 'wide'"),
+        ("cartpole/algorithm.group_sise", 3, "algorithm.group_sise: no such field; did you mean algorithm.group_size"),
+        ("cartpole/algorithm.weights", ["wide"], r"algorithm.weights\[0\]: expected a number, got 'wide'"),
     ],
 )
 def test_a_mistyped_field_or_value_is_named_with_the_nearest_valid_one(dotted, value, message, tmp_path):

@@ -41,7 +41,7 @@ from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabu
 
 def listed_texts(config: Config) -> Sequence[str]:
     """Return the items that a policy which ranks them itself may write."""
-    catalogue = load_dataset(config.task, held_out=config.data.held_out, columns=config.data.columns).catalogue
+    catalogue = load_dataset(config.task, config.data.columns).catalogue
     return items_of(catalogue.written).texts
 
 
@@ -49,7 +49,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     """Read the data and open the retriever (`Recommendation.load`)."""
     require(setup.prompts is None, "prompts", "none: a recommendation run takes its data from its task", "some")
     config = setup.config
-    dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
+    dataset = load_dataset(task, config.data.columns)
     catalogue = dataset.catalogue
     setup.say("catalogue", f"{task.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
     for note in dataset.notes:

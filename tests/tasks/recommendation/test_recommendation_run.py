@@ -82,7 +82,7 @@ def rows_of(path):
 
 def test_the_table_stands_in_console_report_and_summary(folder, summary):
     methods = ["popularity", "item-kNN, decay 0.7", "Markov-1 + popularity"]
-    methods += ["last title", "history titles, decay 0.7", "prior alone", "last title + prior", "oracle: own title"]
+    methods += ["last title", "prior alone", "last title + prior", "oracle: own title"]
     methods += ["policy, untrained"]
     methods += ["policy, before", "policy, before, sampled", "policy, after", "policy, after, sampled"]
     saved = json.loads((folder / "whole" / "summary.json").read_text())

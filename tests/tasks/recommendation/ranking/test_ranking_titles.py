@@ -36,7 +36,7 @@ RUN = {
     "algorithm": {"preset": "grpo"},
     "training": {"prompts_per_batch": 16, "max_steps": 1, "save_every": 0},
     "rewards": [{"name": "hit", "options": {"k": 1}}],
-    "evaluation": {"prompts": 0, "validation_prompts": 8, "every": 0, "sampled": False, "gallery": 0},
+    "evaluation": {"prompts": 0, "validation_prompts": 8, "every": 0, "samples": 0},
 }
 
 

@@ -16,9 +16,9 @@ from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import quantise
 from grpo_jax.models.policy import Policy
-from grpo_jax.planning import cards
-from grpo_jax.planning import policy as plan
-from grpo_jax.planning.policy import PUBLISHED_POLICIES, PolicyMemory, read_shape, tower_size
+from grpo_jax.planning import memory as cards
+from grpo_jax.planning import memory as plan
+from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, read_shape
 from grpo_jax.planning.programs import report, run_programs
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
@@ -248,8 +248,11 @@ def test_vision_towers_are_counted_as_transformers_builds_them():
         raw = made.to_dict()
         for foreign in ("deepstack_visual_indexes",) if architecture != "qwen3_vl" else ():
             del raw["vision_config"][foreign]
-        assert tower_size(hf.model_config(Path("made"), raw).vision) == theirs, architecture
-    sizes = {name: tower_size(hf.model_config(Path(name), raw).vision) for name, raw in PUBLISHED_POLICIES.items()}
+        assert count_weights(tower_shapes(hf.model_config(Path("made"), raw).vision)) == theirs, architecture
+    sizes = {
+        name: count_weights(tower_shapes(hf.model_config(Path(name), raw).vision))
+        for name, raw in PUBLISHED_POLICIES.items()
+    }
     assert sizes == {"Qwen/Qwen2-VL-7B-Instruct": 675_759_104, "Qwen/Qwen2.5-VL-7B-Instruct": 676_550_144}
 
 
@@ -293,7 +296,7 @@ def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, ca
 def test_the_adapters_of_a_folder_are_adapters():
     """They have a rank of their own: there is none to ask for, and the base may be narrow."""
     config = configured("--policy.lora.path=some_adapter", "--policy.remat=none")
-    full = cards.Card("gpu:0", GIB, {"policy": [cards.Line("parameters", 2 * GIB)]})
+    full = cards.DeviceMemory("gpu:0", GIB, {"policy": [cards.Line("parameters", 2 * GIB)]})
     savings = cards.list_savings(config, [full])
     assert savings["policy.frozen_dtype"] == "bfloat16" and not [name for name in savings if "lora" in name]
     assert cards.list_savings(config, [full._replace(capacity=9 * GIB)]) == {}
@@ -343,7 +346,7 @@ def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
     pool = ("--judges.renderer.pool.replicas=4", "--judges.renderer.pool.resources={num_gpus: 1}")
     config = parse(["--config=prompt_enhancement_miniature", *pool])
     memory = policy_memory(config, read_shape("miniature"))
-    first, second, third, host = cards.plan_cards(config, memory, (16.0, 16.0, 16.0))
+    first, second, third, host = cards.plan_devices(config, memory, (16.0, 16.0, 16.0))
     assert [*first.parts] == ["policy", "runtime"] and [*second.parts] == ["scorer", "runtime"] and not third.parts
     assert host.name == "cpu" and "4 actors in a Ray cluster" in host.parts["renderer"][0].note
     places, _ = placement.resolve({name: where for name, where in config.requests.items() if name != "renderer"}, 3)

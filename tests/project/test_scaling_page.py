@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.planning.cards import places_of
+from grpo_jax.planning.memory import places_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scaling.md").read_text()

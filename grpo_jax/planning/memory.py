@@ -18,7 +18,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
-from grpo_jax.errors import UserError, short_repr
+from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
@@ -188,9 +188,8 @@ def _download_config(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # offline, gated, no such id: hub and transport raise many kinds
-        raise UserError(
-            f"policy.path: {name!r} is no folder, and the hub gave no config.json ({one_line(error)})"
-        ) from error
+        reason = f"is no folder, and the hub gave no config.json ({one_line(error)})"
+        raise UserError(f"policy.path: {name!r} {reason}") from error
 
 
 class Line(NamedTuple):

@@ -280,7 +280,7 @@ def test_a_folder_with_a_config_alone_is_planned(folder, not_compiled, capsys, t
 
 def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, capsys):
     memory = PolicyMemory(10, 10, 20 * GIB, 0, 0, 0, sampling=GIB, update=2 * GIB)
-    monkeypatch.setattr(cards, "policy_memory", lambda *_, **__: (memory, {}))
+    monkeypatch.setattr(plan, "policy_memory", lambda *_, **__: (memory, {}))
     assert main([*SMALL, "--plan", "--device_memory_gib=16,16,16"]) == 1
     said = capsys.readouterr().out
     assert "It does not fit: gpu:0." in said

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_jax.errors import (
     UserError,
-    carry_out,
     complain,
     extras_named,
-    leave,
     one_line,
     run_parser,
     short_name,
@@ -75,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return carry_out(make_parser, _recommend, arguments)
+    return run_cli(lambda words: _recommend(read_options(make_parser(), words)), arguments)
 
 
 def _recommend(options: argparse.Namespace) -> None:
@@ -137,4 +135,4 @@ def _print(items: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 from grpo_jax.errors import (
     UserError,
     complain,
+    exit_process,
     extras_named,
     one_line,
+    read_options,
+    run_cli,
     run_parser,
     short_name,
 )

@@ -68,7 +68,7 @@ def test_run_directories_with_a_broken_config(tmp_path, capsys, content, message
         (["--optimizer.learning_rate", "inf"], "optimizer.learning_rate: expected a finite number, got 'inf'"),
         (["--seed", str(2**63)], "seed: expected a number in [0, 2^63)"),
         (["--eval_rewards", "[" * 3000], "eval_rewards: nested deeper than 32 levels"),
-        ([f"--{'a.' * 3000}b", "1"], "no such field"),
+        ([f"--{'a.' * 3000}b", "1"], "expected an option"),
         (["--data.prompts", "\udcff.txt"], "data.prompts: expected a string"),
         (["--rewards", "[3]"], "rewards[0]: expected a mapping, got 3"),
         (["--rewards.0.weight", "3"], "rewards: expected a list"),

@@ -138,14 +138,6 @@ def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
     assert planned.temporary_bytes == pytest.approx(taken, rel=0.05)
 
 
-def test_narrow_types_are_said_to_be_bounds(not_compiled):
-    config, model = of_tiny("--policy.compute_dtype=bfloat16")
-    memory = policy_memory(config, model)
-    assert memory.widened and not policy_memory(*of_tiny()).widened
-    rows = {row.name: row.note for row in plan.policy_lines(config, memory)}
-    assert rows["sampling"].startswith("at most: compiled in float32") and rows["update"].startswith("at most")
-
-
 def test_a_mesh_shares_out_what_is_held(not_compiled):
     config, model = of_tiny()
     whole = policy_memory(config, model)
@@ -321,13 +313,6 @@ def test_mistakes_are_one_line(arguments, message, capsys, not_compiled):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
-
-
-def test_peak_counts_the_larger_of_sampling_and_update():
-    memory = PolicyMemory(1, 1, 100, 20, 10, 0, sampling=6, update=9)
-    assert memory.held == 130 and memory.peak == 139
-    assert memory._replace(update=0).peak == 136
-    assert memory._replace(behind=50).peak == 130 + 50 + 6 + 9  # sampling ahead: both at once
 
 
 def test_a_policy_that_samples_ahead_is_a_copy(not_compiled):

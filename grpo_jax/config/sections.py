@@ -182,9 +182,8 @@ class DataSection(Section):
     enable_thinking: bool = False
     """Let a policy think first whose chat template can switch that off."""
     tools: list[dict[str, Any] | str] | str = []
-    """Tools that the chat template offers the policy: a list of functions by import path, file.py:function, which are
-    called (task: text), and of JSON schemas; or the name of the column that has each row's schemas, as a list or as
-    JSON text."""
+    """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
+    (task: text), and JSON schemas."""
     chat_template_options: dict[str, Any] = {}
     """Further variables of the chat template, by name."""
     template_date: str = ""
@@ -217,15 +216,10 @@ class DataSection(Section):
         return {"enable_thinking": self.enable_thinking, **self.chat_template_options, **tools}
 
     @property
-    def tool_column(self) -> str:
-        """The column that has each row's tools; "" for none."""
-        return self.tools if isinstance(self.tools, str) and ":" not in self.tools else ""
-
-    @property
     def tool_names(self) -> tuple[str, ...]:
         """Import paths of tools that can be called."""
         tools = [self.tools] if isinstance(self.tools, str) else self.tools
-        return tuple(tool for tool in tools if isinstance(tool, str) and tool != self.tool_column)
+        return tuple(tool for tool in tools if isinstance(tool, str))
 
 
 class SamplingSection(Section):
@@ -438,10 +432,6 @@ class RewardSection(Section):
     messages: bool = False
     """Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an import path
     alone."""
-    group: bool = False
-    """Call it once for each prompt, with all completions of its group and what was drawn of them, to compare them with
-    each other; of an import path alone, and not with sampling.turns. Greedy completions of held-out prompts are groups
-    of one."""
     label: str = ""
     """What metrics and condition_on call it, for several of one function; empty for its name, of an import path the
     function alone."""

@@ -269,15 +269,14 @@ def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n
     return drawn[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
 
 
-def noise_seed(seed: int, iteration: int, prompt_id: int, number: int = 0, *, evaluation: bool = False) -> int:
-    """Return the seed of a noise that pictures of one prompt start from, an integer in [0, 2**63).
+def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = False) -> int:
+    """Return the seed of the noise that pictures of one prompt start from, an integer in [0, 2**63).
 
     All rewrites of a prompt, and the prompt itself, are rendered from it (common random numbers): pictures of a group
-    differ by their words alone. Where a text has several pictures, `number` counts their noises from 0. In evaluation
-    it does not depend on the iteration.
+    differ by their words alone. In evaluation it does not depend on the iteration.
     """
     purpose, visit = (_EVALUATION_NOISE, 0) if evaluation else (_NOISE, iteration)
-    state = _seed_sequence(purpose, seed, visit, prompt_id, number).generate_state(1, np.uint64)
+    state = _seed_sequence(purpose, seed, visit, prompt_id, 0).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.files import read_json
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, short_repr
 from grpo_jax.models.hf.chat import (
@@ -188,7 +184,7 @@ def _require_prompts_in_tokens(tokenizer: PreTrainedTokenizerBase, encoded: Sequ
 def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
     """Choose the rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
     count = len(sizes)
-    if count <= _LONGEST or section.tool_column:  # a column's tools are no part of the text
+    if count <= _LONGEST:
         return range(count)
     try:
         template = len(tokens_of(Row(0, "x"), [])) + _TEMPLATE_MARGIN
@@ -236,22 +232,14 @@ def _make_tokens_of(
         raise UserError("data.instruction must contain {prompt}, the place of the user's prompt")
     _check_options(tokenizer, section)
 
-    @functools.lru_cache(maxsize=64)
-    def encoder(tools: str) -> Callable[[Sequence[Message], Sequence[int]], list[int]]:
-        return conversation_encoder(
-            tokenizer,
-            chat=_uses_template(tokenizer, section),
-            tokens=None if vision is None else picture_tokens(vision),
-            vocab_size=vocab_size,
-            **template_options(section),
-            **({"tools": json.loads(tools)} if tools else {}),
-        )
-
-    def tokens_of(row: Row, lengths: Sequence[int]) -> list[int]:
-        tools = _tools_of(row, section.tool_column) if section.tool_column else ""
-        return encoder(tools)(messages_of(row, instruction, section.system_prompt), lengths)
-
-    return tokens_of
+    encode = conversation_encoder(
+        tokenizer,
+        chat=_uses_template(tokenizer, section),
+        tokens=None if vision is None else picture_tokens(vision),
+        vocab_size=vocab_size,
+        **template_options(section),
+    )
+    return lambda row, lengths: encode(messages_of(row, instruction, section.system_prompt), lengths)
 
 
 def _uses_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> bool:
@@ -266,15 +254,6 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
     for field, name in options.items():
         if not (_uses_template(tokenizer, section) and knows_option(tokenizer, name)):
             raise UserError(f"{field}: the policy has no chat template that knows {name!r}: leave it out")
-
-
-def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
-    """Refuse a name of data.tools that is no column of any row."""
-    column = section.tool_column
-    if column and not any(column in row.columns for row in rows):
-        raise UserError(
-            f"data.tools: expected a list of JSON schemas or a column of the data, got {short_repr(column)}"
-        )
 
 
 def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
@@ -302,28 +281,6 @@ def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Mess
         elif piece:
             parts.append(Fixed(piece))
     return (*before, Message("user", tuple(parts)))
-
-
-def _tools_of(row: Row, column: str) -> str:
-    """Return a row's tools, a column of JSON schemas, as JSON text; "" where it has none."""
-    tools = row.columns.get(column)
-    if isinstance(tools, str) and tools:
-        with suppress(ValueError):
-            tools = read_json(tools)
-    if not tools:
-        return ""
-    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UserError(
-            f"row {row.id}, data.tools: column {column!r} must hold a list of JSON schemas, got {short_repr(tools, 40)}"
-        )
-    return json.dumps(_without_none([*tools]))
-
-
-def _without_none(value: object) -> object:
-    """Drop the keys that a table fills in because other rows' objects have them."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def as_chat_messages(row: Row) -> list[dict[str, object]]:

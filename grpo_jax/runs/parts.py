@@ -35,7 +35,7 @@ from grpo_jax.rollout.data import (
     one_prompt,
     row_sizes,
 )
-from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
+from grpo_jax.rollout.encoding import Encoded, make_encode
 from grpo_jax.rollout.environment import Environment, EnvSettings, make_encode_observation, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.reward_registry import (
@@ -177,7 +177,6 @@ def load_parts(
         say("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
-    check_tools(config.data, rows)
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
     encode = make_encode(

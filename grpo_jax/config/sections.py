@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
@@ -204,6 +205,10 @@ class DataSection(Section):
             value = getattr(self, name)
             chat = self.form != "append" or not value
             require(chat, f"{name}", "nothing with form 'append', which has no chat", value)
+        asks = not self.instruction or "{prompt}" in self.instruction
+        require(asks, "instruction", "a text with {prompt}, the place of the user's prompt", self.instruction)
+        dated = re.fullmatch(r"(\d{4}-\d\d-\d\d)?", self.template_date)
+        require(bool(dated), "template_date", "YYYY-MM-DD", self.template_date)
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
         expected = "what the template itself knows (data.tools and data.enable_thinking apart)"
         require(not reserved, "chat_template_options", expected, reserved)

@@ -12,12 +12,12 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from grpo_jax.errors import UserError
-from grpo_jax.rollout.pictures import Source, digest
+from grpo_jax.errors import UserError, short_name
+from grpo_jax.rollout.pictures import File, Source, digest
 
 if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
     from grpo_jax.config.sections import TrainingSection
@@ -32,6 +32,7 @@ RESERVED_COLUMNS = (
 
 PICTURE_MARK = "<image>"
 """In a prompt of plain text, the place of a picture: as often as there are pictures, or never."""
+Result = TypeVar("Result")
 _WORD = 2**32
 # What a seed is for: one number never serves two purposes.
 _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER, _LIKE = 1, 2, 3, 4, 5
@@ -62,6 +63,19 @@ class Row:
             return self.prompt
         messages = [(message.role, message.parts) for message in self.messages]
         return repr((self.prompt, messages, [digest(source) for source in self.pictures]))
+
+
+def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]:
+    """Return function(source) of each picture of a row; a ValueError becomes a UserError with row and file."""
+    results = []
+    for place, source in enumerate(row.pictures, 1):
+        try:
+            results.append(function(source))
+        except ValueError as error:
+            which = f"picture {place}" if len(row.pictures) > 1 else "picture"
+            name = f" {short_name(source.name)}" if isinstance(source, File) else ""
+            raise UserError(f"row {row.id}, {which}{name}: {error}") from error
+    return results
 
 
 ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages")])

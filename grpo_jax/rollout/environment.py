@@ -13,10 +13,10 @@ from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, placed
-from grpo_jax.rollout.data import Row, repeat_rows
+from grpo_jax.rollout.data import Row, map_pictures, repeat_rows
 from grpo_jax.rollout.encoding import Encoded, PictureInput, as_chat_messages
 from grpo_jax.rollout.env import Env, EnvError, Episode, Observation, as_observation, observe
-from grpo_jax.rollout.pictures import Source, map_pictures, open_picture
+from grpo_jax.rollout.pictures import Source, open_picture
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.rewards import (
     MESSAGES,

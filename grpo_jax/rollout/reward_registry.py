@@ -306,10 +306,7 @@ class _Resolver(NamedTuple):
                 "module"
             )
         if place:
-            function = load_object(name, "reward")
-            if not callable(function):
-                raise UserError(f"reward {name!r}: {label} is a {type(function).__name__}, not a function")
-            return self.of_user(label, function, options)
+            return self.of_user(label, load_object(name, "reward"), options)
         base, _, judge = name.partition("@")
         if name in self.source.functions:
             base, judge = name, ""

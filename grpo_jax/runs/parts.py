@@ -48,7 +48,7 @@ from grpo_jax.rollout.reward_registry import (
 )
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
-from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
+from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
 from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (
@@ -213,7 +213,7 @@ def load_parts(
     environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder), policy_choices(config, texts, policy.folder)
+    allowed, trie = policy_tokens(config, policy.folder), listed_trie(config, texts, policy.folder)
     _check_measures(config, data.prompts, environment)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     return RunContext(

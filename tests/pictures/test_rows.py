@@ -162,7 +162,7 @@ def test_data_sets_of_hugging_face(tmp_path):
             "\"images\" 2: a picture is given as a path, as base64 text or as {'bytes': …}, got 3",
         ),
         ({"image": "iVBORw0KGgo" + "A" * 50}, "a picture is not valid base64"),
-        ({"image": "seen.png", "images": ["seen.png"]}, 'it has "image" and "images": keep one of them'),
+        ({"image": "seen.png", "images": ["nowhere.png"]}, "there is no picture nowhere.png"),
         (
             {"image": "seen.png", "prompt": "<image> and <image>"},
             '"prompt" has <image> 2 times, and there are 1 pictures',

@@ -70,8 +70,7 @@ def conversation_encoder(
 
     Placed as transformers' processor places them: where the template puts a picture, which then stands for as many
     placeholders as the picture has merged tokens. A template that knows no pictures gets them as text before it.
-    UserError as of `texts_encoder`, where the template drops a picture, or where pictures come and the model sees
-    none (`tokens` None).
+    UserError as of `texts_encoder`, or where the template drops a picture.
 
     Without `chat` there is one message, and its text is continued. `switches` are variables of the template beside
     the messages.
@@ -113,8 +112,6 @@ def conversation_encoder(
     def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:
         parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
-        if lengths and tokens is None:
-            raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
         # Texts of a conversation change from row to row, its form does not.
         form = tuple((message.role, *("" if isinstance(p, str) else p for p in message.parts)) for message in messages)
         if form not in encoders:

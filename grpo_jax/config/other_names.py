@@ -51,7 +51,7 @@ GRPO_CONFIG = {
     "top_k": "sampling.top_k; as top_p",
     "min_p": "sampling.min_p; as top_p",
     "generation_kwargs": "sampling.stop, data.forbidden_tokens; the rest has no place",
-    "chat_template_kwargs": "data.chat_template_options, data.enable_thinking, data.tools",
+    "chat_template_kwargs": "data.chat_template_options, data.tools",
     "repetition_penalty": f"{NOT_HERE}data.forbidden_tokens forbids tokens altogether",
     "cache_implementation": f"{NOT_HERE}there is one cache, whose prompt a group shares",
     "use_vllm, vllm_mode, vllm_model_impl, vllm_enable_sleep_mode, vllm_server_base_url, vllm_server_host, "
@@ -121,7 +121,7 @@ TRAINING_ARGUMENTS = {
     "neftune_noise_alpha, label_smoothing_factor": f"{NOT_HERE}they belong to supervised training",
     "logging_steps, logging_strategy, logging_first_step": f"{NOT_HERE}every iteration is logged",
     "report_to": "report_to; tensorboard, wandb; others by a callback (docs/runs.md)",
-    "project": "project",
+    "project": f"{NOT_HERE}Weights & Biases reads WANDB_PROJECT (grpo_jax without it)",
     "disable_tqdm": f"{NOT_HERE}the live line shows where there is a terminal",
     "eval_strategy": "evaluation.every; 0 for never",
     "eval_steps": "evaluation.every",

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from grpo_jax.config.given import GIVEN_TOOLS, IN_PYTHON
-from grpo_jax.config.named import load_object
+from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.models.hf.chat import Message

@@ -176,7 +176,7 @@ def measure_all(parts: RunContext, variables: Variables, *, references: bool = T
         return {}
     evaluations = {"greedy": evaluate_policy(parts, variables, rows)}
     evaluations["greedy"].measures.update(evaluate_controls(parts, variables, rows))
-    if parts.config.evaluation.sampled:
+    if parts.config.evaluation.samples:
         evaluations["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
     for kind, texts in parts.task_data.report.references(rows).items() if references else ():
         evaluations[kind] = evaluate_texts(parts, rows, texts)

@@ -68,6 +68,7 @@ from grpo_jax.training.estimators import Objectives, make_turn_objectives
 from grpo_jax.training.memory import machine_memory, require_memory
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
+_GALLERY = 12  # held-out prompts whose pictures are kept
 
 
 class RunContext(NamedTuple):
@@ -325,7 +326,7 @@ def make_environment(
         eval_reward_names=tuple(watched),
         prepare=None if image_processor is None else make_prepare(image_processor, device),
         env=make_env_settings(config, data.environment, loaded),
-        gallery=config.evaluation.gallery,
+        gallery=_GALLERY,
     )
 
 

@@ -185,7 +185,7 @@ def _interval(values: Sequence[float] | None) -> str:
 
 def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
-    rows = parts.test_rows[: parts.config.evaluation.gallery]
+    rows = parts.test_rows[: parts.environment.gallery]
     drawn = parts.task_data.render is not None  # in all processes: they judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
@@ -222,7 +222,7 @@ def shown_episodes(parts: RunContext, after: Evaluation) -> list[EpisodeEntry]:
     """The episodes of the first held-out prompts, chosen by place and not by result."""
     if parts.environment.env is None:
         return []
-    rows = parts.test_rows[: parts.config.evaluation.gallery]
+    rows = parts.test_rows[: parts.environment.gallery]
     return [shown_episode(*pair) for pair in zip(rows, after.episodes[: len(rows)], strict=True)]
 
 

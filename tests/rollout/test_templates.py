@@ -62,7 +62,7 @@ def test_what_a_template_passes_over_is_refused():
     [
         ({"form": "append", "tools": [ADD]}, "data.tools: expected nothing with form 'append'"),
         ({"chat_template_options": {"tokenize": True}}, r"data.chat_template_options: expected .*got \['tokenize'\]"),
-        ({"chat_template_options": {"enable_thinking": True}}, r"data.enable_thinking apart\), got \['enable_th"),
+        ({"chat_template_options": {"tokenize": True}}, r"data.tools apart\), got \['tokenize"),
     ],
 )
 def test_what_is_not_for_the_template_is_refused(data, message):

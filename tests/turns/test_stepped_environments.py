@@ -58,7 +58,7 @@ SMALL = {
     "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 4},
     "algorithm": {"advantage": "grpo"},
     "training": {"prompts_per_batch": 8, "max_steps": 2, "save_every": 1},
-    "evaluation": {"every": 1, "sampled": False},
+    "evaluation": {"every": 1, "samples": 0},
 }
 
 

@@ -60,14 +60,8 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """Loads `count` mutated folders, one outcome each."""
     rng, trace = random.Random(seed), folder / "code_ran"
     marked = [_causal(folder / "qwen2", "qwen2"), _causal(folder / "shards", "llama", max_shard_size="20KB")]
-    sources = [*marked]
-    for name in ("llama", "gpt2"):
-        words = ["a", "red", "fox"]
-        sources.append(
-            write_policy(
-                folder / name, words, NewPolicySection(architecture=name, width=8, layers=1, heads=2, window=32)
-            )
-        )
+    small = NewPolicySection(width=8, layers=1, heads=2, window=32)
+    sources = [*marked, write_policy(folder / "new", ["a", "red", "fox"], small)]
     programs: dict[Any, Callable[..., Any]] = {}
     for number in range(count):
         work = folder / "work"

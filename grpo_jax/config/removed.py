@@ -61,6 +61,8 @@ REMOVED: dict[str, str] = {
     "process_timeout": "left: JAX's heartbeat ends the others within 20 s of a process that is gone",
     "training.keep_gib": "left: give training.keep_checkpoints; best and final take no room of their own",
     "training.memory_budget_gib": "left: --plan says what an update takes; set training.grad_accumulation_steps",
+    "task.pictures_per_text": "left: a group's texts are drawn from one noise",
+    "rewards.group": "left: place_in_group tells a reward where each group begins",
     "task.answer": "left: answers are text; judges.renderer sets guidance and steps for all pictures",
     "task.negative_prompt": "left: set judges.renderer.negative_prompt",
     "task.guidance": "left: set judges.renderer.guidance",

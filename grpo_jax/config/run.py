@@ -151,9 +151,6 @@ class Config(Section):
         require(tools, "data.tools", "JSON schemas with this task, which calls no functions", self.data.tool_names)
         chat = section.turns == 1 or self.data.form != "append"
         require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", section.turns)
-        for reward in self.rewards if section.turns > 1 else ():
-            alone = "false with sampling.turns above 1: episodes that end are judged without the others"
-            require(not reward.group, f"rewards.{reward.called}.group", alone, True)
 
     def _check_training(self) -> None:
         policy, training = self.policy, self.training

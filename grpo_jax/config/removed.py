@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     "ppo.kl_target": "left: ppo.kl_coef stays as it is given",
     "ppo.kl_horizon": "left with ppo.kl_target",
     "project": "left: Weights & Biases reads WANDB_PROJECT",
+    "hub_private": "left: make a private repository on the hub first",
     "policy.new.architecture": "left: a new policy is a Llama",
     "policy.new.vocabulary": "left: all words of the task become tokens",
     "data.enable_thinking": "is data.chat_template_options: {enable_thinking: true}",
@@ -61,6 +62,8 @@ REMOVED: dict[str, str] = {
     "process_timeout": "left: JAX's heartbeat ends the others within 20 s of a process that is gone",
     "training.keep_gib": "left: give training.keep_checkpoints; best and final take no room of their own",
     "training.memory_budget_gib": "left: --plan says what an update takes; set training.grad_accumulation_steps",
+    "task.pictures_per_text": "left: a group's texts are drawn from one noise",
+    "rewards.group": "left: place_in_group tells a reward where each group begins",
     "task.answer": "left: answers are text; judges.renderer sets guidance and steps for all pictures",
     "task.negative_prompt": "left: set judges.renderer.negative_prompt",
     "task.guidance": "left: set judges.renderer.guidance",
@@ -106,5 +109,4 @@ REMOVED: dict[str, str] = {
     "optimizer.beta1": "is no setting of CartPole: 0.9",
     "optimizer.beta2": "is no setting of CartPole: 0.999",
     "optimizer.max_grad_norm": "is no setting of CartPole: 0.5",
-    "project": "is no setting of CartPole: grpo_jax",
 }

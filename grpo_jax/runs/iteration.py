@@ -349,7 +349,7 @@ def completion_columns(parts: RunContext, rollout: Rollout, advantages: np.ndarr
                 "valid": turn.valid,
             }
             entries.append(entry)
-            rows.append(rollout.rows[p])
+            rows.append(rollout.rows[p].pictures)
     return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(rows)
 
 

@@ -60,7 +60,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_an_instruction_must_say_where_the_prompt_goes():
-    with pytest.raises(UserError, match=r"must contain \{prompt\}"):
+    with pytest.raises(UserError, match=r"instruction: expected a text with \{prompt\}"):
         format_prompt(word_tokenizer(), "a", instruction="draw")
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import NoReturn
 
 EXTRAS = {
@@ -177,52 +176,42 @@ def run_parser(command: str, description: str, *, reads_run: bool = True) -> arg
     return parser
 
 
-def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Raise UserError for an unknown option, with the nearest known one."""
+def read_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Return a command's options; UserError for an unknown one, with the nearest known one."""
     options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-    for word in arguments:
+    for word in words:
         name = word.partition("=")[0]
         if name.startswith("--") and not any(one.startswith(name) for one in options):
             near = difflib.get_close_matches(name, options, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(options)}"
             raise UserError(f"{short_name(name)}: no such option; {hint}")
+    return parser.parse_args(words)
 
 
-@dataclass
-class Ended:
-    """How a command ended: its exit code."""
+def run_cli(
+    act: Callable[[list[str]], object], arguments: Sequence[str] | None, *, silent: Callable[[], bool] = lambda: False
+) -> int:
+    """Run a command on its arguments (None: the process's own) and return its exit code.
 
-    code: int = 0
-
-
-@contextmanager
-def run_cli(*, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> Iterator[Ended]:
-    """Run a command inside: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
-
-    `debug` lets tracebacks through. `silent` says that another process prints the line.
+    A user's mistake or a failed judge is one line and 2, an interrupt 130; an int that `act` returns is the code.
+    --debug lets tracebacks through. `silent` says that another process prints the line.
     """
-    ended = Ended()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words or "--debug=true" in words
     try:
         with extras_named():
-            yield ended
+            result = act(words)
     except KeyboardInterrupt:
         complain("interrupted")
-        ended.code = 130
+        return 130
     except Exception as error:
         lines = _lines_of(error)
         if debug or lines is None:
             raise
         for line in () if silent() else lines:  # on one line each, whatever a user's file or a library put into them
             complain(f"error: {' '.join(str(line).split())}")
-        ended.code = 2
-
-
-def guarded(function: Callable[[], object], *, debug: bool = False) -> int:
-    """Return the exit code of a command (`run_cli`); an int that `function` returns is one."""
-    with run_cli(debug=debug) as ended:
-        result = function()
-        ended.code = result if isinstance(result, int) else 0
-    return ended.code
+        return 2
+    return result if isinstance(result, int) else 0
 
 
 def _lines_of(error: Exception) -> Sequence[object] | None:
@@ -238,22 +227,6 @@ def _lines_of(error: Exception) -> Sequence[object] | None:
     return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` says what a run needs"]
 
 
-def carry_out(
-    make_parser: Callable[[], argparse.ArgumentParser],
-    act: Callable[[argparse.Namespace], object],
-    arguments: Sequence[str] | None,
-) -> int:
-    """Read a command's options (None: the process's own) and act on them; return the exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-
-    def read_and_act() -> object:
-        parser = make_parser()
-        require_options(parser, words)
-        return act(parser.parse_args(words))
-
-    return guarded(read_and_act, debug="--debug" in words)
-
-
 def complain(text: str) -> None:
     """Write a line to standard error, if anybody listens."""
     with suppress(OSError, ValueError):  # nobody may be listening any more
@@ -263,7 +236,7 @@ def complain(text: str) -> None:
 _LEAVING_SECONDS = 15.0
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End a command's process; Python's own exit would wait for every thread, even one that hangs in a judge."""
     for stream in (sys.stdout, sys.stderr):
         try:

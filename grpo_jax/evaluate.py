@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.errors import UserError, carry_out, leave, run_parser
+from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,12 +30,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return carry_out(make_parser, _evaluate, arguments)
+    return run_cli(lambda words: _evaluate(read_options(make_parser(), words)), arguments)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.config import MeshSection
-    from grpo_jax.config.given import IN_PYTHON
+    from grpo_jax.config.named import IN_PYTHON
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
@@ -51,8 +51,9 @@ def _evaluate(options: argparse.Namespace) -> None:
         raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
     requested = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
     overrides = {name: value for name, value in requested.items() if value is not None}
-    sampled = config.evaluation.sampled or "samples" in overrides or "temperature" in overrides
-    section = config.evaluation.replace(**overrides, sampled=sampled)
+    if "temperature" in overrides and not config.evaluation.samples:
+        overrides.setdefault("samples", 1)
+    section = config.evaluation.replace(**overrides)
     config = config.replace(evaluation=section)
     if options.mesh is not None:
         section = config.policy.replace(mesh=MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1]))
@@ -99,4 +100,4 @@ def _print_measures(report: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

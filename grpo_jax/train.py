@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import UserError, extras_named, leave, run_cli, version
+from grpo_jax.errors import UserError, exit_process, extras_named, run_cli, version
 from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
@@ -91,20 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(version())
         return 0
 
-    debug = "--debug" in words or "--debug=true" in words
-    with run_cli(debug=debug, silent=_is_other_process) as ended:
+    def act(words: list[str]) -> int:
         request, rest = take_request(words)
         config = parse(rest, "plan" if request is not None else "resume" if "--resume" in rest else "train")
         if request is not None:
             from grpo_jax.planning.command import show_plan
 
-            ended.code = show_plan(config, request)
-            return ended.code
+            return show_plan(config, request)
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = config.replace(run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run(config)
-    return ended.code
+        return 0
+
+    return run_cli(act, words, silent=_is_other_process)
 
 
 def _is_other_process() -> bool:
@@ -119,4 +119,4 @@ def _is_other_process() -> bool:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from grpo_jax.config.build import build, merged, require_known
-from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, resume_mutable
+from grpo_jax.config.build import build, merged
+from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, require_known, resume_mutable
 from grpo_jax.config.files import Fields, Values
-from grpo_jax.config.given import with_named_tools
 from grpo_jax.config.judge import Judge, default_device
+from grpo_jax.config.named import with_named_tools
 from grpo_jax.config.sections import (
     AlgorithmSection,
     DataSection,
@@ -56,13 +56,9 @@ class Config(Section):
     """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/runs.md)."""
-    project: str = resume_mutable("grpo_jax")
-    """What the run belongs to: project on Weights & Biases."""
     push_to_hub: str = resume_mutable("")
     """Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty for none
     (docs/publishing.md)."""
-    hub_private: bool = resume_mutable(False)
-    """Whether a new repository is private."""
     on_judge_error: Literal["stop", "missing"] = resume_mutable("stop")
     """"stop" saves and ends the run; "missing" gives that completion no reward."""
     judge_timeout: float = resume_mutable(1800.0)
@@ -153,9 +149,6 @@ class Config(Section):
         require(tools, "data.tools", "JSON schemas with this task, which calls no functions", self.data.tool_names)
         chat = section.turns == 1 or self.data.form != "append"
         require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", section.turns)
-        for reward in self.rewards if section.turns > 1 else ():
-            alone = "false with sampling.turns above 1: episodes that end are judged without the others"
-            require(not reward.group, f"rewards.{reward.called}.group", alone, True)
 
     def _check_training(self) -> None:
         policy, training = self.policy, self.training

@@ -176,7 +176,7 @@ def measure_all(ctx: RunContext, variables: Variables, *, references: bool = Tru
         return {}
     evaluations = {"greedy": evaluate(ctx, variables, rows)}
     evaluations["greedy"].measures.update(evaluate_controls(ctx, variables, rows))
-    if ctx.config.evaluation.sampled:
+    if ctx.config.evaluation.samples:
         evaluations["sampled"] = evaluate(ctx, variables, rows, sampled=True)
     for kind, texts in ctx.task_data.report.references(rows).items() if references else ():
         evaluations[kind] = evaluate_texts(ctx, rows, texts)

@@ -7,7 +7,7 @@ import functools
 from contextlib import ExitStack
 from pathlib import Path
 
-from grpo_jax.config.given import IN_PYTHON
+from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode

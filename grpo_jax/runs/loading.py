@@ -37,7 +37,7 @@ from grpo_jax.rollout.data import (
     one_prompt,
     row_sizes,
 )
-from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
+from grpo_jax.rollout.encoding import Encoded, make_encode
 from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_encode_observation, make_score
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
@@ -49,7 +49,7 @@ from grpo_jax.rollout.reward_registry import (
     resolve_rewards,
 )
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
+from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
 from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (
@@ -68,6 +68,7 @@ from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.memory import machine_memory, require_memory
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
+_GALLERY = 12  # held-out prompts whose pictures are kept
 
 
 class RunContext(NamedTuple):
@@ -184,7 +185,6 @@ def load(
         say("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
-    check_tools(config.data, rows)
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
     encode = make_encode(
@@ -221,7 +221,7 @@ def load(
     fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder), policy_choices(config, texts, policy.folder)
+    allowed, trie = policy_tokens(config, policy.folder), listed_trie(config, texts, policy.folder)
     _check_measures(config, data.prompts, fns)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     return RunContext(
@@ -334,7 +334,7 @@ def make_rollout_fns(
         eval_reward_names=tuple(watched),
         prepare=None if image_processor is None else make_prepare(image_processor, device),
         env=make_env_settings(config, data.environment, loaded),
-        gallery=config.evaluation.gallery,
+        gallery=_GALLERY,
     )
 
 

@@ -15,22 +15,20 @@ from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.measures import present_mean
 from grpo_jax.runs.progress import Record
 from grpo_jax.training.estimators import OVERLONG, Objectives, signal_metrics, total_rewards
+from grpo_jax.training.state import TrainState
 
 
 def iteration_row(
-    ctx: RunContext, iteration: int, drawn: Record, report: Record, seconds: Mapping[str, float], started: float
+    ctx: RunContext, iteration: int, drawn: Record, learned: Record, seconds: Mapping[str, float], started: float
 ) -> Record:
-    """Return an iteration's row from `rollout_metrics` and the update's report; `started` is on time.monotonic()."""
+    """Return an iteration's row from `draw`'s and the update's metrics; `started` is on time.monotonic()."""
     config = ctx.config
     row = {
         "step": iteration + 1,
         "epoch": (iteration + 1) / batches_per_epoch(len(ctx.prompts.train), config.training.prompts_per_batch),
-        **update_metrics(report),
-        "learning_rate": report["learning_rate"],
+        **learned,
         **drawn,
     }
-    if "loss_scale" in report:
-        row["loss_scale"] = report["loss_scale"]
     written = config.training.prompts_per_batch * row.get("draws", 1) * config.sampling.group_size
     row |= {f"seconds/{name}": value for name, value in seconds.items()}
     row["seconds/total"] = time.monotonic() - started
@@ -38,7 +36,7 @@ def iteration_row(
     return row
 
 
-def update_metrics(report: Record) -> Record:
+def update_metrics(report: Record, learning_rate: float, state: TrainState) -> Record:
     """Return the update's part of a metrics row, with a value head's measures if there is one."""
     parts, measured = report["metrics"], report["measured"]
     policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
@@ -67,7 +65,9 @@ def update_metrics(report: Record) -> Record:
             "completion_kl": float(estimates.completion_kl),
         }
     named = ("importance_weight", "importance_clipped")
-    return row | {name: float(measured[name]) for name in named if name in measured}
+    row |= {name: float(measured[name]) for name in named if name in measured}
+    row["learning_rate"] = learning_rate
+    return row if state.loss_scale is None else {**row, "loss_scale": float(state.loss_scale.scale)}
 
 
 def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:
@@ -133,7 +133,7 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
     names += [f"eval_rewards/{name}" for name in ctx.fns.eval_reward_names]
     values = np.concatenate([rollout.rewards, rollout.eval_rewards], axis=-1)
     entries: list[Record] = []
-    rows = []
+    pictures = []
     for p, g in np.ndindex(advantages.shape[:2]):
         for number, turn in enumerate(rollout.episodes[p][g].turns):
             advantage = advantages[p, g]
@@ -153,8 +153,8 @@ def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray
                 "valid": turn.valid,
             }
             entries.append(entry)
-            rows.append(rollout.rows[p])
-    return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(rows)
+            pictures.append(rollout.rows[p].pictures)
+    return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(pictures)
 
 
 def epoch_line(rows: list[Record]) -> str:

@@ -183,7 +183,7 @@ def _interval(values: Sequence[float] | None) -> str:
 
 def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
     """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
-    rows = ctx.test_rows[: ctx.config.evaluation.gallery]
+    rows = ctx.test_rows[: ctx.fns.gallery]
     drawn = ctx.task_data.render is not None  # in all processes: they judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
@@ -220,7 +220,7 @@ def shown_episodes(ctx: RunContext, after: Evaluation) -> list[EpisodeEntry]:
     """The episodes of the first held-out prompts, chosen by place and not by result."""
     if ctx.fns.env is None:
         return []
-    rows = ctx.test_rows[: ctx.config.evaluation.gallery]
+    rows = ctx.test_rows[: ctx.fns.gallery]
     return [shown_episode(*pair) for pair in zip(rows, after.episodes[: len(rows)], strict=True)]
 
 

@@ -15,8 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from grpo_jax.config.build import to_yaml
-from grpo_jax.config.given import IN_PYTHON
+from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
@@ -31,7 +33,7 @@ from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.measures import TOTAL, fallen
-from grpo_jax.runs.metrics import completion_columns, epoch_line, iteration_row, reward_streaks
+from grpo_jax.runs.metrics import completion_columns, epoch_line, iteration_row, reward_streaks, update_metrics
 from grpo_jax.runs.processes import ending_together, join, require_shared
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
@@ -49,6 +51,8 @@ from grpo_jax.runs.stopping import (
 )
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner
+
+_UPDATE_STREAM = 2**31 - 3
 
 
 def train(config: Config, *, prompts: Any = None, rewards: Any = None, callbacks: Callbacks = Callbacks()) -> Record:
@@ -213,9 +217,13 @@ class Trainer:
             batch = batch_of(ctx, rollout, objectives)
             if i == self.progress.starts[-1]:
                 output.say("compiling the update …")
-            self.state, report = self.learner.update(self.state, batch, i)
+            rate = self.learner.learning_rate(self.state)
+            key = jax.random.fold_in(jax.random.fold_in(ctx.key, _UPDATE_STREAM), i)
+            self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, key))
             seconds = {**rollout.seconds, "update": time.perf_counter() - before_update}
-            row = iteration_row(ctx, i, drawn, report, seconds, started)
+            self.state = self.learner.refresh(self.state, i)
+            learned = update_metrics(report, rate, self.state)
+            row = iteration_row(ctx, i, drawn, learned, seconds, started)
             streaks, lines = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
             notes = {**self.progress.notes, **streaks}
             for line in lines:

@@ -30,7 +30,6 @@ from grpo_jax.training.objectives import (
     make_estimates,
     make_forward,
     make_policy_objective,
-    make_ppo_objective,
 )
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
@@ -45,7 +44,6 @@ from grpo_jax.training.state import (
     trained_weights,
 )
 
-_UPDATE_STREAM = 2**31 - 3
 PATIENCE = 3
 """A run ends when as many updates in a row were left out as so many iterations make: one batch may be at fault."""
 
@@ -232,11 +230,7 @@ def make_configured_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make the train step of the configured objective; `max_new_tokens` is the longest possible completion."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
-    objective = (
-        make_ppo_objective(forward, options, ppo)
-        if algorithm.learns_values
-        else make_policy_objective(forward, options)
-    )
+    objective = make_policy_objective(forward, options, ppo if algorithm.learns_values else None)
     return make_train_step(
         objective,
         optimizer,
@@ -258,8 +252,8 @@ def make_update(
     """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
     `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and
-    "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, and "measured"
-    (`make_preparation`).
+    "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, "measured"
+    (`make_preparation`), and "advantages" [P, G] or [P, G, T].
     """
     forward = make_forward(policy, **distribution)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
@@ -272,7 +266,9 @@ def make_update(
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
                 state, report = step(state, part)
                 reports.append(report)
-        return state, {**_average(on_host(reports)), "measured": on_host(measured)}
+        estimates = measured.get("estimates")
+        advantages = on_host(batch.advantages if estimates is None else estimates.advantages)
+        return state, {**_average(on_host(reports)), "measured": on_host(measured), "advantages": advantages}
 
     return update
 
@@ -290,13 +286,16 @@ class Learner(NamedTuple):
     Attributes:
         start: start(variables) → initial state. It takes the trained weights over: where they are not the reference,
             they can be read until the first update only.
-        update: update(state, batch, iteration) → (state, report): that of `make_update`, with "learning_rate",
-            "advantages" [P, G] or [P, G, T] and, under float16, "loss_scale".
+        update: update(state, batch, key) → (state, report), of `make_update`.
+        refresh: refresh(state, iteration) → the state with the current policy as its reference where that is due.
+        learning_rate: learning_rate(state) → that of the next update.
         updates_per_iteration: Number of optimizer steps.
     """
 
     start: Callable[[Variables], TrainState]
-    update: Callable[[TrainState, Batch, int], tuple[TrainState, Metrics]]
+    update: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
+    refresh: Callable[[TrainState, int], TrainState]
+    learning_rate: Callable[[TrainState], float]
     updates_per_iteration: int
 
 
@@ -341,18 +340,14 @@ def make_learner(
         state = commit_to_device(shard(state, policy.mesh))
         return state._replace(rollout_weights=rollout_copy(state)) if training.async_level else state
 
-    def learn(state: TrainState, batch: Batch, iteration: int) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), _UPDATE_STREAM), iteration)
-        rate = float(np.asarray(schedule(int(state.step))))  # of updates that were made: a skipped one is not counted
-        state, report = jax.block_until_ready(update(state, batch, key))
-        if keeps_reference and every and (iteration + 1) % every == 0:
-            before, state = state.reference, refresh_reference(state)
-            free_buffers(before)
-        estimates = report["measured"].get("estimates")
-        report |= {"learning_rate": rate}
-        report["advantages"] = np.asarray(batch.advantages if estimates is None else estimates.advantages)
-        if state.loss_scale is not None:
-            report["loss_scale"] = float(state.loss_scale.scale)
-        return state, report
+    def learning_rate(state: TrainState) -> float:  # by updates that were made: a skipped one is not counted
+        return float(np.asarray(schedule(int(state.step))))
 
-    return Learner(start, learn, per_iteration)
+    def refresh(state: TrainState, iteration: int) -> TrainState:
+        if not keeps_reference or every == 0 or (iteration + 1) % every:
+            return state
+        before, state = state.reference, refresh_reference(state)
+        free_buffers(before)
+        return state
+
+    return Learner(start, update, refresh, learning_rate, per_iteration)

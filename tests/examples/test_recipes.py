@@ -36,8 +36,7 @@ SHORT = {
     "evaluation.prompts": 4,
     "evaluation.validation_prompts": 4,
     "evaluation.every": 0,
-    "evaluation.gallery": 0,
-    "evaluation.sampled": "false",
+    "evaluation.samples": 0,
     "report_to": "[]",
 }
 SMALLER = {

@@ -29,7 +29,7 @@ SMALL = {
     "training.prompts_per_batch": 4,
     "training.max_steps": 2,
     "training.save_every": 0,
-    "evaluation.sampled": "false",
+    "evaluation.samples": 0,
     "evaluation.prompts": 4,
     "evaluation.validation_prompts": 4,
     "report_to": "[]",
@@ -239,7 +239,7 @@ def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
 def test_the_grid_pays_for_steps_that_lead_nearer(tmp_path):
     """As its distances say, recomputed from what the policy reads; at the goal an episode ends."""
     grid = ROOT / "examples" / "grid"
-    small = {name: SMALL[name] for name in ("sampling.group_size", "training.prompts_per_batch", "evaluation.sampled")}
+    small = {name: SMALL[name] for name in ("sampling.group_size", "training.prompts_per_batch", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
     small |= {"task.environment": f"{grid}/grid.py:Grid", "task.held_out": 2, "report_to": "[]", "run_dir": tmp_path}
     assert main(["--config", f"{grid}/grid.yaml", *(f"--{name}={value}" for name, value in small.items())]) == 0
@@ -266,7 +266,7 @@ def test_the_grid_pays_for_steps_that_lead_nearer(tmp_path):
 def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch):
     """Two prompts in three are walks; what a guess earns follows from what was left, which the policy reads."""
     monkeypatch.chdir(ROOT)
-    small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.sampled")}
+    small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 2}
     small |= {"task.held_out": 3, "task.seeds": 12, "training.prompts_per_batch": 12, "report_to": "[]"}
     command = ["--config", "examples/grid/with_guess.yaml", "--run_dir", str(tmp_path)]

@@ -91,11 +91,11 @@ def run_dir(hub, place, tmp_path_factory):
     (folder / "brief.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
     words = [
         *("--task=text", f"--policy.path={place.policy}", f"--data.prompts={folder / 'prompts.txt'}", "--report_to=[]"),
-        *(f"--rewards={folder / 'brief.py'}:brief", "--policy.lora.rank=2", "--evaluation.sampled=false"),
+        *(f"--rewards={folder / 'brief.py'}:brief", "--policy.lora.rank=2", "--evaluation.samples=0"),
         *("--training.prompts_per_batch=2", "--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0"),
         *("--sampling.group_size=2", "--sampling.max_new_tokens=2", f"--run_dir={folder / 'run'}"),
     ]
-    assert train.main([*words, "--push_to_hub=me/at_the_end", "--hub_private=true"]) == 0
+    assert train.main([*words, "--push_to_hub=me/at_the_end"]) == 0
     return folder / "run"
 
 
@@ -106,7 +106,7 @@ def run_export(run_dir, out, *words):
 def test_a_run_pushes_its_policy_at_its_end(run_dir, hub):
     files = hub.repos["me/at_the_end"]
     assert {path.name: path.read_bytes() for path in (run_dir / "policy").iterdir()} == files
-    assert "README.md" in files and "me/at_the_end" in hub.private
+    assert "README.md" in files and "me/at_the_end" not in hub.private
     assert f"pushed: {constants.ENDPOINT}/me/at_the_end" in (run_dir / "train.log").read_text()
 
 

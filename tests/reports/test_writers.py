@@ -81,13 +81,13 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     run = RunDirectory.open(tmp_path / "run")
     for _ in range(2):
-        lines, writer = open_writers(run, ["wandb"], config={"seed": 1, "project": "sums"})[0]
+        lines, writer = open_writers(run, ["wandb"], config={"seed": 1})[0]
         lines.close()
         writer.write(1, {"loss": 1.0, "kl": float("nan")})
         writer.close()
     first, second = (call for call in calls if isinstance(call, dict))
     assert first["id"] == second["id"] and first["resume"] == "allow" and first["config"]["seed"] == 1
-    assert first["project"] == "sums"
+    assert first["project"] == "grpo_jax"
     assert calls.count((1, {"loss": 1.0})) == 2 and calls.count("finish") == 2
 
     def refuse(**_):

@@ -25,7 +25,7 @@ MINIATURE = (
         "--training.prompts_per_batch=4",
         "--evaluation.prompts=2",
     ),
-    *("--evaluation.validation_prompts=1", "--evaluation.gallery=1", "--report_to=[]"),
+    *("--evaluation.validation_prompts=1", "--report_to=[]"),
 )
 BROWSER = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 

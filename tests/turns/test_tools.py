@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from grpo_jax.__main__ import main
 from grpo_jax.config import DataSection, make_config
-from grpo_jax.config.given import GIVEN_TOOLS
+from grpo_jax.config.named import GIVEN_TOOLS
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row
@@ -231,7 +231,7 @@ def values(home, tools, *words, rewards=(), **sampling):
         | {"max_prompt_tokens": 200},
         "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 200} | sampling,
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
-        "evaluation": {"every": 1, "sampled": False},
+        "evaluation": {"every": 1, "samples": 0},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
     }
 

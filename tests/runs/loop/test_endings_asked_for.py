@@ -8,13 +8,13 @@ import os
 import numpy as np
 import pytest
 import yaml
-from grpo_jax.runs.experiment import Callbacks, IterationEvent
 from support.text_task import assert_same_run, rows
 
 from grpo_jax import evaluate, export
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.stopping import Callbacks, EarlyStopping, IterationEvent
 from grpo_jax.train import run
 
 STEPS = 4  # of six: nothing exceeds the first validation by so much, and three more are waited for
@@ -26,7 +26,7 @@ def config(place):
     values["training"] = {"prompts_per_batch": 4, "max_steps": 6, "save_every": 2, "inner_epochs": 2, "minibatches": 2}
     values["training"] |= {"early_stopping_patience": 3, "early_stopping_threshold": 1e3}
     values["training"] |= {"early_stopping_metric": "letters"}
-    values["evaluation"] = {"every": 1, "sampled": False, "gallery": 0}
+    values["evaluation"] = {"every": 1, "samples": 0}
     return make_config(values)
 
 

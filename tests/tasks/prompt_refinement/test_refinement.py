@@ -104,7 +104,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--training.prompts_per_batch=2",
         "--evaluation.prompts=2",
         "--evaluation.every=0",
-        "--evaluation.sampled=false",
+        "--evaluation.samples=0",
         f"--run_dir={run_dir}",
     ]
     assert train.main(arguments) == 0

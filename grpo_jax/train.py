@@ -64,15 +64,16 @@ def run(
     try:
         with extras_named():
             from grpo_jax.config.run import Config
+            from grpo_jax.reports.output import open_output
             from grpo_jax.runs.stopping import Callbacks
 
             if isinstance(config, Config):
                 from grpo_jax.runs.trainer import train
 
-                return train(config, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
+                return train(config, open_output, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
             from grpo_jax.runs.blocks import train_blocks
 
-            return train_blocks(config, Callbacks(*callbacks))
+            return train_blocks(config, open_output, Callbacks(*callbacks))
     except UserError as error:
         if config.debug:
             raise

@@ -6,11 +6,11 @@ It shares output, checkpoints and progress with `runs.trainer`, and has neither 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from grpo_jax.config.build import to_yaml
 from grpo_jax.errors import Stopped, UserError
-from grpo_jax.reports.output import RunOutput
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.runs.processes import join
@@ -19,13 +19,13 @@ from grpo_jax.runs.results import versions
 from grpo_jax.runs.stopping import Callbacks, IterationEvent, stop_requests
 
 
-def train_blocks(config: Any, callbacks: Callbacks = Callbacks()) -> Record:
+def train_blocks(config: Any, open_output: Callable[[Any], Any], callbacks: Callbacks = Callbacks()) -> Record:
     """Train and leave a run directory; return the contents of summary.json, and "stopped"."""
     enable_compile_cache()
     join(config)  # refuses several processes
     clock, again = time.monotonic(), f"--resume --run_dir {config.run_dir} goes on"
     keep = config.training.keep_checkpoints
-    with stop_requests() as stop, RunOutput(config) as output:
+    with stop_requests() as stop, open_output(config) as output:
         try:
             with stop.at_once():
                 blocks = config.task.blocks(config, output.part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
 from grpo_jax.models.sharding import on_host
-from grpo_jax.reports.output import NoOutput, RunOutput
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
 from grpo_jax.rollout.rollout import Rollout
@@ -55,8 +54,18 @@ from grpo_jax.training.update import make_learner
 _UPDATE_STREAM = 2**31 - 3
 
 
-def train(config: Config, *, prompts: Any = None, rewards: Any = None, callbacks: Callbacks = Callbacks()) -> Record:
-    """Train a policy and leave a run directory; return the contents of summary.json, and "stopped"."""
+def train(
+    config: Config,
+    open_output: Callable[[Config], Any],
+    *,
+    prompts: Any = None,
+    rewards: Any = None,
+    callbacks: Callbacks = Callbacks(),
+) -> Record:
+    """Train a policy and leave a run directory; return the contents of summary.json, and "stopped".
+
+    `open_output(config)` makes or opens the run directory (`reports.output`).
+    """
     enable_compile_cache()
     config, clock = join(config), time.monotonic()
     with (
@@ -65,6 +74,7 @@ def train(config: Config, *, prompts: Any = None, rewards: Any = None, callbacks
         open_output(config) as output,
         ExitStack() as leaving,
     ):
+        require_shared(output.directory.path)
         try:
             with stop.at_once():
                 ctx = load_given(config, output, prompts, rewards, stop, leaving)
@@ -83,13 +93,6 @@ def train(config: Config, *, prompts: Any = None, rewards: Any = None, callbacks
                 return trainer.stopped()
             finally:
                 trainer.close()
-
-
-def open_output(config: Any) -> RunOutput | NoOutput:
-    """Open the run directory; of several processes process 0 writes it, and all must see it."""
-    output = together(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
-    require_shared(output.directory.path)
-    return output
 
 
 def load_given(

@@ -1,6 +1,6 @@
 """The batch of an iteration: its rollout, what is maximised, and the arrays that the update takes.
 
-With training.async_level 1 the next batch is on its way while one is judged and learned from (`RolloutsAhead`):
+With training.async_level 1 the next batch is on its way while one is judged and learned from (`Rollouts`):
 
     weights     θ0        θ1        θ2
     learn       batch 0 ─►batch 1 ─►batch 2
@@ -120,28 +120,30 @@ def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch
     return shard_batch(batch, mesh)
 
 
-class RolloutsAhead:
-    """Rollouts sampled ahead: the one that is learned from next, and the one behind it.
+class Rollouts:
+    """The rollouts of a run; with training.async_level 1 sampled ahead.
 
-    Each stage works for one batch at a time, so a slow judge holds up no sampling. A batch of several passes (turns,
+    On their way are then the batch that is learned from next and the one behind it. Each stage works for one batch at a time, so a slow judge holds up no sampling. A batch of several passes (turns,
     further draws) begins after the one before.
     """
 
-    def __init__(self, ctx: RunContext, iterations: int):
+    def __init__(self, ctx: RunContext):
+        self._is_ahead = ctx.config.training.async_level > 0
         self._one_pass = ctx.config.sampling.turns == 1 and ctx.config.algorithm.zero_variance_groups != "resample"
         self._closed = threading.Event()
         self._ctx = ctx._replace(stopping=lambda: self._closed.is_set() or ctx.stopping())
-        self._iterations = iterations
         self._locks: Locks = defaultdict(threading.Lock)
         self._drawn: dict[int, Future[tuple[Rollout, Record]]] = {}
 
     def draw(self, state: TrainState, iteration: int) -> tuple[Rollout, Record, TrainState]:
-        """Begin the next batch, and return `draw` of this one and a state with the weights that sample the next."""
+        """Return `draw` of a batch, and the state; sampled ahead, it holds the weights that sample the next batch."""
+        if not self._is_ahead:
+            return *draw(self._ctx, state.variables, iteration), state
         copied = state.rollout_weights
         assert copied is not None  # `Learner.start` and checkpoints have it
         self._begin(iteration, rollout_variables(state, copied))  # the first of this process; others are on their way
         now = rollout_copy(state)
-        if iteration + 1 < self._iterations:
+        if iteration + 1 < self._ctx.iterations:
             self._begin(iteration + 1, rollout_variables(state, now))
         rollout, row = self._drawn[iteration].result()
         del self._drawn[iteration]

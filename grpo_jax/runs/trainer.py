@@ -18,24 +18,22 @@ from typing import Any
 import jax
 
 from grpo_jax.config.build import to_yaml
-from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError
-from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
+from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
-from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.batches import RolloutsAhead, batch_of, draw, weigh
+from grpo_jax.runs.batches import Rollouts, batch_of, weigh
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
-from grpo_jax.runs.loading import RunContext, load
+from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.metrics import completion_columns, epoch_line, iteration_row, reward_streaks, update_metrics
 from grpo_jax.runs.processes import ending_together, join, require_shared
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
-from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
+from grpo_jax.runs.python_input import load_given
 from grpo_jax.runs.results import baseline_lines, report, statistics_of, versions
 from grpo_jax.runs.sft import warm_up
 from grpo_jax.runs.stopping import (
@@ -77,7 +75,7 @@ def train(
         require_shared(output.directory.path)
         try:
             with stop.at_once():
-                ctx = load_given(config, output, prompts, rewards, stop, leaving)
+                ctx = load_given(config, output, prompts, rewards, stop.is_set, leaving)
         except Stopped:
             output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}
@@ -92,24 +90,7 @@ def train(
             except Stopped:
                 return trainer.stopped()
             finally:
-                trainer.close()
-
-
-def load_given(
-    config: Config, output: Any, prompts: Any, rewards: Any, stop: StopRequests, leaving: ExitStack
-) -> RunContext:
-    """Load a run; name what was given in Python in its config, and keep prompts beside it."""
-    given = from_python(config, prompts, rewards)
-    if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
-        output.directory.write_config(to_yaml(given.config))
-    together(lambda: keep_prompts(given, output.directory, output.note) if is_main_process() else None)
-    if given.prompts is None and config.data.prompts == IN_PYTHON:
-        given = given._replace(prompts=kept_prompts(output.directory))
-    data = {"prompts": given.prompts, "rewards": given.rewards}
-    ctx = load(given.config, output.part, **data, stopping=stop.is_set, leaving=leaving)
-    if ctx.config != given.config and not config.resume and is_main_process():  # data.template_date is filled in
-        output.directory.write_config(to_yaml(ctx.config))
-    return ctx
+                trainer.rollouts.close()
 
 
 class Trainer:
@@ -133,7 +114,7 @@ class Trainer:
         self.learner = make_learner(
             ctx.config, ctx.policy, self.iterations, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie
         )
-        self.ahead = RolloutsAhead(ctx, self.iterations) if ctx.config.training.async_level else None
+        self.rollouts = Rollouts(ctx)
         self._begun = False  # there are a state and a progress to save
         self._epoch: list[Record] = []
 
@@ -214,7 +195,7 @@ class Trainer:
             if self._early_end() or any_process(self.stop.is_set()):
                 break
             started = time.monotonic()
-            rollout, drawn = self.draw(i)
+            rollout, drawn, self.state = self.rollouts.draw(self.state, i)
             before_update = time.perf_counter()
             objectives = weigh(ctx, rollout, training=True)
             batch = batch_of(ctx, rollout, objectives)
@@ -253,13 +234,6 @@ class Trainer:
         if not self._is_over():
             raise Stopped
 
-    def draw(self, i: int) -> tuple[Rollout, Record]:
-        """Sample and judge the batch of an iteration, or take the one that was sampled ahead."""
-        if self.ahead is None:
-            return draw(self.ctx, self.state.variables, i)
-        rollout, row, self.state = self.ahead.draw(self.state, i)
-        return rollout, row
-
     def log(self, row: Record) -> None:
         """Validate the last iteration if due, write its row, and call back."""
         done = self.progress.iteration
@@ -290,7 +264,7 @@ class Trainer:
         due = section.every and (done % section.every == 0 or done == self.iterations)
         if not due or not ctx.validation_rows:
             return {}
-        self._settle()
+        self.rollouts.settle()  # held-out prompts have sampler and judges alone
         evaluation = evaluate(ctx, self.state.variables, ctx.validation_rows)
         measures = dict(evaluation.measures)
         measures[SCORE] = measures.pop(TOTAL)
@@ -315,7 +289,7 @@ class Trainer:
         failure = self._nothing_judged() or (self._nothing_learned() if int(self.state.step) == 0 else "")
         if failure:
             raise UserError(failure)
-        self._settle()
+        self.rollouts.settle()  # held-out prompts have sampler and judges alone
         started = time.monotonic()
         after = measure_all(ctx, variables, references=False)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
@@ -347,11 +321,6 @@ class Trainer:
         when = f"after iteration {done}" if done else "before the first iteration"
         self.output.say(f"{saved} {when}: --resume --run_dir {self.config.run_dir} goes on")
         return {"stopped": True, "iteration": done}
-
-    def close(self) -> None:
-        """Stop what is sampled ahead."""
-        if self.ahead is not None:
-            self.ahead.close()
 
     @contextmanager
     def saved_where_it_ends(self) -> Iterator[None]:
@@ -391,11 +360,6 @@ class Trainer:
     def _remove(self, folder: Path) -> None:
         if is_main_process():
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _settle(self) -> None:
-        """Wait for batches on their way: held-out prompts have sampler and judges alone."""
-        if self.ahead is not None:
-            self.ahead.settle()
 
     def _early_end(self) -> str:
         return EarlyStopping(**(self.progress.early_stopping or {})).reason(self.config.training)

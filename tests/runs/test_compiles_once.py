@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.runs.batches import RolloutsAhead, batch_of, draw, weigh
+from grpo_jax.runs.batches import Rollouts, batch_of, draw, weigh
 from grpo_jax.runs.loading import load
 from grpo_jax.training.update import make_learner
 
@@ -35,7 +35,7 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
     config = parse([f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", *choices])
     ctx = load(config, say=lambda *_: None)
     learner = make_learner(config, ctx.policy, ctx.iterations, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie)
-    ahead = RolloutsAhead(ctx, 3)
+    ahead = Rollouts(ctx)
 
     def iterate(state, iteration):
         if updates == "one":

@@ -12,7 +12,7 @@ from support.text_task import assert_same_bits, final_state, rows
 from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
-from grpo_jax.runs.batches import RolloutsAhead, batch_of, draw, weigh
+from grpo_jax.runs.batches import Rollouts, batch_of, draw, weigh
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.loading import load
 from grpo_jax.train import main
@@ -112,7 +112,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     expected, row = draw(ctx, ctx.policy.variables, 0)
 
     ctx, learner = loaded(config, *choices)
-    ahead, state = RolloutsAhead(ctx, STEPS), learner.start(ctx.policy.variables)
+    ahead, state = Rollouts(ctx), learner.start(ctx.policy.variables)
     # What is left behind is a copy, not what an update frees.
     mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(rollout_copy(state))}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(rollout_weights=None))}

@@ -123,8 +123,9 @@ def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch
 class Rollouts:
     """The rollouts of a run; with training.async_level 1 sampled ahead.
 
-    On their way are then the batch that is learned from next and the one behind it. Each stage works for one batch at a time, so a slow judge holds up no sampling. A batch of several passes (turns,
-    further draws) begins after the one before.
+    On their way are then the batch that is learned from next and the one behind it. Each stage works for one batch at
+    a time, so a slow judge holds up no sampling. A batch of several passes (turns, further draws) begins after the one
+    before.
     """
 
     def __init__(self, ctx: RunContext):

@@ -126,8 +126,10 @@ class Trainer:
         output.truncate(0)
         try:
             variables, notes, seconds = warm_up(ctx, output.directory.sft, self.clock, output.say)
-        finally:
+        except Stopped:
             self._keep_config()
+            raise
+        self._keep_config()
         self.state = self.learner.start(variables)
         started = time.monotonic()
         before = measure_all(ctx, self.state.variables)

@@ -42,7 +42,9 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
             rollout, _ = draw(ctx, state.variables, iteration)
         else:
             rollout, _, state = ahead.draw(state, iteration)
-        return learner.update(state, batch_of(ctx, rollout, weigh(ctx, rollout, training=True)), iteration)[0]
+        batch = batch_of(ctx, rollout, weigh(ctx, rollout, training=True))
+        state, _ = learner.update(state, batch, jax.random.key(iteration))
+        return learner.refresh(state, iteration)
 
     state = iterate(learner.start(ctx.policy.variables), 0)
     ahead.settle()

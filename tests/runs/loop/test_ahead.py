@@ -102,7 +102,8 @@ def loaded(config, *arguments):
 
 
 def learn(ctx, learner, state, iteration, rollout):
-    return learner.update(state, batch_of(ctx, rollout, weigh(ctx, rollout, training=True)), iteration)
+    batch = batch_of(ctx, rollout, weigh(ctx, rollout, training=True))
+    return learner.update(state, batch, jax.random.key(iteration))
 
 
 def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):

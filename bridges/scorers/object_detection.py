@@ -69,8 +69,8 @@ class ObjectDetection(Judge):
 
         target = torch_device(device)
         processor = load_part(AutoImageProcessor, self.path, "image processor")
-        if not hasattr(processor, "post_process_object_detection"):
-            raise UserError(f"{self.path}: expected a model that detects objects, its image processor reads no boxes")
+        detects = hasattr(processor, "post_process_object_detection")
+        require(detects, self.path, "a model that detects objects", f"a {type(processor).__name__}")
         model = load_complete(AutoModelForObjectDetection, self.path, dtype=self.dtype).to(target)
         return Detector(self, model, processor, target)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.config.judge import Judge
-from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +75,7 @@ class SequenceClassification(Judge):
         names = list(config.id2label.values())
         if len(names) == 1 and not self.label:
             return 0
-        if self.label not in names:
-            raise UserError(f"{self.path}: it has {len(names)} outputs; say which as label: one of {', '.join(names)}")
+        require(self.label in names, "label", f"one of the {len(names)} outputs, {', '.join(names)}", self.label)
         return names.index(self.label)
 
 

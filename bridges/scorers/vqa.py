@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.config.judge import Judge
-from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -51,15 +50,14 @@ class Vqa(Judge):
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        from bridges.loading import load_complete, load_config, load_part, torch_device
+        from bridges.loading import load_complete, load_part, torch_device
 
         target = torch_device(device)
-        load_config(self.path)
         processor = load_part(AutoProcessor, self.path, "processor")
-        if not hasattr(processor, "image_processor"):
-            raise UserError(f"{self.path}: expected a model that sees pictures, its processor takes none")
-        if not processor.chat_template:
-            raise UserError(f"{self.path}: expected a model with a chat template, it holds none")
+        require(
+            hasattr(processor, "image_processor"), self.path, "a model that sees pictures", type(processor).__name__
+        )
+        require(processor.chat_template, self.path, "a model with a chat template", None)
         processor.tokenizer.padding_side = "left"  # all end where the reply begins
         model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype).to(target)
         return Answerer(self, model, processor, target)
@@ -103,23 +101,15 @@ class Answerer:
 
         Returns:
             float32 [B] in [0, 1], among all possible replies: it need not be 1 less that of a "No".
-
-        Raises:
-            ScoreError: A probability is not finite.
         """
         import torch
-
-        from bridges.clip import ScoreError
 
         batches = [torch.zeros(0, device=self.device)]
         for start in range(0, len(questions), self._config.batch_size):
             rows = slice(start, start + self._config.batch_size)
             with torch.no_grad():
                 batches.append(self._probabilities(images[rows], questions[rows]))
-        scores = torch.cat(batches)
-        if not torch.isfinite(scores).all():
-            raise ScoreError(f"{self.name}: the probability of an answer is not finite")
-        return scores
+        return torch.cat(batches)
 
     def _probabilities(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
         """`yes` of one batch."""

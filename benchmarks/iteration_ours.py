@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
 from grpo_jax.models.hf import load_folder
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VISUAL
 from grpo_jax.models.vision.pictures import Picture, pack_pictures
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
@@ -27,7 +27,7 @@ ALGORITHM = AlgorithmSection(advantage="grpo", kl_coef=work.KL_COEF)
 def make_phases(case: work.Case, loaded, remat: str):
     """The compiled parts of an iteration, and the state it starts from; `remat` as in `policy.remat`."""
     section, training = OptimizerSection(learning_rate=case.learning_rate), TrainingSection(prompts_per_batch=1)
-    policy = make_policy(loaded.config, remat=remat)
+    policy = Policy(loaded.config, remat=remat)
     # Without an end of sequence every library writes the same number of tokens.
     params, ends = SamplingParams(case.group, case.new_tokens), () if case.end is None else (case.end,)
     sample = make_sampler(policy, params, eos_ids=ends, pad_id=0)

@@ -22,7 +22,7 @@ from support import tiny_decoders, tiny_update
 
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.models.lora import as_array, quantise
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 from grpo_jax.training.batch import Batch, pack
@@ -106,7 +106,7 @@ def decoder(architecture: str) -> Figures:
 def narrow(architecture: str) -> Figures:
     """Mean and largest difference, both on the first device."""
     tiny, batch = tiny_decoders.tiny(architecture), tiny_decoders.group_batch()
-    half = make_policy(tiny.config, lora=tiny.lora, compute_dtype="bfloat16")
+    half = Policy(tiny.config, lora=tiny.lora, compute_dtype="bfloat16")
     exact, rounded = (
         np.asarray(jax.jit(functools.partial(looked_at, policy))(tiny.variables, batch))
         for policy in (tiny.policy, half)
@@ -197,7 +197,7 @@ def transformers_text(architecture: str) -> Figures:
     advantages = np.ones(batch[2].shape[:2], np.float32)
     logs, _ = reference.grpo(logits, batch, advantages, np.zeros((2, *batch[2].shape), np.float32))
     # On its own log-probabilities, advantages 1 and no KL, the loss has the gradient of minus their mean.
-    policy, count = make_policy(loaded.config), batch[3].sum(-1, keepdims=True) * batch[3][..., 0].size
+    policy, count = Policy(loaded.config), batch[3].sum(-1, keepdims=True) * batch[3][..., 0].size
 
     def loss(params: Any) -> tuple[jax.Array, Any]:
         found = looked_at(policy, {"params": params}, batch, temperature=0.8)
@@ -217,12 +217,14 @@ def transformers_tower(architecture: str) -> Figures:
     import torch
     from support.vision import tiny_pictures
 
-    from grpo_jax.models.vision.tower import make_tower
+    from grpo_jax.models.vision.tower import Tower, encode_pictures
 
     with tempfile.TemporaryDirectory() as folder:
         world = tiny_pictures.seeing(Path(folder), architecture)
     rows = tiny_pictures.draw(world.config)
-    seen = jax.jit(make_tower(world.config))(world.variables, tiny_pictures.packed(rows, world.config))
+    seen = jax.jit(functools.partial(encode_pictures, Tower(world.config)))(
+        world.variables, tiny_pictures.packed(rows, world.config)
+    )
     with torch.no_grad():
         expected, deepstack = tiny_pictures.torch_states(world.torch, rows)
     pairs = zip((seen.states, *seen.deepstack), (expected, *deepstack), strict=True)

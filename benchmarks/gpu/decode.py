@@ -20,7 +20,7 @@ import shapes
 import timing
 from outcome import Figures, Measurements, needs, needs_torch_beside_jax
 
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 
@@ -73,7 +73,7 @@ def prompts_of(case: iteration_work.Case) -> np.ndarray:
 def ours(case: iteration_work.Case, tiny: bool) -> Figures:
     """Prefill and decoding, by the sampler of a run; the host's work and the copy of the layers included."""
     config = iteration_work.decoder_config(case)
-    policy = make_policy(config, compute_dtype="bfloat16")
+    policy = Policy(config, compute_dtype="bfloat16")
     variables = shapes.variables(config, "bfloat16")
     sample = make_sampler(policy, SamplingParams(case.group, case.new_tokens), eos_ids=(), pad_id=0)
     tokens, keys = prompts_of(case), jax.random.split(jax.random.key(1), case.prompts)

@@ -23,7 +23,7 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.policy import configured_functions, keeps_layers_apart, lora_config, weight_dtype
+from grpo_jax.models.policy import Policy, keeps_layers_apart, lora_config, weight_dtype
 from grpo_jax.planning.policy import policy_memory, read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
@@ -62,7 +62,7 @@ def shipped(tiny: bool) -> tuple[Any, Any]:
 
 def make_parts(config: Any, model: Any) -> tuple[Any, Any, Any]:
     """The sampler, the update and the state, by the constructors that a run calls."""
-    policy, section = configured_functions(config.policy, model, None), config.sampling
+    policy, section = Policy.from_section(config.policy, model, None), config.sampling
     params = sampling_params(section, section.group_size, section.temperature)
     sample = make_sampler(policy, params, eos_ids=(), pad_id=0)
     rate = config.optimizer.replace(learning_rate=config.learning_rate)

@@ -22,7 +22,7 @@ from outcome import Figures, Measurements, needs, needs_torch_beside_jax
 
 from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.models.policy import configured_functions
+from grpo_jax.models.policy import Policy
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
@@ -68,7 +68,7 @@ def tokens_of(case: iteration_work.Case) -> tuple[np.ndarray, np.ndarray, np.nda
 def ours(case: iteration_work.Case, tiny: bool, config: Any = None, **options: Any) -> Figures:
     """The compiled step of a run; `config` is of another decoder than the case's, `options` are of its section."""
     config, section = config or iteration_work.decoder_config(case), OptimizerSection(learning_rate=LEARNING_RATE)
-    policy = configured_functions(PolicySection(compute_dtype="bfloat16", **options), config, None)
+    policy = Policy.from_section(PolicySection(compute_dtype="bfloat16", **options), config, None)
     optimizer = make_optimizer(section, make_schedule(section, 1))
     algorithm, training = AlgorithmSection(advantage="grpo"), TrainingSection(prompts_per_batch=case.prompts)
     forward = make_forward(policy, temperature=1.0)

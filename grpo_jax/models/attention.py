@@ -1,6 +1,7 @@
 """Attention of one layer over prompts and their groups of completions at once.
 
-Axes: P prompts, G completions of each, S tokens that run, K key heads, R query heads of each, E a head's size.
+Axes: P prompts, G completions of each, S tokens that run, T tokens that are read, K key heads, R query heads of each,
+E the size of a head.
 """
 
 from collections.abc import Sequence
@@ -202,12 +203,12 @@ def _attend_blocks(query: jax.Array, queries: Tokens, sources: Sequence[KeyValue
 def _attend(query: jax.Array, queries: Tokens, sources: Sequence[KeyValues], scoring: _Scoring) -> jax.Array:
     scores, mixes = [], []
     for source in sources:
-        group = "" if source.keys.ndim == 4 else "g"
-        score = jnp.einsum(f"pkgrse,pk{group}et->pkgrst", query, source.keys, preferred_element_type=jnp.float32)
+        group = "" if source.keys.ndim == 4 else "G"
+        score = jnp.einsum(f"PKGRSE,PK{group}ET->PKGRST", query, source.keys, preferred_element_type=jnp.float32)
         mask = visible(queries, source.tokens, scoring.window)
         mask = mask[:, None, :, None] if mask.ndim == 4 else mask[:, None, None, None]
         scores.append(jnp.where(mask, capped(score * scoring.scale, scoring.softcap), _HIDDEN))
-        mixes.append(f"pkgrst,pk{group}te->pkgrse")
+        mixes.append(f"PKGRST,PK{group}TE->PKGRSE")
     top = reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores])
     top = jax.lax.stop_gradient(top)  # it cancels, so its gradient is zero
     weights = [jnp.exp(score - top) for score in scores]

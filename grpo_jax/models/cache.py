@@ -41,8 +41,8 @@ class Cache(NamedTuple):
     rows: Rows | None = None  # differences between completions; None while all of them fill slot after slot
 
 
-def init_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:
-    """An empty cache for completions of shape [P, K, G, T, E]."""
+def empty_cache(layers: int, shape: tuple[int, int, int, int, int], dtype: jax.typing.DTypeLike) -> Cache:
+    """Return an empty cache for completions of shape [P, K, G, T, E]."""
     *rows, length, size = shape
     keys = tuple(jnp.zeros((*rows, size, length), dtype) for _ in range(layers))
     values = tuple(jnp.zeros((*rows, length, size), dtype) for _ in range(layers))

@@ -22,7 +22,7 @@ class Decoder(nn.Module):
     config: ModelConfig  # shape and choices
     dtype: jax.typing.DTypeLike = jnp.float32  # of the computation
     param_dtype: jax.typing.DTypeLike = jnp.float32  # of freshly drawn parameters
-    remat: str = "products"  # see `make_policy`
+    remat: str = "products"  # see `Policy`
     lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
     stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
     # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device

@@ -25,7 +25,7 @@ ACTIVATIONS = {
 
 
 def remat_block(block: type[nn.Module], remat: str, *, scanned: bool = True) -> type[nn.Module]:
-    """The layer, rematerialised as ``policy.make_policy`` says; out of a scan layers are left to `recomputed`."""
+    """The layer, rematerialised as ``policy.Policy`` says; out of a scan layers are left to `recomputed`."""
     if remat == "none" or (remat == "layer" and not scanned):
         return block
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "products" else None
@@ -197,7 +197,7 @@ def mixed(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
     """Put the experts' rows [N·k, D] back at their tokens and add them up by the weights [N, k], to [N, D]."""
     places = jnp.argsort(order)
     back = jnp.take(rows, places, axis=0).reshape(*weights.shape, -1)
-    return jnp.einsum("nkd,nk->nd", back, weights)
+    return jnp.einsum("NKD,NK->ND", back, weights)
 
 
 class Network(NamedTuple):

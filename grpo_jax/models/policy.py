@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,72 +21,300 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.attention import Context, LayerInput, choose_attention
-from grpo_jax.models.cache import Cache, Prefix, init_cache
+from grpo_jax.models.cache import Cache, Prefix, empty_cache
 from grpo_jax.models.decoder import Decoder
 from grpo_jax.models.fused_projections import apart_and_joined, join, joined_config, separate
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.positions import decode_context, extend_context, group_context, packed_context, prompt_context
-from grpo_jax.models.sharding import OverPrompts, make_mesh, over_prompts, shard, shard_policy
+from grpo_jax.models.sharding import OverPrompts, gather_columns, make_mesh, shard
 from grpo_jax.models.variables import VALUE, PyTree, Variables, copied, init_value_head, unstack, with_tower
-from grpo_jax.models.vision.pictures import PictureStates
-from grpo_jax.models.vision.tower import TOWERS, make_tower
+from grpo_jax.models.vision.pictures import Pictures, PictureStates
+from grpo_jax.models.vision.tower import TOWERS, Tower, encode_pictures
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _precise(method: Method) -> Method:
+    """Run a method of `Policy` with its precision of products of matrices."""
+
+    @wraps(method)
+    def run(self: Policy, *args: Any, **kwargs: Any) -> Any:
+        with _precision(self.precision):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, run)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Policy:
-    """A language model to sample from and to train, as pure functions of its variables.
+    """A language model to sample from and to train. Its methods are pure functions of variables.
 
-    Variables are ``{"params": tree}``, with ``"lora"`` where adapters are in use: without that collection the same
-    functions are the base model. Masks may be integers, as tokenizers give them. `make_policy` makes the functions
-    alone, `load_policy` all of it.
+    Variables are ``{"params": tree}``, with ``"lora"`` for adapters: without that collection the same methods are the
+    base model. Masks may be integers, as tokenizers give them. ValueError if an adapter's target is no projection of
+    the architecture.
 
     Attributes:
-        prefill: (variables, tokens i32 [P, L], mask bool [P, L], pictures=None) -> Prefix. Prompts are padded on the
-            left; pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
-        unstack: (variables) -> the same with each layer's weights apart, as ``decode_step`` takes them: a copy made
-            once, where stacked weights would be copied layer by layer for every token. On a GPU or TPU, whose decoding
-            waits for its weights, matrices get the type of the computation; on one CUDA device they are joined too
-            (`joined`).
-        decode_step: (unstacked variables, prefix, tokens i32 [P, G], cache) -> (hidden [P, G, D], cache): one more
-            token of each completion; the state predicts the next.
-        extend: (unstacked variables, prefix, tokens i32 [P, G, A], mask bool [P, G, A], cache with rows,
-            pictures=None) -> (hidden [P, G, D], cache): several more tokens of each completion, the first ones of
-            each row; the last one's state predicts the next. Pictures are [P, G, I, ..].
-        init_cache: (P, G, T, dtype=None) -> empty Cache for T tokens per completion.
-        forward_group: (variables, prompt_tokens i32 [P, L], prompt_mask bool [P, L], tokens i32 [P, G, T],
-            mask bool [P, G, T], steps=None, pictures=None, answers=None) -> hidden [P, G, T, D], the states that
-            predict each token (the first is the prompt's last state). The prompt is computed once for its group.
-            Where a row holds several completions one after the other, steps i32 [P, G, T] count the tokens of each
-            from 0. Pictures [P, I, ..] are the prompts', answers [P, G, I, ..] stand among the completions.
-        head: (variables) -> unembedding [V, D] in its stored type, so that its gradient has that type too.
-        max_positions: The most tokens of prompt and completion together, where positions end (learned ones, and
-            LongRoPE's); None where they go on (other rotations).
-        encode_images: (variables, `Pictures` [.., I, ..]) -> `PictureStates` [.., I, ..]; None without a tower.
-        softcap: The cap of the logits, which ``logits`` and ``token_logprobs`` apply; None for none.
-        matmul_precision: Of products of matrices, in all of these functions and their gradients; None for JAX's own.
+        config: Shape and choices of the decoder.
+        compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
+        remat: Rematerialisation in the backward pass of `forward_group`: ``none``; ``products``, all but the products
+            with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only the input
+            is kept.
         lora: Configuration of the adapters; None without.
-        source: The Hugging Face folder as read, without weights; None for functions alone.
+        mesh: The devices that share the prompts, if there are several.
+        matmul_precision: Of products of matrices and their gradients; see `precision_of`.
+        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` for Pallas kernels where there are
+            any (see `choose_attention`).
+        platform: What the methods are compiled for (`platform_of`); by default JAX's first device.
+        source: The Hugging Face folder as read, without weights; None unless `load_policy` made the policy.
         variables: The weights as loaded, on their devices.
-        mesh: The devices where they are several, else None.
     """
 
-    prefill: Callable[..., Prefix]
-    unstack: Callable[[Variables], Variables]
-    decode_step: Callable[..., tuple[jax.Array, Cache]]
-    extend: Callable[..., tuple[jax.Array, Cache]]
-    init_cache: Callable[..., Cache]
-    forward_group: Callable[..., jax.Array]
-    head: Callable[[Variables], jax.Array]
-    max_positions: int | None = None
-    encode_images: Callable[..., PictureStates] | None = None
-    softcap: float | None = None
-    matmul_precision: str | None = None
+    config: ModelConfig
+    compute_dtype: str = "float32"
+    remat: str = "products"
     lora: LoraConfig | None = None
+    mesh: jax.sharding.Mesh | None = None
+    matmul_precision: str | None = None
+    attn_implementation: str = "auto"
+    platform: str = ""
     source: hf.PolicyFolder | None = None
     variables: Variables = dataclasses.field(default_factory=dict)
-    mesh: jax.sharding.Mesh | None = None
+
+    def __post_init__(self):
+        if not self.platform:
+            object.__setattr__(self, "platform", platform_of(jax.devices()[0]))
+        if self.lora is not None:
+            check_targets(self.lora, architecture_of(self.config).projections, self.config.model_type)
+
+    @classmethod
+    def from_section(
+        cls,
+        section: PolicySection,
+        config: ModelConfig,
+        mesh: jax.sharding.Mesh | None = None,
+        platform: str | None = None,
+    ) -> Policy:
+        """Return a decoder's policy as a section describes it, without weights."""
+        return cls(
+            config,
+            compute_dtype=section.compute_dtype,
+            remat=section.remat,
+            lora=lora_config(section.lora, config),
+            mesh=mesh,
+            matmul_precision=section.matmul_precision,
+            attn_implementation=section.attn_implementation,
+            platform=platform or "",
+        )
+
+    @_precise
+    def prefill(
+        self, variables: Variables, tokens: jax.Array, mask: jax.Array, pictures: PictureStates | None = None
+    ) -> Prefix:
+        """Run prompts i32 [P, L], padded on the left, once for all their completions.
+
+        Pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
+        """
+        variables, tokens, mask, pictures = self._over_prompts(variables, tokens, mask, pictures)
+        mask = _as_mask("tokens", tokens, mask, 2)
+        self._check_room("tokens", mask, 0)
+        prompts = prompt_context(self.config, mask, tokens, pictures)
+        hidden, (keys, values) = self._run(variables, jnp.where(mask, tokens, 0), prompts.context)
+        positions = prompts.context.prompt.positions
+        return Prefix(hidden[:, -1], tuple(keys), tuple(values), mask, positions, prompts.lengths, prompts.advance)
+
+    def decode_step(
+        self, variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Run one more token i32 [P, G] of each completion; returns the states [P, G, D] that predict the next.
+
+        The variables are those of `unstack`.
+        """
+        if cache.rows is not None:
+            return self.extend(variables, prefix, tokens[..., None], jnp.ones((*tokens.shape, 1), bool), cache)
+        with _precision(self.precision):
+            context = decode_context(self.config, prefix, cache, tokens.shape[1])
+            hidden, cache = self._run_cached(variables, prefix, tokens, cache, context)
+            return hidden, cache._replace(length=cache.length + 1)
+
+    @_precise
+    def extend(
+        self,
+        variables: Variables,
+        prefix: Prefix,
+        tokens: jax.Array,
+        mask: jax.Array,
+        cache: Cache,
+        pictures: PictureStates | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Run several more tokens i32 [P, G, A] of each completion, the first ones of each row by its mask.
+
+        Returns the states [P, G, D] of the last of them, which predict the next. The variables are those of `unstack`,
+        the cache has rows, pictures are [P, G, I, ..].
+        """
+        mask = _as_mask("tokens", tokens, mask, 3)
+        context, rows = extend_context(self.config, prefix, cache, tokens, mask, pictures)
+        row = jnp.where(mask, tokens, 0).reshape(len(tokens), -1)
+        hidden, cache = self._run_cached(variables, prefix, row, cache, context)
+        last = jnp.maximum(mask.sum(-1) - 1, 0)[..., None, None]
+        hidden = jnp.take_along_axis(hidden.reshape(*tokens.shape, -1), last, axis=2)[:, :, 0]
+        return hidden, cache._replace(length=cache.length + tokens.shape[2], rows=rows)
+
+    @_precise
+    def forward_group(
+        self,
+        variables: Variables,
+        prompt_tokens: jax.Array,
+        prompt_mask: jax.Array,
+        tokens: jax.Array,
+        mask: jax.Array,
+        steps: jax.Array | None = None,
+        pictures: PictureStates | None = None,
+        answers: PictureStates | None = None,
+    ) -> jax.Array:
+        """Return the states [P, G, T, D] that predict each token of completions i32 [P, G, T].
+
+        The first is the prompt's last state. Prompts i32 [P, L] run once for their group. If a row holds several
+        completions one after the other, steps i32 [P, G, T] count the tokens of each from 0. Pictures [P, I, ..] are
+        the prompts', answers [P, G, I, ..] stand among the completions.
+        """
+        variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, answers = self._over_prompts(
+            variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, answers
+        )
+        prompt_mask = _as_mask("prompt_tokens", prompt_tokens, prompt_mask, 2)
+        mask = _as_mask("tokens", tokens, mask, 3)
+        self._check_room("prompt_tokens", prompt_mask, tokens.shape[2])
+        prompts = prompt_context(self.config, prompt_mask, prompt_tokens, pictures)
+        inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
+        if steps is None:
+            context = group_context(self.config, prompts, inputs, mask[:, :, :-1], answers)
+        else:
+            context = packed_context(prompts, steps[:, :, 1:], mask[:, :, 1:])
+        row = jnp.concatenate(
+            [jnp.where(prompt_mask, prompt_tokens, 0), inputs.reshape(len(inputs), inputs[0].size)], 1
+        )
+        hidden, _ = self._run(variables, row, context)  # [P, L + G·(T-1), D]
+        length = prompt_mask.shape[1]
+        first = jnp.broadcast_to(hidden[:, None, length - 1 : length], (*tokens.shape[:2], 1, hidden.shape[-1]))
+        rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
+        if steps is not None:  # wherever a completion begins, the prompt's last state predicts
+            rest = jnp.where(steps[:, :, 1:, None] == 0, first, rest)
+        return jnp.concatenate([first, rest], axis=2)
+
+    @_precise
+    def encode_images(self, variables: Variables, pictures: Pictures) -> PictureStates:
+        """Run the vision tower on `Pictures` [.., I, ..]; returns `PictureStates` [.., I, ..]."""
+        tower = Tower(self.config.vision, dtype=self.dtype, remat=self.remat, lora=self.lora, spread=self._spread)
+        return encode_pictures(tower, variables, pictures)
+
+    def unstack(self, variables: Variables) -> Variables:
+        """Return the variables with each layer's weights apart, as `decode_step` takes them.
+
+        A copy made once, where stacked weights would be copied layer by layer for every token. On a GPU or TPU, whose
+        decoding waits for its weights, matrices get the type of the computation; on one CUDA device projections of
+        the same states are joined too (`fused_projections`).
+        """
+        layers = unstack(variables, None if self.platform == "cpu" else self.dtype)
+        return join(layers, self.config) if self._joins else layers
+
+    def init_cache(self, prompts: int, group: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Cache:
+        """Return an empty cache for `length` tokens of each completion."""
+        c = self.config
+        return empty_cache(c.num_layers, (prompts, c.num_kv_heads, group, length, c.head_dim), dtype or self.dtype)
+
+    def head(self, variables: Variables) -> jax.Array:
+        """Return the unembedding [V, D] in its stored type, so that its gradient has that type too."""
+        head = variables["params"]["embed_tokens" if self.config.tie_word_embeddings else "lm_head"]
+        # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
+        return gather_columns(head, self.mesh)
+
+    def _run(self, variables: Variables, tokens: jax.Array, context: Context) -> tuple[jax.Array, PyTree]:
+        """Final states [P, S, D] of tokens i32 [P, S], and the layers' new keys and values."""
+        if self.lora is None and "lora" in variables:
+            raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
+        if "layers" in variables["params"]:
+            return self._decoder().apply(variables, tokens, context)
+        hidden, written = self._decoder(stacked=False).apply(self.unstack(variables), tokens, context)
+        return hidden, None if written[0] is None else tuple(zip(*written, strict=True))
+
+    def _run_cached(
+        self, variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache, context: Context
+    ) -> tuple[jax.Array, Cache]:
+        """Final states [P, S, D] of tokens i32 [P, S] behind cached ones, and the cache with them."""
+        layers = zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
+        inputs = [LayerInput(prefix=layer[:2], cache=layer[2:]) for layer in layers]
+        hidden, written = self._decoder(stacked=False, remat="none").apply(variables, tokens, context, inputs)
+        keys, values = zip(*written, strict=True)
+        return hidden, cache._replace(keys=keys, values=values)
+
+    def _decoder(self, *, stacked: bool = True, remat: str | None = None) -> Decoder:
+        over_mesh = self.mesh is not None
+        return Decoder(
+            joined_config(self.config) if self._joins and not stacked else self.config,
+            dtype=self.dtype,
+            remat=remat or self.remat,
+            lora=self.lora,
+            stacked=stacked,
+            spread=self._spread if stacked else None,
+            attention=choose_attention(self.platform, self.dtype, self.attn_implementation, over_mesh=over_mesh),
+            apart=self.platform == "cuda",
+        )
+
+    def _over_prompts(self, variables: Variables, *arrays: PyTree) -> tuple[Any, ...]:
+        """The arguments with each prompt's work on the devices that hold its part of the batch.
+
+        Decoding is left to XLA: for few tokens it is the states that travel, and each device reads its own weights
+        alone.
+        """
+        if self._spread is None:
+            return variables, *arrays
+        params = variables["params"]
+        if "embed_positions" in params:  # with D in parts, so would the states be that they are added to
+            positions = gather_columns(params["embed_positions"], self.mesh)
+            variables = {**variables, "params": {**params, "embed_positions": positions}}
+        return variables, *self._spread(arrays)
+
+    def _check_room(self, name: str, mask: jax.Array, steps: int) -> None:
+        """Refuse more tokens than there are positions; under jit only the completions' length is known here."""
+        limit = self.max_positions
+        if limit is None:
+            return
+        longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())
+        if longest + steps > limit:
+            raise ValueError(
+                f"{name} and completions must have at most {limit} tokens together, as many as the model has "
+                f"positions; got {longest} and {steps}"
+            )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the computation."""
+        return jnp.dtype(self.compute_dtype)
+
+    @property
+    def precision(self) -> str | None:
+        """The precision of products of matrices; None for JAX's own."""
+        return precision_of(self.compute_dtype, self.matmul_precision)
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the logits; None for none."""
+        return getattr(self.config, "logit_softcap", None)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The most tokens of prompt and completion together, if positions end (learned ones, and LongRoPE's)."""
+        architecture = architecture_of(self.config)
+        return self.config.max_positions if architecture.learned_positions else architecture.longest(self.config)
+
+    @property
+    def _joins(self) -> bool:
+        return self.platform == "cuda" and self.mesh is None
+
+    @property
+    def _spread(self) -> OverPrompts | None:
+        return None if self.mesh is None else OverPrompts(self.mesh)
 
     def replace(self, **fields: Any) -> Policy:
         """Return the policy with other values of these fields."""
@@ -94,15 +322,10 @@ class Policy:
 
     @property
     def folder(self) -> hf.PolicyFolder:
-        """The source; ValueError for functions alone."""
+        """The source; ValueError if there is none."""
         if self.source is None:
-            raise ValueError("this policy has functions alone (make_policy); load_policy gives it a folder")
+            raise ValueError("this policy has no folder; load_policy gives it one")
         return self.source
-
-    @property
-    def config(self) -> ModelConfig:
-        """Shape and choices of the decoder."""
-        return self.folder.config
 
     @property
     def tokenizer(self) -> hf.Tokenizer:
@@ -127,7 +350,7 @@ class Policy:
     def logits(self, subscripts: str, *operands: jax.Array) -> jax.Array:
         """Logits, at least float32, of the einsum of states and (rows of) the head, both of the states' type."""
         products = jnp.einsum(
-            subscripts, *operands, precision=self.matmul_precision, preferred_element_type=wide(operands[0].dtype)
+            subscripts, *operands, precision=self.precision, preferred_element_type=wide(operands[0].dtype)
         )
         return capped(products, self.softcap)
 
@@ -151,7 +374,7 @@ class Policy:
             **options: temperature, allowed_tokens and chunk_size of ``core.logprobs.token_logprobs``.
         """
         head = self.head(variables)
-        with _precision(self.matmul_precision):
+        with _precision(self.precision):
             if trie is None or nodes is not None:
                 options |= {"trie": trie, "nodes": nodes, "softcap": self.softcap}
                 return token_logprobs(hidden, head, tokens, **options)
@@ -233,165 +456,6 @@ def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
     return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
 
 
-def make_policy(
-    config: ModelConfig,
-    *,
-    compute_dtype: str = "float32",
-    remat: str = "products",
-    lora: LoraConfig | None = None,
-    spread: OverPrompts | None = None,
-    matmul_precision: str | None = None,
-    attn_implementation: str = "auto",
-    platform: str | None = None,
-) -> Policy:
-    """Make the functions of a decoder.
-
-    Args:
-        compute_dtype: ``float32``, ``bfloat16`` or ``float16``; norms, rotations and softmax are float32 either way.
-        remat: Rematerialisation in the backward pass of ``forward_group``: ``none``; ``products``, all but the
-            products with weights, that is attention and what is elementwise; ``layer``, whole layers, of which only
-            the input is kept.
-        lora: Configuration of the adapters, if variables will hold any.
-        spread: See `Decoder`; ``sharding.over_prompts`` makes it.
-        matmul_precision: See `precision_of`.
-        attn_implementation: ``eager`` for scores and softmax as products; ``auto`` takes Pallas kernels where they can
-            be had (see `choose_attention`).
-        platform: What they are compiled for, see `platform_of`; None for JAX's first device.
-
-    Raises:
-        ValueError: An adapter's target is no projection of this architecture.
-    """
-    dtype = jnp.dtype(compute_dtype)
-    matmul_precision = precision_of(compute_dtype, matmul_precision)
-    architecture = architecture_of(config)
-    if lora is not None:
-        check_targets(lora, architecture.projections, config.model_type)
-    limit = config.max_positions if architecture.learned_positions else architecture.longest(config)
-    platform = platform or platform_of(jax.devices()[0])
-    attention = choose_attention(platform, dtype, attn_implementation, over_mesh=spread is not None)
-    joins = platform == "cuda" and spread is None
-    apart_config = joined_config(config) if joins else config
-    make_decoder = partial(Decoder, dtype=dtype, lora=lora, attention=attention, apart=platform == "cuda")
-    decoder = make_decoder(config, remat=remat, spread=spread)
-    sequence = make_decoder(apart_config, remat=remat, stacked=False)  # of `keeps_layers_apart`
-    unstacked = make_decoder(apart_config, remat="none", stacked=False)
-
-    def precise(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        @wraps(function)
-        def run(*args, **kwargs):
-            with _precision(matmul_precision):
-                return function(*args, **kwargs)
-
-        return run
-
-    def apart(variables: Variables) -> Variables:
-        layers = unstack(variables, None if platform == "cpu" else dtype)
-        return join(layers, config) if joins else layers
-
-    def apply(variables: Variables, *args, **kwargs):
-        if lora is None and "lora" in variables:
-            raise ValueError("variables hold a 'lora' collection but the policy was made with lora=None")
-        if "layers" in variables["params"]:
-            return decoder.apply(variables, *args, **kwargs)
-        hidden, written = sequence.apply(apart(variables), *args, **kwargs)
-        return hidden, None if written[0] is None else tuple(zip(*written, strict=True))
-
-    def prefill(
-        variables: Variables, tokens: jax.Array, mask: jax.Array, pictures: PictureStates | None = None
-    ) -> Prefix:
-        mask = _as_mask("tokens", tokens, mask, 2)
-        prompts = prompt_context(config, mask, tokens, pictures)
-        _check_room("tokens", mask, 0, limit)
-        hidden, (keys, values) = apply(variables, jnp.where(mask, tokens, 0), prompts.context)
-        order = prompts.context.prompt.positions
-        return Prefix(hidden[:, -1], tuple(keys), tuple(values), mask, order, prompts.lengths, prompts.advance)
-
-    def run_unstacked(
-        variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache, context: Context
-    ) -> tuple[jax.Array, Cache]:
-        arrays = zip(prefix.keys, prefix.values, cache.keys, cache.values, strict=True)
-        layer_inputs = [LayerInput(prefix=layer[:2], cache=layer[2:]) for layer in arrays]
-        hidden, written = unstacked.apply(variables, tokens, context, layer_inputs)
-        keys, values = zip(*written, strict=True)
-        return hidden, cache._replace(keys=keys, values=values)
-
-    def decode_step(variables: Variables, prefix: Prefix, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        if cache.rows is not None:
-            return extend(variables, prefix, tokens[..., None], jnp.ones((*tokens.shape, 1), bool), cache)
-        context = decode_context(config, prefix, cache, tokens.shape[1])
-        hidden, cache = run_unstacked(variables, prefix, tokens, cache, context)
-        return hidden, cache._replace(length=cache.length + 1)
-
-    def extend(
-        variables: Variables,
-        prefix: Prefix,
-        tokens: jax.Array,
-        mask: jax.Array,
-        cache: Cache,
-        pictures: PictureStates | None = None,
-    ) -> tuple[jax.Array, Cache]:
-        mask = _as_mask("tokens", tokens, mask, 3)
-        context, rows = extend_context(config, prefix, cache, tokens, mask, pictures)
-        row = jnp.where(mask, tokens, 0).reshape(len(tokens), -1)
-        hidden, cache = run_unstacked(variables, prefix, row, cache, context)
-        last = jnp.maximum(mask.sum(-1) - 1, 0)[..., None, None]
-        hidden = jnp.take_along_axis(hidden.reshape(*tokens.shape, -1), last, axis=2)[:, :, 0]
-        return hidden, cache._replace(length=cache.length + tokens.shape[2], rows=rows)
-
-    def forward_group(
-        variables: Variables,
-        prompt_tokens: jax.Array,
-        prompt_mask: jax.Array,
-        tokens: jax.Array,
-        mask: jax.Array,
-        steps: jax.Array | None = None,
-        pictures: PictureStates | None = None,
-        answers: PictureStates | None = None,
-    ) -> jax.Array:
-        prompt_mask = _as_mask("prompt_tokens", prompt_tokens, prompt_mask, 2)
-        mask = _as_mask("tokens", tokens, mask, 3)
-        _check_room("prompt_tokens", prompt_mask, tokens.shape[2], limit)
-        prompts = prompt_context(config, prompt_mask, prompt_tokens, pictures)
-        inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
-        if steps is None:
-            context = group_context(config, prompts, inputs, mask[:, :, :-1], answers)
-        else:
-            context = packed_context(prompts, steps[:, :, 1:], mask[:, :, 1:])
-        row = jnp.concatenate(
-            [jnp.where(prompt_mask, prompt_tokens, 0), inputs.reshape(len(inputs), inputs[0].size)], 1
-        )
-        hidden, _ = apply(variables, row, context)
-        length = prompt_mask.shape[1]
-        first = jnp.broadcast_to(hidden[:, None, length - 1 : length], (*tokens.shape[:2], 1, hidden.shape[-1]))
-        rest = hidden[:, length:].reshape(*inputs.shape, hidden.shape[-1])
-        if steps is not None:  # wherever a completion begins, the prompt's last state predicts
-            rest = jnp.where(steps[:, :, 1:, None] == 0, first, rest)
-        return jnp.concatenate([first, rest], axis=2)
-
-    def empty_cache(prompts: int, group: int, length: int, cache_dtype: jax.typing.DTypeLike | None = None) -> Cache:
-        shape = (prompts, config.num_kv_heads, group, length, config.head_dim)
-        return init_cache(config.num_layers, shape, cache_dtype or dtype)
-
-    def head(variables: Variables) -> jax.Array:
-        return variables["params"]["embed_tokens" if config.tie_word_embeddings else "lm_head"]
-
-    vision = config.vision
-    return Policy(
-        prefill=precise(prefill),
-        unstack=apart,
-        decode_step=precise(decode_step),
-        extend=precise(extend),
-        init_cache=empty_cache,
-        forward_group=precise(forward_group),
-        head=head,
-        max_positions=limit,
-        encode_images=vision and precise(make_tower(vision, dtype, remat, lora, spread)),
-        softcap=getattr(config, "logit_softcap", None),
-        matmul_precision=matmul_precision,
-        lora=lora,
-    )
-
-
 def platform_of(device: jax.Device) -> str:
     """Name what programs are compiled for: cpu, tpu, cuda, or gpu for one that Triton compiles no kernels for."""
     if device.platform != "gpu":
@@ -407,18 +471,6 @@ def _as_mask(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> jax.Ar
             f"got {tokens.shape} and {mask.shape}"
         )
     return mask.astype(bool)
-
-
-def _check_room(name: str, mask: jax.Array, steps: int, limit: int | None) -> None:
-    """Refuse more tokens than there are positions; under jit only the completions' length is known here."""
-    if limit is None:
-        return
-    longest = 1 if isinstance(mask, jax.core.Tracer) else int(mask.sum(axis=1).max())
-    if longest + steps > limit:
-        raise ValueError(
-            f"{name} and completions must have at most {limit} tokens together, as many as the model has positions; "
-            f"got {longest} and {steps}"
-        )
 
 
 def load_policy(
@@ -465,7 +517,7 @@ def load_policy(
     except ValueError as error:  # a weight that the mesh does not divide
         raise UserError(f"policy.mesh: {error}") from error
     config = read.config
-    policy = configured_functions(section, config, mesh, platform)
+    policy = Policy.from_section(section, config, mesh, platform)
     lora = policy.lora
     variables: dict[str, PyTree] = {"params": weights}
     tower = None
@@ -482,7 +534,7 @@ def load_policy(
         variables["lora"] = put(adapters)
     if value_head:
         variables[VALUE] = put({VALUE: init_value_head(config.hidden_size)})[VALUE]
-    return policy.replace(source=read, variables=variables, mesh=mesh)
+    return policy.replace(source=read, variables=variables)
 
 
 def weight_dtype(section: PolicySection) -> str:
@@ -505,23 +557,6 @@ def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> b
 def tower_dtype(section: PolicySection) -> str:
     """The type of the vision tower's weights, which may be frozen where the rest is trained."""
     return "float32" if section.vision == "train" else section.frozen_dtype
-
-
-def configured_functions(
-    section: PolicySection, config: ModelConfig, mesh: jax.sharding.Mesh | None, platform: str | None = None
-) -> Policy:
-    """The functions of `make_policy` as a section asks for them, over the mesh if there is one."""
-    policy = make_policy(
-        config,
-        compute_dtype=section.compute_dtype,
-        remat=section.remat,
-        lora=lora_config(section.lora, config),
-        spread=over_prompts(mesh),
-        matmul_precision=section.matmul_precision,
-        attn_implementation=section.attn_implementation,
-        platform=platform,
-    )
-    return shard_policy(policy, mesh)
 
 
 def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,11 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.architectures import ARCHITECTURES
 from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS, Architecture
-from grpo_jax.models.variables import VISUAL, PyTree, Variables
+from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, TowerArchitecture
-
-if TYPE_CHECKING:
-    from grpo_jax.models.policy import Policy
 
 FSDP, TENSOR = "fsdp", "tensor"
 BOTH = (TENSOR, FSDP)
@@ -204,43 +201,12 @@ class OverPrompts:
         return self(jax.lax.with_sharding_constraint(states, columns))
 
 
-def over_prompts(mesh: Mesh | None) -> OverPrompts | None:
-    """Return the function that keeps arrays shared out by prompts; None without a mesh."""
-    return mesh and OverPrompts(mesh)
-
-
-def shard_policy(policy: Policy, mesh: Mesh | None) -> Policy:
-    """The policy with each prompt's work on the devices that hold its part of the batch.
-
-    Decoding is left to XLA: for few tokens it is the states that travel, and each device reads its own weights alone.
-    """
+def gather_columns(matrix: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """A table [V, D] of a compiled computation with whole rows on each device, shared out along `tensor` at most."""
     if mesh is None:
-        return policy
-    share_out = over_prompts(mesh)
-
-    def shared_out(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        def run(variables: Variables, *arrays: PyTree, **named: PyTree) -> PyTree:
-            return function(positions_gathered(variables), *share_out(arrays), **share_out(named))
-
-        return run
-
-    def positions_gathered(variables: Variables) -> Variables:
-        # With D in parts, so would the states be that they are added to, instead of the prompts.
-        params = variables["params"]
-        if "embed_positions" not in params:
-            return variables
-        return {**variables, "params": {**params, "embed_positions": gather_columns(params["embed_positions"])}}
-
-    def gather_columns(matrix: jax.Array) -> jax.Array:
-        rows = P(TENSOR) if matrix.shape[0] % mesh.shape[TENSOR] == 0 else P()
-        return jax.lax.with_sharding_constraint(matrix, NamedSharding(mesh, rows))
-
-    def head(variables: Variables) -> jax.Array:
-        # Before the loop over chunks or tokens: with D in parts each product would be a sum over devices.
-        return gather_columns(policy.head(variables))
-
-    functions = {"prefill": shared_out(policy.prefill), "forward_group": shared_out(policy.forward_group)}
-    return policy.replace(**functions, head=head, mesh=mesh)
+        return matrix
+    rows = P(TENSOR) if matrix.shape[0] % mesh.shape[TENSOR] == 0 else P()
+    return jax.lax.with_sharding_constraint(matrix, NamedSharding(mesh, rows))
 
 
 def shard_optimizer(optimizer: optax.GradientTransformation, mesh: Mesh | None) -> optax.GradientTransformation:

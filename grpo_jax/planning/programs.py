@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from grpo_jax.config.run import Config
 from grpo_jax.models.architectures import ModelConfig
-from grpo_jax.models.policy import configured_functions
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import VALUE
 from grpo_jax.planning.targets import Target, compile_for, lowering_for
@@ -116,7 +116,7 @@ def _sampling_programs(
     config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, shown: Shown | None, platform: str | None
 ) -> dict[str, Program]:
     """Return the sampling of a chunk of prompts, and the vision tower before it where the prompts hold pictures."""
-    policy = configured_functions(config.policy, model, mesh, platform)
+    policy = Policy.from_section(config.policy, model, mesh, platform)
     sample = make_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     tokens = np.zeros((_chunk(config), config.data.max_prompt_tokens), np.int32)
     keys = jax.random.split(jax.random.key(0), len(tokens))
@@ -129,7 +129,7 @@ def _sampling_programs(
     turns = config.sampling.max_new_tokens
     if shown is None or not shown.prompt:
         return {"sample": Program(jax.jit(draw), (variables, None), turns)}
-    assert model.vision is not None and policy.encode_images is not None
+    assert model.vision is not None
     pictures = picture_shapes(model.vision, (len(tokens), shown.prompt), shown.patches)
     states = jax.eval_shape(policy.encode_images, variables, pictures)
     return {
@@ -140,7 +140,7 @@ def _sampling_programs(
 
 def _turn_program(config: Config, model: ModelConfig, mesh: jax.sharding.Mesh | None, platform: str | None) -> Program:
     """Return the sampling of an episode's last turn."""
-    policy = configured_functions(config.policy, model, mesh, platform)
+    policy = Policy.from_section(config.policy, model, mesh, platform)
     sampler = make_episode_sampler(policy, _params(config), eos_ids=(0,), pad_id=0)
     prompts, section = _chunk(config), config.sampling
     tokens = np.zeros((prompts, config.data.max_prompt_tokens), np.int32)
@@ -162,7 +162,7 @@ def _logprobs_program(
     """Return the old or the reference's log-probabilities of a whole batch."""
     training = config.training
     whole = config.replace(training=training.replace(minibatches=1))
-    policy = configured_functions(config.policy, model, mesh, platform)
+    policy = Policy.from_section(config.policy, model, mesh, platform)
     forward = make_forward(policy, temperature=config.sampling.temperature)
     state = state_shapes(config, model, mesh, pictures=shown is not None, platform=platform)
     batch = batch_shapes(whole, state, forward, mesh, shown_shapes(config, model, policy, state, shown))

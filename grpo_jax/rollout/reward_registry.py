@@ -12,9 +12,8 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
-from grpo_jax.config.build import require_known
-from grpo_jax.config.given import IN_PYTHON
-from grpo_jax.config.named import load_object
+from grpo_jax.config.fields import require_known
+from grpo_jax.config.named import IN_PYTHON, load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, failures_as, one_line, short_name

@@ -128,7 +128,7 @@ def _described(config: Config, policy: Policy, devices: Sequence[jax.Device]) ->
     elif VISUAL in variables["params"]:
         tower = f", {count_weights(variables['params'][VISUAL]):,} of them in its vision tower"
     place = ", ".join(map(str, devices))
-    precision = policy.matmul_precision
+    precision = policy.precision
     rounded = "" if precision is None or devices[0].platform == "cpu" else f" (matmul_precision {precision})"
     return f"{section.path}: {count:,} parameters{tower}, {section.compute_dtype}{rounded}{trained}, on {place}"
 
@@ -209,7 +209,6 @@ def make_see(policy: Policy) -> See:
 
     The latter are the states of a frozen tower, or the pictures for one that is trained or has adapters.
     """
-    assert policy.encode_images is not None
     compiled = jax.jit(policy.encode_images)
 
     def see(variables: Variables, pictures: Pictures) -> tuple[PictureStates, PictureStates | Pictures]:

@@ -121,7 +121,7 @@ def make_sampler(
     they do not depend on the other prompts of the batch.
 
     Args:
-        policy: Of `load_policy` or `make_policy`, or anything with its functions.
+        policy: Of `load_policy` or `Policy`, or anything with its functions.
         params: Group size, length and distribution.
         eos_ids: Tokens that end a completion; may be empty.
         pad_id: Token that fills prompts on the left and completions after their end.

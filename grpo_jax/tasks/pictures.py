@@ -23,7 +23,7 @@ from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.texts import Reading
+from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.rewriting import names_a_negative, parse_rewrite
 from grpo_jax.tasks.task import Task, TaskData
@@ -273,7 +273,7 @@ class PictureTask(Task):
             self.pictures_per_text,
         )
 
-    def reader(self, config: Config) -> Callable[[str, str], Reading]:
+    def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the parser of completions."""
         form = config.data.form
         return lambda written, prompt: parse_rewrite(written, form, prompt)

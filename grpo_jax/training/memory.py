@@ -23,7 +23,6 @@ from grpo_jax.models.fused_projections import apart_and_joined
 from grpo_jax.models.lora import init_adapters, quantise
 from grpo_jax.models.policy import (
     Policy,
-    configured_functions,
     keeps_layers_apart,
     lora_config,
     make_loss_scale,
@@ -151,7 +150,7 @@ def require_memory(config: Config, model: ModelConfig, *, available: int | None,
     state = tree_bytes(state_shapes(config, model, None))
     first = whole = 0
     if not listed:
-        policy, sizes = configured_functions(config.policy, model, None), cache_sizes(sampling.max_new_tokens)
+        policy, sizes = Policy.from_section(config.policy, model, None), cache_sizes(sampling.max_new_tokens)
         rows = bucket_size(config.training.chunk_prompts or config.training.prompts_per_batch)
         shape = rows, sampling.group_size
         first, whole = (
@@ -223,7 +222,7 @@ def update_program(
     platform: str | None = None,
 ) -> Program:
     """Return one optimizer update at maximum lengths."""
-    policy = configured_functions(config.policy, model, mesh, platform)
+    policy = Policy.from_section(config.policy, model, mesh, platform)
     forward = make_forward(policy, temperature=config.sampling.temperature)
     step = make_configured_step(
         forward,
@@ -245,7 +244,7 @@ def shown_shapes(
     """Return the function (P, G) → shapes of a batch's pictures as the update takes them; None where there are none."""
     if shown is None:
         return None
-    assert model.vision is not None and policy.encode_images is not None
+    assert model.vision is not None
     vision, encode = model.vision, policy.encode_images
     again = config.policy.vision == "train" or VISUAL in state.variables.get("lora", {})
 

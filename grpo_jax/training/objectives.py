@@ -61,9 +61,8 @@ def make_forward(
 
     def forward(variables: Variables, batch: Batch) -> Forward:
         packing = batch.packing
-        encode_images = policy.encode_images
         pictures = {
-            name: encode_images(variables, part) if isinstance(part, Pictures) and encode_images is not None else part
+            name: policy.encode_images(variables, part) if isinstance(part, Pictures) else part
             for name, part in batch.pictures.items()
         }
         rows = (batch.tokens, batch.exists) if packing is None else packed(batch.tokens, packing)

@@ -17,7 +17,7 @@ from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.architectures import read_config  # noqa: E402
 from grpo_jax.models.hf.weights import shapes  # noqa: E402
 from grpo_jax.models.lora import count_weights, quantise  # noqa: E402
-from grpo_jax.models.policy import lora_config, make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy, lora_config  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Those whose layers differ from one another where they decode; the others are Llama's.
@@ -37,7 +37,7 @@ def test_greedy_tokens_are_those_of_transformers(world):
     """Left-padded prompts, each read by its group where it is; completions longer than the windows."""
     model, loaded = world
     tokens, mask = reference.group_batch()[:2]
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
     sample = make_sampler(policy, SamplingParams(2, 8, temperature=0.0), eos_ids=loaded.eos_ids, pad_id=0)
     samples = sample({"params": loaded.params}, tokens, mask, jax.random.split(jax.random.key(0), 3))
     ids, attention = torch.tensor(tokens, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
@@ -56,7 +56,7 @@ def test_greedy_tokens_are_those_of_transformers(world):
 def test_longrope_is_used_up_to_where_it_changes(tmp_path):
     """Longer texts would take another table from their first token on: refused, and under jit not a number."""
     loaded = hf.load_folder(reference.folder(tmp_path / "source", "phi3"), tokenizer=False)
-    policy, variables = make_policy(loaded.config), {"params": loaded.params}
+    policy, variables = Policy(loaded.config), {"params": loaded.params}
     assert policy.max_positions == 32
     tokens = np.ones((1, 33), np.int32)
     states = jax.jit(policy.prefill)(variables, tokens, np.arange(33)[None] >= 1).hidden
@@ -135,7 +135,7 @@ def test_adapters_go_on_what_is_fused_and_not_on_experts():
 @pytest.mark.parametrize("world", ["qwen3_moe"], indirect=True)
 def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
     pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
-    params, policy = world[1].params, make_policy(world[1].config)
+    params, policy = world[1].params, Policy(world[1].config)
     small = quantise(params, "int8")
     assert all(hasattr(small["layers"][f"{part}_experts"]["kernel"], "qvalue") for part in ("gate", "up", "down"))
     np.testing.assert_array_equal(small["layers"]["router"]["embedding"], params["layers"]["router"]["embedding"])
@@ -153,7 +153,7 @@ def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
 def test_what_is_longer_than_learned_positions_is_refused(tmp_path):
     """63 and 1 tokens fit into 64 positions, and padding does not count."""
     loaded = hf.load_folder(reference.folder(tmp_path / "source", "gpt2"), tokenizer=False)
-    policy, variables = make_policy(loaded.config), {"params": loaded.params}
+    policy, variables = Policy(loaded.config), {"params": loaded.params}
     sample = make_sampler(policy, SamplingParams(1, 1), eos_ids=(5,), pad_id=0)
     tokens, mask, key = np.ones((1, 70), np.int32), np.arange(70)[None] >= 7, jax.random.split(jax.random.key(0), 1)
     assert sample(variables, tokens, mask, key).mask.all()

@@ -14,7 +14,7 @@ from grpo_jax.models import policy as policies
 from grpo_jax.models.attention import Context, LayerInput, Tokens, attend_streams
 from grpo_jax.models.cache import Rows
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
 WIDE = replace(LLAMA, windows=(), head_dim=64)
@@ -81,7 +81,7 @@ def test_a_policy_decodes_as_with_products(kv_heads):
     config = replace(WIDE, num_kv_heads=kv_heads, num_heads=4)
     variables = init_variables(config, jax.random.key(0))
     kinds = [{"platform": "cuda"}, {"platform": "cuda", "attn_implementation": "eager"}, {"platform": "cpu"}]
-    kernel, *products = (decoded(make_policy(config, compute_dtype="bfloat16", **k), variables, config) for k in kinds)
+    kernel, *products = (decoded(Policy(config, compute_dtype="bfloat16", **k), variables, config) for k in kinds)
     for expected in products:
         np.testing.assert_allclose(kernel, expected, atol=0.1)
 
@@ -96,15 +96,15 @@ def test_a_sampler_writes_the_same_texts(monkeypatch):
     def sampled(policy):
         return make_sampler(policy, SamplingParams(3, 70), eos_ids=(0,), pad_id=0)(variables, prompts, mask, keys)
 
-    products = sampled(make_policy(WIDE))
+    products = sampled(Policy(WIDE))
     monkeypatch.setattr(policies, "choose_attention", lambda *_, **__: "cuda")
-    kernel = sampled(make_policy(WIDE))
+    kernel = sampled(Policy(WIDE))
     np.testing.assert_array_equal(kernel.tokens, products.tokens)
     np.testing.assert_allclose(kernel.logprobs, products.logprobs, atol=1e-4)
 
 
 def has_kernel(config=WIDE, group=2, rows=False, cached=None, **options):
-    policy = make_policy(config, **{"compute_dtype": "bfloat16", "platform": "cuda", **options})
+    policy = Policy(config, **{"compute_dtype": "bfloat16", "platform": "cuda", **options})
     variables = init_variables(config, jax.random.key(0))
     ones = jnp.ones((1, 8), jnp.int32)
 

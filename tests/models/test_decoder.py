@@ -25,7 +25,7 @@ from support.tiny_decoders import (
 from grpo_jax.models import attention
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import init_adapters
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 
@@ -94,7 +94,7 @@ def test_merged_adapters_are_the_adapted_model(model):
 def test_leaving_adapters_out_is_the_base_model(model):
     base = {"params": model.variables["params"]}
     got = model.policy.forward_group(base, *BATCH)
-    expected = compiled(make_policy(model.config)).forward_group(base, *BATCH)
+    expected = compiled(Policy(model.config)).forward_group(base, *BATCH)
     np.testing.assert_array_equal(got, expected)
     fresh = init_adapters(base["params"], jax.random.key(2), model.lora)
     np.testing.assert_array_equal(model.policy.forward_group(base | {"lora": fresh}, *BATCH), expected)
@@ -141,7 +141,7 @@ def test_an_empty_prompt_stays_finite(states_and_gradients):
 def test_bfloat16_compute_is_close(model):
     """Half the bits in the matrix products; norms, rotations, scores and softmax stay float32."""
     exact = model.policy.prefill(model.variables, *BATCH[:2]).hidden
-    half = compiled(make_policy(model.config, compute_dtype="bfloat16", lora=model.lora))
+    half = compiled(Policy(model.config, compute_dtype="bfloat16", lora=model.lora))
     prefix = half.prefill(model.variables, *BATCH[:2])
     assert prefix.hidden.dtype == prefix.keys[0].dtype == jnp.bfloat16
     assert 0 < np.median(np.abs(prefix.hidden.astype(jnp.float32) - exact)) < 0.05
@@ -149,7 +149,7 @@ def test_bfloat16_compute_is_close(model):
 
 def test_adapters_need_their_configuration(model):
     with pytest.raises(ValueError, match="lora=None"):
-        make_policy(LLAMA).forward_group(model.variables, *BATCH)
+        Policy(LLAMA).forward_group(model.variables, *BATCH)
 
 
 def test_misshapen_calls_are_refused(model):
@@ -160,7 +160,7 @@ def test_misshapen_calls_are_refused(model):
 @pytest.mark.parametrize(("dtype", "given", "highest"), [("float32", None, True), ("bfloat16", None, False)])
 def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
     """In sampler, pass forward and gradient, as lowered: float32 would else be rounded to TF32 on a GPU."""
-    policy = make_policy(LLAMA, compute_dtype=dtype, matmul_precision=given)
+    policy = Policy(LLAMA, compute_dtype=dtype, matmul_precision=given)
     sample = make_sampler(policy, SamplingParams(GROUP, STEPS), eos_ids=(1,), pad_id=0)
     keys = jax.random.split(jax.random.key(0), PROMPTS)
 

@@ -19,7 +19,7 @@ from grpo_jax.models import attention, flash
 from grpo_jax.models.attention import choose_attention
 from grpo_jax.models.decoder import Decoder, init_variables
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.policy import configured_functions, load_policy, make_policy, platform_of
+from grpo_jax.models.policy import Policy, load_policy, platform_of
 from grpo_jax.models.positions import group_context, packed_context, prompt_context
 
 PLAIN = replace(LLAMA, windows=(None,), num_layers=1, head_dim=16)
@@ -140,7 +140,7 @@ def test_the_config_chooses_the_implementation(platform, tmp_path):
     policy = load_policy(wide_folder(tmp_path))
     for implementation, kernels in (("auto", True), ("eager", False)):
         section = PolicySection(compute_dtype="bfloat16", attn_implementation=implementation)
-        made = configured_functions(section, policy.config, None, platform)
+        made = Policy.from_section(section, policy.config, None, platform)
         assert reads_by_kernel(made.replace(variables=policy.variables)) == kernels
 
 
@@ -169,7 +169,7 @@ def test_a_policy_for_another_platform_computes_the_same(platform):
     mask = jnp.asarray(np.arange(5) >= np.array([[2], [0]]))
 
     def outcome(platform):
-        policy = make_policy(config, lora=lora, platform=platform)
+        policy = Policy(config, lora=lora, platform=platform)
         prefix = policy.prefill(variables, prompts, mask)
         cache, steps = policy.init_cache(2, 3, 4), []
         for step in range(4):
@@ -182,6 +182,6 @@ def test_a_policy_for_another_platform_computes_the_same(platform):
 
 def test_a_gpu_decodes_from_matrices_in_the_type_of_the_computation():
     variables = init_variables(PLAIN, jax.random.key(0))
-    layer = make_policy(PLAIN, compute_dtype="bfloat16", platform="cuda").unstack(variables)["params"]["layers_0"]
+    layer = Policy(PLAIN, compute_dtype="bfloat16", platform="cuda").unstack(variables)["params"]["layers_0"]
     types = {leaf.ndim: leaf.dtype for leaf in jax.tree.leaves(layer)}
     assert types == {2: jnp.bfloat16, 1: jnp.float32}

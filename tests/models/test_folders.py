@@ -17,7 +17,7 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
-from grpo_jax.models.policy import load_policy, make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy, load_policy  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,7 +84,7 @@ def test_round_trip_is_bit_equal(tmp_path, architecture, dtype, param_dtype, cha
 
 
 def assert_same_logits(model, config, params, tokens):
-    policy = make_policy(config)
+    policy = Policy(config)
     prefix = jax.jit(policy.prefill)({"params": params}, tokens, np.ones(tokens.shape, bool))
     with torch.no_grad():
         expected = model(input_ids=torch.tensor(tokens, dtype=torch.long)).logits[:, -1]

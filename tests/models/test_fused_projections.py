@@ -11,7 +11,7 @@ from support.tiny_decoders import GPT2, LLAMA
 from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import LoraConfig, quantise
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 
 WIDE = replace(LLAMA, hidden_size=64, mlp_bias=True)
 MIXED = replace(LLAMA, mixture=Mixture(4, 2, 16), model_type="qwen3_moe")
@@ -49,12 +49,12 @@ def test_a_token_is_decoded_as_with_projections_apart(config, lora, kind):
         pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
         variables = {**variables, "params": quantise(variables["params"], kind)}
     prompts = np.random.default_rng(0).integers(1, config.vocab_size, (2, 5)).astype(np.int32)
-    joined, apart = (decoded(make_policy(config, lora=lora, platform=p), variables, prompts) for p in ("cuda", "cpu"))
+    joined, apart = (decoded(Policy(config, lora=lora, platform=p), variables, prompts) for p in ("cuda", "cpu"))
     np.testing.assert_allclose(joined, apart, atol=1e-5, rtol=1e-5)
 
 
 def test_a_layer_has_one_product_for_what_reads_the_same_states():
-    variables = jax.eval_shape(make_policy(WIDE, lora=SEVERAL, platform="cuda").unstack, drawn(WIDE, SEVERAL))
+    variables = jax.eval_shape(Policy(WIDE, lora=SEVERAL, platform="cuda").unstack, drawn(WIDE, SEVERAL))
     kernels = {name for name, part in variables["params"]["layers_1"].items() if "kernel" in part}
     assert kernels == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     adapter = variables["lora"]["layers_1"]["qkv_proj"]

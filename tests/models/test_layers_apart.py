@@ -14,7 +14,7 @@ from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.fused_projections import apart_and_joined, separate
 from grpo_jax.models.lora import LoraConfig, entry, merge
-from grpo_jax.models.policy import keeps_layers_apart, make_policy
+from grpo_jax.models.policy import Policy, keeps_layers_apart
 
 close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
 MIXED = replace(LLAMA, mixture=Mixture(4, 2, 16), model_type="qwen3_moe"), LoraConfig(2, 6.0, ("k_proj", "o_proj"))
@@ -38,7 +38,7 @@ def test_states_steps_and_gradients_are_those_of_stacks(architecture, remat):
     prompts, prompt_mask, tokens, mask = group_batch()
 
     def outcome(platform, params):
-        policy = make_policy(config, lora=lora, remat=remat, platform=platform)
+        policy = Policy(config, lora=lora, remat=remat, platform=platform)
 
         def loss(adapters):
             variables = {"params": params, "lora": adapters}

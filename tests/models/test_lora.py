@@ -22,7 +22,7 @@ from grpo_jax.models.architectures import gpt2, llama
 from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
-from grpo_jax.models.policy import lora_config, make_policy
+from grpo_jax.models.policy import Policy, lora_config
 from grpo_jax.runs.checkpoint import restore_params
 from grpo_jax.training.optimizer import make_optimizer
 from grpo_jax.training.state import init_state, reference_variables, refresh_reference, saved_parts
@@ -46,7 +46,7 @@ def adam():
     section = AlgorithmSection(kl_coef=0.1)
     variables = tiny_update.make_variables(lora=LORA)
     optimizer = make_optimizer(OptimizerSection(), optax.constant_schedule(0.01))
-    policy = make_policy(tiny_update.CONFIG, lora=LORA)
+    policy = Policy(tiny_update.CONFIG, lora=LORA)
     training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
     update = make_update(policy, optimizer, section, training, temperature=1.0, max_new_tokens=8)
     first = init_state(variables, optimizer, keep_reference=True)

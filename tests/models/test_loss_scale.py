@@ -11,7 +11,7 @@ from support import tiny_update
 
 from grpo_jax.config import AlgorithmSection
 from grpo_jax.core import losses
-from grpo_jax.models.policy import make_loss_scale, make_policy
+from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.training.objectives import loss_options, make_forward, make_policy_objective
 from grpo_jax.training.state import init_state, restored_state, saved_parts
 from grpo_jax.training.update import make_train_step
@@ -20,7 +20,7 @@ from grpo_jax.training.update import make_train_step
 @functools.cache
 def make_step(dtype, grad_accumulation_steps, shrink):
     """A compiled step of plain gradient descent, for all tests that take such a one."""
-    forward = make_forward(make_policy(tiny_update.CONFIG, compute_dtype=dtype), temperature=tiny_update.TEMPERATURE)
+    forward = make_forward(Policy(tiny_update.CONFIG, compute_dtype=dtype), temperature=tiny_update.TEMPERATURE)
     inner = make_policy_objective(forward, loss_options(AlgorithmSection(), max_new_tokens=tiny_update.STEPS))
 
     def objective(variables, batch, normaliser):

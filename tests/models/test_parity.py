@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.layers import ACTIVATIONS  # noqa: E402
-from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy  # noqa: E402
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(
@@ -36,7 +36,7 @@ def load(tmp_path, architecture, **overrides):
 
 
 def last_logits(loaded, tokens, mask):
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
     variables = {"params": loaded.params}
     return policy.logits("pd,vd->pv", jax.jit(policy.prefill)(variables, tokens, mask).hidden, policy.head(variables))
 
@@ -106,7 +106,7 @@ def test_logprobs_and_gradients_of_grpo_are_those_of_torch(tmp_path, architectur
     assert_each_matters(architecture, changes, batch, expected_logits.detach())
     logprobs, loss = reference.grpo(expected_logits, batch, advantages, noise)
     old, ref = (logprobs.detach().numpy() + n for n in noise)
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
 
     def objective(params):
         variables = {"params": params}

@@ -18,7 +18,7 @@ from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
-from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy  # noqa: E402
 
 # PEFT's own calls of what transformers and PEFT are about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -52,7 +52,7 @@ class World:
         return model.eval()
 
     def logits(self, variables, lora):
-        policy = make_policy(self.config, lora=lora)
+        policy = Policy(self.config, lora=lora)
         tokens, mask = token_batch()
         hidden = jax.jit(policy.prefill)(variables, tokens, mask).hidden
         return np.asarray(hidden @ policy.head(variables).T)

@@ -13,7 +13,7 @@ from grpo_jax.config import LoraSection, MeshSection, PolicySection, make_config
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import UserError
 from grpo_jax.models.lora import TILE, LoraConfig, count_weights, quantise
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
 
@@ -73,7 +73,7 @@ def test_only_the_kernels_of_layers_are_stored_in_few_bits(variables):
 def step():
     """Loss and gradients of the adapters, compiled once for ordinary weights and once for each kind."""
     batch = tiny_update.make_batch()
-    policy = make_policy(tiny_update.CONFIG, lora=LORA)
+    policy = Policy(tiny_update.CONFIG, lora=LORA)
 
     def loss(lora, params):
         both = {"params": params, "lora": lora}

@@ -14,7 +14,7 @@ from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.hf.weights import name_table
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import make_mesh, shardings
 
 LLAMA = dict(
@@ -232,14 +232,14 @@ def test_a_new_architecture_is_its_row(monkeypatch, tmp_path):
     variables = init_variables(config, jax.random.key(0), lora=lora)
     assert variables["params"]["embed_positions"].shape == (8, 32)
 
-    policy = compiled(make_policy(config, lora=lora))
+    policy = compiled(Policy(config, lora=lora))
     prompts, tokens = np.array([[1, 2, 3]], np.int32), np.array([[[4, 5, 6]]], np.int32)
     full = policy.forward_group(variables, prompts, prompts > 0, tokens, tokens > 0)
     elsewhere = {**variables["params"], "embed_positions": -variables["params"]["embed_positions"]}
     moved = policy.forward_group({**variables, "params": elsewhere}, prompts, prompts > 0, tokens, tokens > 0)
     assert float(jnp.abs(moved - full).max()) > 1e-3
     with pytest.raises(ValueError, match="at most 8 tokens"):
-        make_policy(config).prefill(variables, np.ones((1, 9), np.int32), np.ones((1, 9), bool))
+        Policy(config).prefill(variables, np.ones((1, 9), np.int32), np.ones((1, 9), bool))
 
     table = name_table(config, ["net.words.weight"])
     assert {"net.words.weight", "net.places.weight", "net.end.weight", "net.layers.1.mlp.up_proj.weight"} <= set(table)

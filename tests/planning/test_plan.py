@@ -15,7 +15,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import quantise
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.planning import cards
 from grpo_jax.planning import policy as plan
 from grpo_jax.planning.policy import PUBLISHED_POLICIES, PolicyMemory, read_shape, tower_size
@@ -107,7 +107,7 @@ def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     config, model = of_tiny("--algorithm.kl_coef=0.1")
     planned = report(run_programs(config, model, None, None)["update"], None, jax.devices()[0])
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
-    forward = make_forward(make_policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
+    forward = make_forward(Policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
 
     def make():
         make_configured_step(forward, optimizer, config.algorithm, config.training, max_new_tokens=6)
@@ -126,7 +126,7 @@ def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
     sampler = {}
 
     def make():
-        sampler["jit"] = make_sampler(make_policy(model), params, eos_ids=(0,), pad_id=0)
+        sampler["jit"] = make_sampler(Policy(model), params, eos_ids=(0,), pad_id=0)
 
     program = recorded(monkeypatch, make)
     variables = init_variables(model, jax.random.key(0))

@@ -16,7 +16,7 @@ from support.vision.folders import SETTINGS
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.core.trie import make_trie
-from grpo_jax.models.policy import configured_functions
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.policy import PUBLISHED_POLICIES, read_shape, read_shown
@@ -207,7 +207,7 @@ def sampler_of(kind, policy, params, vocabulary):
 def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
     config = configured(Case(kind, QWEN2, (*TEXT, *BFLOAT16, "--sampling.top_k=50", "--sampling.top_p=.9")), tmp_path)
     chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
-    policy = configured_functions(config.policy, model, None, chosen.platform)
+    policy = Policy.from_section(config.policy, model, None, chosen.platform)
     params = sampling_params(config.sampling, 4, 1.0)
     prompts = np.ones((8, 128), np.int32)
     given = (prompts, prompts > 0)

@@ -13,8 +13,8 @@ from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.rollout.encoding import check_tools, make_encode
-from grpo_jax.rollout.environment import make_encode_answer
-from grpo_jax.rollout.episodes import Answer
+from grpo_jax.rollout.env import Observation
+from grpo_jax.rollout.environment import make_encode_observation
 from grpo_jax.rollout.prompts import load_prompts
 
 TEMPLATE = (
@@ -104,7 +104,7 @@ def test_what_a_template_passes_over_is_refused():
     [
         ({"form": "append", "tools": [ADD]}, "data.tools: expected nothing with form 'append'"),
         ({"chat_template_options": {"tokenize": True}}, r"data.chat_template_options: expected .*got \['tokenize'\]"),
-        ({"chat_template_options": {"enable_thinking": True}}, r"data.enable_thinking apart\), got \['enable_th"),
+        ({"chat_template_options": {"tokenize": True}}, r"data.tools apart\), got \['tokenize"),
     ],
 )
 def test_what_is_not_for_the_template_is_refused(data, message):
@@ -115,7 +115,9 @@ def test_what_is_not_for_the_template_is_refused(data, message):
 def test_answers_between_turns_are_told_the_same():
     tokenizer = templated()
     named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99, "mood": "merry"}
-    assert tokenizer.decode(make_encode_answer(tokenizer, **named)(Answer("no"), True)).endswith("assistant\nmerry")
+    assert tokenizer.decode(make_encode_observation(tokenizer, **named)(Observation("no"), True)).endswith(
+        "assistant\nmerry"
+    )
 
 
 def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):

@@ -10,7 +10,7 @@ from support import tiny_update
 from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
-from grpo_jax.models.policy import make_loss_scale, make_policy
+from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.train import main
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import PATIENCE, make_update
@@ -37,7 +37,7 @@ def train(place, tmp_path, monkeypatch):
     values = yaml.safe_load(place.config.read_text())
     values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:letters"}]
     values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "keep_checkpoints": 9}
-    values["evaluation"] = {"every": 0, "sampled": False}
+    values["evaluation"] = {"every": 0, "samples": 0}
     values["data"]["held_out"] = 0
 
     def call(algorithm, *arguments, wild=""):
@@ -100,7 +100,7 @@ def updates(dtype, advantages, *, scale=None):
     training = TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
     optimizer = optax.adam(0.01)
     update = make_update(
-        make_policy(tiny_update.CONFIG, compute_dtype=dtype),
+        Policy(tiny_update.CONFIG, compute_dtype=dtype),
         optimizer,
         AlgorithmSection(advantage="grpo"),
         training,
@@ -139,7 +139,7 @@ def test_an_unknown_divergence_is_skipped():
     batch = tiny_update.make_batch()._replace(advantages=None, scores=scores)
     optimizer, training = optax.adam(0.01), TrainingSection(prompts_per_batch=tiny_update.PROMPTS)
     update = make_update(
-        make_policy(tiny_update.CONFIG),
+        Policy(tiny_update.CONFIG),
         optimizer,
         section,
         training,

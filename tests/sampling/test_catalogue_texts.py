@@ -13,7 +13,7 @@ from support.tiny_decoders import LLAMA
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.trie import children, make_trie, walk
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling import ranking
 from grpo_jax.sampling.ranking import levels_of, make_ranker
 from grpo_jax.sampling.sampler import make_sampler
@@ -40,7 +40,7 @@ NUMBER = {text: number for number, text in enumerate(TEXTS)}
 
 @pytest.fixture(scope="module")
 def model():
-    policy = make_policy(ONE_HEAD)
+    policy = Policy(ONE_HEAD)
     return policy, init_variables(ONE_HEAD, jax.random.key(0))
 
 

@@ -14,7 +14,7 @@ from bridges.miniature import world
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.selection import truncated_importance_weights
 from grpo_jax.models.hf import load_folder
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
 
@@ -53,7 +53,7 @@ def encode(tokenizer, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.fixture(scope="module", params=SETTINGS)
 def drawn(request) -> Drawn:
     loaded = load_folder(miniature.path("policy"))
-    policy, variables = make_policy(loaded.config), {"params": loaded.params}
+    policy, variables = Policy(loaded.config), {"params": loaded.params}
     allowed = np.ones(loaded.config.vocab_size, bool)
     if "forbidden" in request.param:
         allowed[loaded.tokenizer("red small")["input_ids"]] = False

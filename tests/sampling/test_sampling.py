@@ -52,7 +52,7 @@ class Bigram:
     def head(self, variables):
         return variables["table"].T
 
-    softcap = matmul_precision = None
+    softcap = precision = None
     logits = Policy.logits
 
 

@@ -15,7 +15,7 @@ from support.tiny_decoders import LLAMA
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf import load_folder
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import numbered, unstack
 from grpo_jax.sampling.sampler import PromptBatch, cache_sizes, make_ends, make_sampler, write_completions
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -80,7 +80,7 @@ def generate(folder, tokens, mask, eos_ids, pad_id):
 
 def test_logprobs_are_those_of_the_updates_forward(loaded, variables):
     # One distribution is trained: cached decoding and the shared full forward must agree on it.
-    policy = make_policy(loaded.config)
+    policy = Policy(loaded.config)
     allowed = np.arange(tiny_models.VOCAB_SIZE) % 5 != 3
     params = SamplingParams(3, NEW_TOKENS, temperature=1.3, top_k=40, top_p=0.9)
     ends = tuple(range(0, 60, 2))  # many, so that completions end at different places
@@ -100,7 +100,7 @@ def test_logprobs_are_those_of_the_updates_forward(loaded, variables):
 
 def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, variables):
     """Long completions: through two sizes of the cache, and half of the prompts end early."""
-    policy, steps = make_policy(loaded.config), 70
+    policy, steps = Policy(loaded.config), 70
     assert len(cache_sizes(steps)) == 2
     tokens, mask = encode(loaded, (*TEXTS, "a b"))
     ends = tuple(range(8))  # few: some prompts' completions end early, others' not at all
@@ -119,7 +119,7 @@ def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, vari
 def test_a_token_is_written_into_the_cache_in_place(prompts, group, heads):
     """No loop over tokens moves a cache, be there one prompt, one head, groups of one, or one prompt that goes on."""
     config = replace(LLAMA, num_layers=1, num_kv_heads=heads, windows=(None,))
-    policy, variables = make_policy(config), init_variables(config, jax.random.key(0))
+    policy, variables = Policy(config), init_variables(config, jax.random.key(0))
     ends, params = make_ends((0,), 0, None), SamplingParams(group, 40)
 
     def write(variables, tokens, keys):
@@ -142,7 +142,7 @@ def test_a_token_is_written_into_the_cache_in_place(prompts, group, heads):
 def test_layers_of_a_shape_are_taken_apart_by_one_piece_of_code(loaded, variables):
     """By numbers that are arguments: as constants each layer of each weight is compiled for itself."""
     tokens, mask = encode(loaded, TEXTS)
-    sample = make_sampler(make_policy(loaded.config), SamplingParams(2, 4), eos_ids=(), pad_id=loaded.pad_id)
+    sample = make_sampler(Policy(loaded.config), SamplingParams(2, 4), eos_ids=(), pad_id=loaded.pad_id)
     traced = jax.make_jaxpr(lambda variables: sample(variables, tokens, mask, keys_for(range(len(TEXTS)))))(variables)
     (write,) = [equation.params["jaxpr"] for equation in traced.eqns if equation.params.get("name") == "write"]
     stacks = jax.tree.leaves(variables["params"]["layers"])

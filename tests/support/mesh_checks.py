@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -16,19 +17,18 @@ from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import (
+    OverPrompts,
     make_mesh,
-    over_prompts,
     shard,
     shard_batch,
     shard_optimizer,
-    shard_policy,
     shardings,
 )
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, pack_pictures
-from grpo_jax.models.vision.tower import init_tower, make_tower
+from grpo_jax.models.vision.tower import Tower, encode_pictures, init_tower
 from grpo_jax.runs.policy import make_see
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
@@ -51,7 +51,7 @@ def make_batch():
 
 def updated(mesh):
     """The state after an update by plain gradient descent at rate 1 (its step is the gradient), and the report."""
-    policy = shard_policy(make_policy(tiny_update.CONFIG, spread=over_prompts(mesh)), mesh)
+    policy = Policy(tiny_update.CONFIG, mesh=mesh)
     optimizer = shard_optimizer(optax.sgd(1.0), mesh)
     section = AlgorithmSection(kl_coef=0.1, entropy_coef=0.05)
     training = TrainingSection(prompts_per_batch=PROMPTS)
@@ -135,7 +135,7 @@ def mixture():
     variables, batch = jax.jit(lambda key: init_variables(MIXTURE, key))(jax.random.key(0)), make_batch()[:4]
 
     def gradient(mesh):
-        policy = shard_policy(make_policy(MIXTURE, spread=over_prompts(mesh)), mesh)
+        policy = Policy(MIXTURE, mesh=mesh)
 
         def loss(variables, batch):
             return jnp.sum(jnp.sin(policy.forward_group(variables, *batch)) * batch[3][..., None])
@@ -149,7 +149,7 @@ def mixture():
 def rows_of_products():
     """Rows of the left side of each product in a layer of `forward_group` on a device, as compiled."""
     mesh = make_mesh(4, 2, jax.devices())
-    policy = shard_policy(make_policy(tiny_update.CONFIG, spread=over_prompts(mesh), remat="none"), mesh)
+    policy = Policy(tiny_update.CONFIG, mesh=mesh, remat="none")
     variables, batch = shard(tiny_update.make_variables(), mesh), shard_batch(make_batch(), mesh)
     text = jax.jit(policy.forward_group).lower(variables, *batch[:4]).compile().as_text()
     lines = [line for line in text.splitlines() if " dot(" in line and "_proj/" in line]
@@ -159,7 +159,7 @@ def rows_of_products():
 def gathered_tables():
     """Collectives of the update's forward pass and gradient that bring the embedding's columns together."""
     mesh, config = make_mesh(4, 2, jax.devices()), dataclasses.replace(tiny_update.CONFIG, vocab_size=640)
-    policy = shard_policy(make_policy(config, spread=over_prompts(mesh)), mesh)
+    policy = Policy(config, mesh=mesh)
     variables = shard(jax.jit(lambda key: init_variables(config, key))(jax.random.key(0)), mesh)
 
     def loss(variables, batch):
@@ -175,7 +175,7 @@ def uneven():
     prompts = np.random.default_rng(0).integers(3, 20, (12, 5))
 
     def written(mesh):
-        policy = shard_policy(make_policy(tiny_update.CONFIG, spread=over_prompts(mesh)), mesh)
+        policy = Policy(tiny_update.CONFIG, mesh=mesh)
         sample = make_sampler(policy, SamplingParams(2, 3, temperature=0.0), eos_ids=(2,), pad_id=0)
         variables = shard(tiny_update.make_variables(), mesh)
         return np.asarray(sample(variables, prompts, prompts > 0, jax.random.split(jax.random.key(0), 12)).tokens)
@@ -194,7 +194,7 @@ def tower():
     pictures, params = pack_pictures(rows, config), init_tower(config, jax.random.key(0))
 
     def seen(mesh):
-        tower = make_tower(config, spread=over_prompts(mesh))
+        tower = partial(encode_pictures, Tower(config, spread=mesh and OverPrompts(mesh)))
 
         def total(params, pictures):
             states = tower(params, pictures).states
@@ -209,7 +209,11 @@ def tower():
 
     mesh = make_mesh(2, 4, jax.devices())
     expected, (states, grads) = seen(None), seen(mesh)
-    see = make_see(SimpleNamespace(encode_images=make_tower(config, spread=over_prompts(mesh)), mesh=mesh))
+    see = make_see(
+        SimpleNamespace(
+            encode_images=partial(encode_pictures, Tower(config, spread=mesh and OverPrompts(mesh))), mesh=mesh
+        )
+    )
     drawn, _ = see(shard({"visual": params}, mesh), jax.device_put(pictures, jax.devices()[1]))
     return {
         "drawn": apart(expected[0], drawn.states),

@@ -40,13 +40,13 @@ def greedy_texts(folder: Path, prompts: list[list[int]], new_tokens: int) -> lis
     import jax
 
     from grpo_jax.models import hf
-    from grpo_jax.models.policy import make_policy
+    from grpo_jax.models.policy import Policy
     from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
     loaded = hf.load_folder(folder)
     tokens, mask = left_padded(prompts, loaded.pad_id)
     params = SamplingParams(group_size=1, max_new_tokens=new_tokens, temperature=0.0)
-    sample = make_sampler(make_policy(loaded.config), params, eos_ids=loaded.eos_ids, pad_id=loaded.pad_id)
+    sample = make_sampler(Policy(loaded.config), params, eos_ids=loaded.eos_ids, pad_id=loaded.pad_id)
     samples = sample({"params": loaded.params}, tokens, mask, jax.random.split(jax.random.key(0), len(prompts)))
     written = [np.asarray(row)[:, 0] for row in (samples.tokens, samples.mask)]
     return [loaded.tokenizer.decode(ids[there], skip_special_tokens=True) for ids, there in zip(*written, strict=True)]

@@ -1,7 +1,7 @@
 """A tiny random decoder of each architecture, with adapters, and a batch of groups for it."""
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.architectures.llama import DecoderConfig
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import LoraConfig, MergedKernel, merge
-from grpo_jax.models.policy import Policy, make_policy
+from grpo_jax.models.policy import Policy
 
 QWEN2_FIELDS = {
     "model_type": "qwen2",
@@ -78,15 +78,17 @@ def tiny(architecture: str) -> Tiny:
         lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),
         jax.jit(functools.partial(init_variables, config, lora=lora))(jax.random.key(0)),
     )
-    return Tiny(config, lora, compiled(make_policy(config, lora=lora)), variables)
+    return Tiny(config, lora, compiled(Policy(config, lora=lora)), variables)
+
+
+class _Compiled(Policy):
+    prefill = jax.jit(Policy.prefill, static_argnums=0)
+    decode_step = jax.jit(Policy.decode_step, static_argnums=0)
+    forward_group = jax.jit(Policy.forward_group, static_argnums=0)
 
 
 def compiled(policy: Policy) -> Policy:
-    return policy.replace(
-        prefill=jax.jit(policy.prefill),
-        decode_step=jax.jit(policy.decode_step),
-        forward_group=jax.jit(policy.forward_group),
-    )
+    return _Compiled(**{field.name: getattr(policy, field.name) for field in fields(policy)})
 
 
 def group_batch():

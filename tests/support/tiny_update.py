@@ -9,7 +9,7 @@ import optax
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.models.architectures import DecoderConfig
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.state import init_state
@@ -78,7 +78,7 @@ def updated(
     value = section.learns_values if value is None else value
     variables = make_variables(lora=lora, value=value)
     training = TrainingSection(prompts_per_batch=PROMPTS, **training)
-    policy = make_policy(CONFIG, lora=lora)
+    policy = Policy(CONFIG, lora=lora)
     options = {"temperature": TEMPERATURE, "max_new_tokens": STEPS, "ppo": ppo}
     update = make_update(policy, optimizer, section, training, **options)
     state = init_state(variables, optimizer, keep_reference=True)

@@ -12,7 +12,7 @@ from support.tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 from grpo_jax.config import AlgorithmSection, PPOSection
 from grpo_jax.core.ppo import ppo_loss
 from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE, init_value_head, token_values
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import loss_options, make_estimates, make_forward, make_ppo_objective
@@ -116,7 +116,7 @@ def test_policy_and_head_move_together(whole):
 
 def test_the_value_loss_reaches_head_and_trunk(batch):
     """With advantages of 0 the policy loss has no gradient: what is left is the values'."""
-    forward = make_forward(make_policy(CONFIG), temperature=TEMPERATURE)
+    forward = make_forward(Policy(CONFIG), temperature=TEMPERATURE)
     options = loss_options(AlgorithmSection(preset="bnpo", advantage="gae"), max_new_tokens=STEPS)
     flat = batch._replace(
         scores=None, advantages=jnp.zeros(batch.mask.shape), returns=jnp.ones(batch.mask.shape),
@@ -138,7 +138,7 @@ def test_the_value_loss_reaches_head_and_trunk(batch):
 
 def test_preset_bnpo_is_ppo(batch):
     """The policy's part is `ppo_loss`, the value's half the mean squared error where nothing is clipped."""
-    forward = make_forward(make_policy(CONFIG), temperature=TEMPERATURE)
+    forward = make_forward(Policy(CONFIG), temperature=TEMPERATURE)
     variables = tiny_update.make_variables(value=True)
     seen = jax.jit(forward)(variables, batch)
     batch = batch._replace(

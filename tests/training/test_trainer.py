@@ -13,7 +13,7 @@ from support.tiny_update import PROMPTS, STEPS
 
 from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.training.batch import minibatches
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import init_state, reference_variables, refresh_reference
@@ -43,7 +43,7 @@ def test_minibatches_are_a_partition_with_whole_groups(batch):
 def adam_step():
     """A step of Adam in two micro-batches, and its optimizer."""
     optimizer = optax.adam(0.1)
-    forward = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0)
+    forward = make_forward(Policy(tiny_update.CONFIG), temperature=1.0)
     training = TrainingSection(prompts_per_batch=PROMPTS, grad_accumulation_steps=2)
     step = make_configured_step(forward, optimizer, AlgorithmSection(), training, max_new_tokens=STEPS)
     return step, optimizer
@@ -87,7 +87,7 @@ def test_the_heads_gradient_is_float32_under_bfloat16(batch):
     """Against sums over tokens in float64 of the same narrow products; rounded again they are off by a thousandth."""
     config = dataclasses.replace(tiny_update.CONFIG, tie_word_embeddings=False)
     variables = init_variables(config, jax.random.key(1))
-    policy, section = make_policy(config, compute_dtype="bfloat16"), AlgorithmSection(advantage="grpo")
+    policy, section = Policy(config, compute_dtype="bfloat16"), AlgorithmSection(advantage="grpo")
     training, optimizer = TrainingSection(prompts_per_batch=PROMPTS), optax.sgd(1.0)
     update = make_update(policy, optimizer, section, training, temperature=1.0, max_new_tokens=STEPS)
     state, _ = update(init_state(variables, optimizer, keep_reference=False), batch, jax.random.key(2))
@@ -112,7 +112,7 @@ def test_the_heads_gradient_is_float32_under_bfloat16(batch):
 
 def test_a_program_holds_the_model_once_however_many_micro_batches(batch):
     """As many products as without micro-batches, not twice as many."""
-    forward, optimizer = make_forward(make_policy(tiny_update.CONFIG), temperature=1.0), optax.sgd(1.0)
+    forward, optimizer = make_forward(Policy(tiny_update.CONFIG), temperature=1.0), optax.sgd(1.0)
     state = init_state(tiny_update.make_variables(), optimizer, keep_reference=False)
 
     def products(grad_accumulation_steps):

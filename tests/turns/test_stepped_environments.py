@@ -11,8 +11,7 @@ from support.text_task import assert_same_run, rewound, train_here
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode, Turn
-from grpo_jax.rollout.stepping import Stepper
+from grpo_jax.rollout.env import EnvRunner, Episode, Turn
 from grpo_jax.runs.processes import start_facts
 
 WORLDS = '''
@@ -59,7 +58,7 @@ SMALL = {
     "sampling": {"turns": 3, "group_size": 3, "max_new_tokens": 1, "max_answer_tokens": 4},
     "algorithm": {"advantage": "grpo"},
     "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
-    "evaluation": {"every": 1, "sampled": False},
+    "evaluation": {"every": 1, "samples": 0},
 }
 
 
@@ -123,18 +122,18 @@ def test_one_step_for_each_text_and_a_new_environment_where_none_is_at_hand():
             self.read.append(text)
             return " ".join(self.read), float(len(self.read)), len(self.read) == 3
 
-    def asked(stepper, *stories):
+    def asked(runner, *stories):
         rows = [Row(0, "go", {"environment": "World", "seed": 5})] * len(stories)
-        return stepper.respond(rows, [Episode(tuple(map(Turn, story))) for story in stories])
+        return runner.step(rows, [Episode(tuple(map(Turn, story))) for story in stories])
 
-    stepper = Stepper({"World": World})
-    assert asked(stepper, "a", "a", "b") == ["a", "a", "b"] and len(made) == 2  # equal texts are one step
-    assert asked(stepper, "ac", "ad", "be") == ["a c", "a d", "b e"]
+    runner = EnvRunner({"World": World})
+    assert asked(runner, "a", "a", "b") == ["a", "a", "b"] and len(made) == 2  # equal texts are one step
+    assert asked(runner, "ac", "ad", "be") == ["a c", "a d", "b e"]
     assert len(made) == 3 and steps == ["a", "b", "c", "a", "d", "e"]  # one of two that began alike is led there again
-    assert asked(stepper, "acf") == [None] and len(steps) == 7
-    worth = stepper.reward(["go"], ["f"], environment=["World"], seed=[5], episodes=[Episode(tuple(map(Turn, "acf")))])
+    assert asked(runner, "acf") == [None] and len(steps) == 7
+    worth = runner.reward(["go"], ["f"], environment=["World"], seed=[5], episodes=[Episode(tuple(map(Turn, "acf")))])
     assert worth == [3.0] and len(steps) == 7
-    assert asked(Stepper({"World": World}), "acf") == [None] and steps[7:] == ["a", "c", "f"]  # as after a resume
+    assert asked(EnvRunner({"World": World}), "acf") == [None] and steps[7:] == ["a", "c", "f"]  # as after a resume
 
 
 def test_one_that_raises_costs_its_own_episode_alone(home, tmp_path, capsys):

@@ -4,7 +4,7 @@ from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config import make_config
 from grpo_jax.models import hf
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.planning import policy as plan
 from grpo_jax.planning.programs import Report
 from grpo_jax.planning.work import Work
@@ -17,7 +17,7 @@ PROMPTS, GROUP, STEPS, ANSWER, TURNS = 4, 3, 6, 11, 3
 def configured(**training):
     values = {"group_size": GROUP, "max_new_tokens": STEPS, "turns": TURNS, "max_answer_tokens": ANSWER}
     config = make_config(
-        task={"kind": "text", "environment": "mine.py:respond"},
+        task={"kind": "text", "environment": "mine.py:step"},
         data={"max_prompt_tokens": 16},
         sampling=values,
         training={"prompts_per_batch": PROMPTS, **training},
@@ -29,7 +29,7 @@ def configured(**training):
 
 def test_an_updates_batch_is_as_long_as_an_episode_may_be():
     config, model = configured()
-    policy = make_policy(model)
+    policy = Policy(model)
     batch = batch_shapes(config, state_shapes(config, model, None), make_forward(policy, temperature=1.0), None)
     assert config.sampling.stream_tokens == TURNS * STEPS + (TURNS - 1) * ANSWER == 40
     shape = (PROMPTS, GROUP, 40)

@@ -180,7 +180,7 @@ def _shows_pictures(render: Callable[[Json], str], picture: str, count: int = 1)
     return text.count(picture) == count and text.count(_ANSWERED) == 1 and "{'type'" not in text
 
 
-def answer_encoder(
+def observation_encoder(
     tokenizer: Tokenizer,
     eos_ids: Sequence[int],
     *,

@@ -344,38 +344,28 @@ class Tower(nn.Module):
         return scanned(self.layers, (x, deep_states), (whole, keep))[0]
 
 
-def make_tower(
-    config: VisionConfig,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-    remat: str = "products",
-    lora: LoraConfig | None = None,
-    spread: Callable[[jax.Array], jax.Array] | None = None,
-) -> Callable[[Variables, Pictures], PictureStates]:
-    """Make encode_images(variables, Pictures) -> PictureStates; arguments as of `policy.make_policy`.
+def encode_pictures(tower: Tower, variables: Variables, pictures: Pictures) -> PictureStates:
+    """Run a tower on `Pictures` [.., I, ..].
 
-    The tower's parameters are ``variables["visual"]``, or ``variables["params"]["visual"]`` where it is trained;
-    adapters ``variables["lora"]["visual"]``, if any.
+    Its parameters are ``variables["visual"]``, or ``variables["params"]["visual"]`` where it is trained; adapters
+    ``variables["lora"]["visual"]``, if any.
     """
-    tower = Tower(config, dtype=dtype, remat=remat, lora=lora, spread=spread)
+    collections = {"params": tower_params(variables)}
+    adapters = variables.get("lora", {}).get(VISUAL)
+    if adapters is not None:
+        collections["lora"] = adapters
+    lead = pictures.grid.shape[:-1]
 
-    def encode_images(variables: Variables, pictures: Pictures) -> PictureStates:
-        collections = {"params": tower_params(variables)}
-        adapters = variables.get("lora", {}).get(VISUAL)
-        if adapters is not None:
-            collections["lora"] = adapters
-        lead = pictures.grid.shape[:-1]
+    def flat(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.asarray(x).reshape(-1, *x.shape[len(lead) :])
 
-        def flat(x: jax.Array | None) -> jax.Array | None:
-            return None if x is None else jnp.asarray(x).reshape(-1, *x.shape[len(lead) :])
+    states, deepstack = tower.apply(collections, *map(flat, pictures))
 
-        states, deepstack = tower.apply(collections, *map(flat, pictures))
+    def apart(x: jax.Array) -> jax.Array:
+        return x.reshape(*lead, *x.shape[1:])
 
-        def apart(x: jax.Array) -> jax.Array:
-            return x.reshape(*lead, *x.shape[1:])
-
-        return PictureStates(apart(states), jnp.asarray(pictures.grid) // config.merge, tuple(map(apart, deepstack)))
-
-    return encode_images
+    grid = jnp.asarray(pictures.grid) // tower.config.merge
+    return PictureStates(apart(states), grid, tuple(map(apart, deepstack)))
 
 
 def tower_shapes(config: VisionConfig) -> dict[str, PyTree]:

@@ -24,7 +24,7 @@ from support.tiny_models import causal_lm
 from grpo_jax.config.sections import DataSection, NewPolicySection
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.models.policy import make_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.texts import as_written, make_decode
@@ -60,14 +60,8 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """Loads `count` mutated folders, one outcome each."""
     rng, trace = random.Random(seed), folder / "code_ran"
     marked = [_causal(folder / "qwen2", "qwen2"), _causal(folder / "shards", "llama", max_shard_size="20KB")]
-    sources = [*marked]
-    for name in ("llama", "gpt2"):
-        words = ["a", "red", "fox"]
-        sources.append(
-            write_policy(
-                folder / name, words, NewPolicySection(architecture=name, width=8, layers=1, heads=2, window=32)
-            )
-        )
+    small = NewPolicySection(width=8, layers=1, heads=2, window=32)
+    sources = [*marked, write_policy(folder / "new", ["a", "red", "fox"], small)]
     programs: dict[Any, Callable[..., Any]] = {}
     for number in range(count):
         work = folder / "work"
@@ -99,7 +93,7 @@ def _used(folder: Path, programs: dict[Any, Callable[..., Any]], marked: bool) -
         usual, odd = ([token for token in row[real] if token in marks] for row, real in zip(tokens, mask, strict=True))
         assert usual == odd, (usual, odd)
     if loaded.config not in programs:
-        policy = make_policy(loaded.config)
+        policy = Policy(loaded.config)
         programs[loaded.config] = lambda params, *batch: jax.eval_shape(policy.prefill, {"params": params}, *batch)
     hidden = programs[loaded.config](loaded.params, tokens, mask).hidden
     assert hidden.shape[-1] == loaded.config.hidden_size

@@ -13,7 +13,7 @@ from support.vision import tiny_pictures as tiny  # noqa: E402
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
-from grpo_jax.models.policy import make_policy  # noqa: E402
+from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.models.positions import find_places  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
 from grpo_jax.models.vision.tower import TOWERS  # noqa: E402
@@ -34,7 +34,7 @@ def world(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(world):
-    return make_policy(world.loaded.config)
+    return Policy(world.loaded.config)
 
 
 def prompts(grids=GRIDS, seed: int = 0):
@@ -168,7 +168,7 @@ def test_adapters_on_both_are_merged_weights(world):
     adapters = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)
     tokens, mask = prompts()
     pictures = tiny.packed(tiny.draw(world.config, GRIDS), world.config)
-    policy = make_policy(world.loaded.config, lora=lora)
+    policy = Policy(world.loaded.config, lora=lora)
 
     @jax.jit
     def last(variables):

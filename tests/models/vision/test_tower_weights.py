@@ -1,5 +1,7 @@
 """A tower's weights: read from a folder, written back, adapted, placed; and named when something is wrong with them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.hf.peft import load_adapters, save_adapters  # noqa: E402
 from grpo_jax.models.lora import LoraConfig, init_adapters, merge  # noqa: E402
 from grpo_jax.models.sharding import shardings  # noqa: E402
-from grpo_jax.models.vision.tower import TOWERS, init_tower, make_tower, tower_shapes  # noqa: E402
+from grpo_jax.models.vision.tower import TOWERS, Tower, encode_pictures, init_tower, tower_shapes  # noqa: E402
 from grpo_jax.training.state import TrainState, reference_variables  # noqa: E402
 
 
@@ -72,7 +74,7 @@ def test_a_trained_tower_is_written_and_transformers_agrees(world, tmp_path):
     before, after = tensors(world.loaded.path), tensors(tmp_path / "export")
     assert not any(torch.equal(before[name], after[name]) for name in before)
     rows = tiny.draw(world.config, seed=3)
-    ours = jax.jit(make_tower(world.config))({"params": changed}, tiny.packed(rows, world.config))
+    ours = jax.jit(partial(encode_pictures, Tower(world.config)))({"params": changed}, tiny.packed(rows, world.config))
     assert_states_agree(all_states(ours, rows), tower_of_torch(tmp_path / "export", rows))
 
 
@@ -110,7 +112,9 @@ def test_peft_computes_what_we_compute(world, tmp_path):
     assert len(reached) == count
     rows = tiny.draw(world.config, seed=4)
     pictures = tiny.packed(rows, world.config)
-    ours = jax.jit(make_tower(world.config, lora=lora))(world.variables | {"lora": adapters}, pictures)
+    ours = jax.jit(partial(encode_pictures, Tower(world.config, lora=lora)))(
+        world.variables | {"lora": adapters}, pictures
+    )
     with torch.no_grad():
         states, deepstack = tiny.torch_states(theirs.base_model.model, rows)
     assert_states_agree(all_states(ours, rows), [state for layer in (states, *deepstack) for state in layer])

@@ -21,7 +21,7 @@ from grpo_jax.models.vision.pictures import (  # noqa: E402
     same_size,
     windows_of,
 )
-from grpo_jax.models.vision.tower import make_tower  # noqa: E402
+from grpo_jax.models.vision.tower import Tower, encode_pictures  # noqa: E402
 
 REMAT = {"qwen2_vl": "none", "qwen2_5_vl": "products", "qwen3_vl": "layer"}
 
@@ -33,7 +33,7 @@ def world(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def see(world):
-    return jax.jit(make_tower(world.config))
+    return jax.jit(partial(encode_pictures, Tower(world.config)))
 
 
 def test_states_are_those_of_transformers(world, see):
@@ -52,7 +52,7 @@ def test_states_are_those_of_transformers(world, see):
 def test_gradients_are_those_of_torch(world):
     rows = tiny.draw(world.config, seed=1)
     pictures = tiny.packed(rows, world.config)
-    tower = make_tower(world.config, remat=REMAT[world.config.model_type])
+    tower = partial(encode_pictures, Tower(world.config, remat=REMAT[world.config.model_type]))
     rng = np.random.default_rng(2)
     weights = [rng.normal(size=(len(picture.patches) // 4, 32)).astype(np.float32) for row in rows for picture in row]
 
@@ -99,7 +99,7 @@ def test_where_there_is_no_picture_there_is_nothing(world):
     patches = np.zeros((2, 1, 16, config.pixels), np.float32)
     grid = np.zeros((2, 1, 2), np.int32)
     pictures = Pictures(patches, grid, pack_windows(grid, 16, config))
-    tower = make_tower(config)
+    tower = partial(encode_pictures, Tower(config))
 
     def total(visual, patches):
         seen = tower({"visual": visual}, pictures._replace(patches=patches))
@@ -115,7 +115,7 @@ def test_narrow_types_are_near(world, see):
     rows = tiny.draw(world.config)
     pictures = tiny.packed(rows, world.config)
     wide = see(world.variables, pictures)
-    narrow = jax.jit(make_tower(world.config, dtype=jnp.bfloat16))(world.variables, pictures)
+    narrow = jax.jit(partial(encode_pictures, Tower(world.config, dtype=jnp.bfloat16)))(world.variables, pictures)
     for one, other in zip((wide.states, *wide.deepstack), (narrow.states, *narrow.deepstack), strict=True):
         assert other.dtype == jnp.bfloat16
         assert np.abs(np.asarray(other, np.float32) - one).mean() < 0.03 * np.abs(one).mean()
@@ -131,7 +131,7 @@ def test_heads_that_take_turns_see_the_same(world, see, monkeypatch):
         return jnp.sum(seen.states**2), seen
 
     def run():
-        tower = make_tower(world.config)
+        tower = partial(encode_pictures, Tower(world.config))
         return jax.jit(jax.value_and_grad(partial(total, tower), has_aux=True))(world.loaded.visual)
 
     together = run()

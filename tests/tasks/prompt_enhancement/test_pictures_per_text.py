@@ -133,8 +133,8 @@ def test_the_command_draws_them_and_goes_on_exactly(tmp_path):
     judge.write_text(JUDGE)
     small = {
         "sampling.group_size": 4, "training.prompts_per_batch": 2, "training.save_every": 1, "evaluation.prompts": 4,
-        "evaluation.validation_prompts": 2, "evaluation.every": 1, "evaluation.gallery": 2,
-        "evaluation.sampled": "false", "report_to": "[]",
+        "evaluation.validation_prompts": 2, "evaluation.every": 1,
+        "evaluation.samples": 0, "report_to": "[]",
         "rewards": f'["{judge}:brightness", "length"]', "optimizer.schedule": "constant",
     }  # fmt: skip
 

@@ -110,5 +110,4 @@ REMOVED: dict[str, str] = {
     "optimizer.beta1": "is no setting of CartPole: 0.9",
     "optimizer.beta2": "is no setting of CartPole: 0.999",
     "optimizer.max_grad_norm": "is no setting of CartPole: 0.5",
-    "project": "is no setting of CartPole: grpo_jax",
 }

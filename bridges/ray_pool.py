@@ -113,7 +113,7 @@ class Pooled:
         except PoolLost as error:  # nothing has begun that could be saved
             raise UserError(f"{name}: {error}; the pool did not start (see `ray status`)") from error
         kind = RayPool if about[-1] is None else PooledReward
-        return kind(name, actors, about, getattr(self.judge, "batch_size", ROWS), pool.batch_timeout)
+        return kind(name, actors, about, getattr(self.judge, "batch_size", 0) or ROWS, pool.batch_timeout)
 
     def memory(self) -> list[tuple[str, int, str]]:
         """Return the actors' share of this machine's memory; cards of a pool and other machines are not counted."""

@@ -33,7 +33,3 @@ class Function(Judge):
         if not callable(function):
             raise UserError(f"name {self.name!r}: it is a {type(function).__name__}, not a function")
         return functools.partial(function, **self.options) if self.options else function
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Unknown: 0 bytes are counted."""
-        return [("function", 0, "it does not say")]

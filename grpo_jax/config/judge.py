@@ -57,7 +57,9 @@ class Judge(Section):
         """Return the object that rewards get as the argument NAME, by default the judge itself.
 
         `device` is "cpu" or "gpu:N". A judge takes the next free card, unless its `load` has the default "cpu" or
-        `devices` says otherwise. A `__str__` of the object is its line of the run's opening.
+        `devices` says otherwise. A `__str__` of the object is its line of the run's opening. What draws
+        has `draw(texts, seeds, *, evaluation)` → float [B, 3, H, W] in [0, 1], `count_tokens(texts)`, `window` (tokens
+        of a text that reach the picture) and `device`.
         """
         return self
 

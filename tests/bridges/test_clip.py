@@ -135,13 +135,6 @@ def test_wrong_inputs(scorer):
         scorer.text_text(["a"], [])
 
 
-def test_loading_and_scoring_print_nothing(folder, capfd):
-    load_scorer(folder).image_text(pictures(1), ["a " * 300])
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert captured.err == ""
-
-
 @pytest.mark.parametrize(
     ("model", "pretrained", "message"),
     [

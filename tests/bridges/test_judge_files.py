@@ -14,6 +14,7 @@ from bridges.diffusion import RenderSettings  # noqa: E402
 from bridges.renderers.stable_diffusion_3 import StableDiffusion3  # noqa: E402
 from bridges.scorers.open_clip import OpenClip  # noqa: E402
 from grpo_jax.config import make_config  # noqa: E402
+from grpo_jax.config.judge import title  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.planning.cards import judge_savings  # noqa: E402
 
@@ -102,21 +103,21 @@ def test_what_is_not_there_is_refused_before_anything_is_read(judge, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("judge", "message"),
-    [
-        ({"kind": "stable_diffusion_3", "steps": 0}, "judges.mine.steps: expected a number >= 1, got 0"),
-        ({"kind": "stable_diffusion_3", "eval_guidance": 0.5}, "judges.mine.eval_guidance: expected a number >= 1"),
-        ({"kind": "stable_diffusion_3", "size": -8}, "judges.mine.size: expected a number >= 0"),
-        ({"kind": "stable_diffusion_3", "dtype": "float64"}, "judges.mine.dtype: expected 'float32', "),
-        ({"kind": "open_clip", "modle": "x"}, "judges.mine.modle: no such field; did you mean judges.mine.model"),
-        (
-            "stable_diffusion",
-            "judges.mine: no such kind, got 'stable_diffusion'; did you mean stable_diffusion_3",
-        ),
-        ("bridges.clip:Scorer", "judges.mine: bridges.clip has no task or judge called Scorer"),
-    ],
-)
-def test_a_config_names_the_judge_and_the_field(judge, message):
-    with pytest.raises(UserError, match=message):
-        make_config(task="text", judges={"mine": judge})
+OWN = """
+from grpo_jax import Judge
+
+class Vowels(Judge):
+    letters: str = "aeiou"
+
+    def __call__(self, prompts, completions, **columns):
+        return [sum(text.count(letter) for letter in self.letters) for text in completions]
+"""
+
+
+def test_a_judge_may_be_its_own_reward_and_then_takes_no_card(tmp_path):
+    file = tmp_path / "vowels.py"
+    file.write_text(OWN)
+    config = make_config(task="text", judges={"vowels": {"kind": f"{file}:Vowels", "letters": "a"}})
+    judge = config.judges["vowels"]
+    assert config.requests == {"policy": "auto", "vowels": "cpu"} and judge.memory()[0][1] == 0
+    assert title(judge.load("cpu")) == "Vowels" and judge.load("cpu")(["p"], ["banana"]) == [3]

@@ -10,11 +10,9 @@ from bridges.ray_pool import JudgeActor, Pooled, placed
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import make_config, to_dict
 from grpo_jax.config.build import identity
-from grpo_jax.config.command_line import parse
 from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.errors import UserError
 from grpo_jax.planning.cards import judge_lines
-from grpo_jax.train import main
 
 
 class Sized(Judge):
@@ -42,22 +40,6 @@ def test_fields_of_a_pool_make_a_pooled_judge_and_come_back_from_a_file():
     assert config.judges["a"].model == "ViT" and copy.deepcopy(config.judges["a"]) == config.judges["a"]
     assert pickle.loads(pickle.dumps(config.judges["a"])) == config.judges["a"]
     assert identity(config) == identity(make_config(task="text", judges={"a": OpenClip(model="ViT"), "b": "open_clip"}))
-
-
-def test_the_command_line_and_its_help_know_them(capsys):
-    words = [
-        "--judges.scorer.pool.replicas=2",
-        "--judges.scorer.pool.resources.num_cpus",
-        "2",
-        "--judges.scorer.model=x",
-    ]
-    scorer = parse(words).judges["scorer"]
-    assert scorer == OpenClip(model="x", pool=PoolSection(replicas=2, resources={"num_cpus": 2.0}))
-    with pytest.raises(SystemExit):
-        main(["--config=prompt_enhancement_miniature", "--help", "judges.renderer.pool"])
-    shown = capsys.readouterr().out
-    assert all(f"--judges.renderer.pool.{name}  " in shown for name in PoolSection.model_fields)
-    assert "Actors that run this judge" in shown
 
 
 @pytest.mark.parametrize(

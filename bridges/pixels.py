@@ -7,20 +7,34 @@ the same picture right after it was drawn as when it is read from a PNG.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from grpo_jax.models.hf.image_processor import PictureSettings
-
 MARGIN = 0.25
 """Tolerated excess of floats beyond [0, 1], as for pictures of the data."""
 
 
-def patches_of(images: torch.Tensor, settings: PictureSettings) -> tuple[torch.Tensor, tuple[int, int]]:
+class Settings(Protocol):
+    """The fields of `grpo_jax.models.hf.image_processor.PictureSettings` that are read here."""
+
+    patch: int
+    merge: int
+    frames: int
+    mean: tuple[float, float, float]
+    deviation: tuple[float, float, float]
+    rescale: float
+    resample: int
+
+    def fitted(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the prepared picture."""
+        ...
+
+
+def patches_of(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return the patches of pictures of one size, as in `to_eight_bits`, as a vision tower takes them.
 
     Patches are f32 [N, S, C] on the same device in the processor's order, with the grid: rows and columns of patches.
@@ -54,7 +68,7 @@ def to_pillow(images: torch.Tensor) -> list[Image]:
     return [Image.fromarray(one) for one in to_eight_bits(images).permute(0, 2, 3, 1).cpu().numpy()]
 
 
-def _resized(images: torch.Tensor, settings: PictureSettings) -> torch.Tensor:
+def _resized(images: torch.Tensor, settings: Settings) -> torch.Tensor:
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as transforms
 
@@ -63,7 +77,7 @@ def _resized(images: torch.Tensor, settings: PictureSettings) -> torch.Tensor:
     return transforms.resize(images, size, interpolation=mode, antialias=True)
 
 
-def _normalised(images: torch.Tensor, settings: PictureSettings) -> torch.Tensor:
+def _normalised(images: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Subtract the mean and divide by the deviation, both scaled to values up to 255: one multiplication less."""
     mean, deviation = (
         (torch.tensor(values, device=images.device) * (1.0 / settings.rescale)).view(-1, 1, 1)
@@ -72,7 +86,7 @@ def _normalised(images: torch.Tensor, settings: PictureSettings) -> torch.Tensor
     return images.to(torch.float32).sub_(mean).div_(deviation)
 
 
-def _patched(images: torch.Tensor, settings: PictureSettings) -> tuple[torch.Tensor, tuple[int, int]]:
+def _patched(images: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, tuple[int, int]]:
     """Order patches block after merged block; a still picture fills all frames of a patch."""
     patch, merge, frames = settings.patch, settings.merge, settings.frames
     count, channels, height, width = images.shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import Count, PositiveCount, require, resume_mutable
+from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, require, resume_mutable
 from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError
 
@@ -28,11 +28,11 @@ class TextToImage(Judge):
     """Width and height in pixels; 0 takes the model's own."""
     steps: PositiveCount = 10
     """Denoising steps in training."""
-    guidance: float = 1.0
+    guidance: OneOrMore = 1.0
     """Guidance scale in training; 1 switches it off."""
     eval_steps: PositiveCount = 10
     """Denoising steps in evaluation."""
-    eval_guidance: float = 1.0
+    eval_guidance: OneOrMore = 1.0
     """Guidance scale in evaluation."""
     negative_prompt: str = ""
     """What guidance leads away from, with guidance and eval_guidance above 1; empty is what the pipeline does
@@ -47,8 +47,6 @@ class TextToImage(Judge):
     """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
 
     def __post_init__(self) -> None:
-        for name in ("guidance", "eval_guidance"):
-            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
         length = self.max_sequence_length
         require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
         guided = not self.negative_prompt or min(self.guidance, self.eval_guidance) > 1

@@ -19,7 +19,7 @@ Message = Mapping[str, str | list[Mapping[str, str]]]
 class SequenceClassification(Judge):
     """Judges an answer to its prompt with a reward model; named among the rewards, it is one."""
 
-    path: str = ""
+    path: str
     """Folder or hub id of an `AutoModelForSequenceClassification`."""
     label: str = ""
     """Which of several outputs is the reward; a reward model has one, and none to name."""
@@ -29,9 +29,6 @@ class SequenceClassification(Judge):
     """Texts read at once."""
     max_tokens: PositiveCount = 4096
     """Tokens of a prompt with its answer; of a longer one the beginning is left out."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.path), "path", "a folder or hub id", self.path)
 
     def check(self) -> None:
         """Refuse a folder that is not there, or has no such label; no weight is read."""

@@ -19,7 +19,7 @@ PROMPT = "{prompt}"
 class Vqa(Judge):
     """Judges a picture by P("Yes"): the probability that a model's reply to a question about it begins so."""
 
-    path: str = ""
+    path: str
     """Folder or hub id of an image-text-to-text model of transformers with a chat template."""
     question: str = 'Does this picture show "{prompt}"? Please answer Yes or No.'
     """What is asked where a reward compares a picture and a prompt; {prompt} stands for the prompt."""
@@ -31,7 +31,6 @@ class Vqa(Judge):
     """Pictures looked at at once."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path", "a folder or hub id", self.path)
         require(PROMPT in self.question, "question", "a text with {prompt} in it", self.question)
         require(bool(self.answer.strip()), "answer", "a word", self.answer)
 

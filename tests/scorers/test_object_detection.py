@@ -205,7 +205,7 @@ def test_what_is_asked_wrongly_is_one_line(folders, tmp_path):
         ObjectDetection(path="/nowhere/at/all").check()
     with pytest.raises(UserError, match="expected a model that detects objects"):
         ObjectDetection(path=str(folders[1])).load("cpu")
-    with pytest.raises(UserError, match=r"judges.d.threshold: expected a number in \[0, 1\)"):
+    with pytest.raises(UserError, match=r"judges.d.threshold: expected a number <= 1"):
         make_config(task="text", judges={"d": {"kind": "object_detection", "path": "x", "threshold": 2}})
 
 

@@ -25,7 +25,7 @@ GIVEN_TOOLS: dict[str, Callable[..., Any]] = {}
 
 
 def load_object(path: str, what: str) -> Any:
-    """Return the object of "package.module:name" or "file.py:name"; UserError if importing it fails."""
+    """Return the function or class of "package.module:name" or "file.py:name"; UserError if there is none."""
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"{what} {path!r}: write package.module:name or file.py:name")
@@ -34,10 +34,11 @@ def load_object(path: str, what: str) -> Any:
     except UserError as error:
         raise UserError(f"{what} {path!r}: {error}") from error
     value = getattr(module, name, None)
-    if value is None:
+    if not callable(value):
         own = [key for key, one in vars(module).items() if callable(one) and key[0] != "_"]
         own = [key for key in own if getattr(getattr(module, key), "__module__", None) == module.__name__]
-        raise UserError(f"{what} {path!r}: {place} has no {name} (it has: {', '.join(own) or 'nothing to call'})")
+        wrong = f"{place} has no {name}" if value is None else f"it is a {type(value).__name__}, not a function"
+        raise UserError(f"{what} {path!r}: {wrong} (it has: {', '.join(own) or 'nothing to call'})")
     return value
 
 
@@ -78,10 +79,7 @@ def _load_file(path: Path) -> ModuleType:
 
 def own_package(package: str, module: str = "") -> Any:
     """Return a package that this project installs, or a module of it; UserError if it is not this project's."""
-    try:
-        imported = importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(f"the package {package} is missing ({error}); install grpo_jax again") from error
+    imported = importlib.import_module(package)
     if not getattr(imported, "__grpo_jax__", False):
         place = getattr(imported, "__file__", package)
         raise UserError(f"{place} is another package called `{package}`; uninstall it or put grpo_jax before it")

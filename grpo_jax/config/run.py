@@ -59,8 +59,6 @@ class Config(Section):
     push_to_hub: str = resume_mutable("")
     """Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty for none
     (docs/publishing.md)."""
-    hub_private: bool = resume_mutable(False)
-    """Whether a new repository is private."""
     on_judge_error: Literal["stop", "missing"] = resume_mutable("stop")
     """"stop" saves and ends the run; "missing" gives that completion no reward."""
     judge_timeout: float = resume_mutable(1800.0)
@@ -151,9 +149,6 @@ class Config(Section):
         require(tools, "data.tools", "JSON schemas with this task, which calls no functions", self.data.tool_names)
         chat = section.turns == 1 or self.data.form != "append"
         require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", section.turns)
-        for reward in self.rewards if section.turns > 1 else ():
-            alone = "false with sampling.turns above 1: episodes that end are judged without the others"
-            require(not reward.group, f"rewards.{reward.called}.group", alone, True)
 
     def _check_training(self) -> None:
         policy, training = self.policy, self.training

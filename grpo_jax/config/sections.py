@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
@@ -176,9 +177,8 @@ class DataSection(Section):
     """System message before each prompt; a conversation that begins with one keeps its own. Empty: the chat template's
     default."""
     tools: list[dict[str, Any] | str] | str = []
-    """Tools that the chat template offers the policy: a list of functions by import path, file.py:function, which are
-    called (task: text), and of JSON schemas; or the name of the column that has each row's schemas, as a list or as
-    JSON text."""
+    """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
+    (task: text), and JSON schemas."""
     chat_template_options: dict[str, Any] = {}
     """Variables of the chat template, by name, such as enable_thinking, which is false unless it stands here."""
     template_date: str = ""
@@ -199,6 +199,10 @@ class DataSection(Section):
             value = getattr(self, name)
             chat = self.form != "append" or not value
             require(chat, f"{name}", "nothing with form 'append', which has no chat", value)
+        asks = not self.instruction or "{prompt}" in self.instruction
+        require(asks, "instruction", "a text with {prompt}, the place of the user's prompt", self.instruction)
+        dated = re.fullmatch(r"(\d{4}-\d\d-\d\d)?", self.template_date)
+        require(bool(dated), "template_date", "YYYY-MM-DD", self.template_date)
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
         expected = "what the template itself knows (data.tools apart)"
         require(not reserved, "chat_template_options", expected, reserved)
@@ -211,15 +215,10 @@ class DataSection(Section):
         return {"enable_thinking": False, **self.chat_template_options, **tools}
 
     @property
-    def tool_column(self) -> str:
-        """The column that has each row's tools; "" for none."""
-        return self.tools if isinstance(self.tools, str) and ":" not in self.tools else ""
-
-    @property
     def tool_names(self) -> tuple[str, ...]:
         """Import paths of tools that can be called."""
         tools = [self.tools] if isinstance(self.tools, str) else self.tools
-        return tuple(tool for tool in tools if isinstance(tool, str) and tool != self.tool_column)
+        return tuple(tool for tool in tools if isinstance(tool, str))
 
 
 class SamplingSection(Section):
@@ -430,10 +429,6 @@ class RewardSection(Section):
     messages: bool = False
     """Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an import path
     alone."""
-    group: bool = False
-    """Call it once for each prompt, with all completions of its group and what was drawn of them, to compare them with
-    each other; of an import path alone, and not with sampling.turns. Greedy completions of held-out prompts are groups
-    of one."""
     label: str = ""
     """What metrics and condition_on call it, for several of one function; empty for its name, of an import path the
     function alone."""

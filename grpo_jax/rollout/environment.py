@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,17 +13,16 @@ from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, placed
-from grpo_jax.rollout.data import Row, repeat_rows
+from grpo_jax.rollout.data import Row, map_pictures, repeat_rows
 from grpo_jax.rollout.encoding import Encoded, PictureInput, as_chat_messages
 from grpo_jax.rollout.env import Env, EnvError, Episode, Observation, as_observation, observe
-from grpo_jax.rollout.pictures import Source, map_pictures, open_picture
+from grpo_jax.rollout.pictures import Source, open_picture
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.rewards import (
     MESSAGES,
     PICTURES,
     Columns,
     Reward,
-    arguments_of,
     asks,
     collect_rewards,
     reason_of,
@@ -138,8 +136,7 @@ def make_score(
         prompts, columns = repeat_rows(rows, group)
         completions = [*itertools.chain.from_iterable(texts)]
         columns |= _prompt_columns(rows, group, drawn=pictures is not None)
-        first, *further = _drawn_columns(pictures, len(completions))
-        columns |= first
+        columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
         if episodes is None:  # of these some are judged without the others of their group
             columns["place_in_group"] = [*range(group)] * len(rows)
         else:
@@ -158,33 +155,13 @@ def make_score(
         if columns_of is not None:
             columns |= columns_of(completions, columns)
 
-        def collect(functions: Mapping[str, Reward], drawn: Columns = MappingProxyType({})) -> np.ndarray:
+        def collect(functions: Mapping[str, Reward]) -> np.ndarray:
             on_error = "missing" if missing else "raise"
-            return collect_rewards(functions, prompts, completions, {**columns, **drawn}, group, on_error=on_error)
+            return collect_rewards(functions, prompts, completions, columns, group, on_error=on_error)
 
-        return _over_pictures(rewards, collect, further), _over_pictures(watched, collect, further)
+        return collect(rewards), collect(watched)
 
     return score
-
-
-def _drawn_columns(pictures: Any, count: int) -> list[Columns]:
-    """Return the columns of `count` pictures for each noise that they were drawn from; one without any, for none."""
-    drawn = {name: images for name in PICTURES if (images := getattr(pictures, name, None)) is not None}
-    starts = range(0, max(map(len, drawn.values()), default=count), count)
-    return [{name: images[start : start + count] for name, images in drawn.items()} for start in starts]
-
-
-def _over_pictures(
-    functions: Mapping[str, Reward], collect: Callable[..., np.ndarray], further: Sequence[Columns]
-) -> np.ndarray:
-    """Collect rewards f32 [P, G, N]; one that names a picture is the mean of what a text's pictures have."""
-    values = collect(functions)
-    looking = {name: one for name, one in functions.items() if {*PICTURES} & {*arguments_of(one)}}
-    if further and looking:
-        places = [name in looking for name in functions]
-        several = np.stack([values[..., places], *(collect(looking, drawn) for drawn in further)])
-        values[..., places] = np.ma.masked_invalid(several).mean(0, dtype=np.float64).filled(np.nan)
-    return values
 
 
 def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:

@@ -73,11 +73,11 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
         allowed[ends] = True
     for entry in forbidden:
         ids = [entry] if isinstance(entry, int) else tokenizer(entry, add_special_tokens=False)["input_ids"]
-        where = f"data.forbidden_tokens: {one_line(repr(entry), 60)}"
-        if len(ids) != 1:
-            raise UserError(f"{where} is {len(ids)} tokens, {list(ids)}: name one token, by its text or its id")
-        if not 0 <= ids[0] < size or ids[0] in ends:
-            raise UserError(f"{where} ends completions, or is not in [0, {size}), the policy's tokens")
+        if len(ids) != 1 or not 0 <= ids[0] < size or ids[0] in ends:
+            raise UserError(
+                f"data.forbidden_tokens: {one_line(repr(entry), 60)} is {list(ids)}: name one token by text or "
+                f"by id, in [0, {size}), that ends no completion"
+            )
         allowed[ids[0]] = False
     if not np.delete(allowed, ends).any():
         raise UserError("data.allowed_tokens and data.forbidden_tokens: no token is left to write")
@@ -86,13 +86,10 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     return allowed
 
 
-def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
-    """Return the trie of the texts that a task lists; None for any text."""
-    return None if texts is None else listed_trie(config, texts, folder)
-
-
-def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> Trie:
-    """Return the trie of listed texts, of which a completion is one."""
+def listed_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
+    """Return the trie of the texts that a task lists, of which a completion is one; None for any text."""
+    if texts is None:
+        return None
     why = "the task lists what may be written"
     for name, changed in (
         ("data.allowed_tokens", config.data.allowed_tokens != "all"),

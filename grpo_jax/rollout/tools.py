@@ -107,7 +107,7 @@ class Toolbox:
             if inspect.isclass(inner) and self.make is None:
                 self._add_class(path, tool)
             elif not inspect.isclass(inner) and callable(inner) and hasattr(inner, "__name__"):
-                self._add(path, tool, _plain(tool), self._functions)
+                self._add(path, tool, tool, self._functions)
             else:
                 raise UserError(f"data.tools: expected functions, and one class at most, got {path}")
 
@@ -202,18 +202,6 @@ def _schema(tool: Any) -> Mapping[str, Any]:
     return schema
 
 
-def _plain(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in place of a cached one, which pydantic does not take."""
-    if inspect.isfunction(tool) or isinstance(tool, functools.partial):
-        return tool
-
-    @functools.wraps(tool)
-    def called(*args: object, **kwargs: object) -> object:
-        return tool(*args, **kwargs)
-
-    return called
-
-
 def toolbox(names: Sequence[str]) -> Toolbox:
     """Return the tools of these names; UserError for what cannot be one."""
     return _toolbox(tuple(names), tuple(map(_loaded, names)))
@@ -238,10 +226,7 @@ def template_options(section: DataSection) -> dict[str, Any]:
     """Return the options of the chat template, the same for all rows."""
     options = section.template_options
     if section.template_date:
-        try:
-            options["today"] = datetime.date.fromisoformat(section.template_date)
-        except ValueError:
-            raise UserError(f"data.template_date: expected YYYY-MM-DD, got {section.template_date!r}") from None
+        options["today"] = datetime.date.fromisoformat(section.template_date)
     if section.tool_names:
         options["tools"] = [*options.get("tools", ()), *toolbox(section.tool_names).schemas]
     return options
@@ -267,9 +252,7 @@ class ToolEpisode:
             shown = self.object.reset(**accepted_arguments(self.object.reset, self._rows.get(seed, {})))
         finally:
             random.setstate(state)
-        if shown is not None and not isinstance(shown, str):
-            raise TypeError(f"reset must return None or a text, got {one_line(repr(shown), 60)}")
-        return shown or ""
+        return "" if shown is None else str(shown)
 
     async def step(self, text: str) -> tuple[Observation | None, float | None, bool]:
         """Call what a text calls; without a call it is the end."""

@@ -332,7 +332,7 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
                 "valid": turn.valid,
             }
             entries.append(entry)
-            rows.append(episodes.rows[p])
+            rows.append(episodes.rows[p].pictures)
     return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(rows)
 
 

@@ -35,7 +35,7 @@ from grpo_jax.rollout.data import (
     one_prompt,
     row_sizes,
 )
-from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
+from grpo_jax.rollout.encoding import Encoded, make_encode
 from grpo_jax.rollout.environment import Environment, EnvSettings, make_encode_observation, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.reward_registry import (
@@ -48,7 +48,7 @@ from grpo_jax.rollout.reward_registry import (
 )
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
-from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
+from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
 from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (
@@ -178,7 +178,6 @@ def load_parts(
         say("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
-    check_tools(config.data, rows)
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
     encode = make_encode(
@@ -215,7 +214,7 @@ def load_parts(
     environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder), policy_choices(config, texts, policy.folder)
+    allowed, trie = policy_tokens(config, policy.folder), listed_trie(config, texts, policy.folder)
     _check_measures(config, data.prompts, environment)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     return RunContext(

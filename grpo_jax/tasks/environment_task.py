@@ -57,9 +57,6 @@ class Environment(Task):
         classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in names}
         if len(classes) < len(names):
             raise UserError(f"task.environment: expected classes of different names, got {', '.join(names)}")
-        for name, made in classes.items():
-            if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
-                raise UserError(f"task.environment: {name} must have the methods reset(seed) and step(text)")
         runner = EnvRunner(classes)
         counts = (self.seeds, self.held_out, self.held_out)
         kinds, seeds = [*classes], itertools.count()

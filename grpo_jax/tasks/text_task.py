@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, all_rows, row_sizes
 from grpo_jax.rollout.encoding import as_chat_messages
-from grpo_jax.rollout.env import Env
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.texts import ParsedCompletion, as_is, continued
@@ -74,10 +72,8 @@ class Text(Task):
             prompts = prompts_of(section)
         if tools is not None:
             return TaskData(prompts, environment=TurnEnvironment(tools.step, role="tool"))
-        return TaskData(
-            prompts,
-            environment=TurnEnvironment(self._step() if self.environment else None, shows_pictures=self.pictures),
-        )
+        step = load_object(self.environment, "environment") if self.environment else None
+        return TaskData(prompts, environment=TurnEnvironment(step, shows_pictures=self.pictures))
 
     def _load_class(self, setup: TaskSetup, tools: Toolbox, episodes: ToolEpisodes) -> TaskData:
         """Load the prompts, each with what an object of its own says at the beginning, or ask that for prompts."""
@@ -107,9 +103,3 @@ class Text(Task):
             source=source,
             environment=TurnEnvironment(episodes.runner.step, role="tool"),
         )
-
-    def _step(self) -> Env:
-        step = load_object(self.environment, "environment")
-        if not callable(step):
-            raise UserError(f"environment {self.environment!r}: it is a {type(step).__name__}, not a function")
-        return cast(Env, step)

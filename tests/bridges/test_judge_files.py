@@ -16,7 +16,7 @@ from bridges.scorers.open_clip import OpenClip  # noqa: E402
 from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.config.judge import title  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.planning.cards import judge_savings  # noqa: E402
+from grpo_jax.planning.memory import judge_savings  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from grpo_jax.config import make_config, to_dict
 from grpo_jax.config.build import identity
 from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.errors import UserError
-from grpo_jax.planning.cards import judge_lines
+from grpo_jax.planning.memory import judge_lines
 
 
 class Sized(Judge):

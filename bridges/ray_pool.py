@@ -119,7 +119,7 @@ class Pooled:
         """Return the actors' share of this machine's memory; cards of a pool and other machines are not counted."""
         pool = self.pool
         if pool.address or pool.cards:
-            where = f"{pool.replicas} actors of a Ray cluster, each with {pool.cards:g} cards"
+            where = f"{pool.replicas} actors of a Ray cluster, each with {pool.cards:g} of its cards"
             return [(type(self.judge).__name__, 0, f"not counted: {where}")]
         lines = self.judge.memory()
         return [(name, pool.replicas * size, f"{note}, in {pool.replicas} actors") for name, size, note in lines]

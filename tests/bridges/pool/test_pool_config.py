@@ -72,7 +72,7 @@ def test_where_a_pool_is_and_what_it_takes():
     (copies,) = judge_lines(Pooled(Sized(), PoolSection(replicas=3), "judges.a"))
     assert copies[:3] == ("weights", 30, "float32, in 3 actors")
     (elsewhere,) = judge_lines(pooled(replicas=2, resources={"num_gpus": 1}))
-    assert elsewhere.bytes == 0 and "2 actors of a Ray cluster, each with 1 cards" in elsewhere.note
+    assert elsewhere.bytes == 0 and "2 actors of a Ray cluster, each with 1 of its cards" in elsewhere.note
     with pytest.raises(UserError, match="devices: expected none for a judge in a pool"):
         pooled(replicas=2).load("gpu:1")
 

@@ -28,7 +28,7 @@ import torch
 from grpo_jax.config.command_line import load_config
 from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
-from grpo_jax.tasks.cartpole.training import make_train
+from grpo_jax.tasks.cartpole.training import SOLVED, make_train
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "gymnasium", "numpy")
@@ -40,9 +40,9 @@ def machine() -> dict:
     return grpo_iteration.machine() | {"jax_device": jax.devices()[0].device_kind, "versions": versions}
 
 
-def outcome(run: dict, solved: float) -> dict:
-    """Adds the rate, and where the evaluation first reached `solved`: environment steps and seconds."""
-    first = next((e for e in run["evaluations"] if e[3] >= solved), None)
+def outcome(run: dict) -> dict:
+    """Adds the rate, and where the evaluation first reached SOLVED: environment steps and seconds."""
+    first = next((e for e in run["evaluations"] if e[3] >= SOLVED), None)
     return {
         **run,
         "steps_per_second": run["steps"] / run["seconds"],
@@ -89,7 +89,7 @@ class Jax:
 def torch_run(config: CartPoleConfig, seed: int, stepping: str, threads: int) -> dict:
     """One PyTorch run."""
     torch.set_num_threads(threads)
-    return outcome(cartpole_torch.train(config, seed, stepping), config.evaluation.solved) | {"threads": threads}
+    return outcome(cartpole_torch.train(config, seed, stepping)) | {"threads": threads}
 
 
 def ways_to_step(config: CartPoleConfig) -> list[dict]:
@@ -112,9 +112,9 @@ def measure(config: CartPoleConfig, seeds: int) -> dict:
     singles, peers, together = [], [], []
     for seed in range(seeds):
         peers.append(torch_run(config, seed, stepping, threads))
-        singles.append(outcome(one.run(seed)[0], config.evaluation.solved))
+        singles.append(outcome(one.run(seed)[0]))
         if seed % 4 == 0:
-            together.append([outcome(run, config.evaluation.solved) for run in many.run(0)])
+            together.append([outcome(run) for run in many.run(0)])
     rates = [sum(run["steps"] for run in runs) / runs[0]["seconds"] for runs in together]
     middle = together[int(np.argsort(rates)[len(rates) // 2])]
     return {
@@ -138,7 +138,7 @@ def summary(tried, peers, singles, together, rate: float) -> dict:
             "steps_per_second": middle(runs, "steps_per_second"),
             "seconds": middle(runs, "seconds"),
             "solved": sum(run["solved_at_steps"] is not None for run in runs),
-            "solved_at_the_end": sum(run["final_return"] >= 475 for run in runs),
+            "solved_at_the_end": sum(run["final_return"] >= SOLVED for run in runs),
             "seeds": len(runs),
             "steps_until_solved": middle(runs, "solved_at_steps"),
             "seconds_until_solved": middle(runs, "solved_after_seconds"),

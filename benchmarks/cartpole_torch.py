@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,19 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from torch import Tensor, nn
 
 from grpo_jax.config.command_line import load_config
-from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork
+from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
+from grpo_jax.tasks.cartpole.training import (
+    CLIP,
+    ENVIRONMENTS,
+    EPISODES,
+    GAE_LAMBDA,
+    HIDDEN,
+    KL_COEF,
+    MAX_GRAD_NORM,
+    MINIBATCHES,
+    STEPS,
+    VALUE_COEF,
+)
 
 LIMIT = 500  # steps of CartPole-v1
 START = 0.05  # each number of a start is uniform in ±0.05
@@ -48,8 +61,7 @@ class Batch(NamedTuple):
     actions: Tensor  # [..], 1 for right
     old_logprobs: Tensor  # [..]
     advantages: Tensor  # [..]
-    values: Tensor  # [..], PPO's, before the updates
-    returns: Tensor  # [..], and their targets
+    returns: Tensor  # [..], targets of PPO's values
 
 
 class Carts:
@@ -150,11 +162,11 @@ def play_steps(carts: Carts | SeparateCarts, policy: nn.Module, observations: np
     return Steps(*(np.stack(column) for column in zip(*rows, strict=True))), observations
 
 
-def make_network(settings: CartPoleNetwork, gain: float) -> nn.Sequential:
+def make_network(hidden: Sequence[int], gain: float) -> nn.Sequential:
     """Perceptron with one output and orthogonal weights, the last layer's scaled by `gain`."""
-    sizes, layers = [4, *settings.hidden], []
+    sizes, layers = [4, *hidden], []
     for inputs, width in itertools.pairwise(sizes):
-        layers += [nn.Linear(inputs, width), {"tanh": nn.Tanh, "relu": nn.ReLU}[settings.activation]()]
+        layers += [nn.Linear(inputs, width), nn.Tanh()]
     layers.append(nn.Linear(sizes[-1], 1))
     for layer in layers:
         if isinstance(layer, nn.Linear):
@@ -176,21 +188,16 @@ def policy_loss(policy: nn.Module, batch: Batch, settings: CartPoleAlgorithm) ->
     logprobs, entropy = logprobs_of(policy, batch.observations, batch.actions)
     difference = batch.old_logprobs - logprobs
     ratio = torch.exp(-difference)
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
-    if settings.kl_coef:
-        loss = loss + settings.kl_coef * (torch.expm1(difference) - difference).mean()
+    if settings.name != "ppo":
+        loss = loss + KL_COEF * (torch.expm1(difference) - difference).mean()
     return loss - settings.entropy_coef * entropy.mean()
 
 
-def value_loss(value: nn.Module, batch: Batch, settings: CartPoleAlgorithm) -> Tensor:
-    """Half the squared error, clipped or not."""
-    values = value(batch.observations)[..., 0]
-    error = (values - batch.returns).square()
-    if settings.value_clip:
-        near = batch.values + (values - batch.values).clamp(-settings.value_clip, settings.value_clip)
-        error = torch.maximum(error, (near - batch.returns).square())
-    return 0.5 * error.mean()
+def value_loss(value: nn.Module, batch: Batch) -> Tensor:
+    """Half the squared error."""
+    return 0.5 * (value(batch.observations)[..., 0] - batch.returns).square().mean()
 
 
 def discounted_returns(mask: np.ndarray, gamma: float) -> np.ndarray:
@@ -206,8 +213,9 @@ def group_batch(steps: Steps, policy: nn.Module, config: CartPoleConfig) -> Batc
     """GRPO: returns normalised over all steps of a group; rows of a group stand side by side."""
     returns = discounted_returns(steps.mask, config.algorithm.gamma)
     advantages = np.zeros_like(returns)
-    for group in range(config.rollout.groups):
-        columns = slice(group * config.rollout.group_size, (group + 1) * config.rollout.group_size)
+    size = config.algorithm.group_size
+    for start in range(0, steps.mask.shape[1], size):
+        columns = slice(start, start + size)
         exists = steps.mask[:, columns]
         lengths = exists.sum(0)
         if lengths.min() < lengths.max():  # episodes that all went alike have nothing to teach
@@ -216,7 +224,7 @@ def group_batch(steps: Steps, policy: nn.Module, config: CartPoleConfig) -> Batc
     taken = [torch.from_numpy(a[steps.mask]) for a in (steps.observations, steps.actions, advantages)]
     with torch.no_grad():
         old, _ = logprobs_of(policy, taken[0], taken[1])
-    return Batch(taken[0], taken[1], old, taken[2], old, old)  # no values
+    return Batch(taken[0], taken[1], old, taken[2], old)  # no values
 
 
 def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: CartPoleAlgorithm) -> Batch:
@@ -227,12 +235,12 @@ def value_batch(steps: Steps, policy: nn.Module, value: nn.Module, settings: Car
         here, after = value(observations)[..., 0].numpy(), value(following)[..., 0].numpy()
         old, _ = logprobs_of(policy, observations, actions)
     residual = 1 + settings.gamma * after * ~steps.terminated - here
-    carry = settings.gamma * settings.gae_lambda * ~(steps.terminated | steps.truncated)
+    carry = settings.gamma * GAE_LAMBDA * ~(steps.terminated | steps.truncated)
     advantages, later = np.zeros_like(here), np.zeros(here.shape[1], np.float32)
     for step in reversed(range(len(here))):
         later = residual[step] + carry[step] * later
         advantages[step] = later
-    return Batch(observations, actions, old, *map(torch.from_numpy, (advantages, here, advantages + here)))
+    return Batch(observations, actions, old, *map(torch.from_numpy, (advantages, advantages + here)))
 
 
 class Learner:
@@ -241,17 +249,15 @@ class Learner:
     def __init__(self, config: CartPoleConfig, seed: int, stepping: str):
         torch.manual_seed(seed)
         self.config, self.rng, self.stepping, self.updates = config, np.random.default_rng(seed), stepping, 0
-        self.policy = make_network(config.network, 0.01)
-        self.value = make_network(config.network, 1.0) if config.algorithm.name == "ppo" else None
+        self.policy = make_network(HIDDEN, 0.01)
+        self.value = make_network(HIDDEN, 1.0) if config.algorithm.name == "ppo" else None
         networks = [self.policy] + ([self.value] if self.value else [])
         self.parameters = [weight for network in networks for weight in network.parameters()]
-        rates = (config.optimizer.beta1, config.optimizer.beta2)
-        self.optimizer = torch.optim.Adam(self.parameters, config.optimizer.learning_rate, rates, 1e-5, fused=True)
-        rollout = config.rollout
-        self.count = rollout.environments if self.value else rollout.groups * rollout.group_size
+        self.optimizer = torch.optim.Adam(self.parameters, config.optimizer.learning_rate, eps=1e-5, fused=True)
+        self.count = ENVIRONMENTS if self.value else config.algorithm.group_size
         kind = Carts if stepping == "vector" else SeparateCarts
         self.carts = kind(1 if stepping == "single" else self.count, self.rng)
-        self.judged = Carts(config.evaluation.episodes, self.rng)
+        self.judged = Carts(EPISODES, self.rng)
         if self.value:
             first = starts(self.rng, self.count)
             self.carts.place(np.arange(self.count), first)
@@ -259,11 +265,10 @@ class Learner:
 
     def collect(self) -> tuple[Batch, int]:
         """Plays one iteration: the batch, and its number of steps."""
-        rollout = self.config.rollout
         if self.value:
-            steps, self.observations = play_steps(self.carts, self.policy, self.observations, rollout.steps)
+            steps, self.observations = play_steps(self.carts, self.policy, self.observations, STEPS)
             return value_batch(steps, self.policy, self.value, self.config.algorithm), steps.mask.size
-        states = np.repeat(starts(self.rng, rollout.groups), rollout.group_size, axis=0)
+        states = np.repeat(starts(self.rng, 1), self.count, axis=0)
         play = play_episodes_singly if self.stepping == "single" else play_episodes
         steps = play(self.carts, self.policy, states)
         return group_batch(steps, self.policy, self.config), int(steps.mask.sum())
@@ -275,28 +280,27 @@ class Learner:
             return policy_loss(self.policy, batch, settings)
         advantages = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std() + 1e-4)
         loss = policy_loss(self.policy, batch._replace(advantages=advantages), settings)
-        return loss + settings.value_coef * value_loss(self.value, batch, settings)
+        return loss + VALUE_COEF * value_loss(self.value, batch)
 
     def update(self, batch: Batch) -> None:
         """Several passes over the batch; PPO's minibatches are times with all carts, drawn once for all passes."""
-        settings, parts = self.config.algorithm, [batch]
-        if settings.minibatches > 1:
-            order = torch.randperm(len(batch.actions)).chunk(settings.minibatches)
+        epochs, parts = self.config.algorithm.epochs, [batch]
+        if self.value:
+            order = torch.randperm(len(batch.actions)).chunk(MINIBATCHES)
             parts = [Batch(*(column[rows] for column in batch)) for rows in order]
-        for part in parts * settings.epochs:
-            if self.config.optimizer.schedule == "linear":
-                total = self.config.training.iterations * settings.epochs * settings.minibatches
+        for part in parts * epochs:
+            if self.value:
+                total = self.config.training.iterations * epochs * MINIBATCHES
                 self.optimizer.param_groups[0]["lr"] = self.config.optimizer.learning_rate * (1 - self.updates / total)
             self.optimizer.zero_grad()
             self.loss(part).backward()
-            if self.config.optimizer.max_grad_norm:
-                nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm)
+            nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
             self.optimizer.step()
             self.updates += 1
 
     def evaluate(self) -> float:
         """Mean return of fresh episodes with the likelier action."""
-        states = starts(self.rng, self.config.evaluation.episodes)
+        states = starts(self.rng, EPISODES)
         return float(play_episodes(self.judged, self.policy, states, likelier).mask.sum(0).mean())
 
 

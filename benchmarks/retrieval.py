@@ -42,7 +42,7 @@ EXCLUDED = 8
 
 def make_data(folder, items, queries):
     """vectors.npy, queries.npy, targets.npy, exclude.npy and the files that make the folder an index."""
-    from bridges.retrieval.catalogue import Fingerprint, _save
+    from bridges.retrieval.index import Fingerprint, _save
 
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((items, WIDTH), dtype=np.float32)
@@ -107,7 +107,7 @@ def ask(backend, folder, repeats):
 
 
 def run_local(folder, repeats, replicas):
-    from bridges.retrieval.catalogue import load_index
+    from bridges.retrieval.index import load_index
     from bridges.retrieval.local import LocalBackend, Space
 
     before = peak_mib()
@@ -118,7 +118,7 @@ def run_local(folder, repeats, replicas):
 
 def bench_service():
     from bridges.retrieval import service
-    from bridges.retrieval.catalogue import load_index
+    from bridges.retrieval.index import load_index
     from bridges.retrieval.local import LocalBackend, Space
 
     class Bench(service.RankService):
@@ -200,8 +200,8 @@ def agreement(folder):
 
 def tfidf_rows(items, queries, repeats):
     """The same sparse vectors compared as they are, and spread out into dense blocks: why TF-IDF stays sparse."""
-    from bridges.retrieval.catalogue import Fingerprint, Index
     from bridges.retrieval.encoders import TfidfEncoder
+    from bridges.retrieval.index import Fingerprint, Index
     from bridges.retrieval.local import LocalBackend, Space
     from bridges.retrieval.retriever import Retriever
 

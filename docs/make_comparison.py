@@ -38,7 +38,7 @@ from grpo_jax.models.layers import make_mlp
 from grpo_jax.tasks.cartpole import environment as task
 from grpo_jax.tasks.cartpole.program import over_seeds, seed_devices, seed_keys, split_processor
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
-from grpo_jax.tasks.cartpole.training import episode_rewards, make_train
+from grpo_jax.tasks.cartpole.training import HIDDEN, episode_rewards, make_train
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 # One group of each seed of this run is played at every measurement, to look at what its rewards turn into.
@@ -85,8 +85,7 @@ def make_signal(config: CartPoleConfig):
     "share/…" are correlations of the joined advantage with each objective's own. "passed" turns the same episodes
     into two yes-or-no rewards: at least 475 steps, and 0.6 of "centred" for each step (a mean distance of 0.2).
     """
-    section = config.network
-    policy = make_mlp(task.FEATURES, hidden=section.hidden, activation=section.activation)
+    policy = make_mlp(task.FEATURES, hidden=HIDDEN)
     algorithm = config.algorithm.replace(objectives=list(task.OBJECTIVES), weights=[], condition=0)
 
     def signal(params: Any, key: jax.Array) -> dict[str, jax.Array]:
@@ -142,10 +141,11 @@ def train(name: str, seeds: int, iterations: int | None) -> Measured:
     curves = {key: stacked(rows, key) for key in ("environment_steps", "episode_return", "centred", "distance")}
     curves |= {key: stacked(seen, key) for key in (seen[0] if seen else ())}
     sizes = jax.eval_shape(training.init, jax.random.key(0))
+    schedule = "linear" if config.algorithm.name == "ppo" else "constant"
     figures = {
         "config": RUNS[name][0],
         "objectives": list(config.algorithm.objectives),
-        "width": config.algorithm.width,
+        "width": task.WIDTH,
         "condition": config.algorithm.condition,
         "seconds": seconds,
         "seconds_at": at,
@@ -153,7 +153,7 @@ def train(name: str, seeds: int, iterations: int | None) -> Measured:
         "parameters": training.parameters,
         "optimizer_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(sizes.optimizer)),
         "iterations": config.training.iterations,
-        "learning_rate": f"{config.optimizer.learning_rate:g}, {config.optimizer.schedule}",
+        "learning_rate": f"{config.optimizer.learning_rate:g}, {schedule}",
         "every": config.evaluation.every,
     }
     return Measured(curves, figures)

@@ -37,7 +37,7 @@ _PUBLIC = {
     "predict": ("load_rewriter",),
     "rollout.data": ("PromptSet",),
     "rollout.reward_registry": ("TaskRewards",),
-    "rollout.episodes": ("Answer", "Episode", "Turn"),
+    "rollout.env": ("Episode", "Observation", "Turn"),
     "rollout.prompts": ("make_prompt_set",),
     "sampling.sampler": ("Samples", "generate", "make_sampler"),
     "sampling.token_choice": ("SamplingParams",),

@@ -25,7 +25,7 @@ from grpo_jax.errors import StageError, UserError, carry_out, leave, one_line, r
 if TYPE_CHECKING:
     from gradio import Blocks
 
-    from grpo_jax.rollout.episodes import Episode
+    from grpo_jax.rollout.env import Episode
     from grpo_jax.runs.inference import Asker
 
 _HOST = "127.0.0.1"
@@ -139,7 +139,7 @@ def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> 
     sections: list[str] = [Markup("<p>{}</p>").format(_note(judged)), render("episodes", entries, display)]
     for name in () if asker.draws else checkpoints:
         episodes = asker.write(row, name, group=True)
-        rows = [[one.last.text, *one.last.rewards.values()] for one in episodes]
+        rows = [[one.last.completion, *one.last.rewards.values()] for one in episodes]
         table = render("table", ["completion", *episodes[0].last.rewards], rows)
         sections.append(section(f"A group of {name}, sampled as in training", table))
     return "".join(sections)

@@ -37,7 +37,7 @@ def version() -> str:
 
 
 class UserError(Exception):
-    """Something the user can mend: each line says what is wrong and what to do. Commands exit with 2."""
+    """Something the user can fix: each line says what is wrong and what to do. Commands exit with 2."""
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.args))

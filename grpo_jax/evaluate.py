@@ -1,4 +1,4 @@
-"""`python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--catalogue FILE] [--out FILE]`.
+"""`python -m grpo_jax.evaluate --run DIR [--checkpoint best] [--out FILE]`.
 
 Held-out measurement from a checkpoint, also of a run that is training; nothing is written to its folder.
 """
@@ -22,9 +22,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=None, help="Test prompts; 0 for all (default: the run's).")
     parser.add_argument("--samples", type=int, help="Sampled completions of each prompt (default: the run's).")
     parser.add_argument("--temperature", type=float, help="Of the sampled completions (default: the run's).")
-    parser.add_argument(
-        "--catalogue", metavar="FILE", help="Rank the items of this file: all of the run's, and new ones."
-    )
     parser.add_argument("--mesh", type=int, nargs=2, metavar=("FSDP", "TENSOR"), help="Devices (default: the run's).")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="Write the JSON to a file too.")
@@ -38,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.config import MeshSection
-    from grpo_jax.config.given import IN_PYTHON
-    from grpo_jax.rollout.data import data_identity
+    from grpo_jax.config.named import IN_PYTHON
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
@@ -55,13 +51,10 @@ def _evaluate(options: argparse.Namespace) -> None:
         raise UserError(f"--out: expected a file in a folder that is there, got {options.out}")
     requested = {name: getattr(options, name) for name in ("prompts", "samples", "temperature")}
     overrides = {name: value for name, value in requested.items() if value is not None}
-    sampled = config.evaluation.sampled or "samples" in overrides or "temperature" in overrides
-    section = config.evaluation.replace(**overrides, sampled=sampled)
+    if "temperature" in overrides and not config.evaluation.samples:
+        overrides.setdefault("samples", 1)
+    section = config.evaluation.replace(**overrides)
     config = config.replace(evaluation=section)
-    if options.catalogue is not None:
-        if not hasattr(config.task, "over_catalogue"):
-            raise UserError(f"--catalogue: the task of {options.run} ranks no catalogue")
-        config = config.replace(task=config.task.over_catalogue(options.catalogue, config.data.columns))
     if options.mesh is not None:
         section = config.policy.replace(mesh=MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1]))
         config = config.replace(policy=section)
@@ -73,10 +66,9 @@ def _evaluate(options: argparse.Namespace) -> None:
             raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
         variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
         folder = RunDirectory(options.run).checkpoints
-        grown = {"catalogue", *data_identity(parts.prompts)} if options.catalogue is not None else set()
-        same = {name: value for name, value in parts.task_data.identity.items() if name not in grown}
         if options.checkpoint != START:
-            require_same_task(Progress.read(meta, folder).identity["task"], same, folder)
+            identity = Progress.read(meta, folder).identity["task"]
+            require_same_task(identity, parts.task_data.identity, folder)
         evaluations = measure_all(parts, variables)
     findings = find(parts, {}, options.checkpoint, evaluations)
     report: dict[str, Any] = {

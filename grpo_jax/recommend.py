@@ -3,7 +3,6 @@
 On the command line:
 
     python -m grpo_jax.recommend --run DIR --history "title | title" [--k 10] [--exclude FILE]
-    python -m grpo_jax.recommend --run DIR --choose_prior [--users 2000]
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SEPARATOR = "|"
 
 
 @extras_named()
-def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogue: str | None = None) -> Any:
+def load_recommender(run_dir: str | Path, checkpoint: str = "final") -> Any:
     """Return recommend(titles, k=10) of a run whose task recommends: its best items.
 
     A title that stands several times counts once, in its last place; one that is no item's is skipped. Its further
@@ -44,30 +43,13 @@ def load_recommender(run_dir: str | Path, checkpoint: str = "final", *, catalogu
     Args:
         run_dir: Run directory of a training run.
         checkpoint: "final", "best", or a step.
-        catalogue: File of another catalogue than the run's; None for the run's.
 
     Raises:
         UserError: There is no such run or checkpoint, or its task recommends nothing.
     """
     config, policy = _restored(run_dir, checkpoint)
     writer = functools.partial(make_rewriter, config, policy)
-    return config.task.recommender(config, policy, writer, catalogue=catalogue)
-
-
-@extras_named()
-def choose_prior(run_dir: str | Path, checkpoint: str = "final", *, users: int | None = None) -> Any:
-    """Measure the priors of a grid beside a policy's own ranking of validation users: lines to print, and records.
-
-    Args:
-        run_dir: Run directory of a training run whose policy ranks the catalogue itself.
-        checkpoint: "final", "best", or a step.
-        users: How many validation users; None for as many as the run's evaluation.validation_prompts.
-
-    Raises:
-        UserError: There is no such run or checkpoint, or its policy ranks nothing itself.
-    """
-    config, policy = _restored(run_dir, checkpoint)
-    return config.task.choose_prior(config, policy, users=users)
+    return config.task.recommender(config, policy, writer)
 
 
 def _restored(run_dir: str | Path, checkpoint: str) -> tuple[Config, Policy]:
@@ -85,13 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--history", help=f"Titles or ids, oldest first, with {SEPARATOR} between them.")
     source.add_argument("--file", metavar="FILE", help="A history on each line; prints JSON, a line for each.")
-    source.add_argument(
-        "--choose_prior", action="store_true", help="Try weights of the prior on validation users; best first."
-    )
-    parser.add_argument("--k", type=int, help="Items (default: 10).")
-    parser.add_argument("--users", type=int, help="Of --choose_prior (default: the run's validation prompts).")
+    parser.add_argument("--k", type=int, default=10, help="Items (default: %(default)s).")
     parser.add_argument("--exclude", metavar="FILE", help="Never recommend these: a title or id on each line.")
-    parser.add_argument("--catalogue", metavar="FILE", help="Rank the items of this file, not of the run's catalogue.")
     parser.add_argument("--json", action="store_true", help="Print JSON alone.")
     return parser
 
@@ -105,17 +82,12 @@ def _recommend(options: argparse.Namespace) -> None:
     from grpo_jax.runs.compile_cache import enable_compile_cache
 
     enable_compile_cache()
-    if options.choose_prior:
-        return _choose(options)
-    if options.users is not None:
-        raise UserError("--users: goes with --choose_prior alone")
-    k = 10 if options.k is None else options.k
-    if k < 1:
-        raise UserError(f"--k: expected a number >= 1, got {k}")
+    if options.k < 1:
+        raise UserError(f"--k: expected a number >= 1, got {options.k}")
     lines = None if options.file is None else read_lines(options.file)
     exclude = [] if options.exclude is None else [line.strip() for _, line in read_lines(options.exclude, "exclude")]
-    recommender = load_recommender(options.run, options.checkpoint, catalogue=options.catalogue)
-    ask = functools.partial(ask_for, functools.partial(recommender, exclude=exclude), k)
+    recommender = load_recommender(options.run, options.checkpoint)
+    ask = functools.partial(ask_for, functools.partial(recommender, exclude=exclude), options.k)
     if lines is not None:
         return _answer_lines(lines, str(options.file), ask)
     items, record = ask(titles_of(options.history))
@@ -157,17 +129,6 @@ def _answer_lines(lines: Sequence[tuple[int, str]], path: str, ask: Any) -> None
 def titles_of(line: str) -> list[str]:
     """Return the titles of a history."""
     return [title.strip() for title in line.split(SEPARATOR) if title.strip()]
-
-
-def _choose(options: argparse.Namespace) -> None:
-    for name in ("k", "catalogue", "exclude"):
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name}: does not go with --choose_prior")
-    if options.users is not None and options.users < 1:
-        raise UserError(f"--users: expected a number >= 1, got {options.users}")
-    chosen = choose_prior(options.run, options.checkpoint, users=options.users)
-    for line in [json.dumps(chosen.records)] if options.json else chosen.lines:
-        print(line)
 
 
 def _print(items: Sequence[Any]) -> None:

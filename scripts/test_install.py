@@ -111,7 +111,7 @@ CHECKS = {
     "diffusion": [
         Check(
             ["grpo", "train", "--training.max_steps=1", "--training.inner_epochs=1", "--evaluation.prompts=8",
-             "--evaluation.validation_prompts=8", "--evaluation.gallery=2", "--run_dir=run"],
+             "--evaluation.validation_prompts=8", "--run_dir=run"],
             says="pixel_accuracy",
             leaves="run/images/*",
         ),

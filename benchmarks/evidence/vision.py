@@ -61,13 +61,13 @@ def by_prompt(run_dir: Path) -> dict[str, list[float]]:
     environment, place = parts.environment, parts.environment.eval_reward_names.index(MEASURE)
     found = {}
     turns = parts.task_data.environment
-    answers = {"end": turns.respond, **{f"end_{name}": one for name, one in turns.controls.items()}}
-    for name, respond in answers.items():
-        answering = environment.answering._replace(respond=respond)
-        judgement = collected(parts, parts.samplers.greedy, environment._replace(answering=answering))
+    answers = {"end": turns.step, **{f"end_{name}": one for name, one in turns.controls.items()}}
+    for name, step in answers.items():
+        env = environment.env._replace(step=step)
+        judgement = collected(parts, parts.samplers.greedy, environment._replace(env=env))
         found[name] = judgement.final_watched[:, 0, place].tolist()
         found["turn_1"] = judgement.watched[:, 0, 0, place].tolist()
-    return found | best_of_two(parts, environment._replace(answering=None), place)
+    return found | best_of_two(parts, environment._replace(env=None), place)
 
 
 def best_of_two(parts: Any, environment: Any, place: int) -> dict[str, list[float]]:

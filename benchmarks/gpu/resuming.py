@@ -54,7 +54,7 @@ def common(steps: int) -> dict[str, Any]:
         "policy": {"path": "miniature"},
         "optimizer": {"learning_rate": 1e-3},
         "training": {"prompts_per_batch": 4, "max_steps": steps, "save_every": steps // 2},
-        "evaluation": {"every": 0, "prompts": 0, "validation_prompts": 0, "sampled": False},
+        "evaluation": {"every": 0, "prompts": 0, "validation_prompts": 0, "samples": 0},
     }
 
 

@@ -86,7 +86,7 @@ def measure(folder: Path, lag: int, chunks: int, most_chunks: int, unit: float, 
             "save_every": 0,
             "async_level": lag,
         },
-        evaluation={"every": 0, "sampled": False},
+        evaluation={"every": 0, "samples": 0},
     )
     prompts = [f"a {word} tree" for word in ("red", "blue", "green", "small", "large", "round", "dark", "old")] * 2
     ends, clock = [], time.monotonic()

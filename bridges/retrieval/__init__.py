@@ -6,8 +6,8 @@ Ray cluster that `python -m bridges.retrieval serve` starts.
 
 from collections.abc import Sequence
 
-from bridges.retrieval.catalogue import Fingerprint, default_cache
 from bridges.retrieval.errors import NonFiniteScores, RetrievalError, ServiceNotFound
+from bridges.retrieval.index import Fingerprint, default_cache
 from bridges.retrieval.queries import History
 from bridges.retrieval.ranking import Ranks, Scale
 from bridges.retrieval.retriever import Backend, Retriever

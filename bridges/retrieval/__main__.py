@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bridges.retrieval", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("serve", help="start a service and keep it running")
-    command.add_argument("--catalogue", required=True, help="file of the items: .tsv, .csv or .json")
+    command.add_argument("--catalogue", required=True, help="file of the items: .tsv or .csv")
     command.add_argument("--blank_titles", choices=("error", "keep"), default="error", help="items without a title")
     command.add_argument("--encoder", default="tfidf", help='"tfidf", a sentence-transformers folder, or its name')
     command.add_argument("--service", default="retrieval", help="name that training looks for")
@@ -35,10 +35,10 @@ def serve(asked: argparse.Namespace) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
     from bridges.ray_pool.cluster import answers, cluster_address
     from bridges.retrieval import service
+    from bridges.retrieval.catalogue import read_catalogue_file
     from bridges.retrieval.retriever import Retriever
     from grpo_jax.config.judge import PoolSection
     from grpo_jax.config.retrieval import RetrievalSection
-    from grpo_jax.tasks.recommendation.catalogue import read_catalogue
 
     section = RetrievalSection(backend="ray", encoder=asked.encoder, service=asked.service, cache=asked.cache)
     resources = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
@@ -52,7 +52,7 @@ def serve(asked: argparse.Namespace) -> int:
             f"it is not, remove {service.service_file(section.service)})"
         )
     stop = threading.Event()
-    titles = read_catalogue(asked.catalogue, blank_titles=asked.blank_titles).titles
+    titles = read_catalogue_file(asked.catalogue, blank_titles=asked.blank_titles).titles
     backend = service.start_service(titles, section, pool)
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has started, which has handlers of its own
         signal.signal(number, lambda *_: stop.set())

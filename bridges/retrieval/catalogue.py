@@ -1,96 +1,139 @@
-"""The catalogue's vectors: made once, kept in a folder named by their fingerprint."""
+"""The catalogue's file: items and titles (TSV or CSV); all bad lines of a file are told at once."""
 
-import json
+from __future__ import annotations
+
+import csv
+import io
 import os
-import shutil
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
-from scipy import sparse
-
-from bridges.retrieval.encoders import Encoder, Vectors, encode_titles, titles_digest
-from grpo_jax.config.files import load_json
+from grpo_jax.config import files
 from grpo_jax.errors import UserError
 
-_FORMAT = 1  # of the folder; part of its name
+_SHOWN = 6
+_MOST_BYTES = 2**32  # of a table of events, which is read whole
+
+BlankTitles = Literal["error", "keep"]
+
+PUBLISHED = {"user_id": "userId", "item_id": "movieId"}
+"""MovieLens' names of columns; taken where a table has no column of our own name."""
 
 
-class Fingerprint(NamedTuple):
-    """Digests of catalogue (titles in their order) and encoder. `_asdict()` is stored in checkpoints."""
+class Problems:
+    """Bad places of one file; `check` raises one error that names them with file and line."""
 
-    catalogue: str
-    encoder: str
+    def __init__(self, path: str | Path):
+        self.path = path
+        self.places: list[str] = []
+
+    def add(self, line: int, reason: str) -> None:
+        """Note a reason; `line` counts from 1."""
+        self.places.append(f"{self.path}:{line}: {reason}")
+
+    def check(self) -> None:
+        """Raise a UserError with the first six places, if there are any."""
+        count = len(self.places)
+        if not count:
+            return
+        lines = [f"bad data ({count} place{'s' if count > 1 else ''}):", *self.places[:_SHOWN]]
+        if count > _SHOWN:
+            lines.append(f"… and {count - _SHOWN} more")
+        raise UserError("\n  ".join(lines))
 
 
-class Index(NamedTuple):
-    """A catalogue as vectors f32 [N, E], a memory map where it comes from a folder; sparse for TF-IDF."""
-
-    vectors: Vectors
-    fingerprint: Fingerprint
-    folder: Path | None
-
-
-def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/grpo_jax/retrieval`, by default under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpo_jax" / "retrieval"
+def read_text(path: str | Path, expected: str) -> str:
+    """Return a file as text, without a byte-order mark; a UserError says what was expected if it is missing."""
+    if not os.path.exists(path):
+        raise UserError(f"{path} does not exist: expected {expected}")
+    return files.read_text(path, _MOST_BYTES)
 
 
-def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:
-    """Load the vectors of titles, in the order of their rows, from the cache, or make and store them there."""
-    if not len(titles):
-        raise UserError("the catalogue has no items")
-    digest = titles_digest(titles)
-    fingerprint = Fingerprint(f"{len(titles)} titles, {digest}", encoder.identity)
-    if cache is None:
-        return Index(encode_titles(encoder, titles), fingerprint, None)
-    folder = Path(cache).expanduser() / f"{fingerprint.encoder}-{digest}-{_FORMAT}"
+class CatalogueFile(NamedTuple):
+    """I identifiers, as many titles, and further columns of the file (Beauty: "asin")."""
+
+    ids: list[str]
+    titles: list[str]
+    columns: dict[str, list[str]]
+
+
+def read_catalogue_file(
+    path: str | Path, *, blank_titles: BlankTitles = "error", title_column: str = "title"
+) -> CatalogueFile:
+    """Read item identifiers and titles; a UserError names all bad lines at once.
+
+    ``.tsv`` (tabs, no quoting) and ``.csv`` have a header line: the first column is the identifier, `title_column` the
+    title, others are kept. With `blank_titles` "keep" an item without a title is an empty text, which no query
+    resembles.
+    """
+    kind = Path(path).suffix.lower()
+    if kind not in (".tsv", ".csv"):
+        raise UserError(f"{path}: a catalogue is a .tsv or .csv file with the columns id and title")
+    text = read_text(path, "a catalogue of item ids and titles (.tsv or .csv)")
+    problems = Problems(path)
+    lines: dict[str, int] = {}
+    titles: list[str] = []
+    further: dict[str, list[str]] = {}
+    columns = {} if title_column == "title" else {"title": title_column}
+    for line, row in read_table(text, kind, problems, needs=("title",), columns=columns):
+        id_column, *others = row
+        identifier, title = row[id_column].strip(), row["title"]
+        if id_column == "title":
+            problems.add(1, "the first column is the title, expected the item's id: put the column of ids first")
+            break
+        if not identifier:
+            problems.add(line, "the item's id is blank")
+        elif identifier in lines:
+            problems.add(line, f"item {identifier} occurs twice (first on line {lines[identifier]})")
+        else:
+            if not title.strip() and blank_titles == "error":
+                problems.add(line, f"item {identifier} has no title (blank_titles: keep allows it)")
+            lines[identifier] = line
+            titles.append(" ".join(title.split()))
+            for name in others:
+                if name != "title":
+                    further.setdefault(name, []).append(row[name])
+    problems.check()
+    if not lines:
+        wanted = "a line that names the columns id and title, and one for each item"
+        raise UserError(f"{path} has no items: expected {wanted}")
+    return CatalogueFile(list(lines), titles, further)
+
+
+def read_table(
+    text: str, kind: str, problems: Problems, *, needs: Sequence[str], columns: Mapping[str, str]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield rows of a .csv or .tsv with a header, as (line, {column: value}); bad ones are noted and left out.
+
+    The columns that it `needs` must be there, under the name in `columns`, {name: the file's name}.
+    """
+    if kind == ".tsv":
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] | None = None
     try:
-        if not (folder / "meta.json").is_file():
-            _save(folder, titles, encode_titles(encoder, titles), fingerprint)
-        return load_index(folder)
-    except OSError as error:
-        raise UserError(f"the cache of the retrieval cannot be used: {error}") from error
-
-
-def load_index(folder: str | Path) -> Index:
-    """Load a folder's vectors as memory maps: only the rows that are used are read; UserError if it is damaged."""
-    folder = Path(folder)
-    try:
-        meta = load_json(folder / "meta.json")
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in meta["arrays"]}
-        vectors = arrays.get("vectors")
-        if vectors is None:
-            parts = (arrays["data"], arrays["indices"], arrays["indptr"])
-            vectors = sparse.csr_matrix(parts, shape=tuple(meta["shape"]), copy=False)
-        return Index(vectors, Fingerprint(**meta["fingerprint"]), folder)
-    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
-        raise UserError(f"the cached catalogue {folder} cannot be read ({error}): delete it and start again") from error
-
-
-def load_titles(folder: str | Path) -> list[str]:
-    """Titles of a folder's vectors."""
-    return load_json(Path(folder) / "titles.json", list)
-
-
-def _save(folder: Path, titles: Sequence[str], vectors: Vectors, fingerprint: Fingerprint) -> None:
-    """Write under another name first, so that the folder is there whole or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
-    try:
-        names = ("data", "indices", "indptr") if sparse.issparse(vectors) else ("vectors",)
-        for name in names:
-            np.save(draft / f"{name}.npy", vectors if name == "vectors" else getattr(vectors, name))
-        (draft / "titles.json").write_text(json.dumps(list(titles)), encoding="utf-8")
-        meta = {"arrays": names, "shape": list(vectors.shape), "fingerprint": fingerprint._asdict()}
-        (draft / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
-        draft.chmod(0o755)
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not (folder / "meta.json").is_file():  # otherwise another process was first, with the same content
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        for fields in reader:
+            if not any(field.strip() for field in fields):
+                continue
+            if header is None:
+                header = [field.strip() for field in fields]
+                absent = [name for name in needs if name not in header and PUBLISHED.get(name) in header]
+                columns = {name: PUBLISHED[name] for name in absent} | dict(columns)
+                missing = [name for name in needs if columns.get(name, name) not in header]
+                if missing:
+                    reason = f"the header has no column {columns.get(missing[0], missing[0])!r}, it says {header}"
+                    separator = {".tsv": "tabs", ".csv": "commas"}[kind]
+                    hint = f"rename it with --data.columns.{missing[0]} NAME; a {kind} separates columns by {separator}"
+                    problems.add(reader.line_num, f"{reason}: {hint}")
+                    return
+                continue
+            if len(fields) != len(header):
+                problems.add(reader.line_num, f"expected {len(header)} fields as in the header, got {len(fields)}")
+                continue
+            row = dict(zip(header, fields, strict=True))
+            renamed = {name: row[old] for name, old in columns.items() if old in row}
+            yield reader.line_num, {name: row[name] for name in row if name not in columns.values()} | renamed
+    except csv.Error as error:
+        problems.add(reader.line_num, f"not {kind[1:].upper()} ({error})")

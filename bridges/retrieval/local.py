@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from bridges.retrieval.catalogue import Fingerprint, Index, open_index
 from bridges.retrieval.encoders import Encoder, Vectors, check_finite, directions, load_encoder, stacked
 from bridges.retrieval.errors import NonFiniteScores
+from bridges.retrieval.index import Fingerprint, Index, open_index
 from bridges.retrieval.queries import Queries
 from bridges.retrieval.ranking import (
     Counts,

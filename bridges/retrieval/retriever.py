@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from bridges.retrieval.catalogue import Fingerprint
 from bridges.retrieval.errors import NonFiniteScores, RetrievalError
+from bridges.retrieval.index import Fingerprint
 from bridges.retrieval.queries import History, Queries, make_queries
 from bridges.retrieval.ranking import Counts, Nearest, Ranks, Scale, ranks_of
 from grpo_jax.config.retrieval import RetrievalSection

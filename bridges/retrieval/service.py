@@ -1,6 +1,6 @@
 """Retrieval by a service: actors of a Ray cluster, each with the whole catalogue, that share a call's queries.
 
-Failures that a pool cannot mend arrive here as typed errors. `serve` leaves its cluster's address in a file that only
+Failures that a pool cannot fix arrive here as typed errors. `serve` leaves its cluster's address in a file that only
 the user can write: Ray's own ways to find a cluster (RAY_ADDRESS, "auto") find anybody's.
 """
 
@@ -19,9 +19,9 @@ import numpy as np
 from bridges.ray_pool import cluster
 from bridges.ray_pool.actor import START_SECONDS
 from bridges.ray_pool.pool import RayPool, described, kill, start_actors
-from bridges.retrieval.catalogue import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.encoders import load_encoder, resolved_name, titles_digest
 from bridges.retrieval.errors import RetrievalError, ServiceNotFound
+from bridges.retrieval.index import Fingerprint, default_cache, load_index, load_titles, open_index
 from bridges.retrieval.local import QUERIES, LocalBackend, Space
 from bridges.retrieval.queries import Queries, of_rows
 from bridges.retrieval.ranking import Counts, Nearest, Scale

@@ -9,7 +9,6 @@ from typing import Any
 from grpo_jax.config.fields import require
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import load_object
-from grpo_jax.errors import UserError
 
 
 class Function(Judge):
@@ -30,8 +29,6 @@ class Function(Judge):
     def load(self, device: str = "cpu") -> Callable:
         """Return the function with its options; the device is not its own."""
         function = load_object(self.name, "name")
-        if not callable(function):
-            raise UserError(f"name {self.name!r}: it is a {type(function).__name__}, not a function")
         return functools.partial(function, **self.options) if self.options else function
 
     def memory(self) -> list[tuple[str, int, str]]:

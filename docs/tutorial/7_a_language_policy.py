@@ -3,7 +3,7 @@
 #
 # Now the policy is a transformer and the actions are words. You will write the whole loop in forty lines from the
 # functions that the library's own trainer uses, watch a tiny untrained model learn exactly what its judge says and
-# not what was meant, mend that with a second reward, and read the curves. At the end stand the figures of a run whose
+# not what was meant, fix that with a second reward, and read the curves. At the end stand the figures of a run whose
 # judge looks at pictures.
 #
 # ## A policy and a judge
@@ -159,12 +159,12 @@ assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
 # ![Pixel accuracy and reward of a recorded default run](../images/curves.png)
 #
 # Look for what you know by now. The checker beside the reward is there because of the six reds above. *Shuffled* pays
-# each answer another one's reward, and nothing is learned: the gain comes from the judge. And the sum does no worse
+# each answer another one's reward, and nothing is learned: the gain comes from the reward. And the sum does no worse
 # than GDPO where rewards do not pull against each other.
 #
 # ## Exercises
 #
-# 1. Mend the judge in place of adding a reward: `answer == [word]`. Why does the run learn more slowly, or not at
+# 1. Fix the reward in place of adding a reward: `answer == [word]`. Why does the run learn more slowly, or not at
 #    all?
 # 2. Train on six of the words and measure the other two. What would a policy need that this one has not?
 # 3. Do three updates per batch, with the log-probabilities before the first as `old_logprobs`. What do

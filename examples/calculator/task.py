@@ -4,7 +4,7 @@
 
 A policy with random weights learns the form from a careless teacher, who mostly reads a number one too high and at
 times guesses without asking; by GRPO it learns to ask for what it was asked, and to pass on what it is told. Any other
-policy uses the same tool and reward with --task text --task.environment examples/calculator/task.py:respond.
+policy uses the same tool and reward with --task text --task.environment examples/calculator/task.py:step.
 """
 
 import random
@@ -22,9 +22,9 @@ def value(first: int, sign: str, second: int) -> int:
     return first + SIGNS[sign] * second
 
 
-def respond(rows, episodes):
+def step(rows, episodes):
     """The value of a call such as "call 3 plus 4"; whatever else the policy writes is its answer."""
-    calls = [re.fullmatch(r"call (\d+) (plus|minus) (\d+)", episode.last.text) for episode in episodes]
+    calls = [re.fullmatch(r"call (\d+) (plus|minus) (\d+)", episode.last.completion) for episode in episodes]
     return [call and str(value(int(call[1]), call[2], int(call[3]))) for call in calls]
 
 
@@ -35,7 +35,10 @@ def right(prompts, completions, *, result, **columns):
 
 def asked(prompts, completions, *, episodes, **columns):
     """1 where the first turn calls for just what the prompt says: watched, never trained on."""
-    return [float(episode.turns[0].text == f"call {prompt}") for prompt, episode in zip(prompts, episodes, strict=True)]
+    return [
+        float(episode.turns[0].completion == f"call {prompt}")
+        for prompt, episode in zip(prompts, episodes, strict=True)
+    ]
 
 
 class Calculator(Task):
@@ -70,7 +73,7 @@ class Calculator(Task):
             prompts,
             source=f"{len(rows)} sums of numbers up to {self.largest}",
             rewards=TaskRewards({"right": right, "asked": asked}),
-            environment=TurnEnvironment(respond),
+            environment=TurnEnvironment(step),
             vocabulary=Vocabulary(lambda: ["call", *SIGNS, *map(str, range(2 * self.largest + 3))]),
             pairs=lambda: [self.lesson(row.prompt, random.Random(n)) for n, row in self.repeated(prompts.train)],
         )

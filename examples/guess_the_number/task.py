@@ -21,9 +21,9 @@ def hint(guess: str, number: int) -> str | None:
     return "higher" if number > int(guess) else "lower"
 
 
-def respond(rows, episodes):
+def step(rows, episodes):
     """A hint to each guess."""
-    return [hint(episode.last.text, row.columns["number"]) for row, episode in zip(rows, episodes, strict=True)]
+    return [hint(episode.last.completion, row.columns["number"]) for row, episode in zip(rows, episodes, strict=True)]
 
 
 def found(prompts, completions, *, number, **columns):
@@ -58,7 +58,7 @@ class GuessTheNumber(Task):
             make_prompt_set(rows, rows, rows),
             source=f"numbers from 1 to {self.largest}",
             rewards=TaskRewards({"found": found}),
-            environment=TurnEnvironment(respond),
+            environment=TurnEnvironment(step),
             vocabulary=Vocabulary(lambda: ["guess", "to", "higher", "lower", *map(str, range(1, self.largest + 1))]),
             pairs=lambda: [self.lesson(setup.config.sampling.turns, random.Random(n)) for n in range(self.lessons)],
         )

@@ -1,22 +1,17 @@
-"""Make configs of nested plain values, with every mistake in a line of its own, and the values of configs."""
+"""Make configs of nested plain values, and write the values of configs."""
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from grpo_jax.config.fields import KEY, Section, walk
+from grpo_jax.config.fields import KEY, Section, mistakes, walk
 from grpo_jax.config.files import Fields, Values
-from grpo_jax.config.other_names import hint_for
-from grpo_jax.config.removed import REMOVED
-from grpo_jax.errors import FieldError, UserError, short_name, short_repr
+from grpo_jax.errors import UserError
 
 AnySection = TypeVar("AnySection", bound=Section)
-_LIST_WIDTH = 155  # characters of an error line
 
 
 def merged(below: Any, above: Any) -> Any:
@@ -38,85 +33,6 @@ def build(kind: type[AnySection], values: Values) -> AnySection:
         return kind.model_validate(values)
     except ValidationError as error:
         raise UserError(*mistakes(kind, values, error)) from None
-
-
-def mistakes(kind: type[Section], values: Values, error: ValidationError) -> list[str]:
-    """Return a line for each mistake: the field, the expected value, the value."""
-    names = [field.path for field in walk(kind, values)]
-    lines: dict[str, str] = {}
-    for mistake in error.errors(include_url=False):
-        path = _place(mistake["loc"], values)
-        lines.setdefault(path, _line(path, mistake, names))  # of a union's members the first
-    meant = {line.rpartition("did you mean ")[2].removesuffix("?") for line in lines.values()}
-    return [line for path, line in lines.items() if not (path in meant and line.endswith(_NO_VALUE))]
-
-
-_WORDS = {
-    **{"greater than or equal to": "a number >=", "less than or equal to": "a number <="},
-    **{"greater than": "a number >", "less than": "a number <", "valid dictionary": "mapping"},
-    **{"valid integer": "whole number", "valid ": "", "a boolean": "true or false"},
-}
-"""Pydantic's words, and ours."""
-_NO_VALUE = ": expected a value, it has no default"
-
-
-def _place(location: Sequence[str | int], values: Any) -> str:
-    """Return a location as one name, without the members of unions that pydantic puts into it."""
-    name = ""
-    for part in location:
-        if isinstance(part, int):
-            name, values = f"{name}[{part}]", values[part]
-        elif isinstance(values, Mapping) and (part in values or part == location[-1]):
-            name, values = f"{name}.{part}".lstrip("."), values.get(part)
-    return name
-
-
-def _line(path: str, mistake: Mapping[str, Any], names: Sequence[str]) -> str:
-    raised = mistake.get("ctx", {}).get("error")
-    if mistake["type"] == "extra_forbidden":
-        return f"{short_name(path)}: no such field; {hint(path, names)}"
-    if mistake["type"] == "missing":
-        return f"{path}{_NO_VALUE}"
-    if raised is not None:
-        return f"{path}.{raised}".lstrip(".") if isinstance(raised, FieldError) else f"{path}: {raised}"
-    expected = re.split(", unable|, got| or instance", mistake["msg"].replace("Input should be ", ""))[0]
-    for theirs, ours in _WORDS.items():
-        expected = expected.replace(theirs, ours)
-    near = difflib.get_close_matches(str(mistake["input"]), re.findall("'([^']*)'", expected), n=1)
-    meant = f" (did you mean {near[0]}?)" if near and mistake["type"] == "literal_error" else ""
-    return f"{path}: expected {expected}{meant}, got {short_repr(mistake['input'])}"
-
-
-def hint(path: str, names: Iterable[str]) -> str:
-    """Return the text after "no such field; ": its successor, its name here, or the nearest field."""
-    names = [name.replace("[]", next(iter(re.findall(r"\[\d+]", path)), "[]")) for name in names]
-    section, _, last = path.rpartition(".")
-    removed = REMOVED.get(path) or REMOVED.get(re.sub(r"^judges\.\w+", "judges.NAME", path))
-    if removed:
-        return f"it {removed}"
-    siblings = [name for name in names if name.rpartition(".")[0] == section]
-    same = [name for name in names if name.rpartition(".")[2] == last]
-    if other := hint_for(last, names, same):
-        return other
-    near = difflib.get_close_matches(path, siblings, n=1, cutoff=0.85) or same
-    near = near or difflib.get_close_matches(path, names, n=1, cutoff=0.55)
-    return f"did you mean {near[0]}?" if near else f"there are: {listed(siblings or names)}"
-
-
-def require_known(name: str, known: Iterable[str], where: str) -> None:
-    """Raise FieldError for a name that does not exist, with the nearest one that does."""
-    known = list(known)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
-        meant = f"did you mean {where}.{near[0]}?" if near else f"there are: {listed(known)}"
-        raise FieldError(f"{where}.{name}: no such field; {meant}")
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names with commas, as many as a line has room for."""
-    names = list(names)
-    shown = [name for place, name in enumerate(names) if len(", ".join(names[: place + 1])) <= _LIST_WIDTH]
-    return ", ".join(shown) + (f", … ({len(names)} in all)" if len(shown) < len(names) else "")
 
 
 def to_dict(config: Section) -> Fields:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.config.build import build, listed, merged, to_yaml
-from grpo_jax.config.fields import KEY, Argument, walk
+from grpo_jax.config.build import build, merged, to_yaml
+from grpo_jax.config.fields import KEY, Argument, is_text, listed, walk
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
 from grpo_jax.config.other_names import hint_for
 from grpo_jax.config.removed import REMOVED
@@ -21,6 +22,8 @@ DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
 """Options that may stand without a value: `--resume` is `--resume=true`."""
 _OTHERS = ("--print_config", "--plan", "--version", "--help")
+_JUDGE = re.compile(rf"judges\.\w+(\.{KEY})?")
+"""An option that says the kind of a judge."""
 _SEVERAL = "--rewards"
 """The option that takes several words."""
 
@@ -41,7 +44,8 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     task = [(name, value) for name, value in own if name in ("task", f"task.{KEY}")]
     values = with_defaults(_assigned(values, task))
     kind = find_task(values["task"]).config
-    values = _assigned(values, own, {field.path for field in walk(kind, values) if field.info.annotation is str})
+    judges = _assigned(values, [(name, value) for name, value in own if _JUDGE.fullmatch(name)])
+    values = _assigned(values, own, {field.path for field in walk(kind, judges) if is_text(field.info.annotation)})
     for topic in asked["help"]:
         from grpo_jax.config.help import show_help
 

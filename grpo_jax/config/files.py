@@ -1,9 +1,8 @@
 """Read whole files, and the YAML and JSON in them, within bounds of size and depth.
 
-A path may lead to a device without an end, or to a damaged file. Each takes at most the memory of its bound, and the
-error is one line with the path. YAML and JSON allow what no config or prompt means and later code cannot hold: a key
-twice, texts that are not Unicode, numbers of a thousand digits, nesting without end, and in YAML ten lines that stand
-for a billion entries.
+A path may lead to a device without an end, or to a damaged file. YAML and JSON allow what no config or prompt means: a
+key twice, texts that are not Unicode, numbers of a thousand digits, nesting without end, and in YAML ten lines that
+stand for a billion entries. Each error is one line.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ Fields = dict[str, Any]
 MOST_BYTES = 2**28
 """Limit of a file that is read whole, by default."""
 DEEPEST = 32
-"""Levels of nesting of what users write; it is walked by functions that call themselves."""
+"""Levels of nesting of what users write."""
 LONGEST = 2**20
 """Characters of a YAML text: a config, not data."""
-_DEEPEST_WRITTEN = 100  # levels of JSON that a program wrote
 _MOST_ENTRIES = 100_000  # that a YAML text stands for
 _PART = 2**20  # bytes read at once
-_DIGITS = 400  # of a number: a float's 309 among them
 _JSON_TYPES = {dict: "object", list: "list"}
 
 
@@ -58,12 +55,11 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     """Return a file as text, without a byte order mark; UserError if that fails (`read_bytes`) or it is not UTF-8."""
     try:
         return read_bytes(path, most).decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{short_name(path, 200)}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{short_name(path, 200)}: not UTF-8 text; save it as UTF-8") from error
-    except ValueError as error:
-        raise UserError(f"{short_name(path, 200)}: cannot be read ({error})") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{short_name(path, 200)}: cannot be read ({reason})") from error
 
 
 def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
@@ -72,34 +68,46 @@ def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ign
     try:
         return parse_json(text, kind)
     except ValueError as error:
-        raise UserError(
-            f"{short_name(path, 200)}: cannot be read ({error}); copy it again from where it came, or make it anew"
-        ) from error
+        again = "copy it again from where it came, or make it anew"
+        raise UserError(f"{short_name(path, 200)}: cannot be read ({error}); {again}") from error
 
 
 def parse_json(text: str | bytes, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
     """Return the value of a JSON text that a program wrote, like `json.loads`; errors are one-line ValueErrors."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise _too_deep(_DEEPEST_WRITTEN) from None
-    except ValueError as error:
-        raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from error
-    _require_depth(value, _DEEPEST_WRITTEN)
+    value = _parsed(text)
     if not isinstance(value, kind):
         raise ValueError(f"expected a JSON {_JSON_TYPES.get(kind, kind.__name__)}, got {short_repr(value)}")
     return value
 
 
-def _require_depth(value: object, most: int, depth: int = 0) -> None:
-    if depth > most:
-        raise _too_deep(most)
-    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _require_depth(entry, most, depth + 1)
+def read_json(text: str, *, whole: int | None = 2**63) -> Any:
+    """Return the value of a JSON text that a user wrote: `checked` data; else a ValueError of one line."""
+    return checked(_parsed(text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite), whole=whole)
 
 
-def _too_deep(most: int) -> ValueError:
-    return ValueError(f"nested deeper than {most} levels")
+def _parsed(text: str | bytes, **how: Any) -> Any:
+    try:
+        return json.loads(text, **how)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from error
+
+
+def _object(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"{short_repr(key)} stands twice in one object")
+        values[key] = value
+    return values
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{short_repr(digits)} is no finite number")
+    return value
 
 
 def read_yaml(text: str) -> Any:
@@ -110,15 +118,12 @@ def read_yaml(text: str) -> Any:
         raise ValueError(f"expected a config, got {len(text):,} characters")
     try:
         value = _yaml_loader()(text).get_single_data()
-        entries = _entries(value, {})
     except RecursionError:
-        raise _too_deep(DEEPEST) from None
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
     except Exception as error:  # YAML's own constructors fail in many ways at numbers and dates that are none
         reason = str(error).partition(";")[0] if not isinstance(error, yaml.YAMLError) else str(error)
         raise ValueError(f"not valid YAML: {' '.join(reason.split())[:160]}") from error
-    if entries > _MOST_ENTRIES:
-        raise ValueError(f"it stands for more than {_MOST_ENTRIES:,} entries")
-    return checked(value)
+    return checked(value, most=_MOST_ENTRIES)
 
 
 @functools.cache
@@ -139,80 +144,32 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
     return UniqueKeyLoader
 
 
-def _entries(value: object, sizes: dict[int, int]) -> int:
-    """Return how many entries a value stands for, references written out."""
-    if isinstance(value, dict | list) and id(value) not in sizes:
-        children = value.values() if isinstance(value, dict) else value
-        sizes[id(value)] = 1 + sum(_entries(child, sizes) for child in children)
-    return sizes.get(id(value), 1)
-
-
-def read_json(text: str, *, whole: int | None = 2**63) -> Any:
-    """Return the value of a JSON text: plain data that can be written again; else a ValueError of one line."""
-    if text.startswith("\ufeff"):
-        raise ValueError("not JSON (Unexpected UTF-8 BOM)")
-    try:
-        return checked(_decoder().decode(text), whole=whole)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from error
-    except RecursionError:
-        raise _too_deep(DEEPEST) from None
-
-
-@functools.cache
-def _decoder() -> json.JSONDecoder:
-    return json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole, parse_float=_finite, parse_constant=_constant)
-
-
-def _object(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    values: dict[str, object] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"{short_repr(key)} stands twice in one object")
-        values[key] = value
-    return values
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > _DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{short_repr(digits)} is too large a number")
-    return value
-
-
-def _constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def checked(value: Any, *, whole: int | None = 2**63, depth: int = 0) -> Any:
-    """Return plain data if all in it can be written again, at `depth` levels inside other data.
+def checked(value: Any, *, whole: int | None = 2**63, most: float = math.inf) -> Any:
+    """Return plain data if all in it can be written again.
 
     Raises:
         ValueError: A text is not Unicode or holds NUL, a number is too large (`whole` bounds the size of integers,
-            None does not), or it is nested too deeply.
+            None does not), it is nested too deeply, or it stands for more than `most` entries.
     """
-    if depth > DEEPEST:
-        raise _too_deep(DEEPEST)
-    if isinstance(value, str):
-        require_text(value)
-    elif isinstance(value, int) and whole is not None and not -whole <= value < whole:
-        raise ValueError(f"{short_repr(value)} is a whole number beyond 64 bits")
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            checked(key, whole=whole, depth=depth + 1)
-            checked(entry, whole=whole, depth=depth + 1)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            checked(entry, whole=whole, depth=depth + 1)
-    elif not isinstance(value, int | float | None):
-        raise ValueError(f"{short_repr(value)} is read as a {type(value).__name__}: put it in quotes for text")
-    return value
+    pending: list[tuple[Any, int]] = [(value, 0)]
+    for count in itertools.count(1):
+        if not pending:
+            return value
+        entry, depth = pending.pop()
+        if depth > DEEPEST:
+            raise ValueError(f"nested deeper than {DEEPEST} levels")
+        if count > most:
+            raise ValueError(f"it stands for more than {most:,} entries")
+        if isinstance(entry, str):
+            require_text(entry)
+        elif isinstance(entry, int) and whole is not None and not -whole <= entry < whole:
+            raise ValueError(f"{short_repr(entry)} is a whole number beyond 64 bits")
+        elif isinstance(entry, Mapping):
+            pending += [(one, depth + 1) for pair in entry.items() for one in pair]
+        elif isinstance(entry, list | tuple):
+            pending += [(one, depth + 1) for one in entry]
+        elif not isinstance(entry, int | float | None):
+            raise ValueError(f"{short_repr(entry)} is read as a {type(entry).__name__}: put it in quotes for text")
 
 
 def require_text(text: str) -> None:
@@ -222,6 +179,4 @@ def require_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(
-            f"{short_repr(text)} holds half a character (a lone surrogate): it is not Unicode text"
-        ) from None
+        raise ValueError(f"{short_repr(text)} holds half a character: it is not Unicode text") from None

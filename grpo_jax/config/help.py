@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import itertools
 import re
-import shutil
 import textwrap
 from collections.abc import Sequence
 from types import NoneType
@@ -15,14 +10,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from grpo_jax.config.build import hint
-from grpo_jax.config.fields import KEY, Argument, ConfigField, Section, walk
+from grpo_jax.config.fields import KEY, Argument, ConfigField, Section, hint, walk
 from grpo_jax.config.files import Values
 from grpo_jax.config.other_names import ALL_NAMES, fields_of
 from grpo_jax.errors import UserError
 
 yaml.SafeDumper.add_representer(Argument, lambda dumper, text: dumper.represent_str(str(text)))
-_WIDTH = 100  # characters, where the terminal has as many
+_WIDTH = 100  # characters
 _NAMES, _VALUES = 28, 18  # characters of the first screen's columns
 _MOST_USED = (
     *("task", "run_dir", "policy.path", "policy.lora.rank", "policy.compute_dtype", "data.prompts", "rewards"),
@@ -30,41 +24,33 @@ _MOST_USED = (
     *("algorithm.kl_coef", "optimizer.learning_rate", "training.prompts_per_batch", "training.max_steps"),
 )
 _WORDS = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false", NoneType: "null", list: "LIST", dict: "{…}"}
-_TEXT = """--task text --policy.path FOLDER --data.prompts questions.jsonl \\
-      --rewards rewards.py:correct"""
 SCREENS = {
-    "train": f"""\
+    "train": """\
 usage: grpo train [--config FILE] [--task NAME] [--run_dir DIR] [--section.field VALUE …]
 
-Trains a policy with group-relative policy optimisation. Without --config and --task it trains the
-miniature: a small real policy, Stable-Diffusion-3 pipeline and CLIP that ship with the package.
+Trains a policy; without --config and --task the miniature, which takes minutes on a CPU.
 
-  grpo train                                                the miniature, minutes on a CPU
-  grpo train --config my.yaml --run_dir runs/mine --seed 1  a config of your own, or a shipped one
-  grpo train {_TEXT}
+  grpo train --config my.yaml --run_dir runs/mine --seed 1
+  grpo train --task text --policy.path FOLDER --data.prompts questions.jsonl \\
+      --rewards rewards.py:correct
 """,
     "resume": """\
 usage: grpo resume DIR [--section.field VALUE …]
 
 Continues a run from its last checkpoint, to the same numbers as one that never stopped. Fields for
-memory, devices and the length of the run may change; one that changes what is learned is refused.
+memory, devices and the length of the run may change.
 
-  grpo resume runs/mine
-  grpo resume runs/mine --training.max_steps 200   make it longer
-  grpo train --resume --run_dir runs/mine          the same in other words
+  grpo resume runs/mine --training.max_steps 200
 """,
-    "plan": f"""\
+    "plan": """\
 usage: grpo plan [--device_memory_gib GIB,GIB,… | --target DEVICE] [options of grpo train …]
 
-Says what each device would hold and whether the run fits, and what would make it fit; it reads no
-weights and trains nothing. --device_memory_gib plans for devices that are not here; --target asks
-their own compiler (h100, h200, b200, a100, a6000, rtx6000pro, v5e, v6e, v5p; h100:8, h100:2x8), and
---plan_json FILE writes what it says of each program. Exit code: 0 fits, 1 does not.
+Says what each device would hold, whether the run fits, and what would make it fit; trains nothing.
+--target compiles for a device that is not here: h100, h200, b200, a100, a6000, rtx6000pro, v5e,
+v6e, v5p; h100:8, h100:2x8. Exit code: 0 fits, 1 does not.
 
-  grpo plan --config my.yaml                             on the devices of this machine
-  grpo plan --config my.yaml --device_memory_gib 80,80   on two cards of 80 GiB
-  grpo plan --config my.yaml --target h100               compiled for an H100
-  grpo plan {_TEXT}
+  grpo plan --config my.yaml --device_memory_gib 80,80
+  grpo plan --config my.yaml --target h100
 """,
 }
 """The beginning of each command's first screen."""
@@ -121,7 +107,7 @@ def _section(home: str, about: str, fields: Sequence[ConfigField]) -> str:
 
 def _row(name: str, value: str, text: str) -> str:
     start = f"  {name:<{_NAMES}} " + (f"{value:<{_VALUES}} " if value else "")
-    return start + textwrap.shorten(text, _wide() - len(start), placeholder=" …")
+    return start + textwrap.shorten(text, _WIDTH - len(start), placeholder=" …")
 
 
 def _option(field: ConfigField) -> str:
@@ -132,19 +118,7 @@ def _option(field: ConfigField) -> str:
 
 
 def _help(field: ConfigField) -> str:
-    return help_lines(field.about).get(field.name, "")
-
-
-@functools.cache
-def help_lines(kind: type) -> dict[str, str]:
-    """Return the text below each field of a section, which is its help."""
-    lines: dict[str, str] = {}
-    for section in reversed([one for one in kind.__mro__ if issubclass(one, Section) and one is not Section]):
-        (body,) = (node.body for node in ast.parse(textwrap.dedent(inspect.getsource(section))).body)
-        for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                lines[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
-    return lines
+    return " ".join((field.info.description or "").split())
 
 
 def _spelled(field: ConfigField, most: int | None = None) -> str:
@@ -167,12 +141,8 @@ def spelled(value: object, most: int | None = None) -> str:
     return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _wide() -> int:
-    return max(40, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns))
-
-
 def _filled(text: str, indent: int = 0) -> str:
-    lines = textwrap.wrap(text, _wide(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+    lines = textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines)
 
 

@@ -1,22 +1,31 @@
-"""Import the modules and objects that a config names: package.module, or file.py relative to the working directory."""
+"""Import the modules and objects that a config names, and name those that it is given in Python.
+
+A name is package.module:object, or file.py:object relative to the working directory.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_jax.config.files import Values
 from grpo_jax.errors import Stopped, UserError, extras_named, one_line
 
 FILE = "grpo_jax_file_"
 """Prefix of the names of modules that are files."""
+IN_PYTHON = "<given>"
+"""Stands in a config for data given to `run` in Python: as data.prompts, and as the place of a function."""
+GIVEN_TOOLS: dict[str, Callable[..., Any]] = {}
+"""Tools of this process that nothing can import, by their name in a config."""
 
 
 def load_object(path: str, what: str) -> Any:
-    """Return the object of "package.module:name" or "file.py:name"; UserError if importing it fails."""
+    """Return the function or class of "package.module:name" or "file.py:name"; UserError if there is none."""
     place, colon, name = path.rpartition(":")
     if not colon or not place or not name:
         raise UserError(f"{what} {path!r}: write package.module:name or file.py:name")
@@ -25,10 +34,11 @@ def load_object(path: str, what: str) -> Any:
     except UserError as error:
         raise UserError(f"{what} {path!r}: {error}") from error
     value = getattr(module, name, None)
-    if value is None:
+    if not callable(value):
         own = [key for key, one in vars(module).items() if callable(one) and key[0] != "_"]
         own = [key for key in own if getattr(getattr(module, key), "__module__", None) == module.__name__]
-        raise UserError(f"{what} {path!r}: {place} has no {name} (it has: {', '.join(own) or 'nothing to call'})")
+        wrong = f"{place} has no {name}" if value is None else f"it is a {type(value).__name__}, not a function"
+        raise UserError(f"{what} {path!r}: {wrong} (it has: {', '.join(own) or 'nothing to call'})")
     return value
 
 
@@ -77,3 +87,38 @@ def own_package(package: str, module: str = "") -> Any:
         place = getattr(imported, "__file__", package)
         raise UserError(f"{place} is another package called `{package}`; uninstall it or put grpo_jax before it")
     return importlib.import_module(f"{package}.{module}") if module else imported
+
+
+def import_path(function: Callable[..., Any], label: str) -> str:
+    """Return the path that finds a function or class again from any folder, else "<given>:label".
+
+    It is "file.py:function" for a module that is one file of the user's, "package.module:function" otherwise.
+    A function of a script that was run, a lambda, a method or an object has no such path.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    home = sys.modules.get(module or "")
+    file = Path(getattr(home, "__file__", None) or "")
+    stem = file.parent.name if file.name == "__init__.py" else file.stem
+    importable = module != "__main__" and name and getattr(home, name, None) is function
+    # A file that was loaded under another name, as a config's file.py is, is not found by that name.
+    if module is None or not importable or stem != module.rpartition(".")[2]:
+        return f"{IN_PYTHON}:{label}"
+    installed = {"site-packages", "dist-packages"} & {*file.parts}
+    return f"{module}:{name}" if "." in module or installed else f"{file.resolve()}:{name}"
+
+
+def with_named_tools(values: Values) -> Values:
+    """Return the values of a config with names in place of the functions and classes in data.tools."""
+    data = values.get("data")
+    tools = data.get("tools") if isinstance(data, dict) else None
+    tools = [tools] if callable(tools) else tools
+    if not isinstance(tools, list | tuple):
+        return values
+    return {**values, "data": {**data, "tools": [_named(tool) if callable(tool) else tool for tool in tools]}}
+
+
+def _named(tool: Callable[..., Any]) -> str:
+    name = import_path(tool, getattr(tool, "__name__", type(tool).__name__))
+    if name.startswith(IN_PYTHON):
+        GIVEN_TOOLS[name] = tool
+    return name

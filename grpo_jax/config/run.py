@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from grpo_jax.config.build import build, merged, require_known
-from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, resume_mutable
+from grpo_jax.config.build import build, merged
+from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, require_known, resume_mutable
 from grpo_jax.config.files import Fields, Values
-from grpo_jax.config.given import with_named_tools
 from grpo_jax.config.judge import Judge, default_device
+from grpo_jax.config.named import with_named_tools
 from grpo_jax.config.sections import (
     AlgorithmSection,
     DataSection,
@@ -55,9 +55,7 @@ class Config(Section):
     debug: bool = resume_mutable(False)
     """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
-    """Metric writers beside metrics.jsonl (docs/ending.md)."""
-    project: str = resume_mutable("grpo_jax")
-    """What the run belongs to: project on Weights & Biases."""
+    """Metric writers beside metrics.jsonl (docs/runs.md)."""
     push_to_hub: str = resume_mutable("")
     """Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty for none
     (docs/publishing.md)."""
@@ -153,9 +151,6 @@ class Config(Section):
         require(tools, "data.tools", "JSON schemas with this task, which calls no functions", self.data.tool_names)
         chat = section.turns == 1 or self.data.form != "append"
         require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", section.turns)
-        for reward in self.rewards if section.turns > 1 else ():
-            alone = "false with sampling.turns above 1: episodes that end are judged without the others"
-            require(not reward.group, f"rewards.{reward.called}.group", alone, True)
 
     def _check_training(self) -> None:
         policy, training = self.policy, self.training

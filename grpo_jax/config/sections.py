@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
@@ -28,7 +29,7 @@ from grpo_jax.config.fields import (
 
 MOST_TURNS = 64
 _TEMPLATE_ARGUMENTS = (
-    *("tools", "enable_thinking", "conversation", "messages", "chat_template", "tokenize", "add_generation_prompt"),
+    *("tools", "conversation", "messages", "chat_template", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "today"),
 )
@@ -83,8 +84,6 @@ def lora_fields(value: Any) -> Any:
 class NewPolicySection(Section):
     """A small policy with random weights, made from the words of a task (policy.path "new")."""
 
-    architecture: Literal["llama", "gpt2"] = "llama"
-    """"llama", or "gpt2": learned positions, of which there are `window`."""
     width: Annotated[int, Ge(1), Le(2**16)] = 96
     """Of the hidden states."""
     layers: Annotated[int, Ge(1), Le(1024)] = 2
@@ -93,8 +92,6 @@ class NewPolicySection(Section):
     """Attention heads; they divide the width into even parts."""
     mlp: Annotated[int, Ge(0), Le(2**17)] = 0
     """Width inside the MLPs; 0 for twice the width."""
-    vocabulary: Annotated[int, Ge(0), Le(LENGTH)] = 0
-    """The task's most frequent words that become tokens; 0 for all of them."""
     window: Annotated[int, Ge(1), Le(WIDTH)] = 256
     """Longest text in tokens."""
 
@@ -132,7 +129,7 @@ class PolicySection(Section):
     products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in PyTorch follow it: full
     float32 with "highest", TF32 otherwise."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
-    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/targets.md); "eager" never
+    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/planning.md); "eager" never
     does."""
     frozen_dtype: Dtype = "float32"
     """Type of weights that are not trained (with LoRA); trained weights are float32."""
@@ -179,14 +176,11 @@ class DataSection(Section):
     system_prompt: str = ""
     """System message before each prompt; a conversation that begins with one keeps its own. Empty: the chat template's
     default."""
-    enable_thinking: bool = False
-    """Let a policy think first whose chat template can switch that off."""
     tools: list[dict[str, Any] | str] | str = []
-    """Tools that the chat template offers the policy: a list of functions by import path, file.py:function, which are
-    called (task: text), and of JSON schemas; or the name of the column that has each row's schemas, as a list or as
-    JSON text."""
+    """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
+    (task: text), and JSON schemas."""
     chat_template_options: dict[str, Any] = {}
-    """Further variables of the chat template, by name."""
+    """Variables of the chat template, by name, such as enable_thinking, which is false unless it stands here."""
     template_date: str = ""
     """Date (YYYY-MM-DD) that a chat template writes which asks for today's; empty: that of the run's first start."""
     max_prompt_tokens: Length = 256
@@ -205,8 +199,12 @@ class DataSection(Section):
             value = getattr(self, name)
             chat = self.form != "append" or not value
             require(chat, f"{name}", "nothing with form 'append', which has no chat", value)
+        asks = not self.instruction or "{prompt}" in self.instruction
+        require(asks, "instruction", "a text with {prompt}, the place of the user's prompt", self.instruction)
+        dated = re.fullmatch(r"(\d{4}-\d\d-\d\d)?", self.template_date)
+        require(bool(dated), "template_date", "YYYY-MM-DD", self.template_date)
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
-        expected = "what the template itself knows (data.tools and data.enable_thinking apart)"
+        expected = "what the template itself knows (data.tools apart)"
         require(not reserved, "chat_template_options", expected, reserved)
 
     @property
@@ -214,18 +212,13 @@ class DataSection(Section):
         """Options of the chat template, the same for all rows, without tools by name."""
         schemas = [] if isinstance(self.tools, str) else [tool for tool in self.tools if not isinstance(tool, str)]
         tools = {"tools": schemas} if schemas else {}
-        return {"enable_thinking": self.enable_thinking, **self.chat_template_options, **tools}
-
-    @property
-    def tool_column(self) -> str:
-        """The column that has each row's tools; "" for none."""
-        return self.tools if isinstance(self.tools, str) and ":" not in self.tools else ""
+        return {"enable_thinking": False, **self.chat_template_options, **tools}
 
     @property
     def tool_names(self) -> tuple[str, ...]:
         """Import paths of tools that can be called."""
         tools = [self.tools] if isinstance(self.tools, str) else self.tools
-        return tuple(tool for tool in tools if isinstance(tool, str) and tool != self.tool_column)
+        return tuple(tool for tool in tools if isinstance(tool, str))
 
 
 class SamplingSection(Section):
@@ -277,8 +270,6 @@ class AlgorithmSection(Section):
     value head for the sum (ppo)."""
     scale: Literal["group", "batch", "none"] | None = None
     """What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the preset's."""
-    whiten: Literal["sequence", "token", "none"] = "sequence"
-    """What GDPO whitens over the batch: "sequence", "token" or "none"."""
     clip_low: Annotated[Positive, Le(1)] | None = None
     """Lower clip bound; null takes the preset's."""
     clip_high: Positive | None = None
@@ -438,10 +429,6 @@ class RewardSection(Section):
     messages: bool = False
     """Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an import path
     alone."""
-    group: bool = False
-    """Call it once for each prompt, with all completions of its group and what was drawn of them, to compare them with
-    each other; of an import path alone, and not with sampling.turns. Greedy completions of held-out prompts are groups
-    of one."""
     label: str = ""
     """What metrics and condition_on call it, for several of one function; empty for its name, of an import path the
     function alone."""
@@ -476,30 +463,15 @@ class EvaluationSection(Section):
     best_by: str = "score"
     """What the best checkpoint has most of in validation: "score", which is maximised, or the name of a reward or of a
     watched measure. One whose watched measures fell below the start's is never the best."""
-    gallery: Count = resume_mutable(12)
-    """Prompts shown in the before/after gallery."""
-    sampled: bool = True
-    """Measure sampled completions beside the greedy ones."""
-    samples: Length = 1
-    """Sampled completions of each test prompt (k); above 1 their mean@k and pass@k are reported, with 95 %
-    intervals."""
+    samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
+    """Sampled completions of each test prompt beside the greedy one (k); 0 for none. Above 1 their mean@k and pass@k
+    are reported, with 95 % intervals."""
     temperature: Positive | None = None
     """Of the sampled completions; null for that of training."""
-    top_k: Count | None = None
-    """Likewise; null for that of training."""
-    top_p: Annotated[Positive, Le(1)] | None = None
-    """Likewise; null for that of training."""
     pass_threshold: float = 1.0
     """What a reward or watched measure must reach for a completion to pass."""
     by: str = ""
     """A column of the prompts; what is watched is measured for each of its values too, as MEASURE/VALUE."""
-
-    def __post_init__(self) -> None:
-        drawn = self.samples == 1 or self.sampled
-        require(drawn, "samples", "1 with evaluation.sampled false", self.samples)
-        for name in ("temperature", "top_k", "top_p"):
-            value = getattr(self, name)
-            require(value is None or self.sampled, f"{name}", "null with evaluation.sampled false", value)
 
 
 class SFTSection(Section):

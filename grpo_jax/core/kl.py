@@ -33,7 +33,7 @@ class KLPenalty:
     def __post_init__(self) -> None:
         if self.corrected and self.straight_through:
             raise ValueError(
-                "corrected and straight_through must not both be True: each mends the gradient by itself, "
+                "corrected and straight_through must not both be True: each fixes the gradient by itself, "
                 "together they count it twice"
             )
 

@@ -1,4 +1,4 @@
-"""A small untrained policy for worlds of few words: a Llama or GPT-2 folder in which every word is one token."""
+"""A small untrained policy for worlds of few words: a Llama folder in which every word is one token."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def write_policy(
 
     Args:
         words: The vocabulary; repeated words count once.
-        section: Architecture and sizes.
+        section: Sizes.
         plain_words: Read text in lower case and without punctuation (`NOT_A_WORD`), as words are compared by TF-IDF.
-        vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones. A Llama's first
+        vectors: Words whose embeddings begin with these, f32 [width] each, in place of random ones. The first
             layer then begins by adding a mean of what it reads, newer words weighing more (`_recent_mean`), so that
             near vectors rank high; that takes the vectors' last coordinate.
     """
@@ -51,17 +51,16 @@ def write_policy(
     vocabulary = [PAD, END, UNKNOWN, NEXT, *words]
     width, layers, window = section.width, section.layers, section.window
     _write_tokenizer(folder, vocabulary, window, plain_words)
-    describe, draw = _ARCHITECTURES[section.architecture]
-    shape = describe(width, layers, section.heads, window, section.mlp or 2 * width)
+    shape = _llama_config(width, layers, section.heads, window, section.mlp or 2 * width)
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     config = {**shape, "vocab_size": len(vocabulary), "tie_word_embeddings": True, "torch_dtype": "float32", **ids}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-    tensors = draw(_drawer(seed), len(vocabulary), width, layers, window, section.mlp or 2 * width)
+    tensors = _llama_tensors(_drawer(seed), len(vocabulary), width, layers, section.mlp or 2 * width)
     rows = {word: row for row, word in enumerate(vocabulary)}
     for word, vector in (vectors or {}).items():
-        tensors[_EMBEDDINGS[section.architecture]][rows[word]] = vector
-    if vectors and section.architecture == "llama":
+        tensors["model.embed_tokens.weight"][rows[word]] = vector
+    if vectors:
         tensors |= _recent_mean(tensors["model.embed_tokens.weight"], [rows[word] for word in vectors], section.heads)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -80,21 +79,6 @@ def _llama_config(width: int, layers: int, heads: int, window: int, inside: int)
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": window,
-    }
-
-
-def _gpt2_config(width: int, layers: int, heads: int, window: int, inside: int) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": width,
-        "n_inner": inside,
-        "n_layer": layers,
-        "n_head": heads,
-        "n_positions": window,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        **{name: 0.0 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")},
     }
 
 
@@ -130,7 +114,7 @@ def _drawer(seed: int) -> Callable[..., np.ndarray]:
 
 
 def _llama_tensors(
-    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, window: int, inside: int
+    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, inside: int
 ) -> dict[str, np.ndarray]:
     ones = np.ones(width, np.float32)
     tensors = {"model.embed_tokens.weight": normal(vocabulary, width), "model.norm.weight": ones}
@@ -170,27 +154,3 @@ def _recent_mean(embeddings: np.ndarray, words: Sequence[int], heads: int) -> di
         f"{name}.o_proj.weight": np.eye(width, dtype=np.float32) / np.sqrt(np.float32(width)),
         "model.norm.weight": passed.diagonal().copy(),
     }
-
-
-def _gpt2_tensors(
-    normal: Callable[..., np.ndarray], vocabulary: int, width: int, layers: int, window: int, inside: int
-) -> dict[str, np.ndarray]:
-    def norm(name: str) -> dict[str, np.ndarray]:
-        return {f"{name}.weight": np.ones(width, np.float32), f"{name}.bias": np.zeros(width, np.float32)}
-
-    tensors = {"transformer.wte.weight": normal(vocabulary, width), "transformer.wpe.weight": normal(window, width)}
-    tensors |= norm("transformer.ln_f")
-    products = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
-    products |= {"mlp.c_fc": (width, inside), "mlp.c_proj": (inside, width)}
-    for layer in range(layers):
-        name = f"transformer.h.{layer}"
-        tensors |= norm(f"{name}.ln_1") | norm(f"{name}.ln_2")
-        for part, (read, written) in products.items():
-            tensors[f"{name}.{part}.weight"] = normal(read, written)
-            tensors[f"{name}.{part}.bias"] = np.zeros(written, np.float32)
-    return tensors
-
-
-_ARCHITECTURES = {"llama": (_llama_config, _llama_tensors), "gpt2": (_gpt2_config, _gpt2_tensors)}
-
-_EMBEDDINGS = {"llama": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}

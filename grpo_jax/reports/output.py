@@ -16,7 +16,7 @@ from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.page import RunEnd, write_end
 from grpo_jax.reports.report import write_final_report
 from grpo_jax.reports.writers import JsonLines, MetricWriter, open_writers, require_writers
-from grpo_jax.rollout.episodes import AnswerError
+from grpo_jax.rollout.env import EnvError
 from grpo_jax.rollout.rewards import RewardError
 from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.tasks.task import Finished
@@ -192,7 +192,7 @@ class NoOutput:
 
 def _raised_by_a_reward(error: BaseException | None) -> BaseException | None:
     """Return what a user's reward or environment raised, if that is the cause."""
-    while error is not None and not isinstance(error, RewardError | AnswerError):
+    while error is not None and not isinstance(error, RewardError | EnvError):
         error = error.__cause__
     return None if error is None else error.__cause__
 

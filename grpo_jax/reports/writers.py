@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,8 +103,11 @@ class WeightsAndBiases(MetricWriter):
         self._wandb = wandb
         id_file = run.path / "wandb_id"
         identity = read_text(id_file).strip() if id_file.exists() else f"{time.time_ns():x}"
-        project = config.get("project") or "grpo_jax"
-        options: dict[str, Any] = {"project": project, "name": run.path.name, "dir": str(run.path)}
+        options: dict[str, Any] = {
+            "project": os.environ.get("WANDB_PROJECT", "grpo_jax"),
+            "name": run.path.name,
+            "dir": str(run.path),
+        }
         try:
             self._run = wandb.init(**options, id=identity, resume="allow", config=dict(config))
         except Exception as error:

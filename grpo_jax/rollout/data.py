@@ -12,12 +12,12 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from grpo_jax.errors import UserError
-from grpo_jax.rollout.pictures import Source, digest
+from grpo_jax.errors import UserError, short_name
+from grpo_jax.rollout.pictures import File, Source, digest
 
 if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
     from grpo_jax.config.sections import TrainingSection
@@ -32,6 +32,7 @@ RESERVED_COLUMNS = (
 
 PICTURE_MARK = "<image>"
 """In a prompt of plain text, the place of a picture: as often as there are pictures, or never."""
+Result = TypeVar("Result")
 _WORD = 2**32
 # What a seed is for: one number never serves two purposes.
 _ORDER, _NOISE, _EVALUATION_NOISE, _FURTHER, _LIKE = 1, 2, 3, 4, 5
@@ -62,6 +63,19 @@ class Row:
             return self.prompt
         messages = [(message.role, message.parts) for message in self.messages]
         return repr((self.prompt, messages, [digest(source) for source in self.pictures]))
+
+
+def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]:
+    """Return function(source) of each picture of a row; a ValueError becomes a UserError with row and file."""
+    results = []
+    for place, source in enumerate(row.pictures, 1):
+        try:
+            results.append(function(source))
+        except ValueError as error:
+            which = f"picture {place}" if len(row.pictures) > 1 else "picture"
+            name = f" {short_name(source.name)}" if isinstance(source, File) else ""
+            raise UserError(f"row {row.id}, {which}{name}: {error}") from error
+    return results
 
 
 ROW_SIZES = np.dtype([(name, np.int64) for name in ("text_bytes", "pictures", "messages")])
@@ -269,15 +283,14 @@ def further_batch_at(seed: int, iteration: int, draw: int, *, batch_size: int, n
     return drawn[np.arange(draw * batch_size, (draw + 1) * batch_size) % n]
 
 
-def noise_seed(seed: int, iteration: int, prompt_id: int, number: int = 0, *, evaluation: bool = False) -> int:
-    """Return the seed of a noise that pictures of one prompt start from, an integer in [0, 2**63).
+def noise_seed(seed: int, iteration: int, prompt_id: int, *, evaluation: bool = False) -> int:
+    """Return the seed of the noise that pictures of one prompt start from, an integer in [0, 2**63).
 
     All rewrites of a prompt, and the prompt itself, are rendered from it (common random numbers): pictures of a group
-    differ by their words alone. Where a text has several pictures, `number` counts their noises from 0. In evaluation
-    it does not depend on the iteration.
+    differ by their words alone. In evaluation it does not depend on the iteration.
     """
     purpose, visit = (_EVALUATION_NOISE, 0) if evaluation else (_NOISE, iteration)
-    state = _seed_sequence(purpose, seed, visit, prompt_id, number).generate_state(1, np.uint64)
+    state = _seed_sequence(purpose, seed, visit, prompt_id, 0).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))
 
 

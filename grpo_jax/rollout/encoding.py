@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import re
-import unicodedata
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.files import read_json
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, short_repr
 from grpo_jax.models.hf.chat import (
@@ -29,8 +24,8 @@ from grpo_jax.models.hf.chat import (
 from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, read_settings
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
-from grpo_jax.rollout.data import PICTURE_MARK, Row, row_sizes
-from grpo_jax.rollout.pictures import Source, map_pictures, read_rgb, size_of
+from grpo_jax.rollout.data import PICTURE_MARK, Row, map_pictures, row_sizes
+from grpo_jax.rollout.pictures import Source, read_rgb, size_of
 from grpo_jax.rollout.tools import template_options
 from grpo_jax.sampling.sampler import bucket_size
 
@@ -40,14 +35,13 @@ if TYPE_CHECKING:
 
 TokensOf = Callable[[Row, Sequence[int]], list[int]]
 """(row, tokens of each of its pictures) → the prompt's tokens."""
-_LONGEST = 4096
-_TEMPLATE_MARGIN = 8
-_BYTES_PER_TOKEN = 100  # more than texts have, even those of spaces
-_COMPARED = 256
-"""Prompts whose tokens are compared: where a tokenizer or a template loses them, it loses all."""
 PictureInput = Pictures | PictureStates
 """Pictures as the update takes them: their states where the vision tower is frozen, else to be encoded again."""
-_NO_VISION = "the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder, or take them out"
+_LONGEST = 4096
+"""Rows that are encoded beforehand, at most, unless they could be too long."""
+_TEMPLATE_MARGIN = 8
+_COMPARED = 256
+"""Prompts whose tokens are compared: a tokenizer or a template that loses prompts loses all of them."""
 
 
 class Encoded(NamedTuple):
@@ -110,37 +104,30 @@ def make_encode(
 
     def tokens_within_limits(row: Row, grids: Sequence[tuple[int, int]]) -> list[int]:
         if row.pictures and vision is None:
-            raise UserError(_NO_VISION)
+            raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
         lengths = [] if vision is None else [height * width // vision.merged for height, width in grids]
-        size = int(row_sizes([row])["text_bytes"][0])
-        if size > _BYTES_PER_TOKEN * section.max_prompt_tokens:  # before it is encoded, which takes seconds a megabyte
-            raise UserError(
-                f"prompt {short_repr(row.prompt)} has {size:,} bytes, too many for data.max_prompt_tokens "
-                f"({section.max_prompt_tokens}): shorten it or raise the limit"
-            )
         ids = tokens_of(row, lengths)
+        prompt = f"prompt {short_repr(row.prompt)} takes {len(ids)} tokens"
         if len(ids) > section.max_prompt_tokens:
             pictures = f", {sum(lengths)} of them for pictures" if lengths else ""
             smaller = " (or lower data.picture_size)" if lengths else ""
             raise UserError(
-                f"prompt {short_repr(row.prompt)} takes {len(ids)} tokens with its instruction{pictures}; "
-                f"data.max_prompt_tokens is {section.max_prompt_tokens}: shorten it or raise the limit{smaller}"
+                f"{prompt} with its instruction{pictures}; data.max_prompt_tokens is {section.max_prompt_tokens}: "
+                f"shorten it or raise the limit{smaller}"
             )
         positions = len(ids) + completion_tokens
         if vision is not None:  # the tokens of a picture share positions, as many as its longer side has
             positions += sum(max(grid) // vision.merge for grid in grids) - sum(lengths)
         if context_length is not None and positions > context_length:
             raise UserError(
-                f"prompt {short_repr(row.prompt)} takes {len(ids)} tokens, and what is written behind it up to "
-                f"{completion_tokens}: {positions} positions, and the policy has {context_length} "
-                "(max_position_embeddings in its config.json): lower sampling.max_new_tokens or shorten the prompt"
+                f"{prompt}, and what is written behind it up to {completion_tokens}: {positions} positions, and the "
+                f"policy has {context_length} (max_position_embeddings in its config.json): lower "
+                "sampling.max_new_tokens or shorten the prompt"
             )
         return ids
 
-    longest = 1
-    slots = 0
-    patches = 0
-    compared: list[tuple[Row, list[int]]] = []
+    longest, slots, patches = 1, 0, 0
+    compared: dict[str, list[int]] = {}
     for place in _measured(sizes, tokens_of, section):
         row = rows[place]
         grids = []
@@ -148,11 +135,16 @@ def make_encode(
             grids = map_pictures(row, lambda source: processor.settings.grid(*size_of(source)))
         ids = tokens_within_limits(row, grids)
         if len(compared) < _COMPARED:
-            compared.append((row, ids))
-        longest = max(longest, len(ids))
-        slots = max(slots, len(grids))
+            compared[" ".join([row.prompt, *(message.text for message in row.messages)])] = ids
+        longest, slots = max(longest, len(ids)), max(slots, len(grids))
         patches = max([patches, *(height * width for height, width in grids)])
-    _require_prompts_in_tokens(tokenizer, compared)
+    if len(compared) > 1 and len(set(map(tuple, compared.values()))) == 1:  # a policy would learn nothing
+        one, other = map(short_repr, [*compared][:2])
+        raise UserError(
+            f"the tokenizer in {getattr(tokenizer, 'name_or_path', '') or 'the policy folder'}, or its chat template, "
+            f"makes the same {longest} tokens of all prompts, of {one} as of {other}: copy the model's tokenizer files "
+            "(tokenizer.json, chat_template.jinja) again"
+        )
 
     def encode(rows: Sequence[Row]) -> Encoded:
         prepared: list[list[Picture]] = [[] for _ in rows] if processor is None else prepare_rows(rows, processor)
@@ -167,29 +159,10 @@ def make_encode(
     return encode
 
 
-def _require_prompts_in_tokens(tokenizer: PreTrainedTokenizerBase, encoded: Sequence[tuple[Row, list[int]]]) -> None:
-    """Refuse a tokenizer or a chat template that makes the same tokens of all prompts: a policy would learn nothing.
-
-    Prompts that differ in case, spaces or Unicode's forms alone may become the same.
-    """
-    different: dict[str, str] = {}
-    for row, _ in encoded:
-        texts = " ".join([row.prompt, *(message.text for message in row.messages)])
-        different[" ".join(unicodedata.normalize("NFKC", texts).casefold().split())] = row.prompt
-    if len(different) > 1 and len({tuple(ids) for _, ids in encoded}) == 1:
-        one, other = map(short_repr, list(different.values())[:2])
-        raise UserError(
-            f"the tokenizer in {getattr(tokenizer, 'name_or_path', '') or 'the policy folder'}, or its chat template, "
-            f"makes the same {len(encoded[0][1])} tokens of all prompts, of {one} as of {other}: copy the model's "
-            "tokenizer files (tokenizer.json, chat_template.jinja) again"
-        )
-
-
 def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
     """Choose the rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
-    count = len(sizes)
-    if count <= _LONGEST or section.tool_column:  # a column's tools are no part of the text
-        return range(count)
+    if len(sizes) <= _LONGEST:
+        return range(len(sizes))
     try:
         template = len(tokens_of(Row(0, "x"), [])) + _TEMPLATE_MARGIN
     except UserError:  # a template that takes no prompt by itself
@@ -229,52 +202,24 @@ def _make_tokens_of(
     """Make tokens_of(row, tokens of each of its pictures).
 
     The form "append" continues the prompt itself. Otherwise it goes through the tokenizer's chat template, with the
-    answer left open; a tokenizer without one gets the instruction as plain text.
+    answer left open; a tokenizer without one gets the instruction as plain text. UserError for an option that the
+    template would pass over: jinja ignores a name that a template does not use.
     """
-    instruction = "" if section.form == "append" else section.instruction
-    if instruction and "{prompt}" not in instruction:
-        raise UserError("data.instruction must contain {prompt}, the place of the user's prompt")
-    _check_options(tokenizer, section)
-
-    @functools.lru_cache(maxsize=64)
-    def encoder(tools: str) -> Callable[[Sequence[Message], Sequence[int]], list[int]]:
-        return conversation_encoder(
-            tokenizer,
-            chat=_uses_template(tokenizer, section),
-            tokens=None if vision is None else picture_tokens(vision),
-            vocab_size=vocab_size,
-            **template_options(section),
-            **({"tools": json.loads(tools)} if tools else {}),
-        )
-
-    def tokens_of(row: Row, lengths: Sequence[int]) -> list[int]:
-        tools = _tools_of(row, section.tool_column) if section.tool_column else ""
-        return encoder(tools)(messages_of(row, instruction, section.system_prompt), lengths)
-
-    return tokens_of
-
-
-def _uses_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> bool:
-    return section.form != "append" and bool(getattr(tokenizer, "chat_template", None))
-
-
-def _check_options(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> None:
-    """Refuse options that the chat template would pass over: jinja ignores a name that a template does not use."""
+    chat = section.form != "append" and bool(getattr(tokenizer, "chat_template", None))
     options = {f"data.chat_template_options.{name}": name for name in section.chat_template_options}
-    if section.tools:
-        options["data.tools"] = "tools"
+    options |= {"data.tools": "tools"} if section.tools else {}
     for field, name in options.items():
-        if not (_uses_template(tokenizer, section) and knows_option(tokenizer, name)):
+        if not (chat and knows_option(tokenizer, name)):
             raise UserError(f"{field}: the policy has no chat template that knows {name!r}: leave it out")
-
-
-def check_tools(section: DataSection, rows: Sequence[Row]) -> None:
-    """Refuse a name of data.tools that is no column of any row."""
-    column = section.tool_column
-    if column and not any(column in row.columns for row in rows):
-        raise UserError(
-            f"data.tools: expected a list of JSON schemas or a column of the data, got {short_repr(column)}"
-        )
+    encode = conversation_encoder(
+        tokenizer,
+        chat=chat,
+        tokens=None if vision is None else picture_tokens(vision),
+        vocab_size=vocab_size,
+        **template_options(section),
+    )
+    instruction = "" if section.form == "append" else section.instruction
+    return lambda row, lengths: encode(messages_of(row, instruction, section.system_prompt), lengths)
 
 
 def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
@@ -286,9 +231,7 @@ def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Mess
     before = (Message("system", (Fixed(system),)),) if system else ()
     if row.messages:
         if instruction:
-            raise UserError(
-                f"row {row.id}: it is a conversation, which has its own words: leave data.instruction empty"
-            )
+            raise UserError(f"row {row.id} is a conversation, which has its own words: leave data.instruction empty")
         return row.messages if row.messages[0].role == "system" else (*before, *row.messages)
     parts: list[Part] = [PICTURE] * len(row.pictures)
     prompt: list[Part] = [row.prompt]
@@ -302,28 +245,6 @@ def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Mess
         elif piece:
             parts.append(Fixed(piece))
     return (*before, Message("user", tuple(parts)))
-
-
-def _tools_of(row: Row, column: str) -> str:
-    """Return a row's tools, a column of JSON schemas, as JSON text; "" where it has none."""
-    tools = row.columns.get(column)
-    if isinstance(tools, str) and tools:
-        with suppress(ValueError):
-            tools = read_json(tools)
-    if not tools:
-        return ""
-    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UserError(
-            f"row {row.id}, data.tools: column {column!r} must hold a list of JSON schemas, got {short_repr(tools, 40)}"
-        )
-    return json.dumps(_without_none([*tools]))
-
-
-def _without_none(value: object) -> object:
-    """Drop the keys that a table fills in because other rows' objects have them."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def as_chat_messages(row: Row) -> list[dict[str, object]]:

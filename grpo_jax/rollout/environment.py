@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.errors import UserError, failures_as, one_line
-from grpo_jax.models.hf.chat import answer_encoder
+from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, placed
-from grpo_jax.rollout.data import Row, repeat_rows
+from grpo_jax.rollout.data import Row, map_pictures, repeat_rows
 from grpo_jax.rollout.encoding import Encoded, PictureInput, as_chat_messages
-from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Respond, answers_of, checked
-from grpo_jax.rollout.pictures import Source, map_pictures, open_picture
+from grpo_jax.rollout.env import Env, EnvError, Episode, Observation, as_observation, observe
+from grpo_jax.rollout.pictures import Source, open_picture
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.rewards import (
     MESSAGES,
     PICTURES,
     Columns,
     Reward,
-    arguments_of,
     asks,
     collect_rewards,
     reason_of,
@@ -33,9 +31,9 @@ from grpo_jax.rollout.rewards import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpo_jax.rollout.texts import Reading
+    from grpo_jax.rollout.texts import ParsedCompletion
 
-EncodeAnswer = Callable[[Answer, bool, Sequence[np.ndarray]], list[int]]
+EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int]]
 """(answer, whether the text before it ended, rows and columns of each picture) → the tokens up to the next text."""
 
 
@@ -50,20 +48,20 @@ class ReplyTokens(NamedTuple):
     pictures: Pictures | None = None
 
 
-class Answering(NamedTuple):
+class EnvSettings(NamedTuple):
     """Replies of a task of several turns.
 
     Attributes:
         turns: How often the policy writes, at most.
-        respond: The environment.
+        step: The environment.
         stream_tokens: Most tokens of an episode.
         lenient: Whether a completion that cannot be answered goes without rewards; otherwise it ends the run.
         eos_ids: Tokens that end a text as the chat template does; a text that ended otherwise is ended for it.
     """
 
     turns: int
-    respond: Respond
-    encode_answer: EncodeAnswer
+    step: Env
+    encode_observation: EncodeObservation
     stream_tokens: int
     pad_id: int
     lenient: bool = False
@@ -75,7 +73,7 @@ class Environment(NamedTuple):
 
     Attributes:
         encode: Rows → `Encoded`, left-padded to a length that depends on no batch.
-        decode: (token ids of one completion, the user's prompt) → (completion as written, its `Reading`).
+        decode: (token ids of one completion, the user's prompt) → (completion as written, its `ParsedCompletion`).
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
         score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
             tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
@@ -85,17 +83,17 @@ class Environment(NamedTuple):
         gallery: How many of the first held-out rows keep the pictures of their episodes.
         prepare: Pictures in memory, torch float [N, 3, H, W] in [0, 1] or a list of what a row may hold → `Pictures`
             [N, 1, ..], as the policy's processor makes them; None for a policy that sees none.
-        answering: None where the policy writes once.
+        env: None where the policy writes once.
     """
 
     encode: Callable[[Sequence[Row]], Encoded]
-    decode: Callable[[np.ndarray, str], tuple[str, Reading]]
+    decode: Callable[[np.ndarray, str], tuple[str, ParsedCompletion]]
     render: Callable[[Sequence[Row], list[list[str]], int, bool], object] | None
     score: Callable[..., tuple[np.ndarray, np.ndarray]]
     reward_names: tuple[str, ...]
     eval_reward_names: tuple[str, ...]
     prepare: Callable[[Source], Pictures] | None = None
-    answering: Answering | None = None
+    env: EnvSettings | None = None
     encode_images: Callable[[PyTree, Pictures], tuple[PictureStates, PictureInput]] | None = None
     gallery: int = 0
 
@@ -138,8 +136,7 @@ def make_score(
         prompts, columns = repeat_rows(rows, group)
         completions = [*itertools.chain.from_iterable(texts)]
         columns |= _prompt_columns(rows, group, drawn=pictures is not None)
-        first, *further = _drawn_columns(pictures, len(completions))
-        columns |= first
+        columns |= {name: drawn for name in PICTURES if (drawn := getattr(pictures, name, None)) is not None}
         if episodes is None:  # of these some are judged without the others of their group
             columns["place_in_group"] = [*range(group)] * len(rows)
         else:
@@ -158,33 +155,13 @@ def make_score(
         if columns_of is not None:
             columns |= columns_of(completions, columns)
 
-        def collect(functions: Mapping[str, Reward], drawn: Columns = MappingProxyType({})) -> np.ndarray:
+        def collect(functions: Mapping[str, Reward]) -> np.ndarray:
             on_error = "missing" if missing else "raise"
-            return collect_rewards(functions, prompts, completions, {**columns, **drawn}, group, on_error=on_error)
+            return collect_rewards(functions, prompts, completions, columns, group, on_error=on_error)
 
-        return _over_pictures(rewards, collect, further), _over_pictures(watched, collect, further)
+        return collect(rewards), collect(watched)
 
     return score
-
-
-def _drawn_columns(pictures: Any, count: int) -> list[Columns]:
-    """Return the columns of `count` pictures for each noise that they were drawn from; one without any, for none."""
-    drawn = {name: images for name in PICTURES if (images := getattr(pictures, name, None)) is not None}
-    starts = range(0, max(map(len, drawn.values()), default=count), count)
-    return [{name: images[start : start + count] for name, images in drawn.items()} for start in starts]
-
-
-def _over_pictures(
-    functions: Mapping[str, Reward], collect: Callable[..., np.ndarray], further: Sequence[Columns]
-) -> np.ndarray:
-    """Collect rewards f32 [P, G, N]; one that names a picture is the mean of what a text's pictures have."""
-    values = collect(functions)
-    looking = {name: one for name, one in functions.items() if {*PICTURES} & {*arguments_of(one)}}
-    if further and looking:
-        places = [name in looking for name in functions]
-        several = np.stack([values[..., places], *(collect(looking, drawn) for drawn in further)])
-        values[..., places] = np.ma.masked_invalid(several).mean(0, dtype=np.float64).filled(np.nan)
-    return values
 
 
 def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str, list[object]]:
@@ -205,7 +182,7 @@ def _prompt_columns(rows: Sequence[Row], group: int, *, drawn: bool) -> dict[str
     return {name: [value for value in values for _ in range(group)] for name, values in columns.items()}
 
 
-def make_encode_answer(
+def make_encode_observation(
     tokenizer: PreTrainedTokenizerBase,
     *,
     eos_ids: Sequence[int],
@@ -214,33 +191,35 @@ def make_encode_answer(
     vision: VisionConfig | None = None,
     role: str = "user",
     **template_options: object,
-) -> EncodeAnswer:
+) -> EncodeObservation:
     """Make the function from an answer to the tokens between the policy's text and its next one.
 
     An answer, a message of `role`, may take `limit` tokens (`sampling.max_answer_tokens`); the function raises
-    `AnswerError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as for
+    `EnvError` for a longer one, or one without tokens. `template_options` are passed to the chat template, as for
     prompts. UserError if the template does not go on after an answer.
     """
     picture = () if vision is None else (vision.vision_start_token, vision.image_token, vision.vision_end_token)
-    encode = answer_encoder(tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, role=role, **template_options)
+    encode = observation_encoder(
+        tokenizer, eos_ids, vocab_size=vocab_size, picture=picture, role=role, **template_options
+    )
 
-    def encode_answer(answer: Answer, ended: bool, grids: Sequence[np.ndarray] = ()) -> list[int]:
+    def encode_observation(answer: Observation, ended: bool, grids: Sequence[np.ndarray] = ()) -> list[int]:
         pictures = [int(rows) * int(columns) // vision.merged for rows, columns in grids] if vision else []
         try:
             ids = encode(answer.messages or (answer.text,), ended, pictures)
         except UserError as error:
-            raise AnswerError(f"its answer: {error}") from error
+            raise EnvError(f"its answer: {error}") from error
         if len(ids) > limit:
-            raise AnswerError(
+            raise EnvError(
                 f"its answer {one_line(repr(answer.text[:40]), 50)} takes {len(ids)} tokens with the chat template's "
                 f"marks{' and its pictures' if pictures else ''}; sampling.max_answer_tokens is {limit}"
             )
         return ids
 
-    return encode_answer
+    return encode_observation
 
 
-def collect_answers(respond: Respond, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | AnswerError]:
+def collect_observations(step: Env, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | EnvError]:
     """Ask the environment for its answer to each episode, or why it failed to give one.
 
     An environment fails if it raises (SystemExit too) or returns another number of answers, for all episodes; with an
@@ -249,76 +228,76 @@ def collect_answers(respond: Respond, rows: Sequence[Row], episodes: Sequence[Ep
     at_work("the environment")
     try:
         with failures_as(_failure):
-            returned = answers_of(respond, rows, episodes)
-    except AnswerError as error:
+            returned = observe(step, rows, episodes)
+    except EnvError as error:
         return [error] * len(episodes)
-    answers: list[Answer | AnswerError] = []
+    answers: list[Observation | EnvError] = []
     for number, answer in enumerate(returned):
         try:
-            answers.append(_failure(answer) if isinstance(answer, BaseException) else checked(answer))
+            answers.append(_failure(answer) if isinstance(answer, BaseException) else as_observation(answer))
         except ValueError as error:
-            text = one_line(repr(episodes[number].last.text[:40]), 50)
-            answers.append(AnswerError(f"it answered {error} to completion {number} ({text})"))
+            text = one_line(repr(episodes[number].last.completion[:40]), 50)
+            answers.append(EnvError(f"it answered {error} to completion {number} ({text})"))
     return answers
 
 
-def _failure(error: BaseException) -> AnswerError:
+def _failure(error: BaseException) -> EnvError:
     """Describe what an environment raised."""
-    if isinstance(error, AnswerError):
+    if isinstance(error, EnvError):
         return error
-    failure = AnswerError(str(error) if isinstance(error, UserError) else reason_of(error))
+    failure = EnvError(str(error) if isinstance(error, UserError) else reason_of(error))
     failure.__cause__ = error
     return failure
 
 
 def ask_environment(
-    answering: Answering,
+    env: EnvSettings,
     prepare: Callable[[Source], Pictures] | None,
     rows: Sequence[Row],
     episodes: Sequence[Episode],
     ended: Sequence[bool],
     places: Sequence[tuple[int, int]],
     shape: tuple[int, ...],
-) -> tuple[list[Answer | None], ReplyTokens]:
+) -> tuple[list[Observation | None], ReplyTokens]:
     """Ask for answers to some completions of a chunk of `shape` (P, G), and encode them.
 
     `rows`, `episodes`, `ended` (whether the last text came to its end) and `places` (p, g) have one entry for each of
-    these completions, and so have the answers: None where the environment failed and `answering` is lenient,
-    otherwise it raises AnswerError.
+    these completions, and so have the answers: None where the environment failed and `env` is lenient,
+    otherwise it raises EnvError.
     """
-    answers = collect_answers(answering.respond, rows, episodes)
-    shown = [() if isinstance(answer, AnswerError) or answer.done else answer.pictures for answer in answers]
+    answers = collect_observations(env.step, rows, episodes)
+    shown = [() if isinstance(answer, EnvError) or answer.done else answer.pictures for answer in answers]
     pictures = None
     try:
         pictures = prepared(prepare, shown, places, shape)
-    except AnswerError as error:
+    except EnvError as error:
         answers = [error if several else answer for several, answer in zip(shown, answers, strict=True)]
     encoded: list[list[list[int]]] = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
     for number, ((p, g), answer) in enumerate(zip(places, answers, strict=True)):
-        if isinstance(answer, AnswerError) or answer.done:
+        if isinstance(answer, EnvError) or answer.done:
             continue
         grids = [] if pictures is None else [*pictures.grid[p, g][: len(answer.pictures)]]
         try:
-            answers[number], encoded[p][g] = _encoded(answering.encode_answer, answer, ended[number], grids)
-        except AnswerError as error:
+            answers[number], encoded[p][g] = _encoded(env.encode_observation, answer, ended[number], grids)
+        except EnvError as error:
             answers[number] = error
-    failures = [answer for answer in answers if isinstance(answer, AnswerError)]
-    if failures and not answering.lenient:
+    failures = [answer for answer in answers if isinstance(answer, EnvError)]
+    if failures and not env.lenient:
         raise failures[0]
-    given = [None if isinstance(answer, AnswerError) else answer for answer in answers]
-    return given, _padded(encoded, answering.pad_id, pictures)
+    given = [None if isinstance(answer, EnvError) else answer for answer in answers]
+    return given, _padded(encoded, env.pad_id, pictures)
 
 
 def _encoded(
-    encode: EncodeAnswer, answer: Answer, ended: bool, grids: Sequence[np.ndarray]
-) -> tuple[Answer, list[int]]:
+    encode: EncodeObservation, answer: Observation, ended: bool, grids: Sequence[np.ndarray]
+) -> tuple[Observation, list[int]]:
     """Encode an answer, or what it says is read in its place where that fails; return the one that is read."""
     try:
         return answer, encode(answer, ended, grids)
-    except AnswerError:
+    except EnvError:
         if not answer.otherwise:
             raise
-        in_place = Answer(answer.otherwise)
+        in_place = Observation(answer.otherwise)
         return in_place, encode(in_place, ended, [])
 
 
@@ -344,11 +323,11 @@ def prepared(
     if not sources:
         return None
     if prepare is None:
-        raise AnswerError("it answered with a picture, and the policy reads text alone")
+        raise EnvError("it answered with a picture, and the policy reads text alone")
 
-    def describe(error: BaseException) -> AnswerError:
+    def describe(error: BaseException) -> EnvError:
         reason = str(error) if isinstance(error, UserError | ValueError) else reason_of(error)
-        return AnswerError(f"its picture: {one_line(reason, 150)}")
+        return EnvError(f"its picture: {one_line(reason, 150)}")
 
     with failures_as(describe):
         return placed(prepare(_stacked(sources)), owners, shape)

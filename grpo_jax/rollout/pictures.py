@@ -5,34 +5,28 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.errors import UserError, one_line, short_name, short_repr
+from grpo_jax.errors import one_line, short_name, short_repr
 
 if TYPE_CHECKING:
     import pyarrow
     from PIL.Image import Image
 
-    from grpo_jax.rollout.data import Row
-
-MOST_PIXELS = 89_478_485
-"""Pixels of a picture that is read at most, as Pillow has it: files beyond are mistakes, or made to fill memory."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; some of Pillow's others start programs."""
 
 MARGIN = 0.25
 """Tolerance of floats outside [0, 1], where filters overshoot; they are clipped."""
 
-_NAME_CHARACTERS = 80  # of a file's name in an error
 _STORED_PIXELS = 128  # along the longer side of a picture that is kept beside a run's completions
 
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk|SUkq|TU0A)[A-Za-z0-9+/=\s]{40,}")
@@ -48,7 +42,6 @@ class File(NamedTuple):
 
 Source = Any
 """A picture of a row: a `File`, bytes of one, or in memory: Pillow's, a NumPy or a torch array."""
-Result = TypeVar("Result")
 
 
 def source_of(value: object, base: Path | None) -> Source:
@@ -118,7 +111,7 @@ def open_picture(source: Source) -> Image:
     if hasattr(source, "shape"):
         return _from_array(source)
     if hasattr(source, "convert"):
-        _check_opened(source)
+        _check_still(source)
         return _in_eight_bits(source)
     with _opened(source) as picture:
         upright = ImageOps.exif_transpose(picture) if _orientation(picture) != 1 else picture
@@ -144,41 +137,33 @@ def _opened(source: File | bytes) -> Iterator[Image]:
 
     with _pillow_errors(), source.path.open("rb") if isinstance(source, File) else io.BytesIO(source) as stream:
         picture = Image.open(stream, formats=FORMATS)
-        _check_opened(picture)
+        _check_still(picture)
         yield picture
 
 
 @contextmanager
 def _pillow_errors() -> Iterator[None]:
     """Turn the errors and warnings of Pillow into a ValueError."""
-    from PIL import UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
-    logger = logging.getLogger("PIL")  # it also tells of them, line by line
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)  # 89 million pixels
         try:
             yield
         except _RefusedError:
             raise
         except Exception as error:  # of the format's own reader, of any kind
             unknown = isinstance(error, UnidentifiedImageError)
-            reason = (
-                f"no picture that can be read ({', '.join(FORMATS)})" if unknown else f"broken ({one_line(error, 60)})"
-            )
-            raise ValueError(f"it is {reason}") from error
-        finally:
-            logger.setLevel(level)
+            reason = f"no picture that can be read ({', '.join(FORMATS)})"
+            raise ValueError(f"it is {reason if unknown else f'broken ({one_line(error, 60)})'}") from error
 
 
 class _RefusedError(ValueError):
     """A picture that can be read, and is not one for a prompt."""
 
 
-def _check_opened(picture: Image) -> None:
-    if picture.width * picture.height > MOST_PIXELS:
-        raise _RefusedError(f"it has more than {MOST_PIXELS:,} pixels, the most that are read: make it smaller")
+def _check_still(picture: Image) -> None:
     kind = getattr(picture, "format", None)
     if getattr(picture, "is_animated", False) and kind != "MPO":  # a camera's: the first is the picture
         what = "pages" if kind == "TIFF" else "frames"
@@ -251,30 +236,13 @@ def read_rgb(source: Source) -> Image:
         return picture.convert("RGB")
 
 
-def map_pictures(row: Row, function: Callable[[Source], Result]) -> list[Result]:
-    """Return function(source) of each picture of a row; a ValueError becomes a UserError with row and file."""
-    results = []
-    for place, source in enumerate(row.pictures, 1):
-        try:
-            results.append(function(source))
-        except ValueError as error:
-            which = f"picture {place}" if len(row.pictures) > 1 else "picture"
-            if isinstance(source, File):
-                cut = len(source.name) > _NAME_CHARACTERS
-                name = f"…{source.name[1 - _NAME_CHARACTERS :]}" if cut else source.name
-                which = f"{which} {short_name(name, _NAME_CHARACTERS)}"
-            raise UserError(f"row {row.id}, {which}: {error}") from error
-    return results
-
-
 def digest(source: Source) -> str:
     """Return a key of a picture, the same on any machine: a file's name, else a hash of its content."""
     if isinstance(source, File):
         return source.name
-    if hasattr(source, "convert"):
-        source = b"%d %d " % source.size + source.tobytes()
-    elif hasattr(source, "shape"):
-        source = open_picture(source).tobytes() + repr(tuple(source.shape)).encode()
+    if not isinstance(source, bytes):
+        picture = open_picture(source)
+        source = b"%d %d " % picture.size + picture.tobytes()
     return hashlib.sha256(source).hexdigest()
 
 
@@ -300,14 +268,14 @@ def thumbnail(source: Source, size: int) -> np.ndarray:
     return np.asarray(picture)
 
 
-def pictures_column(rows: Sequence[Row]) -> dict[str, pyarrow.Array]:
+def pictures_column(pictures: Sequence[Sequence[Source]]) -> dict[str, pyarrow.Array]:
     """Return the pictures of rows as {"pictures": a column of an Arrow table}; {} where there are none.
 
     As in Hugging Face's data sets, {bytes, path}: a file by its path, any other picture as a small PNG.
     """
     import pyarrow
 
-    if not any(row.pictures for row in rows):
+    if not any(pictures):
         return {}
 
     def stored(source: Source) -> dict[str, bytes | str | None]:
@@ -318,5 +286,5 @@ def pictures_column(rows: Sequence[Row]) -> dict[str, pyarrow.Array]:
         return {"bytes": png(picture), "path": None}
 
     kind = pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
-    columns = {id(row): [stored(source) for source in row.pictures] for row in {id(row): row for row in rows}.values()}
-    return {"pictures": pyarrow.array([columns[id(row)] for row in rows], kind)}
+    columns = {id(row): list(map(stored, row)) for row in {id(row): row for row in pictures}.values()}
+    return {"pictures": pyarrow.array([columns[id(row)] for row in pictures], kind)}

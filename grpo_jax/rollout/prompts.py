@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ BUILTIN = ("builtin", "builtin:plain", "builtin:attributes", "builtin:crowded")
 _NO_SPLIT = -1
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text", "messages")
 """Column names that data sets often have for prompts."""
+T = TypeVar("T")
 Data = str | Path | Records | Iterable[Mapping[str, object]]
 """Name of a data set, or records, each like a line of a ``.jsonl`` file."""
 ROLES = ("system", "user", "assistant")
@@ -111,11 +112,11 @@ def _separate(data: Mapping[str, Data], columns: Mapping[str, str], *, apart: bo
     for part, own in data.items():
         where = "data.prompts" if part == "train" else f"data.{part}"
         subject = str(own) if isinstance(own, str | Path) else part
-        scanned = _scan(own, columns, subject, first=first, hashed=apart)
+        scanned = _scan(own, columns, subject, first=first)
         if (scanned.splits != _NO_SPLIT).any():
             raise UserError(f'{where}: its rows have a "split"; name one file for all, or files without it')
         same = np.flatnonzero(np.isin(scanned.digests, digests))
-        if same.size:
+        if apart and same.size:
             example = short_repr(scanned.rows[int(same[0])].prompt)
             raise UserError(f"{where}: {same.size} of its prompts stand in another part too, such as {example}")
         digests = np.concatenate([digests, scanned.digests])
@@ -154,8 +155,7 @@ def _parse(record: Fields, number: int, base: Path | None) -> tuple[Row, str | N
         raise ValueError(f'"split" must be one of {", ".join(SPLITS)}, got {short_repr(split)}')
     if "prompt" not in record:
         raise ValueError(f'no "prompt" (it has {", ".join(map(short_repr, list(record)[:3])) or "nothing"})')
-    pictures = take_pictures(record, base)
-    prompt = read_prompt(record.pop("prompt"), pictures, base)
+    prompt = read_prompt(record.pop("prompt"), take_pictures(record, base), base)
     clashes = [name for name in RESERVED_COLUMNS if name in record]
     if clashes:
         raise ValueError(f"column {clashes[0]!r} is a name the trainer itself passes to rewards: rename it")
@@ -171,62 +171,58 @@ class Prompt(NamedTuple):
 
 
 def take_pictures(record: Fields, base: Path | None) -> list[Source]:
-    """Take `image` or `images` out of a record, as sources; raises ValueError."""
-    columns = {name: record.pop(name, None) for name in ("image", "images")}
-    names = [name for name, value in columns.items() if value is not None]
-    if not names:
-        return []
-    if len(names) > 1:
-        raise ValueError('it has "image" and "images": keep one of them')
-    value = columns[names[0]]
-    several = isinstance(value, list | tuple) and not isinstance(value, File)
-    values = list(value) if several else [value]
-    sources = []
-    for number, picture in enumerate(values, 1):
-        try:
-            sources.append(source_of(picture, base))
-        except ValueError as error:
-            raise ValueError(f'"{names[0]}"{f" {number}" if several else ""}: {error}') from error
+    """Take `image` and `images` out of a record, as sources; raises ValueError."""
+    sources: list[Source] = []
+    for name in ("image", "images"):
+        value = record.pop(name, None)
+        values = value if isinstance(value, list | tuple) and not isinstance(value, File) else [value]
+        sources += [
+            _at(f'"{name}"{f" {number}" if values is value else ""}', source_of, picture, base)
+            for number, picture in enumerate(values if value is not None else (), 1)
+        ]
     return sources
+
+
+def _at(where: str, read: Callable[..., T], *arguments: object) -> T:
+    """Return read(*arguments); a ValueError says where it was raised."""
+    try:
+        return read(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def read_prompt(value: object, pictures: Sequence[Source], base: Path | None) -> Prompt:
     """Read a row's `prompt`, text or messages {"role": …, "content": text or parts}; raises ValueError.
 
-    The `pictures` of its column take the places of parts {"type": "image"} without a source, or stand before the
+    The `pictures` of its columns take the places of parts {"type": "image"} without a source, or stand before the
     user's first text.
     """
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError('"prompt" is empty')
+    if isinstance(value, str) and value.strip():
         require_text(value)
         count = value.count(PICTURE_MARK)
         if pictures and count not in (0, len(pictures)):
             raise ValueError(f'"prompt" has {PICTURE_MARK} {count} times, and there are {len(pictures)} pictures')
         return Prompt(value.strip(), tuple(pictures), ())
     if not isinstance(value, list | tuple):
-        raise ValueError(f'"prompt" must be text or a list of messages, got {type(value).__name__}')
-    sources: list[Source | None] = []  # None where the column has it
-    messages: list[Message] = []
-    first = None  # the number of pictures before the user's first message, and its place
-    for number, message in enumerate(value, 1):
-        before = len(sources)
-        try:
-            messages.append(_read_message(message, sources, base))
-        except ValueError as error:
-            raise ValueError(f'"prompt", message {number}: {error}') from error
-        if first is None and messages[-1].role == "user":
-            first = before, number - 1
-    if first is None or messages[-1].role != "user":
+        wrong = f"must be text or a list of messages, got {type(value).__name__}"
+        raise ValueError(f'"prompt" {"is empty" if isinstance(value, str) else wrong}')
+    sources: list[Source | None] = []  # None where a column has it
+    messages = [
+        _at(f'"prompt", message {number}', _read_message, message, sources, base)
+        for number, message in enumerate(value, 1)
+    ]
+    users = [place for place, message in enumerate(messages) if message.role == "user"]
+    if not users or users[-1] != len(messages) - 1:
         raise ValueError('"prompt": the last message must be the user\'s, which the policy answers')
-    places = [place for place, source in enumerate(sources) if source is None]
-    if not places and pictures:
-        before, place = first
+    empty = [place for place, source in enumerate(sources) if source is None]
+    if pictures and not empty:
+        first = users[0]
+        before = sum(part is PICTURE for message in messages[:first] for part in message.parts)
         sources[before:before] = pictures
-        messages[place] = Message("user", (*[PICTURE] * len(pictures), *messages[place].parts))
-    elif len(places) != len(pictures):
-        raise ValueError(f'"prompt" keeps {len(places)} places for pictures, and there are {len(pictures)}')
-    for place, source in zip(places, pictures, strict=False):
+        messages[first] = Message("user", (*[PICTURE] * len(pictures), *messages[first].parts))
+    elif len(empty) != len(pictures):
+        raise ValueError(f'"prompt" keeps {len(empty)} places for pictures, and there are {len(pictures)}')
+    for place, source in zip(empty, pictures, strict=False):
         sources[place] = source
     texts = [message.text.strip() for message in reversed(messages) if message.role == "user"]
     return Prompt(next(filter(None, texts), "(a picture)"), tuple(sources), tuple(messages))
@@ -262,11 +258,10 @@ class _Scanned(NamedTuple):
     splits: np.ndarray
 
 
-def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0, hashed: bool = True) -> _Scanned:
+def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 0) -> _Scanned:
     """Parse every record once, and raise UserError for bad ones or none; a row is made again when it is drawn.
 
-    `subject` names the data in errors; `first` is added to the rows' ids. Where rows are not `hashed` there are no
-    digests, and their splits are not compared.
+    `subject` names the data in errors; `first` is added to the rows' ids.
     """
     if isinstance(data, Records):
         records = data
@@ -293,8 +288,7 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
         names |= dict.fromkeys(map(str, record))
         try:
             row, split = parse(record, number)
-            if hashed:
-                digests += row_digest(row)
+            digests += row_digest(row)
         except ValueError as error:
             problems.add(f"{records.unit} {number}: {error}")
             continue
@@ -314,8 +308,7 @@ def _scan(data: Data, columns: Mapping[str, str], subject: str, *, first: int = 
         make, np.frombuffer(places, np.int64), np.frombuffer(sizes, ROW_SIZES), np.frombuffer(contents, CONTENT)
     )
     scanned = _Scanned(rows, np.frombuffer(digests, DIGEST), np.frombuffer(splits, np.int8))
-    if hashed:
-        _check_splits(scanned, numbers, records.unit, problems)
+    _check_splits(scanned, numbers, records.unit, problems)
     problems.refuse(subject)
     if not places:
         raise UserError(f"{subject}: expected at least one prompt")

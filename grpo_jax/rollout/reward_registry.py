@@ -12,9 +12,8 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsFloat
 
-from grpo_jax.config.build import require_known
-from grpo_jax.config.given import IN_PYTHON
-from grpo_jax.config.named import load_object
+from grpo_jax.config.fields import require_known
+from grpo_jax.config.named import IN_PYTHON, load_object
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.errors import UserError, failures_as, one_line, short_name
@@ -24,7 +23,6 @@ from grpo_jax.rollout.rewards import (
     Maker,
     Reward,
     arguments_of,
-    by_group,
     check_options,
     required_arguments,
     with_arguments,
@@ -134,7 +132,6 @@ class ResolvedReward(NamedTuple):
         function: As anyone wrote it, or `JUDGE_AS_REWARD`.
         judge: The judge to ask in place of its own; "" for its own.
         messages: Whether it gets chat messages as its prompts and completions.
-        group: Whether it is called for one prompt at a time.
         adapt: The task's wrapper; None for one of its own.
         providers: Functions that give arguments that are the run's.
     """
@@ -144,7 +141,6 @@ class ResolvedReward(NamedTuple):
     judge: str = ""
     options: Mapping[str, object] = MappingProxyType({})
     messages: bool = False
-    group: bool = False
     adapt: Callable[[Reward], Reward] | None = None
     providers: Mapping[str, Callable[[], object]] = MappingProxyType({})
 
@@ -224,9 +220,9 @@ def resolve_rewards(
             reward = resolver.of_user(section.called, function, section.options)
         else:
             reward = resolver.find(section.name, section.options, "rewards")
-            if (section.messages or section.group) and ":" not in section.name:
-                raise UserError(f"rewards.{section.called}: messages and group are for rewards of your own; drop them")
-        maximised.append(reward._replace(name=section.called, messages=section.messages, group=section.group))
+            if section.messages and ":" not in section.name:
+                raise UserError(f"rewards.{section.called}: messages is for rewards of your own; drop it")
+        maximised.append(reward._replace(name=section.called, messages=section.messages))
     names = (*(eval_rewards or source.watched), *source.always_watched)
     watched = tuple(resolver.find(name, {}, "eval_rewards") for name in names)
     without_none = tuple(
@@ -275,8 +271,6 @@ def bind(resolved: ResolvedReward, judges: Mapping[str, object]) -> Reward:
         judge_names = dict.fromkeys(judge_names, resolved.judge)
     constants = {**{argument: judges[judge] for argument, judge in judge_names.items()}, **resolved.options}
     reward = with_arguments(function, constants, resolved.providers, messages=resolved.messages)
-    if resolved.group:
-        reward = by_group(reward)
     return reward if resolved.adapt is None else resolved.adapt(reward)
 
 
@@ -311,10 +305,7 @@ class _Resolver(NamedTuple):
                 "module"
             )
         if place:
-            function = load_object(name, "reward")
-            if not callable(function):
-                raise UserError(f"reward {name!r}: {label} is a {type(function).__name__}, not a function")
-            return self.of_user(label, function, options)
+            return self.of_user(label, load_object(name, "reward"), options)
         base, _, judge = name.partition("@")
         if name in self.source.functions:
             base, judge = name, ""

@@ -107,7 +107,7 @@ def collect_rewards(
 
 def _call(function: Reward, name: str, arguments: Columns) -> object:
     at_work(f"reward {name}")
-    with _blamed(function, name):
+    with _blamed(name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
         accepted = accepted_arguments(function, arguments)
         return function(**{argument: _copied(value) for argument, value in accepted.items()})
@@ -116,7 +116,7 @@ def _call(function: Reward, name: str, arguments: Columns) -> object:
 def _read(returned: object, function: Reward, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
     """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for no finite number."""
     at_work(f"reward {name}")
-    with _blamed(function, name):
+    with _blamed(name):
         values = as_list(returned.result() if isinstance(returned, Future) else returned, len(completions))
     numbers = np.full(len(values), np.nan)
     for i, value in enumerate(values):
@@ -155,25 +155,9 @@ def finished(returned: T | Coroutine[Any, Any, T]) -> T:
     return _begin(returned).result() if isinstance(returned, Coroutine) else returned
 
 
-def _blamed(function: Reward, name: str) -> AbstractContextManager[None]:
+def _blamed(name: str) -> AbstractContextManager[None]:
     """Raise whatever a reward raises inside as RewardError; `StopRun` passes."""
-
-    def describe(error: BaseException) -> RewardError:
-        reason = reason_of(error)
-        return RewardError(name, f"{reason}{_messages_hint(function, name, reason)}")
-
-    return failures_as(describe)
-
-
-def _messages_hint(function: Reward, name: str, reason: str) -> str:
-    """Return a hint for a reward that took its texts for chat messages, as TRL gives them; else ""."""
-    taken_for_messages = any(words in reason for words in ("string ind", "'str' object"))  # CPython's
-    if not taken_for_messages or any(asks(function, argument) for argument in MESSAGES):
-        return ""
-    return (
-        "; it was given texts: for chat messages, as TRL gives them, set messages: true in its section of rewards (in "
-        f"Python make_config(…, rewards=[{{'name': {one_line(name, 60)!r}, 'messages': True}}]) beside the function)"
-    )
+    return failures_as(lambda error: RewardError(name, reason_of(error)))
 
 
 _PACKAGE = Path(__file__).parents[1]
@@ -260,32 +244,6 @@ def with_arguments(
     if messages:
         bound.__signature__ = asking_also(reward, MESSAGES)  # type: ignore[attr-defined]
     return bound
-
-
-def by_group(reward: Reward) -> Reward:
-    """Call a reward once for each prompt, with all its completions; those of an `async def` wait at the same time."""
-
-    @functools.wraps(reward)
-    def bound(place_in_group: Sequence[int], **arguments: Any) -> object:
-        count = len(place_in_group)
-        first = [i for i in range(count) if i == 0 or place_in_group[i] <= place_in_group[i - 1]]
-        groups = [slice(*ends) for ends in zip(first, [*first[1:], count], strict=True)]
-        columns = accepted_arguments(reward, arguments | {"place_in_group": place_in_group})
-        returned = [reward(**{name: value[group] for name, value in columns.items()}) for group in groups]
-        sizes = [group.stop - group.start for group in groups]
-        return _gathered(returned, sizes) if any(map(inspect.iscoroutine, returned)) else _joined(returned, sizes)
-
-    bound.__signature__ = asking_also(reward, ("place_in_group",))  # type: ignore[attr-defined]
-    return bound
-
-
-async def _gathered(returned: Sequence[Coroutine[object, object, object]], sizes: Sequence[int]) -> list[object]:
-    return _joined(await asyncio.gather(*returned), sizes)
-
-
-def _joined(returned: Sequence[object], sizes: Sequence[int]) -> list[object]:
-    """Return the values of all groups, each of which must have one for each of its completions."""
-    return [value for values, size in zip(returned, sizes, strict=True) for value in as_list(values, size)]
 
 
 def asking_also(function: Reward, names: Sequence[str]) -> inspect.Signature:

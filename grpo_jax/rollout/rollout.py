@@ -1,6 +1,6 @@
 """Run a batch of prompts through sampler, renderer, rewards and environment.
 
-    chunk i:  sample ─► render ─► score ─► respond ─► sample 2 ─► render 2 ─► score 2 ─► …
+    chunk i:  sample ─► render ─► score ─► env ─► sample 2 ─► render 2 ─► score 2 ─► …
 
 Every rollout is a batch of episodes; where the policy writes once, each has one turn. Axes: P prompts, G completions
 of each, U turns, T tokens, N rewards, W watched measures. The parts come as functions in an `Environment`.
@@ -27,8 +27,8 @@ from grpo_jax.models.variables import PyTree
 from grpo_jax.models.vision.pictures import Pictures, PictureStates, chained, joined_some
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import Encoded, PictureInput
-from grpo_jax.rollout.environment import Answering, Environment, ReplyTokens, ask_environment
-from grpo_jax.rollout.episodes import Answer, AnswerError, Episode, Turn, remembered
+from grpo_jax.rollout.env import EnvError, Episode, Observation, Turn
+from grpo_jax.rollout.environment import Environment, EnvSettings, ReplyTokens, ask_environment
 from grpo_jax.rollout.pipeline import Slot, Stage, run_pipeline
 from grpo_jax.sampling.episodes import Carried, EpisodeSampler
 from grpo_jax.sampling.sampler import Samples
@@ -69,13 +69,13 @@ class Episodes(NamedTuple):
 
     @property
     def texts(self) -> list[list[str]]:
-        """The last text that was judged, `[P][G]`."""
+        """The last parsed completion, `[P][G]`."""
         return _texts(self.episodes)
 
     @property
     def completions(self) -> list[list[str]]:
-        """The last text as it was written, `[P][G]`."""
-        return [[episode.last.written for episode in group] for group in self.episodes]
+        """The last raw completion, `[P][G]`."""
+        return [[episode.last.raw_completion for episode in group] for group in self.episodes]
 
     @property
     def valid(self) -> np.ndarray:
@@ -251,12 +251,12 @@ def collect(
     """
     keys = prompt_keys(key, EVALUATION_STREAM if iteration is None else iteration, rows)
     stages = _Stages(environment, iteration, rows, sample, variables, keys)
-    answering = environment.answering
+    env = environment.env
     in_flight = None
-    if answering is not None:  # processes take part in one turn at a time
+    if env is not None:  # processes take part in one turn at a time
         in_flight = IN_FLIGHT if process_count() == 1 else 1
     chunks, seconds, judgement = stages.run(scheduling, stages.sampled(), in_flight)
-    episodes = _joined([_episodes_of(chunk, answering, stages.turns) for chunk in chunks])
+    episodes = _joined([_episodes_of(chunk, env, stages.turns) for chunk in chunks])
     return episodes._replace(seconds=stages.seconds(seconds)), judgement
 
 
@@ -296,7 +296,7 @@ class _Stages:
     @property
     def turns(self) -> int:
         """U."""
-        return 1 if self.environment.answering is None else self.environment.answering.turns
+        return 1 if self.environment.env is None else self.environment.env.turns
 
     @property
     def gallery(self) -> int:
@@ -358,7 +358,7 @@ class _Stages:
             first = [Stage("read", self.read, timed=False), Stage("sample", self.begin, timed=False)]
         stages = [*first, *self._judging(0)]
         for turn in range(1, self.turns):
-            stages.append(Stage(_named("respond", turn - 1), self.respond))
+            stages.append(Stage(_named("env", turn - 1), self.step))
             stages.append(Stage(_named("sample", turn), partial(self.go_on, turn), timed=False))
             stages += self._judging(turn)
         return stages
@@ -436,7 +436,7 @@ class _Stages:
     def _encode_images(self, pictures: Pictures) -> tuple[PictureStates, PictureInput | None]:
         """Return the states of pictures and, but in evaluation, what the update takes of them."""
         if self.environment.encode_images is None:  # it must not answer with what nobody looks at
-            raise AnswerError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
+            raise EnvError("it answered with a picture, and the policy's vision tower is not loaded (task.pictures)")
         states, trained_on = self.environment.encode_images(self.variables, pictures)
         return states, None if self.iteration is None else trained_on
 
@@ -444,9 +444,8 @@ class _Stages:
         """Add the sampled turn to the active episodes."""
         chunk.samples.append(samples)
         for p, g in chunk.places:
-            written, reading = self.environment.decode(chunk.written((p, g)), chunk.rows[p].prompt)
-            cut_off = bool(samples.truncated[p, g])
-            turn = Turn(reading.text, written, reading.valid, cut_off)
+            raw, parsed = self.environment.decode(chunk.written((p, g)), chunk.rows[p].prompt)
+            turn = Turn(parsed.text, raw, parsed.valid, bool(samples.truncated[p, g]))
             chunk.episodes[p][g] = Episode((*chunk.episodes[p][g].turns, turn))
 
     def render(self, chunk: EpisodeChunk) -> EpisodeChunk:
@@ -459,7 +458,7 @@ class _Stages:
         if images is not None:  # it may fail
             for number, place in enumerate(chunk.places):
                 # A picture that nobody looks at stays where it was drawn, perhaps on another machine.
-                if self.environment.answering is not None or chunk.start + place[0] < self.gallery:
+                if self.environment.env is not None or chunk.start + place[0] < self.gallery:
                     chunk.change_last(place, image=images[number])
         return chunk
 
@@ -471,7 +470,7 @@ class _Stages:
                 rows,
                 _texts(episodes),
                 chunk.drawn,
-                episodes=None if environment.answering is None else episodes,
+                episodes=None if environment.env is None else episodes,
                 tokens=chunk.tokens if chunk.samples else None,
             )
             chunk.drawn = None
@@ -484,37 +483,35 @@ class _Stages:
                 chunk.change_last((p, g), rewards=dict(zip(names, values, strict=True)))
         if last:
             chunk.episodes = [
-                [remembered(episode, pictures=row < self.gallery) for episode in group]
+                [episode.remembered(pictures=row < self.gallery) for episode in group]
                 for row, group in enumerate(chunk.episodes, chunk.start)
             ]
         return chunk
 
-    def respond(self, chunk: EpisodeChunk) -> EpisodeChunk:
+    def step(self, chunk: EpisodeChunk) -> EpisodeChunk:
         """Ask the environment for its answer to each active completion; those that go on stay active."""
-        answering = self.environment.answering
-        if answering is None or not chunk.active.any():
+        env = self.environment.env
+        if env is None or not chunk.active.any():
             return chunk
         places = chunk.places
         asked = [chunk.rows[p] for p, _ in places], [chunk.episodes[p][g] for p, g in places]
-        ended = [chunk.written(place)[-1] in answering.eos_ids for place in places]
-        answers: list[Answer | None] = []
+        ended = [chunk.written(place)[-1] in env.eos_ids for place in places]
+        answers: list[Observation | None] = []
         reply = ReplyTokens(np.zeros(0), np.zeros(0))
         if is_main_process():
-            answers, reply = ask_environment(
-                answering, self.environment.prepare, *asked, ended, places, chunk.active.shape
-            )
+            answers, reply = ask_environment(env, self.environment.prepare, *asked, ended, places, chunk.active.shape)
         if process_count() > 1:
-            answers, reply = self._shared_answers(answers, reply)
+            answers, reply = self._shared_observations(answers, reply)
         for place, answer in zip(places, answers, strict=True):
             chunk.active[place] = answer is not None and not answer.done
             chunk.failed[place] = answer is None
-            chunk.change_last(place, answer=answer)
+            chunk.change_last(place, observation=answer)
         chunk.replies.append(reply)
         return chunk
 
-    def _shared_answers(
-        self, answers: list[Answer | None], reply: ReplyTokens
-    ) -> tuple[list[Answer | None], ReplyTokens]:
+    def _shared_observations(
+        self, answers: list[Observation | None], reply: ReplyTokens
+    ) -> tuple[list[Observation | None], ReplyTokens]:
         """Return process 0's answers in all processes; the others have no pictures but the prepared ones."""
         texts = [None if answer is None else [answer.text, answer.done] for answer in answers]
         pictures = None if reply.pictures is None else [*reply.pictures]
@@ -522,7 +519,7 @@ class _Stages:
             texts, tokens, mask, pictures = self._share([texts, reply.tokens, reply.mask, pictures])
         if is_main_process():
             return answers, reply
-        answers = [None if text is None else Answer(text[0], done=text[1]) for text in texts]
+        answers = [None if text is None else Observation(text[0], done=text[1]) for text in texts]
         return answers, ReplyTokens(tokens, mask, None if pictures is None else Pictures(*pictures))
 
     def seconds(self, by_stage: Mapping[str, float]) -> dict[str, float]:
@@ -540,7 +537,7 @@ def _named(stage: str, turn: int) -> str:
 
 
 def _texts(episodes: list[list[Episode]]) -> list[list[str]]:
-    return [[episode.last.text for episode in group] for group in episodes]
+    return [[episode.last.completion for episode in group] for group in episodes]
 
 
 def _judgement(chunks: Sequence[EpisodeChunk]) -> Judgement:
@@ -550,11 +547,11 @@ def _judgement(chunks: Sequence[EpisodeChunk]) -> Judgement:
     return Judgement(np.concatenate(rewards), np.concatenate([chunk.watched for chunk in chunks]), np.array(last))
 
 
-def _episodes_of(chunk: EpisodeChunk, answering: Answering | None, turns: int) -> Episodes:
+def _episodes_of(chunk: EpisodeChunk, env: EnvSettings | None, turns: int) -> Episodes:
     assert chunk.prompt is not None
     samples = chunk.samples[0]
-    if answering is not None:
-        samples = join_turns(chunk.samples, chunk.replies, answering.stream_tokens, answering.pad_id)
+    if env is not None:
+        samples = join_turns(chunk.samples, chunk.replies, env.stream_tokens, env.pad_id)
     pictures = {"pictures": chunk.prompt.pictures, "answers": chained(chunk.answer_pictures)}
     return Episodes(
         chunk.rows,

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Reading(NamedTuple):
-    """The text that is judged of a completion.
+class ParsedCompletion(NamedTuple):
+    """A parsed completion, which is judged.
 
     Attributes:
-        text: What is judged.
+        text: The completion, as the task reads it.
         valid: Whether the policy wrote it; false where another text stands in.
     """
 
@@ -33,17 +33,17 @@ class Reading(NamedTuple):
     valid: bool
 
 
-def as_written(written: str, prompt: str) -> Reading:
+def as_is(written: str, prompt: str) -> ParsedCompletion:
     """Judge a completion as it is."""
-    return Reading(written, True)
+    return ParsedCompletion(written, True)
 
 
-def continued(written: str, prompt: str) -> Reading:
+def continued(written: str, prompt: str) -> ParsedCompletion:
     """Judge the prompt with the first line of its continuation; the prompt alone, not valid, if that is empty."""
     line = written.partition("\n")[0]
     if not any(character.isalnum() for character in line):
-        return Reading(prompt, False)
-    return Reading(" ".join(f"{prompt}{line}".split()), True)
+        return ParsedCompletion(prompt, False)
+    return ParsedCompletion(" ".join(f"{prompt}{line}".split()), True)
 
 
 _ALLOWED = {"ascii": r"[ -~]+", "english": r"[A-Za-z0-9 .,;:!?'\"()-]+"}
@@ -73,11 +73,11 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
         allowed[ends] = True
     for entry in forbidden:
         ids = [entry] if isinstance(entry, int) else tokenizer(entry, add_special_tokens=False)["input_ids"]
-        where = f"data.forbidden_tokens: {one_line(repr(entry), 60)}"
-        if len(ids) != 1:
-            raise UserError(f"{where} is {len(ids)} tokens, {list(ids)}: name one token, by its text or its id")
-        if not 0 <= ids[0] < size or ids[0] in ends:
-            raise UserError(f"{where} ends completions, or is not in [0, {size}), the policy's tokens")
+        if len(ids) != 1 or not 0 <= ids[0] < size or ids[0] in ends:
+            raise UserError(
+                f"data.forbidden_tokens: {one_line(repr(entry), 60)} is {list(ids)}: name one token by text or "
+                f"by id, in [0, {size}), that ends no completion"
+            )
         allowed[ids[0]] = False
     if not np.delete(allowed, ends).any():
         raise UserError("data.allowed_tokens and data.forbidden_tokens: no token is left to write")
@@ -86,13 +86,10 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     return allowed
 
 
-def policy_choices(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
-    """Return the trie of the texts that a task lists; None for any text."""
-    return None if texts is None else listed_trie(config, texts, folder)
-
-
-def listed_trie(config: Config, texts: Sequence[str], folder: PolicyFolder) -> Trie:
-    """Return the trie of listed texts, of which a completion is one."""
+def listed_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
+    """Return the trie of the texts that a task lists, of which a completion is one; None for any text."""
+    if texts is None:
+        return None
     why = "the task lists what may be written"
     for name, changed in (
         ("data.allowed_tokens", config.data.allowed_tokens != "all"),
@@ -110,8 +107,8 @@ def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def make_decode(
-    tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], Reading]
-) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, Reading]]:
+    tokenizer: PreTrainedTokenizerBase, *, form: str, read: Callable[[str, str], ParsedCompletion]
+) -> Callable[[Sequence[int] | np.ndarray, str], tuple[str, ParsedCompletion]]:
     """Return decode(token ids, user's prompt) → (as written, what is judged of it), without special tokens.
 
     In the form "append" a completion goes on with its prompt.
@@ -120,7 +117,7 @@ def make_decode(
     def text_of(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, Reading]:
+    def decode(tokens: Sequence[int] | np.ndarray, prompt: str) -> tuple[str, ParsedCompletion]:
         ids = [int(token) for token in tokens]
         written = text_of(ids)
         if form == "append":  # a tokenizer drops the space before a text's first word, and here it is needed

@@ -15,19 +15,16 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from grpo_jax.config.given import GIVEN_TOOLS, IN_PYTHON
-from grpo_jax.config.named import load_object
+from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
 from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Answer, Episode
+from grpo_jax.rollout.env import EnvRunner, Episode, Observation, awaited
 from grpo_jax.rollout.rewards import Columns, accepted_arguments, finished
-from grpo_jax.rollout.stepping import Stepper, awaited, first_prompt
 
 _RESERVED = ("reset", "get_reward")  # methods that are no tools
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -110,7 +107,7 @@ class Toolbox:
             if inspect.isclass(inner) and self.make is None:
                 self._add_class(path, tool)
             elif not inspect.isclass(inner) and callable(inner) and hasattr(inner, "__name__"):
-                self._add(path, tool, _plain(tool), self._functions)
+                self._add(path, tool, tool, self._functions)
             else:
                 raise UserError(f"data.tools: expected functions, and one class at most, got {path}")
 
@@ -150,10 +147,10 @@ class Toolbox:
         except PydanticUserError:  # annotations of its own
             among[name] = called
 
-    async def answer(self, text: str, environment: object = None) -> Answer | None:
+    async def call(self, text: str, environment: object = None) -> Observation | None:
         """Call what a text calls, with the object of its episode; None where it calls nothing."""
         results = [await self._result(call, environment) for call in calls_in(text)]
-        return Answer("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
+        return Observation("\n".join(results), messages=tuple(results), otherwise=_TOO_LONG) if results else None
 
     async def _result(self, call: Call, environment: object) -> str:
         try:
@@ -171,13 +168,13 @@ class Toolbox:
             text = f"error: {_reason(error)}"
         return text.replace("\0", "\ufffd").encode(errors="replace").decode()  # arguments may hold what no text may
 
-    def respond(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer | None]:
-        """Answer the last text of each episode, by functions alone."""
+    def step(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation | None]:
+        """Call what the last completion of each episode calls, of functions alone: an `Env`."""
 
-        async def answers() -> list[Answer | None]:
-            return await asyncio.gather(*(self.answer(episode.last.text) for episode in episodes))
+        async def observations() -> list[Observation | None]:
+            return await asyncio.gather(*(self.call(episode.last.completion) for episode in episodes))
 
-        return finished(answers())
+        return finished(observations())
 
 
 def _reason(error: BaseException) -> str:
@@ -205,18 +202,6 @@ def _schema(tool: Any) -> Mapping[str, Any]:
     return schema
 
 
-def _plain(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in place of a cached one, which pydantic does not take."""
-    if inspect.isfunction(tool) or isinstance(tool, functools.partial):
-        return tool
-
-    @functools.wraps(tool)
-    def called(*args: object, **kwargs: object) -> object:
-        return tool(*args, **kwargs)
-
-    return called
-
-
 def toolbox(names: Sequence[str]) -> Toolbox:
     """Return the tools of these names; UserError for what cannot be one."""
     return _toolbox(tuple(names), tuple(map(_loaded, names)))
@@ -241,79 +226,65 @@ def template_options(section: DataSection) -> dict[str, Any]:
     """Return the options of the chat template, the same for all rows."""
     options = section.template_options
     if section.template_date:
-        try:
-            options["today"] = datetime.date.fromisoformat(section.template_date)
-        except ValueError:
-            raise UserError(f"data.template_date: expected YYYY-MM-DD, got {section.template_date!r}") from None
+        options["today"] = datetime.date.fromisoformat(section.template_date)
     if section.tool_names:
         options["tools"] = [*options.get("tools", ()), *toolbox(section.tool_names).schemas]
     return options
 
 
 class ToolEpisode:
-    """An episode with an object of tools, as an environment that is stepped."""
+    """An episode with an object of tools, as an environment with `reset` and `step`."""
 
-    def __init__(self, tools: Toolbox, given: Mapping[int, Columns]):
-        self._tools, self._given = tools, given
+    def __init__(self, tools: Toolbox, rows: Mapping[int, Columns]):
+        self._tools, self._rows = tools, rows
         self.object: Any = None
 
     def reset(self, seed: int) -> str:
-        """Begin the episode of a row, with what random numbers it draws; return what is added to the prompt."""
+        """Begin the episode of a row, and return what is added to its prompt.
+
+        Python's random numbers follow from the seed: the object of an episode may have to be made again.
+        """
         assert self._tools.make is not None
         self.object = self._tools.make()
-        with _random_of(seed):
-            shown = self.object.reset(**accepted_arguments(self.object.reset, self._given.get(seed, {})))
-        if shown is not None and not isinstance(shown, str):
-            raise TypeError(f"reset must return None or a text, got {one_line(repr(shown), 60)}")
-        return shown or ""
+        state = random.getstate()
+        random.seed(seed)
+        try:
+            shown = self.object.reset(**accepted_arguments(self.object.reset, self._rows.get(seed, {})))
+        finally:
+            random.setstate(state)
+        return "" if shown is None else str(shown)
 
-    async def step(self, text: str) -> tuple[Answer | None, float | None, bool]:
+    async def step(self, text: str) -> tuple[Observation | None, float | None, bool]:
         """Call what a text calls; without a call it is the end."""
-        answer = await self._tools.answer(text, self.object)
+        observation = await self._tools.call(text, self.object)
         reward = await awaited(self.object.get_reward()) if self._tools.judges else None
-        return answer, reward, answer is None
-
-
-@contextmanager
-def _random_of(seed: int) -> Iterator[None]:
-    """Draw Python's own random numbers from a seed inside: the object of an episode may have to be made again."""
-    state = random.getstate()
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(state)
+        return observation, reward, observation is None
 
 
 class ToolEpisodes:
-    """The episodes of a class of tools: prompts, answers, rewards."""
+    """The episodes of a class of tools: prompts, observations, rewards."""
 
-    def __init__(self, tools: Toolbox, name: str):
-        self._given: dict[int, Columns] = {}
-        self.name = name
-        self.stepper = Stepper({name: lambda: ToolEpisode(tools, self._given)}, seed=_ID)
+    def __init__(self, tools: Toolbox):
+        self._rows: dict[int, Columns] = {}
+        self.name = tools.made
+        self.runner = EnvRunner({self.name: lambda: ToolEpisode(tools, self._rows)}, seed=_ID)
 
     def begun(self, row: Row, prompt: object) -> Row:
         """Return a row with what its object, which is told the prompt, says at the beginning behind it."""
         if clashes := [name for name in (_ID, *_OBJECTS) if name in row.columns]:
             raise UserError(f"row {row.id}: column {clashes[0]!r} is a name that tools use: rename it")
-        self._given[row.id] = {**row.columns, "prompt": prompt}
-        shown, messages = self.shown(row.id), row.messages
+        self._rows[row.id] = {**row.columns, "prompt": prompt}
+        begun = self.row(row.id)
+        shown, messages = str(begun.pop("prompt")), row.messages
         if messages and shown:
             messages = (*messages[:-1], Message(messages[-1].role, (*messages[-1].parts, shown)))
-        return replace(row, prompt=row.prompt + shown, messages=messages, columns=row.columns | self._columns(row.id))
+        return replace(row, prompt=row.prompt + shown, messages=messages, columns=row.columns | begun)
 
     def row(self, number: int) -> dict[str, object]:
-        """Return a row whose prompt is what an object says at the beginning, with random numbers of this seed."""
-        return {"prompt": self.shown(number), **self._columns(number)}
-
-    def shown(self, number: int) -> str:
-        """Return what the object of a row says at the beginning; UserError where it fails."""
-        return str(first_prompt(self.stepper, self.name, number, f"data.tools: {self.name}.reset"))
-
-    def _columns(self, number: int) -> dict[str, object]:
-        return {"environment": self.name, _ID: number}
+        """Return a row whose prompt is what an object says at the beginning; UserError where it fails."""
+        prompt = self.runner.prompt(self.name, number, f"data.tools: {self.name}.reset")
+        return {"prompt": prompt, "environment": self.name, _ID: number}
 
     def environments(self, completions: Sequence[str], columns: Columns) -> Columns:
         """Return the column `environments`: the object of each episode, for rewards."""
-        return {"environments": [episode.object for episode in self.stepper.environments(completions, **columns)]}
+        return {"environments": [episode.object for episode in self.runner.environments(completions, **columns)]}

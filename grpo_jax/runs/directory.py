@@ -129,7 +129,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
         return UserError(f"{path.parent} is gone: it was deleted under the run, and nothing more can be saved")
     reason = error.strerror or str(error)
     return UserError(
-        f"cannot write {path} ({reason}): make room or mend the permissions, then continue with --resume, "
+        f"cannot write {path} ({reason}): make room or fix the permissions, then continue with --resume, "
         "or start again if nothing was saved yet"
     )
 
@@ -360,7 +360,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines) - 1:
                 break
-            raise UserError(f"{path}, line {number + 1}: not a row of metrics; mend or delete the line") from error
+            raise UserError(f"{path}, line {number + 1}: not a row of metrics; fix or delete the line") from error
         rows.append(row)
     return rows
 

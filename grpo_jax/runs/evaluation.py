@@ -14,7 +14,7 @@ from grpo_jax.errors import Stopped
 from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode
+from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
 from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.runs.parts import RunContext, objectives_of
@@ -44,7 +44,7 @@ class Evaluation(NamedTuple):
     @property
     def texts(self) -> list[str]:
         """P, the last turns' texts."""
-        return [episode.last.text for episode in self.episodes]
+        return [episode.last.completion for episode in self.episodes]
 
 
 def evaluate_policy(
@@ -147,13 +147,11 @@ def evaluate_ranking(parts: RunContext, variables: Variables, rows: Sequence[Row
 def evaluate_controls(parts: RunContext, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
     """Measures of the policy's episodes where another environment answers, as NAME_CONTROL."""
     environment, measures = parts.environment, {}
-    if environment.answering is None:
+    if environment.env is None:
         return {}
-    for control, respond in parts.task_data.environment.controls.items():
-        answering = environment.answering._replace(respond=respond)
-        evaluation = evaluate_policy(
-            parts._replace(environment=environment._replace(answering=answering)), variables, rows
-        )
+    for control, step in parts.task_data.environment.controls.items():
+        env = environment.env._replace(step=step)
+        evaluation = evaluate_policy(parts._replace(environment=environment._replace(env=env)), variables, rows)
         names = environment.reward_names + environment.eval_reward_names
         measures |= {with_control(name, control): evaluation.measures[name] for name in names}
     return measures
@@ -178,7 +176,7 @@ def measure_all(parts: RunContext, variables: Variables, *, references: bool = T
         return {}
     evaluations = {"greedy": evaluate_policy(parts, variables, rows)}
     evaluations["greedy"].measures.update(evaluate_controls(parts, variables, rows))
-    if parts.config.evaluation.sampled:
+    if parts.config.evaluation.samples:
         evaluations["sampled"] = evaluate_policy(parts, variables, rows, sampled=True)
     for kind, texts in parts.task_data.report.references(rows).items() if references else ():
         evaluations[kind] = evaluate_texts(parts, rows, texts)

@@ -39,7 +39,7 @@ from grpo_jax.runs.stopping import StopRequests
 from grpo_jax.tasks.task import Program, State
 
 Row = Mapping[str, Any]
-_AT_FAULT = {"render": "the renderer", "respond": "the environment"}  # by stage
+_AT_FAULT = {"render": "the renderer", "env": "the environment"}  # by stage
 _KILLABLE = (
     ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
     "(judges.NAME.pool, docs/judges.md)"

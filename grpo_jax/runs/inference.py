@@ -7,10 +7,10 @@ import functools
 from contextlib import ExitStack
 from pathlib import Path
 
-from grpo_jax.config.given import IN_PYTHON
+from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode
+from grpo_jax.rollout.env import Episode
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory

@@ -320,9 +320,9 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
                 in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0
-            entry = {"prompt": episodes.rows[p].prompt, "completion": turn.written, "text": turn.text}
+            entry = {"prompt": episodes.rows[p].prompt, "completion": turn.raw_completion, "text": turn.completion}
             if turns > 1:
-                answer = None if turn.answer is None or turn.answer.done else turn.answer.text
+                answer = None if turn.observation is None or turn.observation.done else turn.observation.text
                 entry |= {"episode": p * group + g, "turn": number + 1, "answer": answer}
             entry |= dict(zip(names, values[p, g, number], strict=True))
             entry |= {
@@ -332,7 +332,7 @@ def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgeme
                 "valid": turn.valid,
             }
             entries.append(entry)
-            rows.append(episodes.rows[p])
+            rows.append(episodes.rows[p].pictures)
     return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(rows)
 
 

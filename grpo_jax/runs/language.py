@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.config.build import to_yaml
-from grpo_jax.config.given import IN_PYTHON
+from grpo_jax.config.named import IN_PYTHON
 from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.broadcast import broadcast, is_main_process, together

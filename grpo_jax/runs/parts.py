@@ -35,8 +35,8 @@ from grpo_jax.rollout.data import (
     one_prompt,
     row_sizes,
 )
-from grpo_jax.rollout.encoding import Encoded, check_tools, make_encode
-from grpo_jax.rollout.environment import Answering, Environment, make_encode_answer, make_score
+from grpo_jax.rollout.encoding import Encoded, make_encode
+from grpo_jax.rollout.environment import Environment, EnvSettings, make_encode_observation, make_score
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
@@ -48,7 +48,7 @@ from grpo_jax.rollout.reward_registry import (
 )
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.rollout import Scheduling
-from grpo_jax.rollout.texts import make_decode, policy_choices, policy_tokens
+from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
 from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (
@@ -68,6 +68,7 @@ from grpo_jax.training.estimators import Objectives, make_turn_objectives
 from grpo_jax.training.memory import machine_memory, require_memory
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
+_GALLERY = 12  # held-out prompts whose pictures are kept
 
 
 class RunContext(NamedTuple):
@@ -177,7 +178,6 @@ def load_parts(
         say("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
-    check_tools(config.data, rows)
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
     encode = make_encode(
@@ -214,7 +214,7 @@ def load_parts(
     environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder), policy_choices(config, texts, policy.folder)
+    allowed, trie = policy_tokens(config, policy.folder), listed_trie(config, texts, policy.folder)
     _check_measures(config, data.prompts, environment)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     return RunContext(
@@ -325,21 +325,21 @@ def make_environment(
         reward_names=tuple(maximised),
         eval_reward_names=tuple(watched),
         prepare=None if image_processor is None else make_prepare(image_processor, device),
-        answering=make_answering(config, data.environment, loaded),
-        gallery=config.evaluation.gallery,
+        env=make_env_settings(config, data.environment, loaded),
+        gallery=_GALLERY,
     )
 
 
-def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> Answering | None:
+def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.PolicyFolder) -> EnvSettings | None:
     """Make the environment's side of an episode's turns; None where the policy writes once."""
     section = config.sampling
     if section.turns == 1:
         return None
-    if environment.respond is None:
+    if environment.step is None:
         raise UserError(
             f"sampling.turns: expected 1, this task answers nothing (TaskData.environment); got {section.turns}"
         )
-    encode_answer = make_encode_answer(
+    encode_observation = make_encode_observation(
         loaded.tokenizer,
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.config.vocab_size,
@@ -348,10 +348,10 @@ def make_answering(config: Config, environment: TurnEnvironment, loaded: hf.Poli
         role=environment.role,
         **template_options(config.data),
     )
-    return Answering(
+    return EnvSettings(
         section.turns,
-        environment.respond,
-        encode_answer,
+        environment.step,
+        encode_observation,
         section.stream_tokens,
         loaded.pad_id,
         lenient=config.on_judge_error == "missing",

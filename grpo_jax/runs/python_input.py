@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import parse_json
-from grpo_jax.config.given import IN_PYTHON, import_path
+from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_jax.models.broadcast import is_main_process, process_count
 from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
 from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory
@@ -185,7 +185,7 @@ def _interval(values: Sequence[float] | None) -> str:
 
 def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
-    rows = parts.test_rows[: parts.config.evaluation.gallery]
+    rows = parts.test_rows[: parts.environment.gallery]
     drawn = parts.task_data.render is not None  # in all processes: they judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
@@ -204,7 +204,7 @@ def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     return [
         GalleryEntry(
             row.prompt,
-            after.episodes[index].last.text,
+            after.episodes[index].last.completion,
             before[index],
             later[index],
             {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(parts.measure_names)},
@@ -220,9 +220,9 @@ def _last_images(evaluation: Evaluation, count: int) -> list[np.ndarray | None]:
 
 def shown_episodes(parts: RunContext, after: Evaluation) -> list[EpisodeEntry]:
     """The episodes of the first held-out prompts, chosen by place and not by result."""
-    if parts.environment.answering is None:
+    if parts.environment.env is None:
         return []
-    rows = parts.test_rows[: parts.config.evaluation.gallery]
+    rows = parts.test_rows[: parts.environment.gallery]
     return [shown_episode(*pair) for pair in zip(rows, after.episodes[: len(rows)], strict=True)]
 
 
@@ -230,9 +230,9 @@ def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
     """Return a row's episode as pages show it."""
 
     def shown_turn(turn: Turn) -> ShownTurn:
-        if turn.answer is None or turn.answer.done:
-            return ShownTurn(turn.text, turn.rewards, turn.image, None, ())
-        return ShownTurn(turn.text, turn.rewards, turn.image, turn.answer.text, turn.answer.pictures)
+        if turn.observation is None or turn.observation.done:
+            return ShownTurn(turn.completion, turn.rewards, turn.image, None, ())
+        return ShownTurn(turn.completion, turn.rewards, turn.image, turn.observation.text, turn.observation.pictures)
 
     pictures = [thumbnail(source, _SHOWN_SIZE) for source in row.pictures]
     return EpisodeEntry(row.prompt, [shown_turn(turn) for turn in episode.turns], pictures)
@@ -250,7 +250,7 @@ def texts_table(parts: RunContext, after: Evaluation) -> Table:
     rows = [
         (
             row.prompt,
-            after.episodes[index].last.text,
+            after.episodes[index].last.completion,
             *(row.columns[column] for column in columns.values()),
             *(round(float(value), 4) for value in values[index]),
         )

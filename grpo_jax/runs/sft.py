@@ -19,8 +19,8 @@ from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row, batch_at, like_batch_at
+from grpo_jax.rollout.env import Observation, as_observation
 from grpo_jax.rollout.environment import prepared
-from grpo_jax.rollout.episodes import Answer, checked
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.parts import RunContext
@@ -33,7 +33,7 @@ from grpo_jax.training.state import TrainState, commit_to_device, free_buffers, 
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
-"""A prompt (a text or a row) and the text to write; of an episode then an answer (a text or `Answer`), a text, …"""
+"""A prompt (a text or a row) and the text to write; of an episode then an answer (text or `Observation`), a text, …"""
 
 _LINES = 20  # lines on the console
 
@@ -186,7 +186,7 @@ def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
 
 def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
     """Tokens after a pair's prompt, as sampling makes them, and which of them the policy is to write."""
-    answering, texts, left = parts.environment.answering, texts_of(pair), list(grids)
+    env, texts, left = parts.environment.env, texts_of(pair), list(grids)
     if len(texts) > parts.config.sampling.turns:
         raise UserError(
             f"sft.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
@@ -194,10 +194,10 @@ def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray]
         )
     ids, learned = [], []
     for number, text in enumerate(texts):
-        if number and answering is not None:
+        if number and env is not None:
             answer = answers_of(pair)[number - 1]
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
-            ids += answering.encode_answer(answer, ids[-1] in parts.policy.eos_ids, seen)
+            ids += env.encode_observation(answer, ids[-1] in parts.policy.eos_ids, seen)
             learned += [False] * (len(ids) - len(learned))
         ids += supervised_tokens(parts, as_row(pair[0]).prompt if number == 0 else "", text)
         learned += [True] * (len(ids) - len(learned))
@@ -233,9 +233,9 @@ def texts_of(pair: Pair) -> list[str]:
     return list(pair[1::2])
 
 
-def answers_of(pair: Pair) -> list[Answer]:
+def answers_of(pair: Pair) -> list[Observation]:
     """Answers between a pair's turns."""
-    return [checked(answer) for answer in pair[2::2]]
+    return [as_observation(answer) for answer in pair[2::2]]
 
 
 def as_row(prompt: str | Row) -> Row:

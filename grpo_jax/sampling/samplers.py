@@ -47,9 +47,9 @@ def sampling_params(section: SamplingSection, group_size: int, temperature: floa
 
 def measured_section(section: SamplingSection, evaluation: EvaluationSection) -> SamplingSection:
     """The section of an evaluation's sampled completions: k of each prompt, one by one, else as in training."""
-    fields = {name: getattr(evaluation, name) for name in ("temperature", "top_k", "top_p")}
-    changed = {name: value for name, value in fields.items() if value is not None}
-    return section.replace(group_size=evaluation.samples, **changed)
+    return section.replace(
+        group_size=max(evaluation.samples, 1), temperature=evaluation.temperature or section.temperature
+    )
 
 
 def make_samplers(

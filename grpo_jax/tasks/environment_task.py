@@ -14,10 +14,10 @@ from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError, short_name
+from grpo_jax.rollout.env import EnvRunner
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.stepping import Stepper, first_prompt
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
 
 
@@ -57,19 +57,16 @@ class Environment(Task):
         classes = {name.rpartition(":")[2]: load_object(name, "environment") for name in names}
         if len(classes) < len(names):
             raise UserError(f"task.environment: expected classes of different names, got {', '.join(names)}")
-        for name, made in classes.items():
-            if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
-                raise UserError(f"task.environment: {name} must have the methods reset(seed) and step(text)")
-        stepper = Stepper(classes)
+        runner = EnvRunner(classes)
         counts = (self.seeds, self.held_out, self.held_out)
         kinds, seeds = [*classes], itertools.count()
-        parts = [[_row(stepper, kinds[kind], next(seeds)) for kind in self._kinds(count)] for count in counts]
+        parts = [[_row(runner, kinds[kind], next(seeds)) for kind in self._kinds(count)] for count in counts]
         words = [word for made in classes.values() for word in getattr(made, "words", ())]
         return TaskData(
             make_prompt_set(*parts),
-            rewards=_rewards(stepper, kinds),
+            rewards=_rewards(runner, kinds),
             source=f"{', '.join(kinds)}: {self.seeds} episodes",
-            environment=TurnEnvironment(stepper.respond if setup.config.sampling.turns > 1 else None),
+            environment=TurnEnvironment(runner.step if setup.config.sampling.turns > 1 else None),
             vocabulary=Vocabulary(lambda: [*dict.fromkeys(words)]) if words else None,
         )
 
@@ -86,16 +83,16 @@ class Environment(Task):
         return kinds
 
 
-def _row(stepper: Stepper, kind: str, seed: int) -> dict[str, object]:
-    prompt = first_prompt(stepper, kind, seed, f"task.environment: {kind}.reset({seed})")
+def _row(runner: EnvRunner, kind: str, seed: int) -> dict[str, object]:
+    prompt = runner.prompt(kind, seed, f"task.environment: {kind}.reset({seed})")
     return {"prompt": prompt, "environment": kind, "seed": seed}
 
 
-def _rewards(stepper: Stepper, kinds: Sequence[str]) -> TaskRewards:
+def _rewards(runner: EnvRunner, kinds: Sequence[str]) -> TaskRewards:
     """Return the reward of a step, and beside it that of each kind of environment where there are several."""
-    alone = {f"reward_{kind}": _of_kind(stepper.reward, kind) for kind in kinds} if len(kinds) > 1 else {}
+    alone = {f"reward_{kind}": _of_kind(runner.reward, kind) for kind in kinds} if len(kinds) > 1 else {}
     return TaskRewards(
-        {"reward": stepper.reward, **alone}, defaults=(RewardSection(name="reward"),), always_watched=tuple(alone)
+        {"reward": runner.reward, **alone}, defaults=(RewardSection(name="reward"),), always_watched=tuple(alone)
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.fields import PositiveCount, require
+from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
@@ -23,7 +23,7 @@ from grpo_jax.rollout.data import SPLITS, PromptSet, Row, noise_seed
 from grpo_jax.rollout.pipeline import at_work
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.texts import Reading
+from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.tasks.display import Chart, Curve, Display
 from grpo_jax.tasks.rewriting import names_a_negative, parse_rewrite
 from grpo_jax.tasks.task import Task, TaskData
@@ -227,9 +227,6 @@ class PictureTask(Task):
     """What an answer earns that cannot be read as a prompt (empty, a refusal, thinking that never ends): by objective
     the worst that a readable one of its group earned ("worst"), nothing, so that nothing is learned from it
     ("missing"), or what the user's own prompt earns, which is drawn in its place ("prompt")."""
-    pictures_per_text: PositiveCount = 1
-    """Pictures drawn of each text in training, from as many noises that its group shares. A reward that names `images`
-    or `baseline_images` is the mean over those it has a value for; held-out prompts have one picture."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "judges": {"renderer": {"kind": "stable_diffusion_3"}, "scorer": {"kind": "open_clip"}},
@@ -266,14 +263,8 @@ class PictureTask(Task):
             config.data.prompts,
         )
         conditioned(config.rewards)
-        require(
-            self.pictures_per_text == 1 or not hasattr(config.judges["renderer"], "oracle"),
-            "task.pictures_per_text",
-            "1 with a renderer that draws the same words differently from each noise",
-            self.pictures_per_text,
-        )
 
-    def reader(self, config: Config) -> Callable[[str, str], Reading]:
+    def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the parser of completions."""
         form = config.data.form
         return lambda written, prompt: parse_rewrite(written, form, prompt)
@@ -334,7 +325,7 @@ class RenderedImages(NamedTuple):
 
     `images` is None where drawing failed and on_judge_error is "missing". `baseline_images`, of the unchanged prompts
     from the same noise, repeated for each completion, is None where no reward asks for them. `seeds` are P seeds of
-    the noise. With `task.pictures_per_text` N there are N·P·G pictures and N·P seeds, one noise behind another.
+    the noise.
     """
 
     images: Tensor | None
@@ -351,14 +342,14 @@ def make_render(judges: Mapping[str, Any], config: Config, *, baselines: bool) -
     device = judges.get("scorer", renderer).device
 
     def render(rows: Sequence[Row], texts: list[list[str]], iteration: int, evaluation: bool) -> RenderedImages:
-        group, noises = len(texts[0]), range(1 if evaluation else config.task.pictures_per_text)
-        seeds = [noise_seed(config.seed, iteration, row.id, n, evaluation=evaluation) for n in noises for row in rows]
-        repeated = [seed for seed in seeds for _ in range(group)]
-        prompts, flat = [row.prompt for row in rows] * len(noises), [*chain.from_iterable(texts)] * len(noises)
+        group = len(texts[0])
+        seeds = [noise_seed(config.seed, iteration, row.id, evaluation=evaluation) for row in rows]
         at_work("judges.renderer")
         try:
-            images = renderer.draw(flat, repeated, evaluation=evaluation)
-            plain = renderer.draw(prompts, seeds, evaluation=evaluation) if baselines else None
+            images = renderer.draw(
+                [*chain.from_iterable(texts)], [seed for seed in seeds for _ in range(group)], evaluation=evaluation
+            )
+            plain = renderer.draw([row.prompt for row in rows], seeds, evaluation=evaluation) if baselines else None
         except BaseException as error:
             if config.on_judge_error == "missing" and is_own_doing(error):
                 return RenderedImages(None, None, seeds)

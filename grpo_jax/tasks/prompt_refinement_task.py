@@ -12,7 +12,7 @@ from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import Row, noise_seed
-from grpo_jax.rollout.episodes import Answer, Episode, Respond
+from grpo_jax.rollout.env import Env, Episode, Observation
 from grpo_jax.tasks.pictures import (
     MINIATURE,
     REWARDS,
@@ -29,7 +29,7 @@ Shown = Literal["drawn", "none", "other"]
 
 INSTRUCTION = (
     "This picture was drawn from your prompt. What the user asked for: {prompt}\n"
-    "Write a better prompt that mends what is wrong. Answer with the prompt alone."
+    "Write a better prompt that fixes what is wrong. Answer with the prompt alone."
 )
 
 CONTROLS: Mapping[str, Shown] = {"blind": "none", "wrong": "other"}
@@ -48,7 +48,7 @@ class PromptRefinement(PictureTask):
     default_config: ClassVar[str | None] = "prompt_refinement_miniature"
 
     answer: str = ""
-    """What is said between two turns; {prompt} stands for the user's. Empty: a request to mend what is wrong."""
+    """What is said between two turns; {prompt} stands for the user's. Empty: a request to fix what is wrong."""
     shown: Shown = "drawn"
     """What the policy sees between two turns: the picture that was just drawn of its prompt ("drawn"), "none", or that
     of an "other" user's prompt. The last two are controls."""
@@ -57,7 +57,7 @@ class PromptRefinement(PictureTask):
         """Refuse settings that no picture task has, and a single turn."""
         super().check(config)
         require(
-            config.sampling.turns >= 2, "sampling.turns", "at least 2, to mend what was drawn", config.sampling.turns
+            config.sampling.turns >= 2, "sampling.turns", "at least 2, to fix what was drawn", config.sampling.turns
         )
         require(config.data.form == "rewrite", "data.form", "'rewrite'", config.data.form)
 
@@ -71,30 +71,30 @@ class PromptRefinement(PictureTask):
         instruction = self.answer or INSTRUCTION
         files = "a .jsonl or .txt file, or builtin"
         prompts = setup.prompts or picture_prompts(config, {MINIATURE: miniature_prompts, SCENES: scene_prompts}, files)
-        controls = {name: make_respond(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown}
+        controls = {name: make_step(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown}
         return replace(
             picture_data(config, prompts, REWARDS, DEFAULT_REWARDS),
-            environment=TurnEnvironment(make_respond(instruction, self.shown), controls, shows_pictures=True),
+            environment=TurnEnvironment(make_step(instruction, self.shown), controls, shows_pictures=True),
             report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **_oracle(rows, config)}),
         )
 
 
-def make_respond(instruction: str, shown: Shown) -> Respond:
-    """Return respond(rows, episodes) → the picture just drawn and the instruction, "{prompt}" in it filled in.
+def make_step(instruction: str, shown: Shown) -> Env:
+    """Return step(rows, episodes) → the picture just drawn and the instruction, "{prompt}" in it filled in.
 
     `shown` is the picture "drawn" last, "none", or that of an "other" prompt (`others`).
     """
 
-    def respond(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Answer]:
+    def step(rows: Sequence[Row], episodes: Sequence[Episode]) -> list[Observation]:
         pictures = [None if shown == "none" else episode.last.image for episode in episodes]
         if shown == "other":
             pictures = others(rows, pictures)
         return [
-            Answer(instruction.replace("{prompt}", row.prompt), () if picture is None else (picture,))
+            Observation(instruction.replace("{prompt}", row.prompt), () if picture is None else (picture,))
             for row, picture in zip(rows, pictures, strict=True)
         ]
 
-    return respond
+    return step
 
 
 def others(rows: Sequence[Row], pictures: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Literal
 
-from grpo_jax.rollout.texts import Reading, continued
+from grpo_jax.rollout.texts import ParsedCompletion, continued
 
 Form = Literal["rewrite", "append"]
 
@@ -106,7 +106,7 @@ _TAG = re.compile(r"</?(?:[a-z]+_)*(?:prompt|answer|output|response|rewrite)>", 
 _QUOTES = {'"': '"', "“": "”", "«": "»", "'": "'", "‘": "’", "`": "`", "*": "*"}
 
 
-def parse_rewrite(text: str, form: Form, prompt: str) -> Reading:
+def parse_rewrite(text: str, form: Form, prompt: str) -> ParsedCompletion:
     """Read the prompt to render from a completion.
 
     In "rewrite" an answer is read as chat models write them. Thinking goes; a code fence, a JSON object's prompt or a
@@ -121,9 +121,9 @@ def parse_rewrite(text: str, form: Form, prompt: str) -> Reading:
     lines = [line for line in map(_bare, _content(_without_thinking(text)).splitlines()) if _has_words(line)]
     sentences = re.split(r"(?<=[.!])\s+", _DISCLAIMER.sub("", _INTERJECTION.sub("", "".join(lines[:1]))))
     if any(_REFUSAL.match(_clean(sentence)) for sentence in sentences):
-        return Reading(prompt, False)
+        return ParsedCompletion(prompt, False)
     answer = _clean(_answer(lines))
-    return Reading(answer, True) if _has_words(answer) else Reading(prompt, False)
+    return ParsedCompletion(answer, True) if _has_words(answer) else ParsedCompletion(prompt, False)
 
 
 def names_a_negative(text: str) -> bool:

@@ -33,10 +33,10 @@ import numpy as np
 from grpo_jax.config.fields import Section
 from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet, Row
-from grpo_jax.rollout.episodes import Answer, Respond
+from grpo_jax.rollout.env import Env, Observation
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rollout import Judgement
-from grpo_jax.rollout.texts import Reading, as_written, completion_statistics
+from grpo_jax.rollout.texts import ParsedCompletion, as_is, completion_statistics
 from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry, Table
 from grpo_jax.training.estimators import Invalid
 
@@ -85,15 +85,15 @@ class TurnEnvironment(NamedTuple):
     """The environment that answers the policy between its turns (sampling.turns).
 
     Attributes:
-        respond: (rows, episodes) → an answer to each: an `Answer`, a text, or None where the episode is done; None
+        step: (rows, episodes) → an answer to each: an `Observation`, a text, or None where the episode is done; None
             for a task in which the policy writes once.
         controls: Environments by name that answer in its place for the measures NAME_CONTROL of held-out prompts.
         shows_pictures: Whether answers hold pictures that no prompt has: the policy then needs its vision tower.
         role: Whose message of the chat template an answer is.
     """
 
-    respond: Respond | None = None
-    controls: Mapping[str, Respond] = MappingProxyType({})
+    step: Env | None = None
+    controls: Mapping[str, Env] = MappingProxyType({})
     shows_pictures: bool = False
     role: str = "user"
 
@@ -155,7 +155,7 @@ class TaskData:
     render: Callable[[Mapping[str, object], frozenset[str]], Callable[..., RenderedImages]] | None = None
     environment: TurnEnvironment = field(default_factory=TurnEnvironment)
     report: TaskReport = TaskReport()
-    pairs: Callable[[], Sequence[Sequence[str | Row | Answer]]] | None = None
+    pairs: Callable[[], Sequence[Sequence[str | Row | Observation]]] | None = None
     vocabulary: Vocabulary | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
     choices: Choices | None = None
@@ -188,9 +188,9 @@ class Task(Section):
             UserError: Naming the field.
         """
 
-    def reader(self, config: Config) -> Callable[[str, str], Reading]:
+    def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the function (completion, user's prompt) → the text that is judged."""
-        return as_written
+        return as_is
 
     def remark(self, completions: Sequence[str]) -> str:
         """Return a note on parts of completions that are not judged, which a run prints once; "" for none."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import PromptSet, all_rows, row_sizes
 from grpo_jax.rollout.encoding import as_chat_messages
-from grpo_jax.rollout.episodes import Respond
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.texts import Reading, as_written, continued
+from grpo_jax.rollout.texts import ParsedCompletion, as_is, continued
 from grpo_jax.rollout.tools import Toolbox, ToolEpisodes, toolbox
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment
 
@@ -27,7 +25,7 @@ class Text(Task):
 
     environment: str = ""
     """What answers the policy between its turns (sampling.turns), package.module:function or file.py:function:
-    respond(rows, episodes) → an answer for each, its text alone, or None where it is done. Tools that data.tools names
+    step(rows, episodes) → an answer for each, its text alone, or None where it is done. Tools that data.tools names
     answer by themselves."""
     pictures: bool = False
     """Whether the environment shows pictures, which prompts need not: loads the policy's vision tower."""
@@ -52,9 +50,9 @@ class Text(Task):
         require(not (self.environment and tools), "task.environment", "nothing with data.tools by name", tools)
         require(self.seeds > 0, "task.seeds", "at least 1", self.seeds)
 
-    def reader(self, config: Config) -> Callable[[str, str], Reading]:
+    def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return completions as they are; a continuation with its prompt."""
-        return continued if config.data.form == "append" else as_written
+        return continued if config.data.form == "append" else as_is
 
     def count_pictures(self, config: Config) -> tuple[int, int]:
         """Count those of the prompts, where they are at hand."""
@@ -68,16 +66,14 @@ class Text(Task):
         section, prompts = setup.config.data, setup.prompts
         tools = toolbox(section.tool_names) if section.tool_names else None
         if tools is not None and tools.make is not None:
-            return self._load_class(setup, tools, ToolEpisodes(tools, tools.made))
+            return self._load_class(setup, tools, ToolEpisodes(tools))
         if prompts is None:
             require(bool(section.prompts), "data.prompts", "a .jsonl, .csv, .txt or .parquet file", section.prompts)
             prompts = prompts_of(section)
         if tools is not None:
-            return TaskData(prompts, environment=TurnEnvironment(tools.respond, role="tool"))
-        return TaskData(
-            prompts,
-            environment=TurnEnvironment(self._respond() if self.environment else None, shows_pictures=self.pictures),
-        )
+            return TaskData(prompts, environment=TurnEnvironment(tools.step, role="tool"))
+        step = load_object(self.environment, "environment") if self.environment else None
+        return TaskData(prompts, environment=TurnEnvironment(step, shows_pictures=self.pictures))
 
     def _load_class(self, setup: TaskSetup, tools: Toolbox, episodes: ToolEpisodes) -> TaskData:
         """Load the prompts, each with what an object of its own says at the beginning, or ask that for prompts."""
@@ -94,7 +90,7 @@ class Text(Task):
             ends = [0, self.seeds, self.seeds + self.seeds // 16, self.seeds + self.seeds // 16 * 2]
             made = [[episodes.row(n) for n in range(*part)] for part in itertools.pairwise(ends)]
             prompts, source = make_prompt_set(*made), f"{self.seeds} of {episodes.name}"
-        reward = {"reward": episodes.stepper.reward} if tools.judges else {}
+        reward = {"reward": episodes.runner.reward} if tools.judges else {}
         rewards = TaskRewards(
             reward,
             defaults=[RewardSection(name=name) for name in reward],
@@ -105,11 +101,5 @@ class Text(Task):
             prompts,
             rewards,
             source=source,
-            environment=TurnEnvironment(episodes.stepper.respond, role="tool"),
+            environment=TurnEnvironment(episodes.runner.step, role="tool"),
         )
-
-    def _respond(self) -> Respond:
-        respond = load_object(self.environment, "environment")
-        if not callable(respond):
-            raise UserError(f"environment {self.environment!r}: it is a {type(respond).__name__}, not a function")
-        return cast(Respond, respond)

@@ -150,8 +150,7 @@ def estimate_advantages(
     "grpo" is its preset's (Dr.GRPO: none) unless the config gives one.
     """
     if section.advantage == "gdpo":
-        whiten = None if section.whiten == "none" else section.whiten
-        return gdpo_advantages(rewards, weights=weights, whiten=whiten, mask=mask)
+        return gdpo_advantages(rewards, weights=weights, mask=mask)
     summed = sum_rewards(rewards, weights=weights)
     if section.advantage == "rloo":
         return leave_one_out_advantages(summed)

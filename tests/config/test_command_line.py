@@ -44,16 +44,18 @@ def test_values_are_read_as_their_fields_say():
     words = {
         "run_dir": "2024", "policy.path": "a{odd}", "algorithm.clip_low": "null", "policy.lora.targets": "[q_proj, o]",
         "optimizer.learning_rate": "1e-5", "sampling": '{"group_size": 4, "top_k": 2}', "rewards": '[{"name": "m:f"}]',
-        "eval_rewards": '["m:a", "m:b"]', "devices.policy": "gpu:0,gpu:1", "evaluation.sampled": "no",
+        "judges.a": "vqa", "judges.a.path": "[x]", "judges.a.question": "{prompt}: {odd}",
+        "eval_rewards": '["m:a", "m:b"]', "devices.policy": "gpu:0,gpu:1", "deterministic": "no",
     }  # fmt: skip
     options = [f"--{name}={text}" for name, text in words.items()]
     config = parse(["--task=text", "--sampling.max_new_tokens=7", *options])
     assert (config.run_dir, config.policy.path, config.algorithm.clip_low) == ("2024", "a{odd}", None)
+    assert (config.judges["a"].path, config.judges["a"].question) == ("[x]", "{prompt}: {odd}")
     assert config.policy.lora.targets == ["q_proj", "o"] and config.optimizer.learning_rate == 1e-5
     sampling = config.sampling
     assert (sampling.group_size, sampling.top_k, sampling.max_new_tokens) == (4, 2, 7)  # of a section what it names
     assert config.rewards == [RewardSection(name="m:f")] and config.eval_rewards == ["m:a", "m:b"]
-    assert config.devices == {"policy": "gpu:0,gpu:1"} and config.evaluation.sampled is False
+    assert config.devices == {"policy": "gpu:0,gpu:1"} and config.deterministic is False
 
 
 def test_another_class_takes_the_fields_of_the_old_one_with_it():
@@ -148,14 +150,14 @@ def three_ways(dotted, value, task, tmp_path):
         ("prompt_enhancement/judges.renderer.scheduler", "x", "judges.renderer.scheduler: no such field; it left"),
         ("training.max_steps", "many", "training.max_steps: expected a whole number, got 'many'"),
         ("training.max_steps", 2.5, "training.max_steps: expected a whole number, got '?2.5"),
-        ("evaluation.sampled", 2, "evaluation.sampled: expected true or false, got '?2"),
+        ("policy.lora.vision", 2, "policy.lora.vision: expected true or false, got '?2"),
         ("optimizer.learning_rate", "fast", "optimizer.learning_rate: expected a number, got 'fast'"),
         ("policy.lora", 3, "policy.lora: expected a mapping, got '?3"),
         ("recommendation/task.dummy_user", 3, "task.dummy_user: no such field; did you mean task.dummy_users"),
         ("recommendation/task.retrieval.bakend", 3, "task.retrieval.bakend: .* did you mean task.retrieval.backend"),
         ("prompt_enhancement/judges.scorer.modl", "x", "judges.scorer.modl: .* did you mean judges.scorer.model"),
-        ("cartpole/rollout.group_sise", 3, "rollout.group_sise: no such field; did you mean rollout.group_size"),
-        ("cartpole/network.hidden", ["wide"], r"network.hidden\[0\]: expected a whole number, got 'wide'"),
+        ("cartpole/algorithm.group_sise", 3, "algorithm.group_sise: no such field; did you mean algorithm.group_size"),
+        ("cartpole/algorithm.weights", ["wide"], r"algorithm.weights\[0\]: expected a number, got 'wide'"),
     ],
 )
 def test_a_mistyped_field_or_value_is_named_with_the_nearest_valid_one(dotted, value, message, tmp_path):

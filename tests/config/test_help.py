@@ -94,7 +94,7 @@ def test_all_of_it_is_every_field_without_a_usage(capsys):
         ("recommendation", "--task.dummy_users=123", "task"),
         ("prompt_enhancement", "--judges.renderer.steps=17", "judges.renderer"),
         ("examples/own_task/task.py:Countdown", "--task.largest=7", "task"),
-        ("cartpole", "--rollout.group_size=5", "rollout"),
+        ("cartpole", "--algorithm.group_size=5", "algorithm"),
     ],
 )
 def test_task_and_judges_in_use_have_their_sections(task, option, section, capsys, monkeypatch):

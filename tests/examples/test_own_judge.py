@@ -28,8 +28,7 @@ SMALL = {
     "algorithm.kl_coef": 0,
     "evaluation.prompts": 4,
     "evaluation.every": 0,
-    "evaluation.gallery": 0,
-    "evaluation.sampled": "false",
+    "evaluation.samples": 0,
     "report_to": "[]",
 }
 

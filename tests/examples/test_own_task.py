@@ -24,7 +24,7 @@ SMALL = {
     "training.max_steps": 3,
     "training.save_every": 0,
     "evaluation.every": 0,
-    "evaluation.sampled": "false",
+    "evaluation.samples": 0,
     "report_to": "[]",
 }
 TIMES = ("seconds/", "tokens_per_second")

@@ -36,8 +36,7 @@ SHORT = {
     "evaluation.prompts": 4,
     "evaluation.validation_prompts": 4,
     "evaluation.every": 0,
-    "evaluation.gallery": 0,
-    "evaluation.sampled": "false",
+    "evaluation.samples": 0,
     "report_to": "[]",
 }
 SMALLER = {
@@ -127,8 +126,6 @@ class Reader:
         if words[-1] == "&":
             self.serve(words[:-1])
             return ""
-        if "--plan" in words:
-            return in_process_of_its_own(line)
         if words[0] == "bash":
             words = ["python", *self.what_a_script_calls(line)]
         with pytest.MonkeyPatch.context() as patch:
@@ -193,14 +190,6 @@ def free_port() -> int:
 def is_open(port: int) -> bool:
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) == 0
-
-
-def in_process_of_its_own(line: str) -> str:
-    """A plan, for which JAX starts with as many devices as are planned for."""
-    words = [sys.executable, *shlex.split(line)[1:]]
-    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, (line, done)
-    return done.stdout
 
 
 @pytest.mark.slow

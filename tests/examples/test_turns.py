@@ -29,7 +29,7 @@ SMALL = {
     "training.prompts_per_batch": 4,
     "training.max_steps": 2,
     "training.save_every": 0,
-    "evaluation.sampled": "false",
+    "evaluation.samples": 0,
     "evaluation.prompts": 4,
     "evaluation.validation_prompts": 4,
     "report_to": "[]",
@@ -121,7 +121,7 @@ def test_metrics_tell_of_turns(calculated):
     # An answer is the number and the mark behind it, after an end mark where the call was cut off.
     said = [2 + turns[0]["truncated"] if len(turns) > 1 else 0 for turns in table]
     assert row["answer_tokens"] == pytest.approx(np.mean(said))
-    assert {"seconds/respond", "seconds/sample", "seconds/score"} <= json.loads(
+    assert {"seconds/env", "seconds/sample", "seconds/score"} <= json.loads(
         (calculated / "metrics.jsonl").read_text().splitlines()[0]
     ).keys()
 
@@ -187,7 +187,7 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
     (tmp_path / "sums.txt").write_text("".join(f"{n} plus {n + 1}\n" for n in range(8)))
     (tmp_path / "mine.py").write_text("def brief(completions, episodes):\n    return [-len(t) for t in completions]\n")
     options = {
-        "task.environment": f"{CALCULATOR}:respond",
+        "task.environment": f"{CALCULATOR}:step",
         "algorithm.turn_advantage": "return",
         "algorithm.zero_variance_groups": "resample",
         "policy.path": calculated / "policy",
@@ -214,7 +214,7 @@ def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
         ({"task.environment": f"{CALCULATOR}:nothing"}, "has no nothing"),
         ({"task.environment": f"{CALCULATOR}:SIGNS"}, "it is a dict, not a function"),
         ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task answers nothing"),
-        ({"sampling.max_answer_tokens": 1, "task.environment": f"{CALCULATOR}:respond"}, "max_answer_tokens is 1"),
+        ({"sampling.max_answer_tokens": 1, "task.environment": f"{CALCULATOR}:step"}, "max_answer_tokens is 1"),
     ],
 )
 def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
@@ -239,7 +239,7 @@ def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
 def test_the_grid_pays_for_steps_that_lead_nearer(tmp_path):
     """As its distances say, recomputed from what the policy reads; at the goal an episode ends."""
     grid = ROOT / "examples" / "grid"
-    small = {name: SMALL[name] for name in ("sampling.group_size", "training.prompts_per_batch", "evaluation.sampled")}
+    small = {name: SMALL[name] for name in ("sampling.group_size", "training.prompts_per_batch", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
     small |= {"task.environment": f"{grid}/grid.py:Grid", "task.held_out": 2, "report_to": "[]", "run_dir": tmp_path}
     assert main(["--config", f"{grid}/grid.yaml", *(f"--{name}={value}" for name, value in small.items())]) == 0
@@ -266,7 +266,7 @@ def test_the_grid_pays_for_steps_that_lead_nearer(tmp_path):
 def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch):
     """Two prompts in three are walks; what a guess earns follows from what was left, which the policy reads."""
     monkeypatch.chdir(ROOT)
-    small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.sampled")}
+    small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 2}
     small |= {"task.held_out": 3, "task.seeds": 12, "training.prompts_per_batch": 12, "report_to": "[]"}
     command = ["--config", "examples/grid/with_guess.yaml", "--run_dir", str(tmp_path)]

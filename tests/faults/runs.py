@@ -49,7 +49,7 @@ def _ppo(values: dict[str, Any]) -> None:
 _OF_TEXT: dict[str, Callable[[dict[str, Any]], None]] = {
     "text": _text, "lora": _lora, "float16": _float16, "ppo": _ppo,
 }  # fmt: skip
-_SMALL = {"report_to": [], "evaluation": {"prompts": 8, "validation_prompts": 4, "every": 2, "gallery": 2}}
+_SMALL = {"report_to": [], "evaluation": {"prompts": 8, "validation_prompts": 4, "every": 2}}
 _OTHERS: dict[str, dict[str, Any]] = {
     "recommendation": {
         "config": "recommendation_quick",

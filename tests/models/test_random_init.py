@@ -40,19 +40,17 @@ def test_every_word_is_a_token_and_reads_back(folder):
     assert tokenizer(whole, add_special_tokens=False)["input_ids"] == [*ids, *ids, tokenizer.eos_token_id]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_both_libraries_load_it_and_agree(architecture, tmp_path):
+def test_both_libraries_load_it_and_agree(tmp_path):
     from transformers import AutoModelForCausalLM
 
     torch = pytest.importorskip("torch")
-    folder = write_policy(tmp_path, WORDS, NewPolicySection(architecture=architecture, width=32, heads=2, window=10))
+    folder = write_policy(tmp_path, WORDS, NewPolicySection(width=32, heads=2, window=10))
     from grpo_jax.models import hf
     from grpo_jax.models.policy import Policy
 
     loaded = hf.load_folder(folder)
     assert loaded.eos_ids == (1,) and loaded.pad_id == 0
     policy = Policy(loaded.config)
-    assert loaded.config.model_type == architecture and policy.max_positions == (10 if architecture == "gpt2" else None)
     variables = {"params": loaded.params}
     tokens = np.arange(4, 14)[None]
     prompt, completion = tokens[:, :5], tokens[:, None, 5:]

@@ -93,7 +93,7 @@ def test_a_few_steps_with_adapters_learn_and_are_written_back(gemma, tmp_path):
         "task": "text", "policy.path": gemma[0], "policy.lora.rank": 8, "data.prompts": tmp_path / "prompts.jsonl",
         "rewards": f"{tmp_path}/judge.py:short_words", "sampling.group_size": 8, "sampling.max_new_tokens": 12,
         "training.prompts_per_batch": 4, "training.max_steps": 6, "optimizer.learning_rate": 1e-3, "run_dir": run,
-        "evaluation.every": 0, "evaluation.sampled": "false", "report_to": "[]",
+        "evaluation.every": 0, "evaluation.samples": 0, "report_to": "[]",
     }  # fmt: skip
     assert main([f"--{name}={value}" for name, value in words.items()]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -13,7 +13,7 @@ from support.tiny_models import causal_lm
 from support.xla import known_flags
 
 from grpo_jax.config import run as config
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
@@ -28,8 +28,6 @@ DEVICES = {"docs/scaling.md": 8}
 """Pages that need several."""
 WIDE = ("docs/scaling.md", "docs/runs.md", "docs/rewards.md", "docs/coming_from_trl.md")
 """Pages whose calls the tests of meshes, runs, rewards and of the page itself make too."""
-PACKAGES = {"docs/ending.md": "mlflow"}
-"""Pages whose blocks need a package that is no dependency."""
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 NAME = "path/to/Qwen2.5-0.5B-Instruct"
 
@@ -101,8 +99,6 @@ def scope_of(page: str) -> dict:
     "page", [pytest.param(page, marks=[pytest.mark.wide] * (page in WIDE)) for page in WITH_PYTHON]
 )
 def test_python_of_a_page_runs(page, desk):
-    if page in PACKAGES:
-        pytest.importorskip(PACKAGES[page])
     scope = scope_of(page)
     if "config" in scope:
         assert json.loads((desk / scope["config"].run_dir / "summary.json").read_text())["iterations"] == 1
@@ -111,7 +107,7 @@ def test_python_of_a_page_runs(page, desk):
 def test_a_tool_is_answered_and_judged():
     scope = scope_of("docs/turns.md")
     asks, ends = (Episode((Turn(text, text),)) for text in ("<sum>1 2 39</sum>", "It is 42."))
-    assert scope["respond"]([{}, {}], [asks, ends]) == ["42", None]
+    assert scope["step"]([{}, {}], [asks, ends]) == ["42", None]
     assert scope["right"](["?"] * 2, ["It is 42.", "41"], ["42", "42"], [asks, ends]) == [1.0, 0.0]
 
 

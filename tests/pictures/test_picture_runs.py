@@ -49,7 +49,7 @@ def home(tmp_path_factory):
         "algorithm": {"kl_coef": 0.05},
         "optimizer": {"learning_rate": 0.01},
         "training": {"prompts_per_batch": SIZE, "max_steps": 2, "chunk_prompts": 2, "save_every": 1},
-        "evaluation": {"every": 1, "sampled": False},
+        "evaluation": {"every": 1, "samples": 0},
         "rewards": [{"name": f"{home}/judge.py:bright"}],
     }
     (home / "config.yaml").write_text(yaml.safe_dump(config))

@@ -217,5 +217,5 @@ def test_a_policy_that_sees_nothing_says_so(loaded):
 
 
 def test_an_instruction_does_not_go_with_a_conversation(loaded):
-    with pytest.raises(UserError, match="row 0: it is a conversation, which has its own words"):
+    with pytest.raises(UserError, match="row 0 is a conversation, which has its own words"):
         tokens_of(loaded, RECORDS["parts"], instruction="Say {prompt}")

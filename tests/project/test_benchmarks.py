@@ -14,11 +14,11 @@ import torch
 from grpo_jax.models.layers import make_mlp
 from grpo_jax.tasks.cartpole import training
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS, Steps
-from grpo_jax.tasks.cartpole.task import CartPole, CartPoleAlgorithm, CartPoleConfig, CartPoleNetwork, CartPoleRollout
+from grpo_jax.tasks.cartpole.task import CartPole, CartPoleAlgorithm, CartPoleConfig
 
 pytestmark = pytest.mark.wide  # of a benchmark alone
 TOLERANCE = 1e-5
-NETWORK = CartPoleNetwork(hidden=[16])
+HIDDEN = [16]
 SGD = optax.sgd(1.0)  # the parameters it takes off are the gradient
 
 
@@ -36,9 +36,9 @@ peer = load_peer()
 
 def network(seed: int, gain: float):
     """Our parameters, and a PyTorch network that holds them."""
-    ours = make_mlp(4, hidden=NETWORK.hidden, output_scale=gain)
+    ours = make_mlp(4, hidden=HIDDEN, output_scale=gain)
     params = ours.init(jax.random.key(seed))
-    return ours, params, filled(peer.make_network(NETWORK, gain), params)
+    return ours, params, filled(peer.make_network(HIDDEN, gain), params)
 
 
 def filled(theirs, params):
@@ -83,9 +83,7 @@ def padded(array: np.ndarray) -> np.ndarray:
 def test_the_group_algorithm_has_our_loss_and_gradient():
     config = CartPoleConfig(
         task=CartPole(),
-        algorithm=CartPoleAlgorithm(epochs=1),
-        rollout=CartPoleRollout(groups=2, group_size=4),
-        network=NETWORK,
+        algorithm=CartPoleAlgorithm(epochs=1, group_size=4),
     )
     _, _, old = network(1, 1.0)
     ours, params, theirs = network(2, 1.0)
@@ -116,9 +114,7 @@ def test_the_group_algorithm_has_our_loss_and_gradient():
 def test_ppo_has_our_loss_and_gradient():
     config = CartPoleConfig(
         task=CartPole(),
-        algorithm=CartPoleAlgorithm(name="ppo", kl_coef=0.0, epochs=1, value_clip=0.05),
-        rollout=CartPoleRollout(environments=4, steps=60),
-        network=NETWORK,
+        algorithm=CartPoleAlgorithm(name="ppo", epochs=1),
     )
     _, _, old = network(1, 1.0)
     ours, params, policy = network(2, 1.0)
@@ -146,7 +142,7 @@ def test_ppo_has_our_loss_and_gradient():
     loss.backward()
     start = {"policy": params, "value": value_params}
     after, _, figures = training.step_updates(
-        config, ours.apply, SGD, (start, SGD.init(start)), given, jax.random.key(0)
+        config, ours.apply, SGD, (start, SGD.init(start)), given, jax.random.key(0), minibatches=1
     )
     assert float(figures["loss"]) == pytest.approx(loss.item(), abs=TOLERANCE)
     assert_close(step_down(params, after["policy"]), gradients(policy))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 OWN = README[README.index("## Your own task") : README.index("## Build on it")]
 BLOCKS = re.findall(r"```python\n(.*?)```", OWN, flags=re.S)
-QUICKLY = {"evaluation": {"sampled": False, "gallery": 0}, "policy": {"remat": "none"}, "report_to": []}
+QUICKLY = {"evaluation": {"samples": 0}, "policy": {"remat": "none"}, "report_to": []}
 
 
 def commands(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from grpo_jax.config import make_config
 from grpo_jax.reports import console as reporting
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.runs.iteration import completion_columns
 from grpo_jax.tasks.display import GalleryEntry, Table

@@ -91,7 +91,7 @@ def run_dir(hub, place, tmp_path_factory):
     (folder / "brief.py").write_text("def brief(completions):\n    return [-len(text) for text in completions]\n")
     words = [
         *("--task=text", f"--policy.path={place.policy}", f"--data.prompts={folder / 'prompts.txt'}", "--report_to=[]"),
-        *(f"--rewards={folder / 'brief.py'}:brief", "--policy.lora.rank=2", "--evaluation.sampled=false"),
+        *(f"--rewards={folder / 'brief.py'}:brief", "--policy.lora.rank=2", "--evaluation.samples=0"),
         *("--training.prompts_per_batch=2", "--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0"),
         *("--sampling.group_size=2", "--sampling.max_new_tokens=2", f"--run_dir={folder / 'run'}"),
     ]

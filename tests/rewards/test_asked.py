@@ -16,7 +16,6 @@ from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.reward_registry import Trainer, TrainerState
-from grpo_jax.rollout.rewards import RewardError, by_group
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 
@@ -43,15 +42,6 @@ def beside(completions, completion_messages, **kwargs):
     assert "prompt_messages" not in kwargs
     return [float(text == messages[0]["content"]) for text, messages in zip(completions, completion_messages)]
 
-def best(prompts, completions, completion_ids, place_in_group, wish):
-    # 1 for the first of a prompt's longest completions
-    assert len(set(prompts)) == len(set(wish)) == 1 and place_in_group == [*range(len(prompts))]
-    sizes = [len(ids) for ids in completion_ids]
-    return [float(i == sizes.index(max(sizes))) for i in range(len(sizes))]
-
-async def best_later(prompts, completions, **kwargs):
-    return best(prompts, completions, kwargs["completion_ids"], kwargs["place_in_group"], kwargs["wish"])
-
 def plain(prompts, completions, **kwargs):
     assert not {"prompt_messages", "completion_messages"} & kwargs.keys()
     return [len(text) for text in completions]
@@ -77,8 +67,6 @@ def finished(place, own, tmp_path_factory):
         {**length, "options": {"target": 3, "unit": "tokens"}, "label": "three"},
         {**length, "options": {"target": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
         *trl,
-        {"name": f"{own}:best", "group": True},
-        {"name": f"{own}:best_later", "group": True, "messages": False},
     ]
     home = tmp_path_factory.mktemp("asked")
     lines = []
@@ -114,25 +102,6 @@ def test_rewards_that_want_messages_get_them_and_others_texts(table):
     assert table["reward/format_reward"] == table["reward/plain"] == lengths
     assert table["reward/asked"] == [4.0 if chat else 2.0 for chat in chats]
     assert set(table["reward/beside"]) == {1.0}
-
-
-def test_a_group_is_judged_at_once(table):
-    """One call for each prompt: of each group one completion is the best, however it is called."""
-    best = np.array([table[f"reward/{name}"] for name in ("best", "best_later")])
-    np.testing.assert_array_equal(best[1], best[0])
-    groups = np.array(table["prompt"])
-    assert all(best[0, groups == prompt].sum() == 1 for prompt in set(groups)) and len(set(groups)) == 8
-
-
-def test_a_group_has_as_many_values_as_completions():
-    score = make_score({"one": by_group(lambda completions: [0.0] * 3)}, {}, missing=False)
-    with pytest.raises(RewardError, match=r"reward one: it must return .*, one value for each of 2 completions"):
-        score([Row(0, "a"), Row(1, "b")], [["x", "y"], ["z", "z"]], None)
-
-
-def test_episodes_are_judged_one_by_one():
-    with pytest.raises(UserError, match=r"rewards\.alike\.group: expected false with sampling\.turns above 1"):
-        make_config(task="text", rewards=[{"name": "mine.py:alike", "group": True}], sampling={"turns": 2})
 
 
 def test_texts_that_the_policy_did_not_write_have_tokens_too():

@@ -14,7 +14,7 @@ from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import Environment
 from grpo_jax.rollout.reward_registry import Trainer
 from grpo_jax.rollout.rollout import Judgement, Scheduling
-from grpo_jax.rollout.texts import Reading
+from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
 from grpo_jax.sampling.sampler import Samples
@@ -55,7 +55,7 @@ def make_parts(teaches, **algorithm):
     judged: list[list[int]] = []
     environment = Environment(
         encode=lambda rows: Encoded(np.ones((len(rows), 2), np.int32), np.ones((len(rows), 2), bool)),
-        decode=lambda tokens, prompt: (text := f"{prompt}:{tokens[0]}", Reading(text, True)),
+        decode=lambda tokens, prompt: (text := f"{prompt}:{tokens[0]}", ParsedCompletion(text, True)),
         render=None,
         score=score,
         reward_names=("a", "b"),

@@ -151,7 +151,7 @@ def templated():
 @pytest.mark.parametrize("system", ["", "Be brief."])
 def test_prompts_are_as_transformers_has_them(system, thinking):
     tokenizer = templated()
-    section = DataSection(system_prompt=system, enable_thinking=thinking)
+    section = DataSection(system_prompt=system, chat_template_options={"enable_thinking": thinking})
     encoded = make_encode(tokenizer, section, pad_id=0)(plain_rows(["a fox"]))
     said = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "a fox"}]
     expected = tokenizer.apply_chat_template(said, add_generation_prompt=True, enable_thinking=thinking)["input_ids"]
@@ -182,7 +182,11 @@ def test_a_trained_policy_is_asked_as_it_was_trained(place, tmp_path, capsys):
     (tmp_path / "t.jsonl").write_text('{"question": "x tree", "solution": 9}\n')
     data = {"data.prompts": "p.csv", "data.test": "t.jsonl", "data.columns": json.dumps(COLUMNS)}
     data = {name: str(tmp_path / value) if "." in value else value for name, value in data.items()}
-    said = {"data.system_prompt": "Be brief.", "data.enable_thinking": "true", "data.max_prompt_tokens": "128"}
+    said = {
+        "data.system_prompt": "Be brief.",
+        "data.chat_template_options": "{enable_thinking: true}",
+        "data.max_prompt_tokens": "128",
+    }
     short = {"training.max_steps": "1", "training.inner_epochs": "1", "training.minibatches": "1"}
     named = {"policy.path": str(policy), "rewards": "grpo_jax.rewards:numeric_answer", **data, **said, **short}
     run = tmp_path / "run"

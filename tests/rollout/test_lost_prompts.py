@@ -81,7 +81,7 @@ def test_a_run_with_such_a_folder_is_refused_in_one_line(place, tmp_path, capsys
     assert all(message in error for message in messages)
 
 
-@pytest.mark.parametrize("prompts", [["a fox"] * 3, ["A Fox", "a  fox ", "a ｆox"], ["a fox", "red"], [""]])
+@pytest.mark.parametrize("prompts", [["a fox"] * 3, ["a fox", "red"], [""]])
 def test_prompts_that_are_the_same_may_become_the_same(prompts):
     make_encode(words(), DataSection(), pad_id=0, rows=plain_rows(prompts))
 

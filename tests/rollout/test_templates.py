@@ -11,11 +11,9 @@ from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.tokens import special_ids
-from grpo_jax.rollout.encoding import check_tools, make_encode
-from grpo_jax.rollout.environment import make_encode_answer
-from grpo_jax.rollout.episodes import Answer
-from grpo_jax.rollout.prompts import load_prompts
+from grpo_jax.rollout.encoding import make_encode
+from grpo_jax.rollout.env import Observation
+from grpo_jax.rollout.environment import make_encode_observation
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -46,46 +44,6 @@ def test_tools_and_options_of_the_config_are_as_transformers_has_them():
     assert found == expected(tokenizer, "a fox", tools=[ADD, SIT], mood="merry") != expected(tokenizer, "a fox")
 
 
-def test_tools_of_each_row_are_those_of_its_column():
-    """As a list, as a table's objects filled up with None, as JSON text, and none."""
-    tokenizer = templated()
-    filled = {**SIT, "function": {"name": "sit", "parameters": None}}
-    given = [[ADD], [filled, ADD], json.dumps([SIT]), None, "", []]
-    rows = load_prompts([{"prompt": f"p{i}", "can": tools} for i, tools in enumerate(given)], held_out=0).train
-    encoded = make_encode(tokenizer, DataSection(tools="can"), pad_id=0, rows=rows)(rows)
-    for row, tools in enumerate([[ADD], [SIT, ADD], [SIT], None, None, None]):
-        found = encoded.tokens[row][encoded.mask[row]].tolist()
-        assert found == expected(tokenizer, f"p{row}", tools=tools)
-
-
-@pytest.mark.parametrize("mark", ["<|im_end|>\n<|im_start|>assistant", "<|endoftext|>", "<|im_<|im_start|>end|>"])
-def test_marks_in_tools_are_text(mark):
-    """Wherever they stand, in keys too, and whether or not the prompt holds some."""
-    tokenizer = templated()
-    ends = special_ids(tokenizer)
-
-    def encoded(prompt, tools):
-        rows = load_prompts([{"prompt": prompt, "can": tools}], held_out=0).train
-        found = make_encode(tokenizer, DataSection(tools="can", max_prompt_tokens=600), pad_id=0, rows=rows)(rows)
-        return found.tokens[found.mask].tolist()
-
-    usual = [token for token in encoded("a fox", [SIT]) if token in ends]
-    odd = {"type": "function", "function": {"name": mark, "description": f"sits{mark}, a {mark}.", mark: [mark, 1]}}
-    for prompt in ("a fox", f"a{mark}b"):
-        ids = encoded(prompt, [SIT, odd])
-        assert [token for token in ids if token in ends] == usual
-        assert tokenizer.decode(ids) == expected(tokenizer, prompt, tools=[SIT, odd], tokenize=False)
-
-
-@pytest.mark.parametrize("tools", [["sit"], "{"])
-def test_a_column_that_holds_no_tools_is_named(tools):
-    rows = load_prompts([{"prompt": "a", "can": tools}], held_out=0).train
-    with pytest.raises(UserError, match=r"row 0, data.tools: column 'can' must hold a list of JSON schemas, got"):
-        make_encode(templated(), DataSection(tools="can"), pad_id=0, rows=rows)
-    with pytest.raises(UserError, match=r"data.tools: expected a list of JSON schemas or a column of .*, got 'cannot'"):
-        check_tools(DataSection(tools="cannot"), rows)
-
-
 def test_what_a_template_passes_over_is_refused():
     tokenizer = chat_tokenizer()  # whose template knows nothing but messages
     for section, name in (
@@ -104,7 +62,7 @@ def test_what_a_template_passes_over_is_refused():
     [
         ({"form": "append", "tools": [ADD]}, "data.tools: expected nothing with form 'append'"),
         ({"chat_template_options": {"tokenize": True}}, r"data.chat_template_options: expected .*got \['tokenize'\]"),
-        ({"chat_template_options": {"enable_thinking": True}}, r"data.enable_thinking apart\), got \['enable_th"),
+        ({"chat_template_options": {"tokenize": True}}, r"data.tools apart\), got \['tokenize"),
     ],
 )
 def test_what_is_not_for_the_template_is_refused(data, message):
@@ -115,15 +73,17 @@ def test_what_is_not_for_the_template_is_refused(data, message):
 def test_answers_between_turns_are_told_the_same():
     tokenizer = templated()
     named = {"eos_ids": [tokenizer.eos_token_id], "vocab_size": len(tokenizer), "limit": 99, "mood": "merry"}
-    assert tokenizer.decode(make_encode_answer(tokenizer, **named)(Answer("no"), True)).endswith("assistant\nmerry")
+    assert tokenizer.decode(make_encode_observation(tokenizer, **named)(Observation("no"), True)).endswith(
+        "assistant\nmerry"
+    )
 
 
 def test_the_command_encodes_prompts_with_them_and_names_what_the_template_has_not(place, tmp_path, capsys):
     folder = causal_lm(tmp_path / "policy")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    lines = [{"prompt": f"{c} tree", "wish": c, "can": [ADD]} for c in "abcdefghijklmnop"]
+    lines = [{"prompt": f"{c} tree", "wish": c} for c in "abcdefghijklmnop"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values = {"policy.path": folder, "data.prompts": tmp_path / "p.jsonl", "data.tools": "can"}
+    values = {"policy.path": folder, "data.prompts": tmp_path / "p.jsonl", "data.tools": json.dumps([ADD])}
     words = [f"--{name}={value}" for name, value in values.items()]
     count = len(expected(templated(), "a tree", tools=[ADD], mood="merry"))
     for option, message in (

@@ -18,7 +18,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.rollout.encoding import pad_left
 from grpo_jax.rollout.texts import (
-    as_written,
+    as_is,
     completion_statistics,
     continued,
     make_decode,
@@ -60,7 +60,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_an_instruction_must_say_where_the_prompt_goes():
-    with pytest.raises(UserError, match=r"must contain \{prompt\}"):
+    with pytest.raises(UserError, match=r"instruction: expected a text with \{prompt\}"):
         format_prompt(word_tokenizer(), "a", instruction="draw")
 
 
@@ -118,7 +118,7 @@ def test_appended_words_are_told_apart_from_the_prompt():
     words, bytes_ = word_tokenizer(), byte_tokenizer()
     ids = words("in snow <|end|>")["input_ids"]
     assert make_decode(words, form="append", read=continued)(ids, "a fox") == (" in snow", ("a fox in snow", True))
-    whole = make_decode(words, form="rewrite", read=as_written)
+    whole = make_decode(words, form="rewrite", read=as_is)
     assert whole(np.array(ids), "a fox") == ("in snow", ("in snow", True))
     ids = bytes_("es, été<|end|>")["input_ids"]
     assert make_decode(bytes_, form="append", read=continued)(ids, "a fox") == ("es, été", ("a foxes, été", True))

@@ -348,7 +348,7 @@ def small_files_only(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_failing_disk_keeps_what_was_committed_and_can_be_mended(folder, impatient):
+def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     notes = []
     with Checkpoints(folder, note=notes.append) as checkpoints:

@@ -25,7 +25,7 @@ MINIATURE = (
         "--training.prompts_per_batch=4",
         "--evaluation.prompts=2",
     ),
-    *("--evaluation.validation_prompts=1", "--evaluation.gallery=1", "--report_to=[]"),
+    *("--evaluation.validation_prompts=1", "--report_to=[]"),
 )
 BROWSER = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 
@@ -77,11 +77,11 @@ def test_a_typed_prompt_lacks_only_what_asks_for_columns(asker):
     assert asker.unchanged(asker.row("never seen", 7)) is None  # a text task's prompts are no completions
     (episode,) = asker.write(asker.row("never seen", 7), "final")
     rewards = episode.last.rewards
-    assert np.isnan(rewards["letters"]) and rewards["brief"] == pytest.approx(-len(episode.last.text) / 10)
+    assert np.isnan(rewards["letters"]) and rewards["brief"] == pytest.approx(-len(episode.last.completion) / 10)
     group = asker.write(asker.row("never seen", 7), "final", group=True)
     again = asker.write(asker.row("never seen", 7), "final", group=True)
     other = asker.write(asker.row("never seen", 8), "final", group=True)
-    texts = [[one.last.text for one in episodes] for episodes in (group, again, other)]
+    texts = [[one.last.completion for one in episodes] for episodes in (group, again, other)]
     assert len(group) == 4 and texts[0] == texts[1] != texts[2]
 
 

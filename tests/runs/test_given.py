@@ -194,7 +194,7 @@ def test_columns_that_json_would_change_are_not_kept_and_said(config, tmp_path, 
         return [float(text.count(w[0])) for text, w in zip(completions, wish, strict=True)]
 
     folder = tmp_path / "run"
-    short = config(folder, evaluation={"every": 0, "sampled": False})
+    short = config(folder, evaluation={"every": 0, "samples": 0})
     short = short.replace(training=short.training.replace(max_steps=1))
     run(short, prompts=records, rewards=[wished])
     assert "column 'wish' of row 0 holds what JSON does not keep, such as a tuple" in capsys.readouterr().out

@@ -39,7 +39,7 @@ def config(place, tmp_path_factory):
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] = {}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 5, "save_every": 0}
-    values["evaluation"] = {"every": 1, "sampled": False}
+    values["evaluation"] = {"every": 1, "samples": 0}
     values["rewards"] = [
         {"name": f"{folder / 'judge.py'}:easy", "condition_on": "hard", "threshold": 1.0},
         {"name": f"{folder / 'judge.py'}:hard", "weight": 2.0},
@@ -117,7 +117,7 @@ def test_the_penalty_on_length_is_in_the_total(place, tmp_path):
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] = {"overlong_buffer": 8}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1}
-    values["evaluation"] = {"every": 1, "sampled": False}
+    values["evaluation"] = {"every": 1, "samples": 0}
     folder = tmp_path / "run"
     train_values(values, folder, judge="work:0")
     (row,), summary, found = rows(folder), summary_of(folder), judged(folder, 1)

@@ -31,7 +31,7 @@ def train(place, tmp_path, monkeypatch, capsys):
     values = yaml.safe_load(place.config.read_text())
     values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:{name}"} for name in ("rare", "never")]
     values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "max_steps": 4}
-    values |= {"algorithm": {}, "evaluation": {"every": 0, "prompts": 2, "sampled": False}}
+    values |= {"algorithm": {}, "evaluation": {"every": 0, "prompts": 2, "samples": 0}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     run = tmp_path / "run"
 
@@ -78,7 +78,7 @@ def test_a_constant_reward_and_a_chat_policy_without_a_template_are_warned_of(pl
     values["policy"] = {"path": str(policy)}
     values["rewards"] = [f"{tmp_path / 'judge.py'}:same", f"{place.judge}:brief"]
     values["training"] |= {"inner_epochs": 1, "minibatches": 1, "max_steps": 6}
-    values["evaluation"] = {"every": 0, "prompts": 2, "sampled": False}
+    values["evaluation"] = {"every": 0, "prompts": 2, "samples": 0}
     run = tmp_path / "run"
     with stopped_after(run, 3):
         train_values(values, run)

@@ -37,7 +37,7 @@ def train(place, tmp_path, monkeypatch):
     values = yaml.safe_load(place.config.read_text())
     values["rewards"] = [{"name": f"{tmp_path / 'judge.py'}:letters"}]
     values["training"] |= {"inner_epochs": 1, "minibatches": 1, "save_every": 1, "keep_checkpoints": 9}
-    values["evaluation"] = {"every": 0, "sampled": False}
+    values["evaluation"] = {"every": 0, "samples": 0}
     values["data"]["held_out"] = 0
 
     def call(algorithm, *arguments, wild=""):

@@ -41,7 +41,7 @@ def config(place, tmp_path_factory):
     values["training"] |= {"max_steps": 2, "save_every": 1, "minibatches": 1, "inner_epochs": 1}
     values["optimizer"]["warmup_steps"] = 1
     values["data"]["held_out"] = 0
-    values["evaluation"] = {"every": 0, "sampled": False}
+    values["evaluation"] = {"every": 0, "samples": 0}
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     return folder / "config.yaml"
 
@@ -58,7 +58,7 @@ def test_memory_settings_and_places_may_change(config, finished, tmp_path, capsy
     other = {
         "training.grad_accumulation_steps": 2, "training.chunk_prompts": 2,
         "training.save_every": 1, "training.keep_checkpoints": 1, "policy.remat": "layer", "devices.policy": "cpu",
-        "judges.own.batch_size": 1, "judge_timeout": 60, "on_judge_error": "missing", "evaluation.gallery": 3,
+        "judges.own.batch_size": 1, "judge_timeout": 60, "on_judge_error": "missing",
     }  # fmt: skip
     assert train_here(config, run, "--resume", *(f"--{name}={value}" for name, value in other.items())) == 0
     out = capsys.readouterr().out

@@ -45,7 +45,7 @@ def config(place, tmp_path_factory):
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] = {}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 3, "save_every": 0}
-    values["evaluation"] = {"every": 1, "sampled": False}
+    values["evaluation"] = {"every": 1, "samples": 0}
     values["rewards"] = [{"name": f"{folder / 'judge.py'}:pleased"}]
     values["eval_rewards"] = [f"{folder / 'judge.py'}:honest"]
     return values
@@ -82,13 +82,13 @@ def test_the_best_is_never_one_whose_watched_measures_fell(gamed):
 
 
 def test_there_is_no_best_where_all_fell_and_it_goes_by_what_is_named(config, tmp_path):
-    later = train(config | {"evaluation": {"every": 3, "sampled": False}}, tmp_path / "later")
+    later = train(config | {"evaluation": {"every": 3, "samples": 0}}, tmp_path / "later")
     assert later["best"] == {"iteration": 0, "validation_score": None}
     with Checkpoints(tmp_path / "later" / "checkpoints", read_only=True) as checkpoints:
         assert "best" not in checkpoints.available()
     watch, rewards = config["rewards"][0]["name"], [{"name": config["eval_rewards"][0]}]  # now the watch rises
     values = config | {"eval_rewards": [watch], "rewards": rewards}
-    values["evaluation"] = {"every": 1, "sampled": False, "best_by": "pleased"}
+    values["evaluation"] = {"every": 1, "samples": 0, "best_by": "pleased"}
     summary = train(values, tmp_path / "named")
     table = rows(tmp_path / "named")
     assert table[2]["validation/score"] < table[0]["validation/score"] and summary["suspect"] == []

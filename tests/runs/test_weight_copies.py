@@ -72,7 +72,7 @@ def test_a_sft_leaves_nothing_behind(place, tmp_path, monkeypatch):
         "training": {"prompts_per_batch": 4, "max_steps": 1},
         "algorithm": {},
         "rewards": [],
-        "evaluation": {"every": 0, "sampled": False},
+        "evaluation": {"every": 0, "samples": 0},
     }
     run(make_config(values))
     assert counted == [3]

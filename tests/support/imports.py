@@ -14,6 +14,7 @@ class Import(NamedTuple):
     module: str  # as far down as it is one of the packages': a name taken from it stands in `module` too
     lazy: bool  # inside a function
     line: int
+    types: bool = False  # for type checkers alone
 
 
 def dotted(path: Path) -> str:
@@ -58,30 +59,31 @@ def for_types_alone(node) -> bool:
 
 
 def read_imports(source: str, module: str, package: bool = False) -> list[Import]:
-    """Every import of a module, those for type checkers alone left out."""
+    """Every import of a module."""
 
-    def visit(node, lazy) -> Iterator[Import]:
-        if for_types_alone(node):
-            return
+    def visit(node, lazy, types) -> Iterator[Import]:
+        types = types or for_types_alone(node)
         if isinstance(node, ast.Import):
-            yield from (Import(alias.name, lazy, node.lineno) for alias in node.names)
+            yield from (Import(alias.name, lazy, node.lineno, types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = module.split(".")[: len(module.split(".")) - node.level + package] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (Import(f"{origin}.{alias.name}", lazy, node.lineno) for alias in node.names)
+            yield from (Import(f"{origin}.{alias.name}", lazy, node.lineno, types) for alias in node.names)
         elif (name := literal_module(node)) is not None:
-            yield Import(name, lazy, node.lineno)
+            yield Import(name, lazy, node.lineno, types)
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, inside)
+            yield from visit(child, inside, types)
 
-    return list(visit(ast.parse(source), False))
+    return list(visit(ast.parse(source), False, False))
 
 
 @functools.cache
-def imports_of(name: str) -> list[Import]:
+def imports_of(name: str, types: bool = False) -> list[Import]:
+    """What a module imports, lazily too; with `types` also what it imports for type checkers alone."""
     path = FILES[name]
-    return read_imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py")
+    found = read_imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py")
+    return [one for one in found if types or not one.types]
 
 
 def find_circle(graph: dict[str, set[str]]) -> list[str]:

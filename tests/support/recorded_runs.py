@@ -22,7 +22,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 TIMINGS = ("seconds/", "tokens_per_second", "environment_steps_per_second")
 TOLERANCE = 1e-6
-SHORT = ["--report_to", "[]", "--training.save_every", "0", "--evaluation.gallery", "0"]
+SHORT = ["--report_to", "[]", "--training.save_every", "0"]
 TWO = [*SHORT, "--training.max_steps", "2", "--evaluation.every", "2"]
 FEW = ["--evaluation.prompts", "16", "--evaluation.validation_prompts", "16", "--training.prompts_per_batch", "8"]
 SMALL = [*TWO, *FEW]
@@ -75,7 +75,7 @@ def text_config(folder: Path) -> Path:
         "sampling": {"group_size": 4, "max_new_tokens": 8},
         "optimizer": {"learning_rate": 0.01, "schedule": "cosine", "warmup_steps": 3},
         "training": {"prompts_per_batch": 4, "minibatches": 2},
-        "evaluation": {"sampled": False},
+        "evaluation": {"samples": 0},
         "rewards": [
             {"name": f"{folder / 'rewards.py'}:letters"},
             {"name": f"{folder / 'rewards.py'}:brief", "weight": 0.5},

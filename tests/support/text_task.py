@@ -97,7 +97,7 @@ def make_place(folder: Path) -> Place:
         "algorithm": {"kl_coef": 0.1, "update_ref_every": 2},
         "optimizer": {"learning_rate": 0.01, "schedule": "cosine", "warmup_steps": 3},
         "training": {"prompts_per_batch": 4, "max_steps": 6, "inner_epochs": 2, "minibatches": 2, "save_every": 3},
-        "evaluation": {"every": 2, "sampled": False},
+        "evaluation": {"every": 2, "samples": 0},
         "rewards": [{"name": f"{judge}:letters"}, {"name": f"{judge}:brief", "weight": 0.5}],
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -121,7 +121,7 @@ def steered_run(place: Place) -> Path:
         values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
         values["sampling"] = {"group_size": 10, "max_new_tokens": 12, "stop": [*"0123456789", "aa", *"ABCDEFGH"]}
         values["data"] |= {"forbidden_tokens": ["b", *"cdefg", 40]}
-        values["evaluation"] = {"every": 0, "samples": 6, "temperature": 0.7, "top_k": 50, "pass_threshold": 0.375}
+        values["evaluation"] = {"every": 0, "samples": 6, "temperature": 0.7, "pass_threshold": 0.375}
         run.parent.mkdir()
         (run.parent / "config.yaml").write_text(yaml.safe_dump(values))
         assert train_here(run.parent / "config.yaml", run) == 0

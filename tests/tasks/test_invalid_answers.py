@@ -75,7 +75,7 @@ def run(tmp_path, *arguments):
     small = {
         "sampling.temperature": 4, "sampling.group_size": 8, "training.prompts_per_batch": 4, "training.max_steps": 1,
         "algorithm.advantage": "grpo", "rewards": "[alignment]", "evaluation.prompts": 4, "evaluation.every": 0,
-        "evaluation.gallery": 0, "evaluation.sampled": "false", "report_to": "[]", "run_dir": folder,
+        "evaluation.samples": 0, "report_to": "[]", "run_dir": folder,
     }  # fmt: skip
     assert main([*(f"--{name}={value}" for name, value in small.items()), *arguments]) == 0
     (row,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -64,8 +64,7 @@ def arguments(models, run_dir, *more) -> list[str]:
         "--optimizer.learning_rate=0.01",  # two updates of 1e-6 would vanish in the export's bfloat16
         "--evaluation.prompts=2",
         "--evaluation.validation_prompts=2",  # as many: another number would compile another sampler
-        "--evaluation.gallery=2",
-        "--evaluation.sampled=false",
+        "--evaluation.samples=0",
         *more,
     ]
 

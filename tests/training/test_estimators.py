@@ -71,8 +71,8 @@ def test_the_length_penalty_is_an_objective_of_its_own(rewards):
     summed = advantages_of(found, advantage="grpo")[1:]
     by_hand = sum_rewards(judged, weights=WEIGHTS) + found.rewards[..., 2]
     np.testing.assert_allclose(summed, group_advantages(by_hand)[1:], rtol=1e-5, atol=1e-6)
-    apart = advantages_of(found, advantage="gdpo", whiten="none")
-    np.testing.assert_allclose(apart, gdpo_advantages(found.rewards, weights=(1, 0.5, 1), whiten=None), atol=1e-6)
+    apart = advantages_of(found, advantage="gdpo")
+    np.testing.assert_allclose(apart, gdpo_advantages(found.rewards, weights=(1, 0.5, 1)), atol=1e-6)
 
 
 def test_the_length_penalty_is_missing_where_no_reward_counts(rewards):
@@ -104,7 +104,7 @@ def test_conditions_missing_rewards_and_penalties_in_a_run(place, tmp_path):
     values = yaml.safe_load(place.config.read_text())
     values["algorithm"] = {"advantage": "batch", "overlong_buffer": 6}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
-    values["evaluation"] = {"every": 0, "sampled": False}
+    values["evaluation"] = {"every": 0, "samples": 0}
     values["rewards"] = [
         {"name": f"{tmp_path / 'judge.py'}:right"},
         {"name": f"{tmp_path / 'judge.py'}:brief", "weight": 0.5, "condition_on": "right", "threshold": 1.0},

@@ -6,7 +6,7 @@ from support.marked_tokenizers import TOKENIZERS
 from support.tiny_models import VISION_TOKENS, chat_tokenizer
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.chat import answer_encoder
+from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.models.hf.tokens import plain_tokens, special_ids
 
 CHATS = ["qwen2", "llama3"]
@@ -27,7 +27,7 @@ def test_the_stream_is_the_conversation(name, answer):
     """Prompt, what the policy wrote with its end, and the answer's tokens: the template's own, one behind the other."""
     tokenizer = TOKENIZERS[name]()
     end = tokenizer.eos_token_id
-    encode = answer_encoder(tokenizer, (end,), enable_thinking=False)
+    encode = observation_encoder(tokenizer, (end,), enable_thinking=False)
     prompt, text = "a fox", "in words"
     written = [*format_prompt(tokenizer, prompt), *plain_tokens(tokenizer, text)]
     expected = whole(tokenizer, prompt, text, answer)
@@ -39,7 +39,7 @@ def test_the_stream_is_the_conversation(name, answer):
 def test_marks_in_an_answer_are_text(name):
     tokenizer = TOKENIZERS[name]()
     special = (special_ids(tokenizer) - {tokenizer.unk_token_id}) | {tokenizer.eos_token_id}
-    encode = answer_encoder(tokenizer, (tokenizer.eos_token_id,), enable_thinking=False)
+    encode = observation_encoder(tokenizer, (tokenizer.eos_token_id,), enable_thinking=False)
 
     def marks(answer):
         return [token for token in encode(answer, True, ()) if token in special]
@@ -53,7 +53,7 @@ def test_marks_in_an_answer_are_text(name):
 
 def test_without_a_template_an_answer_is_plain_text():
     tokenizer = TOKENIZERS["gpt2"]()
-    encode = answer_encoder(tokenizer, (tokenizer.eos_token_id,))
+    encode = observation_encoder(tokenizer, (tokenizer.eos_token_id,))
     assert encode(" a fox", True, ()) == tokenizer(" a fox")["input_ids"]
     assert encode(" a fox", False, ()) == [tokenizer.eos_token_id, *tokenizer(" a fox")["input_ids"]]
     with pytest.raises(UserError, match="'' has no tokens"):
@@ -74,7 +74,7 @@ def test_pictures_take_their_places_before_the_text(knows_pictures):
     if knows_pictures:
         tokenizer.chat_template = VISION
     picture = start, image, _ = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
-    encode = answer_encoder(tokenizer, (tokenizer.eos_token_id,), picture=picture)
+    encode = observation_encoder(tokenizer, (tokenizer.eos_token_id,), picture=picture)
     ids = encode("a <|image_pad|> fox", True, (4, 2))
     assert ids.count(image) == 6
     first, second = (place for place, token in enumerate(ids) if token == start)
@@ -94,4 +94,4 @@ def test_a_template_that_knows_no_second_turn_is_refused_at_once(template, messa
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=message):
-        answer_encoder(tokenizer, (tokenizer.eos_token_id,))
+        observation_encoder(tokenizer, (tokenizer.eos_token_id,))

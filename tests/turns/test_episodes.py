@@ -14,10 +14,10 @@ from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import StageError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import Encoded
-from grpo_jax.rollout.environment import Answering, Environment, make_score
-from grpo_jax.rollout.episodes import Answer, AnswerError
+from grpo_jax.rollout.env import EnvError, Observation
+from grpo_jax.rollout.environment import Environment, EnvSettings, make_score
 from grpo_jax.rollout.rollout import Scheduling, collect
-from grpo_jax.rollout.texts import Reading
+from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.samplers import stop_table
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -54,9 +54,9 @@ def told(rows, episodes):
     """As many tokens as the text's first number says, of which the last is how many turns there were; ends at a 4."""
     answers = []
     for row, episode in zip(rows, episodes, strict=True):
-        first = words(episode.last.text)[0]
+        first = words(episode.last.completion)[0]
         numbers = [*range(20, 20 + first % ANSWER), 40 + len(episode.turns) + row.id]
-        answers.append(None if first % 4 == 0 else Answer(" ".join(map(str, numbers[-(ANSWER - 1) :]))))
+        answers.append(None if first % 4 == 0 else Observation(" ".join(map(str, numbers[-(ANSWER - 1) :]))))
     return answers
 
 
@@ -70,16 +70,16 @@ def high(completions, episodes, completion_ids):
     return [words(text)[0] / 60 + len(episode.turns) for text, episode in zip(completions, episodes, strict=True)]
 
 
-def make_environment(respond=told, *, lenient=False, rewards=None, turns=TURNS, say=say, **more):
+def make_environment(step=told, *, lenient=False, rewards=None, turns=TURNS, say=say, **more):
     score = make_score(rewards or {"length": length, "high": high}, {}, missing=lenient)
     return Environment(
         encode=encode,
-        decode=lambda tokens, prompt: (text := " ".join(map(str, tokens)), Reading(text, True)),
+        decode=lambda tokens, prompt: (text := " ".join(map(str, tokens)), ParsedCompletion(text, True)),
         render=None,
         score=score,
         reward_names=tuple(rewards or ("length", "high")),
         eval_reward_names=(),
-        answering=Answering(turns, respond, say, STREAM, PAD, lenient, ENDS, **more),
+        env=EnvSettings(turns, step, say, STREAM, PAD, lenient, ENDS, **more),
     )
 
 
@@ -140,21 +140,21 @@ def test_a_stream_is_the_episode_without_holes(rollout):
     for p, g in np.ndindex(4, GROUP):
         episode, expected, wrote = episodes.episodes[p][g], [], []
         for number, turn in enumerate(episode.turns):
-            expected += words(turn.written)
+            expected += words(turn.raw_completion)
             wrote += [True] * (len(expected) - len(wrote))
             if number + 1 < len(episode.turns):
-                expected += say(turn.answer, not turn.truncated, ())
+                expected += say(turn.observation, not turn.truncated, ())
                 wrote += [False] * (len(expected) - len(wrote))
-            assert turn.truncated == (words(turn.written)[-1] not in ENDS)
+            assert turn.truncated == (words(turn.raw_completion)[-1] not in ENDS)
         present = samples.present[p, g]
         assert present.tolist() == [True] * len(expected) + [False] * (STREAM - len(expected))
         assert samples.tokens[p, g][present].tolist() == expected and (samples.tokens[p, g][~present] == PAD).all()
         assert samples.mask[p, g][present].tolist() == wrote
         assert samples.truncated[p, g] == any(turn.truncated for turn in episode.turns)
         assert (samples.logprobs[p, g] != 0).tolist() == samples.mask[p, g].tolist()
-        assert episodes.texts[p][g] == episode.last.text
+        assert episodes.texts[p][g] == episode.last.completion
         counts.add(len(episode.turns))
-        assert episode.last.answer is None if len(episode.turns) == TURNS else episode.last.answer.done
+        assert episode.last.observation is None if len(episode.turns) == TURNS else episode.last.observation.done
     assert counts == {1, 2, 3}
 
 
@@ -166,13 +166,13 @@ def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
     for p, g in np.ndindex(4, GROUP):
         episode, expected = episodes.episodes[p][g], []
         for turn in episode.turns:
-            written = words(turn.written)
+            written = words(turn.raw_completion)
             ended = written[-1] in ENDS
             assert turn.truncated == (len(written) == STEPS and not ended and str(written[-1])[0] not in "12")
             assert not any(str(token)[0] in "12" for token in written[:-1])
             expected += written
             if turn is not episode.last:
-                expected += say(turn.answer, ended, ())
+                expected += say(turn.observation, ended, ())
                 stopped += not ended and not turn.truncated
         assert episodes.samples.tokens[p, g][episodes.samples.present[p, g]].tolist() == expected
     assert stopped > 3
@@ -184,12 +184,14 @@ def test_rewards_come_of_each_turn(rollout):
     assert judged.shape == (4, GROUP, TURNS, 2)
     for p, g in np.ndindex(4, GROUP):
         turns = episodes.episodes[p][g].turns
-        expected = [[len(words(turn.text)) / STEPS, words(turn.text)[0] / 60 + n] for n, turn in enumerate(turns, 1)]
+        expected = [
+            [len(words(turn.completion)) / STEPS, words(turn.completion)[0] / 60 + n] for n, turn in enumerate(turns, 1)
+        ]
         np.testing.assert_allclose(judged[p, g, : len(turns)], expected, rtol=1e-6)
         assert np.isnan(judged[p, g, len(turns) :]).all()
         np.testing.assert_allclose(judgement.final_rewards[p, g], expected[-1], rtol=1e-6)
         assert turns[0].rewards == pytest.approx(dict(zip(("length", "high"), expected[0], strict=True)))
-    assert set(episodes.seconds) == {"sample", "score", "respond"}
+    assert set(episodes.seconds) == {"sample", "score", "env"}
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -290,11 +292,11 @@ BAD = {
     "no list": (lambda rows, episodes: "5", "answers, one for each completion, got str"),
     "a number": (
         lambda rows, episodes: [7] * len(rows),
-        r"it answered 7, not an Answer .*, a text or None to completion 0",
+        r"it answered 7, not an Observation .*, a text or None to completion 0",
     ),
     "half a letter": (lambda rows, episodes: ["\ud800"] * len(rows), r"it answered .* to completion 0"),
     "a picture": (
-        lambda rows, episodes: [Answer("5", (np.zeros((4, 4, 3)),))] * len(rows),
+        lambda rows, episodes: [Observation("5", (np.zeros((4, 4, 3)),))] * len(rows),
         "it answered with a picture, and the policy reads text alone",
     ),
     "too long": (lambda rows, episodes: ["long"] * len(rows), "the environment: its answer 'long' takes too many"),
@@ -303,17 +305,17 @@ BAD = {
 
 def limited(answer, ended, grids):
     if answer.text == "long":
-        raise AnswerError("its answer 'long' takes too many")
+        raise EnvError("its answer 'long' takes too many")
     return say(answer, ended, grids)
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_an_environment_that_fails_stops_the_run_by_name_or_leaves_no_reward(kind):
-    respond, message = BAD[kind]
+    step, message = BAD[kind]
     with pytest.raises(StageError, match=message) as error:
-        play(make_environment(respond, say=limited))
-    assert error.value.stage == "respond"
-    came = play(make_environment(respond, lenient=True, say=limited))
+        play(make_environment(step, say=limited))
+    assert error.value.stage == "env"
+    came = play(make_environment(step, lenient=True, say=limited))
     assert np.isnan(came[1].rewards).all()
     assert all(len(episode.turns) == 1 for group in came[0].episodes for episode in group)
     batch, _ = batch_of(came, AlgorithmSection())
@@ -337,7 +339,7 @@ def test_only_what_goes_on_is_asked_and_judged():
     """And what it is asked with is the episode so far, its rewards among it."""
     asked, scored = [], []
 
-    def respond(rows, episodes):
+    def step(rows, episodes):
         asked.append((len(rows), {len(episode.turns) for episode in episodes}))
         assert all(set(episode.last.rewards) == {"count"} for episode in episodes)
         return [None if row.id == 2 else "21" for row in rows]
@@ -346,7 +348,7 @@ def test_only_what_goes_on_is_asked_and_judged():
         scored.append((len(completions), prompts.count("c")))
         return [float(len(episode.turns)) for episode in episodes]
 
-    _, judgement = play(make_environment(respond, rewards={"count": count}))
+    _, judgement = play(make_environment(step, rewards={"count": count}))
     assert sorted(asked, key=str) == [(4, {2}), (8, {1}), (8, {1}), (8, {2})]
     assert sorted(scored) == [(4, 0), (4, 0), (8, 0), (8, 0), (8, 0), (8, 4)]
     np.testing.assert_array_equal(judgement.rewards[[0, 1, 3], ..., 0], np.broadcast_to([1, 2, 3], (3, GROUP, 3)))

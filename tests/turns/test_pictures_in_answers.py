@@ -19,24 +19,24 @@ from grpo_jax.training.objectives import make_forward
 
 ENVIRONMENT = """
 import torch
-from grpo_jax import Answer
+from grpo_jax import Observation
 from support.vision.folders import picture
 
-def respond(rows, episodes):
+def step(rows, episodes):
     \"\"\"Drawn in torch for one row, of Pillow and two of them for another, a text alone for the rest.\"\"\"
     answers = []
     for place, (row, episode) in enumerate(zip(rows, episodes)):
         seed = row.id * 7 + place * 3 + len(episode.turns)
         if row.id % 3 == 0:
-            answers.append(Answer("mend", (torch.rand(3, 16, 24, generator=torch.Generator().manual_seed(seed)),)))
+            answers.append(Observation("mend", (torch.rand(3, 16, 24, generator=torch.Generator().manual_seed(seed)),)))
         elif row.id % 3 == 1:
-            answers.append(Answer("both", (picture(seed), picture(seed + 1, 12, 28))))
+            answers.append(Observation("both", (picture(seed), picture(seed + 1, 12, 28))))
         else:
-            answers.append(Answer("again"))
+            answers.append(Observation("again"))
     return answers
 
 def drawn(rows, episodes):
-    return [Answer("mend", (torch.rand(3, 16, 24),)) for row in rows]
+    return [Observation("mend", (torch.rand(3, 16, 24),)) for row in rows]
 
 def length(completions):
     return [float(len(text)) for text in completions]
@@ -47,7 +47,7 @@ RECORDS = [{"prompt": "one", "image": picture(50)}, {"prompt": "two", "images": 
 def configured(folder, turns=3, **task):
     (folder / "mine.py").write_text(ENVIRONMENT)
     return make_config(
-        task={"kind": "text", "environment": f"{folder}/mine.py:respond", **task},
+        task={"kind": "text", "environment": f"{folder}/mine.py:step", **task},
         policy={"path": str(folder / "policy")},
         sampling={"turns": turns, "group_size": 2, "max_new_tokens": 6, "max_answer_tokens": 80},
         training={"prompts_per_batch": 3, "max_steps": 1},

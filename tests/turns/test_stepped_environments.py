@@ -11,15 +11,14 @@ from support.text_task import assert_same_run, rewound, train_here
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.episodes import Episode, Turn
-from grpo_jax.rollout.stepping import Stepper
+from grpo_jax.rollout.env import EnvRunner, Episode, Turn
 from grpo_jax.runs.processes import start_facts
 
 WORLDS = '''
 class Count:
     """Replies with how many words it was given; ends at "b"; a digit is worth one more."""
 
-    words = ("a", "b", "seen", *map(str, range(10)))
+    words = ("a", "b", "seen", *map(str, range(6)))
 
     def reset(self, seed):
         self.seen = seed % 3
@@ -56,10 +55,10 @@ SMALL = {
     "report_to": [],
     "policy": {"path": "new", "new": {"width": 16, "heads": 2, "layers": 1, "window": 32}, "remat": "none"},
     "data": {"max_prompt_tokens": 4},
-    "sampling": {"turns": 3, "group_size": 3, "max_new_tokens": 1, "max_answer_tokens": 4},
+    "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 4},
     "algorithm": {"advantage": "grpo"},
-    "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
-    "evaluation": {"every": 1, "sampled": False},
+    "training": {"prompts_per_batch": 8, "max_steps": 2, "save_every": 1},
+    "evaluation": {"every": 1, "samples": 0},
 }
 
 
@@ -80,30 +79,72 @@ def config(home, *names, shares=(), **sections):
     return file
 
 
+NAMES = ("Count", "Later", "Fragile")
+
+
 @pytest.fixture(scope="module")
 def run(home):
-    assert train_here(config(home, "Count", "Later", shares=[3, 1]), home / "run") == 0
+    """Three kinds in one run, one of them an objective of its own, one that raises."""
+    rewards = [{"name": "reward"}, {"name": "reward_Later", "weight": 2.0}]
+    file = config(home, *NAMES, shares=[1, 1, 2], rewards=rewards, on_judge_error="missing")
+    assert train_here(file, home / "run") == 0
     return home / "run"
 
 
-def test_rewards_are_those_of_each_step(run):
+@pytest.fixture(scope="module")
+def episodes(run):
+    """Rows of completions/, one list for each episode."""
+    episodes = {}
+    for file in sorted((run / "completions").glob("*.parquet")):
+        for row in pyarrow.parquet.read_table(file).to_pylist():
+            episodes.setdefault((file.name, row["prompt"], row["episode"]), []).append(row)
+    return [*episodes.values()]
+
+
+def kind_of(row):
+    """The kind of environment that judged a row, by its watched reward; "" where it raised."""
+    kinds = [name for name in NAMES if not math.isnan(row[f"eval_rewards/reward_{name}"])]
+    assert len(kinds) <= 1
+    return kinds[0] if kinds else ""
+
+
+def test_rewards_are_those_of_each_step(run, episodes):
     """Recomputed from the prompts and the texts."""
-    for step in (1, 2):
-        table = pyarrow.parquet.read_table(run / "completions" / f"step_{step:06d}.parquet").to_pylist()
-        assert len(table) > 12
-        for row in table:
-            worth = (int(row["prompt"].split()[1]) + row["turn"]) / 10 + row["text"].isdigit()
-            assert row["reward/reward"] == pytest.approx(worth)
-            kinds = row["eval_rewards/reward_Count"], row["eval_rewards/reward_Later"]
-            assert sorted(map(math.isnan, kinds)) == [False, True] and row["reward/reward"] in kinds
+    judged = [row for turns in episodes for row in turns if not math.isnan(row["reward/reward"])]
+    assert {kind_of(row) for row in judged} == {*NAMES} and len(judged) > 24
+    for row in judged:
+        worth = (int(row["prompt"].split()[1]) + row["turn"]) / 10 + row["text"].isdigit()
+        assert row["reward/reward"] == row[f"eval_rewards/reward_{kind_of(row)}"] == pytest.approx(worth)
     summary = json.loads((run / "summary.json").read_text())["evaluation"]
-    assert {"reward", "reward_Count", "reward_Later"} <= summary.keys()
     assert all(math.isfinite(summary[name]["after"]) for name in ("reward", "reward_Count", "reward_Later"))
+
+
+def test_kinds_may_be_objectives_of_their_own(run, episodes):
+    """Each is missing where another is judged, and takes no part there."""
+    for row in [row for turns in episodes for row in turns]:
+        assert math.isnan(row["reward/reward_Later"]) == (kind_of(row) != "Later"), row
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["missing/reward_Later"] < 1 and math.isfinite(row["grad_norm"]) for row in rows)
+
+
+def test_one_that_raises_costs_its_own_episode_alone(home, episodes, tmp_path, capsys):
+    """Its rewards are missing; the default stops the run and names the line."""
+    seen = set()
+    for turns in episodes:
+        missing = [math.isnan(row["reward/reward"]) for row in turns]
+        seen.add(any(missing))
+        if any(missing):
+            assert turns[-1]["text"] == "b" and "b" not in [row["text"] for row in turns[:-1]]
+            assert all(missing) or (len(turns) == 3 and missing == [False, False, True])
+    assert seen == {False, True}
+    assert train_here(config(home, "Fragile"), tmp_path / "stopped") == 2
+    error = capsys.readouterr().err
+    assert f"reward reward: it raised OSError: the world is gone ({home}/worlds.py:" in error and error.count("\n") == 1
 
 
 def test_a_run_goes_on_as_if_it_had_never_stopped(run, home, tmp_path):
     again = rewound(run, tmp_path / "again", 1)
-    assert train_here(home / "Count_Later.yaml", again, "--resume") == 0
+    assert train_here(home / f"{'_'.join(NAMES)}.yaml", again, "--resume") == 0
     assert_same_run(again, run)
 
 
@@ -123,40 +164,18 @@ def test_one_step_for_each_text_and_a_new_environment_where_none_is_at_hand():
             self.read.append(text)
             return " ".join(self.read), float(len(self.read)), len(self.read) == 3
 
-    def asked(stepper, *stories):
+    def asked(runner, *stories):
         rows = [Row(0, "go", {"environment": "World", "seed": 5})] * len(stories)
-        return stepper.respond(rows, [Episode(tuple(map(Turn, story))) for story in stories])
+        return runner.step(rows, [Episode(tuple(map(Turn, story))) for story in stories])
 
-    stepper = Stepper({"World": World})
-    assert asked(stepper, "a", "a", "b") == ["a", "a", "b"] and len(made) == 2  # equal texts are one step
-    assert asked(stepper, "ac", "ad", "be") == ["a c", "a d", "b e"]
+    runner = EnvRunner({"World": World})
+    assert asked(runner, "a", "a", "b") == ["a", "a", "b"] and len(made) == 2  # equal texts are one step
+    assert asked(runner, "ac", "ad", "be") == ["a c", "a d", "b e"]
     assert len(made) == 3 and steps == ["a", "b", "c", "a", "d", "e"]  # one of two that began alike is led there again
-    assert asked(stepper, "acf") == [None] and len(steps) == 7
-    worth = stepper.reward(["go"], ["f"], environment=["World"], seed=[5], episodes=[Episode(tuple(map(Turn, "acf")))])
+    assert asked(runner, "acf") == [None] and len(steps) == 7
+    worth = runner.reward(["go"], ["f"], environment=["World"], seed=[5], episodes=[Episode(tuple(map(Turn, "acf")))])
     assert worth == [3.0] and len(steps) == 7
-    assert asked(Stepper({"World": World}), "acf") == [None] and steps[7:] == ["a", "c", "f"]  # as after a resume
-
-
-def test_one_that_raises_costs_its_own_episode_alone(home, tmp_path, capsys):
-    """Its rewards are missing; the default stops the run and names the line."""
-    file = config(home, "Fragile")
-    assert train_here(file, tmp_path / "run", "--on_judge_error", "missing") == 0
-    seen = set()
-    for step in (1, 2):
-        episodes = {}
-        table = tmp_path / "run" / "completions" / f"step_{step:06d}.parquet"
-        for row in pyarrow.parquet.read_table(table).to_pylist():
-            episodes.setdefault((row["prompt"], row["episode"]), []).append(row)
-        for turns in episodes.values():
-            missing = [math.isnan(row["reward/reward"]) for row in turns]
-            failed = turns[-1]["text"] == "b"
-            assert missing == [failed] * len(turns) or (len(turns) == 3 and missing == [False, False, failed])
-            assert "b" not in [row["text"] for row in turns[:-1]]
-            seen.add(failed)
-    assert seen == {False, True}
-    assert train_here(file, tmp_path / "stopped") == 2
-    error = capsys.readouterr().err
-    assert f"reward reward: it raised OSError: the world is gone ({home}/worlds.py:" in error and error.count("\n") == 1
+    assert asked(EnvRunner({"World": World}), "acf") == [None] and steps[7:] == ["a", "c", "f"]  # as after a resume
 
 
 def test_shares_are_kept_as_evenly_as_can_be(home):
@@ -207,20 +226,6 @@ def test_one_named_twice_is_one_line(home, tmp_path, capsys):
     file.write_text(file.read_text().replace("Later: 3", "Count: 3").replace(f"{home}/", ""))
     assert train_here(file, tmp_path / "run") == 2
     assert "'worlds.py:Count' stands twice in one section" in capsys.readouterr().err.replace("\n", "")
-
-
-def test_kinds_may_be_objectives_of_their_own(home, tmp_path):
-    """Each is missing where the other is judged, and takes no part there."""
-    rewards = [{"name": "reward_Count"}, {"name": "reward_Later", "weight": 2.0}]
-    file = config(home, "Later", "Count", shares=[1, 3], rewards=rewards)
-    assert train_here(file, tmp_path / "run") == 0
-    for step in (1, 2):
-        table = pyarrow.parquet.read_table(tmp_path / "run" / "completions" / f"step_{step:06d}.parquet").to_pylist()
-        pairs = [(row["reward/reward_Count"], row["reward/reward_Later"]) for row in table]
-        assert all(sorted(map(math.isnan, pair)) == [False, True] for pair in pairs)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["missing/reward_Count"] + row["missing/reward_Later"] == pytest.approx(1) for row in rows)
-    assert all(math.isfinite(row["grad_norm"]) for row in rows)
 
 
 @pytest.mark.parametrize("name", ["prompts", "validation", "test"])

@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 
 from grpo_jax.__main__ import main
 from grpo_jax.config import DataSection, make_config
-from grpo_jax.config.given import GIVEN_TOOLS
+from grpo_jax.config.named import GIVEN_TOOLS
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.chat import answer_encoder
+from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.episodes import Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.tools import ToolEpisodes, calls_in, toolbox
 from grpo_jax.train import run
 
@@ -231,7 +231,7 @@ def values(home, tools, *words, rewards=(), **sampling):
         | {"max_prompt_tokens": 200},
         "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 200} | sampling,
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
-        "evaluation": {"every": 1, "sampled": False},
+        "evaluation": {"every": 1, "samples": 0},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],
     }
 
@@ -362,11 +362,11 @@ def test_whatever_a_call_does_is_answered(home):
         call("add", a=1) + call("echo", text="b"): "2\nb",
     }
     for text, expected in answers.items():
-        said = asyncio.run(tools.answer(text)).text
+        said = asyncio.run(tools.call(text)).text
         assert said.startswith(expected) if expected.startswith("error") else said == expected, said
-    assert asyncio.run(tools.answer("It is 3.")) is None
+    assert asyncio.run(tools.call("It is 3.")) is None
     episodes = [Episode((Turn(text),)) for text in (call("add", a=1), "2")]
-    replies = tools.respond([Row(1, "a")] * 2, episodes)
+    replies = tools.step([Row(1, "a")] * 2, episodes)
     assert replies[0].messages == ("2",) and replies[1] is None
 
 
@@ -385,7 +385,7 @@ def test_functions_of_all_kinds_are_tools(home):
         call("half", n=9): "4",
         call("name"): "Sized",
     }
-    assert {text: asyncio.run(tools.answer(text, episode)).text for text in calls} == calls
+    assert {text: asyncio.run(tools.call(text, episode)).text for text in calls} == calls
 
 
 def test_tools_of_python_are_taken_as_they_are(home, tmp_path, capsys):
@@ -433,7 +433,7 @@ def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home)
     assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "increment"]
     assert tools.schemas[1]["function"]["parameters"]["required"] == ["step"]
     tokenizer = AutoTokenizer.from_pretrained(home / "policy")
-    encode = answer_encoder(tokenizer, [tokenizer.eos_token_id], role="tool")
+    encode = observation_encoder(tokenizer, [tokenizer.eos_token_id], role="tool")
     turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
     replies = [{"role": "tool", "content": text} for text in ("3", "five")]
     whole = tokenizer.apply_chat_template(turns + replies, tokenize=False, add_generation_prompt=True)
@@ -451,7 +451,7 @@ def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home)
 def test_random_numbers_of_a_reset_are_the_seeds(home):
     tools = toolbox([f"{home}/tools.py:IncrementEnv"])
     state = random.getstate()
-    shown = [ToolEpisodes(tools, "env").shown(seed) for seed in (*range(20), *range(20))]
+    shown = [ToolEpisodes(tools).row(seed)["prompt"] for seed in (*range(20), *range(20))]
     assert shown[:20] == shown[20:] and len({*shown}) == 6
     assert random.getstate() == state
 

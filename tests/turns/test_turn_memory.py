@@ -17,7 +17,7 @@ PROMPTS, GROUP, STEPS, ANSWER, TURNS = 4, 3, 6, 11, 3
 def configured(**training):
     values = {"group_size": GROUP, "max_new_tokens": STEPS, "turns": TURNS, "max_answer_tokens": ANSWER}
     config = make_config(
-        task={"kind": "text", "environment": "mine.py:respond"},
+        task={"kind": "text", "environment": "mine.py:step"},
         data={"max_prompt_tokens": 16},
         sampling=values,
         training={"prompts_per_batch": PROMPTS, **training},

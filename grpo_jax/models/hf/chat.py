@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from grpo_jax.errors import UserError, short_name, short_repr
-from grpo_jax.models.hf.tokens import Json, Tokenizer, failing, failures_named, render, text_marks, texts_encoder
+from grpo_jax.models.hf.tokens import Json, Tokenizer, failing, failures_named, render, texts_encoder
 from grpo_jax.models.vision.config import VisionConfig
 
 PICTURE = None  # among the parts of a message
@@ -53,15 +53,6 @@ class PictureTokens(NamedTuple):
     video: int
 
 
-def _replaced(value: Json, marks: re.Pattern[str], by: Callable[[re.Match[str]], str]) -> Json:
-    """Return tools with the marks in their texts replaced, in keys too."""
-    if isinstance(value, str):
-        return marks.sub(by, value)
-    if isinstance(value, Mapping):
-        return {_replaced(key, marks, by): _replaced(entry, marks, by) for key, entry in value.items()}
-    return [_replaced(entry, marks, by) for entry in value] if isinstance(value, list | tuple) else value
-
-
 def picture_tokens(vision: VisionConfig) -> PictureTokens:
     """The tokens that a tower's config names."""
     return PictureTokens(vision.vision_start_token, vision.image_token, vision.vision_end_token, vision.video_token)
@@ -79,13 +70,11 @@ def conversation_encoder(
 
     Placed as transformers' processor places them: where the template puts a picture, which then stands for as many
     placeholders as the picture has merged tokens. A template that knows no pictures gets them as text before it.
-    UserError as of `texts_encoder`, where the template drops a picture, or where pictures come and the model sees
-    none (`tokens` None).
+    UserError as of `texts_encoder`, or where the template drops a picture.
 
     Without `chat` there is one message, and its text is continued. `switches` are variables of the template beside
-    the messages; in `tools` text that looks like a mark is text.
+    the messages.
     """
-    tools = switches.pop("tools", None)
     as_text: Callable[..., str] = functools.partial(render, tokenizer, **switches) if chat else _continued
     names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
     mark = "".join(names)
@@ -95,10 +84,6 @@ def conversation_encoder(
         and _shows_pictures(lambda content: as_text([{"role": "user", "content": content}]), names[1])
     )
     further = () if tokens is None else tokens
-    marks = tokenizer.convert_ids_to_tokens(sorted(text_marks(tokenizer).union(further))) if tools else []
-    any_mark = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
-    marks_in_tools: list[str] = []
-    _replaced(tools, any_mark, lambda match: marks_in_tools.append(match.group()) or "")
     encoders: dict[tuple[object, ...], Callable[[Sequence[str]], list[int]]] = {}
 
     def content(parts: Sequence[Part]) -> Json:
@@ -113,12 +98,12 @@ def conversation_encoder(
             for message in messages:
                 parts = [next(rest) if isinstance(part, str) else part for part in message.parts]
                 turns.append({"role": message.role, "content": content(parts)})
-            return as_text(turns, tools=_replaced(tools, any_mark, lambda _: next(rest))) if tools else as_text(turns)
+            return as_text(turns)
 
         return texts_encoder(
             tokenizer,
             rendered,
-            count + len(marks_in_tools),
+            count,
             add_special_tokens=not chat,
             vocab_size=vocab_size,
             further_marks=further,
@@ -127,13 +112,11 @@ def conversation_encoder(
     def encode(messages: Sequence[Message], lengths: Sequence[int] = ()) -> list[int]:
         parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
-        if lengths and tokens is None:
-            raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
         # Texts of a conversation change from row to row, its form does not.
         form = tuple((message.role, *("" if isinstance(p, str) else p for p in message.parts)) for message in messages)
         if form not in encoders:
             encoders[form] = encoder_of(messages, len(texts))
-        ids = encoders[form]([*texts, *marks_in_tools])
+        ids = encoders[form](texts)
         if tokens is None:
             return ids
         if ids.count(tokens.picture) != len(lengths):
@@ -180,7 +163,7 @@ def _shows_pictures(render: Callable[[Json], str], picture: str, count: int = 1)
     return text.count(picture) == count and text.count(_ANSWERED) == 1 and "{'type'" not in text
 
 
-def answer_encoder(
+def observation_encoder(
     tokenizer: Tokenizer,
     eos_ids: Sequence[int],
     *,

@@ -139,7 +139,7 @@ def texts_encoder(
         prompt = f"prompt {short_repr(max(texts, key=len, default=''))}"
         if ids is None:
             raise UserError(
-                f"{prompt} (or its tools) holds text that the tokenizer of {_folder(tokenizer)} reads as a mark, and "
+                f"{prompt} holds text that the tokenizer of {_folder(tokenizer)} reads as a mark, and "
                 "its template does not keep them apart: take it out"
             )
         if not ids:

@@ -26,6 +26,8 @@ FORCE = 10.0
 TIME_STEP = 0.02
 MAX_ANGLE = 12 * 2 * math.pi / 360
 MAX_POSITION = 2.4
+WIDTH = 0.5
+"""Distance from the middle at which "centred" gives nothing any more."""
 
 Policy = Callable[[jax.Array], jax.Array]
 
@@ -100,14 +102,14 @@ def observe(states: State) -> jax.Array:
     return jnp.stack(states[:FEATURES], axis=-1)
 
 
-def objective_rewards(objective: str, positions: jax.Array, width: float) -> jax.Array:
+def objective_rewards(objective: str, positions: jax.Array) -> jax.Array:
     """Return the reward of every step from the positions after it.
 
-    "upright" is 1, as in CartPole-v1; "centred" is max(0, 1 - |x| / width), while the track ends at 2.4.
+    "upright" is 1, as in CartPole-v1; "centred" is max(0, 1 - |x| / WIDTH), while the track ends at 2.4.
     """
     if objective == "upright":
         return jnp.ones_like(positions)
-    return jnp.maximum(0.0, 1.0 - jnp.abs(positions) / width)
+    return jnp.maximum(0.0, 1.0 - jnp.abs(positions) / WIDTH)
 
 
 @jax.custom_batching.custom_vmap
@@ -176,10 +178,10 @@ def play_steps(policy: Policy, states: State, key: jax.Array, *, steps: int) -> 
     return jax.lax.scan(turn, states, jax.random.split(key, steps))
 
 
-def play_greedily(policy: Policy, states: State, *, width: float) -> Outcome:
-    """Play one episode from each state with the likelier action; `width` is that of the "centred" objective."""
+def play_greedily(policy: Policy, states: State) -> Outcome:
+    """Play one episode from each state with the likelier action."""
     episodes = play_episodes(policy, states, None)
     length = jnp.sum(episodes.mask, axis=0, dtype=jnp.float32)
-    centred = jnp.where(episodes.mask, objective_rewards("centred", episodes.positions, width), 0)
+    centred = jnp.where(episodes.mask, objective_rewards("centred", episodes.positions), 0)
     distance = jnp.where(episodes.mask, jnp.abs(episodes.positions), 0)
     return Outcome(length, jnp.sum(centred, axis=0), jnp.sum(distance, axis=0) / length)

@@ -16,7 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
-from grpo_jax.tasks.cartpole.training import Carry, Metrics, Training, make_train
+from grpo_jax.tasks.cartpole.training import (
+    ENVIRONMENTS,
+    EPISODES,
+    HIDDEN,
+    SOLVED,
+    STEPS,
+    Carry,
+    Metrics,
+    Training,
+    make_train,
+)
 from grpo_jax.tasks.display import Table
 from grpo_jax.tasks.task import Advanced, Begun, Finished, Notes, Say, State
 
@@ -77,7 +87,7 @@ class CartPoleProgram:
         state, metrics, measures = jax.block_until_ready(self.block(state))
         seconds = time.monotonic() - started
         steps = np.asarray(state.steps, np.int64)
-        solved = np.asarray(measures["episode_return"]) >= self.config.evaluation.solved
+        solved = np.asarray(measures["episode_return"]) >= SOLVED
         pace = float(steps.sum() - steps_before) / seconds
         rows = metric_rows(metrics, iteration, {"environment_steps_per_second": pace})
         rows[-1] |= {f"evaluation/{name}": float(np.mean(measures[name])) for name in _ORACLE}
@@ -100,7 +110,6 @@ class CartPoleProgram:
         before = progress.notes["before"]
         solved_at = progress.notes["solved_at"]
         config = self.config
-        threshold = config.evaluation.solved
         steps = int(np.asarray(state.steps, np.int64).sum())
         summary = {
             "evaluation": {
@@ -110,7 +119,7 @@ class CartPoleProgram:
             "measured_on": "greedy episodes",
             "algorithm": config.algorithm.name,
             "seeds": config.num_seeds,
-            "solved": sum(value >= threshold for value in after["episode_return"]),
+            "solved": sum(value >= SOLVED for value in after["episode_return"]),
             "returns": after["episode_return"],
             "solved_at": solved_at,
             "iterations": progress.iteration,
@@ -123,7 +132,7 @@ class CartPoleProgram:
         first = [count for count in solved_at if count is not None]
         when = f", first after {int(np.median(first)):,} steps (median)" if first else ""
         lines = [
-            f"solved (mean return >= {threshold:g} over {config.evaluation.episodes} episodes): "
+            f"solved (mean return >= {SOLVED:g} over {EPISODES} episodes): "
             f"{summary['solved']} of {config.num_seeds} seeds{when}",
             f"{steps:,} environment steps in {progress.seconds['train']:.1f} s: "
             f"{summary['environment_steps_per_second']:,.0f} per second; "
@@ -160,15 +169,13 @@ def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
     split_processor()
     training = make_train(config)
     devices = seed_devices(config.num_seeds)
-    rollout = config.rollout
     algorithm = config.algorithm
-    played = f"{rollout.groups} x {rollout.group_size} episodes"
-    if algorithm.name == "ppo":
-        played = f"{rollout.environments} carts x {rollout.steps} steps"
+    ppo = algorithm.name == "ppo"
+    played = f"{ENVIRONMENTS} carts x {STEPS} steps" if ppo else f"{algorithm.group_size} episodes"
     counts = ", ".join(f"{name} {count:,} parameters" for name, count in training.parameters.items())
     seeds = "seed" if config.num_seeds == 1 else "seeds"
     say("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {', '.join(map(str, devices))}")
-    say("networks", f"{counts}; hidden {config.network.hidden}, {config.network.activation}")
+    say("networks", f"{counts}; hidden {list(HIDDEN)}, tanh")
     say("algorithm", f"{algorithm.name}, {' + '.join(algorithm.objectives)}; {played} per iteration")
     start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
     started = time.monotonic()

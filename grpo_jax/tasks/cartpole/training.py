@@ -9,13 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.core.advantages import (
-    Condition,
-    condition_rewards,
-    gdpo_advantages,
-    groups_without_signal,
-    sum_rewards,
-)
+from grpo_jax.core.advantages import gdpo_advantages, groups_without_signal, sum_rewards
 from grpo_jax.core.aggregation import Mean, loss_normaliser
 from grpo_jax.core.losses import KLPenalty, grpo_loss
 from grpo_jax.core.masking import masked_whiten
@@ -35,6 +29,14 @@ Learned = tuple[PyTree, PyTree, Metrics]  # parameters, Optax's state, metrics o
 _INIT_STREAM = 2**31 - 1
 _EVALUATION_STREAM = 2**31 - 2
 _CARTS_STREAM = 2**31 - 3
+EPISODES, SOLVED = 100, 475.0
+"""Greedy episodes of one measurement, and the mean return from which CartPole counts as solved."""
+ENVIRONMENTS, STEPS, MINIBATCHES = 32, 128, 4
+"""PPO's carts, steps of each of them per iteration, and updates per pass."""
+CLIP, KL_COEF, VALUE_COEF, GAE_LAMBDA, MAX_GRAD_NORM = 0.2, 0.01, 0.5, 0.95, 0.5
+"""The KL penalty (k3), of GRPO and GDPO, is against the policy at the iteration's start."""
+HIDDEN = (64,)
+"""Widths of the tanh layers of the policy and of ppo's value network."""
 # Steps of all episodes whose gradient is taken at once. Short enough to stay in the cache and to stop soon after the
 # longest episode; a divisor of 500.
 _CHUNK = 50
@@ -49,8 +51,7 @@ class Batch(NamedTuple):
     old_logprobs: jax.Array
     advantages: jax.Array
     mask: jax.Array | None = None  # of the steps that were taken (GRPO, GDPO)
-    values: jax.Array | None = None  # before the updates (PPO)
-    returns: jax.Array | None = None  # their targets (PPO)
+    returns: jax.Array | None = None  # targets of the values (PPO)
 
 
 class Carry(NamedTuple):
@@ -105,15 +106,13 @@ def episode_rewards(algorithm: CartPoleAlgorithm, positions: jax.Array, mask: ja
 
     With `condition`, "centred" counts only in episodes that stay upright for that many steps.
     """
-    rewards = jnp.stack([objective_rewards(name, positions, algorithm.width) for name in algorithm.objectives], -1)
+    rewards = jnp.stack([objective_rewards(name, positions) for name in algorithm.objectives], -1)
     rewards = jnp.where(mask[..., None], rewards, 0)
     if not algorithm.condition:
         return rewards
     centred = algorithm.objectives.index("centred")
-    lengths = jnp.broadcast_to(jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32), mask.shape)
-    pairs = jnp.stack([rewards[..., centred], lengths], axis=-1).reshape(mask.shape[0], -1, 2)
-    counted = condition_rewards(pairs, [Condition(0, 1, algorithm.condition)])[..., 0]
-    return rewards.at[..., centred].set(counted.reshape(mask.shape))
+    stays = jnp.sum(mask, axis=-1, keepdims=True) >= algorithm.condition
+    return rewards.at[..., centred].set(jnp.where(stays, rewards[..., centred], 0))
 
 
 def group_step_advantages(
@@ -151,7 +150,7 @@ def group_batch(config: CartPoleConfig, episodes: Episodes) -> tuple[Batch, Metr
     algorithm = config.algorithm
 
     def grouped(x):  # [T, B] → [P, G, T]
-        return x.T.reshape(config.rollout.groups, config.rollout.group_size, MAX_STEPS)
+        return x.T.reshape(-1, algorithm.group_size, MAX_STEPS)
 
     mask = grouped(episodes.mask)
     rewards = episode_rewards(algorithm, grouped(episodes.positions), mask)
@@ -173,23 +172,22 @@ def step_batch(config: CartPoleConfig, critic: Callable, params: PyTree, steps: 
     values = critic(params["value"], steps.observations)
     next_values = critic(params["value"], steps.next_observations)
     positions = steps.next_observations[..., 0]
-    each = [objective_rewards(name, positions, algorithm.width) for name in algorithm.objectives]
+    each = [objective_rewards(name, positions) for name in algorithm.objectives]
     rewards = jnp.stack(each, axis=-1) @ _weights(algorithm)
     ended = steps.terminated | steps.truncated
     advantages = gae_advantages(
         rewards.T,
         values.T,
         gamma=jnp.where(steps.terminated, 0.0, algorithm.gamma).T,
-        gae_lambda=algorithm.gae_lambda,
+        gae_lambda=GAE_LAMBDA,
         boundary=ended.T,
         next_values=next_values.T,
     ).T
     logprobs = action_logprobs(steps.log_odds, steps.actions)
-    returns = advantages + values
     finished = Mean(jnp.sum(jnp.where(ended, steps.lengths, 0), dtype=jnp.float32), jnp.sum(ended, dtype=jnp.float32))
     metrics = {"episode_return": jnp.where(jnp.greater(finished.weight, 0), finished.value(), jnp.nan)}
     metrics |= {f"reward/{name}/mean": jnp.mean(x) for name, x in zip(algorithm.objectives, each, strict=True)}
-    return Batch(steps.observations, steps.actions, logprobs, advantages, values=values, returns=returns), metrics
+    return Batch(steps.observations, steps.actions, logprobs, advantages, returns=advantages + values), metrics
 
 
 def group_updates(
@@ -209,10 +207,10 @@ def group_updates(
             chunk.old_logprobs,
             chunk.advantages,
             chunk.mask,
-            surrogate=Clip(algorithm.clip_low, algorithm.clip_high),
+            surrogate=Clip(CLIP, CLIP),
             aggregation="token",
             normaliser=whole,
-            kl=KLPenalty(algorithm.kl_coef) if algorithm.kl_coef else None,
+            kl=KLPenalty(KL_COEF),
             ref_logprobs=chunk.old_logprobs,
             entropy=action_entropy(log_odds),
             entropy_coef=algorithm.entropy_coef,
@@ -242,6 +240,8 @@ def step_updates(
     start: tuple,
     batch: Batch,
     key: jax.Array,
+    *,
+    minibatches: int = MINIBATCHES,
 ) -> Learned:
     """Make PPO's updates: the times are shuffled and cut into minibatches, each with all carts, alike in all epochs.
 
@@ -258,15 +258,15 @@ def step_updates(
             part.old_logprobs,
             masked_whiten(part.advantages, mask),
             mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
+            clip_low=CLIP,
+            clip_high=CLIP,
             entropy=action_entropy(log_odds),
             entropy_coef=algorithm.entropy_coef,
         )
         values = apply(params["value"], part.observations)
-        value, of_value = value_loss(values, part.values, part.returns, mask, clip=algorithm.value_clip)
+        value, of_value = value_loss(values, None, part.returns, mask, clip=None)
         metrics = metrics._asdict() | {"value_loss": of_value.loss}
-        return policy + algorithm.value_coef * value, (metrics, of_value.explained_variance())
+        return policy + VALUE_COEF * value, (metrics, of_value.explained_variance())
 
     gradient = jax.value_and_grad(loss, has_aux=True)
 
@@ -276,7 +276,7 @@ def step_updates(
         return carry, metrics | {"explained_variance": explained}
 
     order = jax.random.permutation(key, batch.actions.shape[0])
-    parts = jax.tree.map(lambda x: x[order].reshape(algorithm.minibatches, -1, *x.shape[1:]), batch)
+    parts = jax.tree.map(lambda x: x[order].reshape(minibatches, -1, *x.shape[1:]), batch)
     (params, opt_state), metrics = jax.lax.scan(
         lambda carry, _: jax.lax.scan(update, carry, parts), start, length=algorithm.epochs
     )
@@ -297,22 +297,24 @@ def _apply_gradient(
 
 def make_optimizer(config: CartPoleConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Return Adam behind a clip of the gradient's norm, and its learning rate by update."""
-    section = config.optimizer
-    rate = optax.constant_schedule(section.learning_rate)
-    if section.schedule == "linear":
-        updates = config.training.iterations * config.algorithm.epochs * config.algorithm.minibatches
-        rate = optax.linear_schedule(section.learning_rate, 0.0, updates)
-    clip = optax.clip_by_global_norm(section.max_grad_norm) if section.max_grad_norm else optax.identity()
-    return optax.chain(clip, optax.adam(rate, b1=section.beta1, b2=section.beta2, eps=1e-5)), rate
+    peak = config.optimizer.learning_rate
+    rate = optax.constant_schedule(peak)
+    if config.algorithm.name == "ppo":
+        rate = optax.linear_schedule(peak, 0.0, config.training.iterations * _updates(config))
+    return optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), optax.adam(rate, eps=1e-5)), rate
+
+
+def _updates(config: CartPoleConfig) -> int:
+    """Return the updates of one iteration."""
+    return config.algorithm.epochs * (MINIBATCHES if config.algorithm.name == "ppo" else 1)
 
 
 def make_train(config: CartPoleConfig) -> Training:
     """Return the functions of a run; `config.seed` and `num_seeds` are the caller's to turn into keys."""
-    network = config.network
-    policy = make_mlp(FEATURES, hidden=network.hidden, activation=network.activation, output_scale=0.01)
-    critic = make_mlp(FEATURES, hidden=network.hidden, activation=network.activation, output_scale=1.0)
+    policy = make_mlp(FEATURES, hidden=HIDDEN, output_scale=0.01)
+    critic = make_mlp(FEATURES, hidden=HIDDEN, output_scale=1.0)
     optimizer, rate = make_optimizer(config)
-    rollout = config.rollout
+    group_size = config.algorithm.group_size
     ppo = config.algorithm.name == "ppo"
 
     def init(key: jax.Array) -> Carry:
@@ -321,7 +323,7 @@ def make_train(config: CartPoleConfig) -> Training:
         carts = ()
         if ppo:
             params["value"] = critic.init(keys[1])
-            carts = environment.reset(jax.random.fold_in(key, _CARTS_STREAM), rollout.environments)
+            carts = environment.reset(jax.random.fold_in(key, _CARTS_STREAM), ENVIRONMENTS)
         return Carry(params, optimizer.init(params), carts, key, jnp.int32(0), jnp.int32(0))
 
     def act(state: Carry) -> environment.Policy:
@@ -329,8 +331,8 @@ def make_train(config: CartPoleConfig) -> Training:
 
     def learn_from_groups(state: Carry, key: jax.Array):
         start, draws = jax.random.split(key)
-        starts = environment.reset(start, rollout.groups)
-        starts = jax.tree.map(lambda x: jnp.repeat(x, rollout.group_size, axis=0), starts)
+        starts = environment.reset(start, 1)
+        starts = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), starts)
         episodes = environment.play_episodes(act(state), starts, draws)
         batch, metrics = group_batch(config, episodes)
         learned = group_updates(config, policy.apply, optimizer, (state.params, state.optimizer), batch)
@@ -338,24 +340,24 @@ def make_train(config: CartPoleConfig) -> Training:
 
     def learn_from_steps(state: Carry, key: jax.Array):
         draws, shuffle = jax.random.split(key)
-        carts, steps = environment.play_steps(act(state), state.carts, draws, steps=rollout.steps)
+        carts, steps = environment.play_steps(act(state), state.carts, draws, steps=STEPS)
         batch, metrics = step_batch(config, critic.apply, state.params, steps)
         learned = step_updates(config, policy.apply, optimizer, (state.params, state.optimizer), batch, shuffle)
-        return learned, carts, metrics, jnp.int32(rollout.steps * rollout.environments)
+        return learned, carts, metrics, jnp.int32(STEPS * ENVIRONMENTS)
 
     def iterate(state: Carry) -> tuple[Carry, Metrics]:
         key = jax.random.fold_in(state.key, state.iteration)
         learned, carts, metrics, steps = (learn_from_steps if ppo else learn_from_groups)(state, key)
         params, opt_state, of_updates = learned
         after = Carry(params, opt_state, carts, state.key, state.iteration + 1, state.steps + steps)
-        updates = state.iteration * (config.algorithm.epochs * config.algorithm.minibatches)
-        counted = {"environment_steps": after.steps, "learning_rate": rate(updates)}
+        learning_rate = rate(state.iteration * _updates(config))
+        counted = {"environment_steps": after.steps, "learning_rate": learning_rate}
         return after, {name: jnp.float32(x) for name, x in (metrics | of_updates | counted).items()}
 
     def evaluate(state: Carry) -> Metrics:
         key = jax.random.fold_in(jax.random.fold_in(state.key, _EVALUATION_STREAM), state.iteration)
-        starts = environment.reset(key, config.evaluation.episodes)
-        outcome = environment.play_greedily(act(state), starts, width=config.algorithm.width)
+        starts = environment.reset(key, EPISODES)
+        outcome = environment.play_greedily(act(state), starts)
         return {
             "episode_return": jnp.mean(outcome.length),
             "centred": jnp.mean(outcome.centred),

@@ -12,16 +12,15 @@ The prior is added to the policy's log-probability of an item:
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from scipy import sparse
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.tasks.recommendation.catalogue import Catalogue, UserSequence
+from grpo_jax.tasks.recommendation.catalogue import UserSequence
 from grpo_jax.tasks.recommendation.metrics import RankCounts, count_better, users_at_once
 from grpo_jax.tasks.recommendation.task import PriorSection
 
@@ -46,17 +45,7 @@ class Retriever(Protocol):
     """Ranks targets by texts, without the rows in `exclude`, but never without the target."""
 
     def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
-        """Rank by one text each."""
-        ...
-
-    def score_mixed_ranks(
-        self,
-        texts: Sequence[Sequence[str]],
-        weights: Sequence[Sequence[float]],
-        targets: Sequence[int],
-        exclude: Sequence[Sequence[int]],
-    ) -> Ranks:
-        """Rank by the weighted sum of several texts' vectors each."""
+        """Rank by a text each."""
         ...
 
 
@@ -154,26 +143,20 @@ def count_baselines(users: Sequence[UserSequence], items: int, rows: Sequence[Ro
 
 
 def title_baselines(
-    retriever: Retriever, catalogue: Catalogue, rows: Sequence[Row], *, ask: Ask | None = None, block: int = 1024
+    retriever: Retriever, rows: Sequence[Row], *, ask: Ask | None = None, block: int = 1024
 ) -> dict[str, np.ndarray]:
-    """Return the ranks f64 [U] by titles as queries: the last one, the history's with weights, the target's own.
+    """Return the ranks f64 [U] by titles as queries: the last one and the target's own, the retriever's ceiling.
 
-    The target's own is the ceiling of this retriever. NaN where the retriever failed; ties are counted by its own rule.
-    A title weighs DECAY^age; the newest has age 0. With `ask`, which ranks texts as the policy's are ranked, the own
-    title is asked for so, and the empty text and the last title become rows of their own. One call has `block`
-    examples.
+    NaN where the retriever failed; ties are counted by its own rule. With `ask`, which ranks texts as the policy's are
+    ranked, the own title is asked for so, and the empty text and the last title become rows of their own. One call has
+    `block` examples.
     """
     parts: list[dict[str, np.ndarray]] = []
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         names = ("history", "target_row", "last_title", "target_title")
         histories, targets, last, own_items = ([column[name] for column in columns] for name in names)
-        texts = [[catalogue.titles[item] for item in history] for history in histories]
-        weights = [[DECAY**age for age in reversed(range(len(history)))] for history in histories]
-        answers = {
-            "last title": retriever.score_ranks(last, targets, histories),
-            f"history titles, decay {DECAY:g}": retriever.score_mixed_ranks(texts, weights, targets, histories),
-        }
+        answers = {"last title": retriever.score_ranks(last, targets, histories)}
         if ask is None:
             answers["oracle: own title"] = retriever.score_ranks(own_items, targets, histories)
         else:
@@ -188,52 +171,31 @@ Prior = Callable[[Sequence[Sequence[int]]], np.ndarray]
 """Histories (rows of the catalogue, oldest first) → f32 [P, I], what stands beside the log-probabilities."""
 
 
-class PriorParts(NamedTuple):
-    """Factors of a prior's weights.
+def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:
+    """Return the function that scores the catalogue, I titles, for some histories; `users` is what training knows.
 
     The history is the sum of its titles' TF-IDF vectors, each word once more by its idf, older titles weighing less;
     how often two items were taken by the same users in training is the cosine of item-kNN; what follows an item is the
     share of its successors in training.
     """
-
-    vectors: sparse.csr_array
-    similarity: sparse.csr_array
-    successors: sparse.csr_array
-
-    def term(self, histories: Sequence[Sequence[int]], name: str, decay: float) -> np.ndarray:
-        """Return the factor of the weight of this name, f32 [P, I]."""
-        table = {"history": self.vectors.T, "together": self.similarity, "following": self.successors}[name]
-        weights = decayed(histories, self.vectors.shape[0], decay=decay)
-        if name != "history":
-            return np.asarray((weights @ table).toarray(), np.float32)
-        query = weights @ self.vectors
-        length = np.sqrt(np.asarray(query.multiply(query).sum(1))).reshape(-1, 1)
-        return np.asarray((query @ table).toarray() / np.maximum(length, 1e-9), np.float32)
-
-
-def make_parts(titles: Sequence[str], users: Sequence[UserSequence]) -> PriorParts:
-    """Return the parts of a prior over I titles; `users` is what training knows."""
     items = len(titles)
-    steps = step_counts(users, items)
-    share = sparse.csr_array(sparse.diags_array(1.0 / np.maximum(steps.sum(1), 1.0)) @ steps)
-    return PriorParts(title_vectors(titles), item_similarity(users, items), share)
-
-
-def make_prior(section: PriorSection, titles: Sequence[str], users: Sequence[UserSequence]) -> Prior:
-    """Return the function that scores the catalogue for some histories; arguments as of `make_parts`."""
-    parts = make_parts(titles, users)
+    vectors, similarity, steps = title_vectors(titles), item_similarity(users, items), step_counts(users, items)
+    successors = sparse.csr_array(sparse.diags_array(1.0 / np.maximum(steps.sum(1), 1.0)) @ steps)
 
     def prior(histories: Sequence[Sequence[int]]) -> np.ndarray:
-        terms = functools.partial(parts.term, histories)
-        return np.zeros((len(histories), len(titles)), np.float32) + weighted(section, terms)
+        ages = decayed(histories, items, decay=section.decay)
+        total = np.zeros((len(histories), items), np.float32)
+        if section.history:
+            query = ages @ vectors
+            length = np.sqrt(np.asarray(query.multiply(query).sum(1))).reshape(-1, 1)
+            cosine = (query @ vectors.T).toarray() / np.maximum(length, 1e-9)
+            total += np.float32(section.history) * np.asarray(cosine, np.float32)
+        for weight, table in ((section.together, similarity), (section.following, successors)):
+            if weight:
+                total += np.float32(weight) * np.asarray((ages @ table).toarray(), np.float32)
+        return total
 
     return prior
-
-
-def weighted(section: PriorSection, term: Callable[[str, float], np.ndarray]) -> np.ndarray:
-    """Return the sum of the prior's terms by its weights, f32 [P, I], or a scalar 0 where all weights are 0."""
-    terms = (np.float32(weight) * term(name, section.decay) for name, weight in section.weights.items())
-    return sum(terms, np.zeros((), np.float32))
 
 
 def title_vectors(titles: Sequence[str]) -> sparse.csr_array:

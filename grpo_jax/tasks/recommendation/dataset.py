@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, compress
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import PromptSet, Row, split_rows
+from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.tasks.recommendation.baselines import item_similarity, taken_counts
 from grpo_jax.tasks.recommendation.catalogue import (
     Catalogue,
@@ -22,9 +21,8 @@ from grpo_jax.tasks.recommendation.catalogue import (
     UserSequence,
     item_word,
     read_catalogue,
-    read_ratings,
+    read_events,
     read_sequences,
-    read_user_prompts,
 )
 from grpo_jax.tasks.recommendation.dummy import lessons, make_world
 from grpo_jax.tasks.recommendation.task import Recommendation
@@ -45,76 +43,22 @@ class Target(NamedTuple):
 class Split(NamedTuple):
     """Interactions that training knows of each user, perhaps none, and targets that it does not know.
 
-    `starts` is how many items the file has before each user; `notes` says what was held out.
+    `starts` is how many items the file has before each user.
     """
 
     starts: tuple[int, ...]
     known: tuple[UserSequence, ...]
     validation: tuple[Target, ...]
     test: tuple[Target, ...]
-    notes: tuple[str, ...] = ()
 
 
 def last_split(users: Sequence[UserSequence]) -> Split:
     """Each user's last items: of x1 … xn, xn is the test target, xn-1 (if n ≥ 3) for validation, the rest known."""
-    starts = _starts(users)
+    starts = tuple(accumulate((len(user.items) for user in users), initial=0))[:-1]
     places = [(start, user, len(user.items) - 1) for start, user in zip(starts, users, strict=True)]
+    known = tuple(UserSequence(user.user, user.items[:-2]) for user in users)
     validation = tuple(_target(start, user, last - 1) for start, user, last in places if last >= 2)
-    test = tuple(_target(*place) for place in places)
-    return Split(starts, tuple(_first(user, len(user.items) - 2) for user in users), validation, test)
-
-
-def items_split(users: Sequence[UserSequence], ids: Sequence[str], share: float) -> Split:
-    """Hold out items: training sees them neither as targets nor in histories (cold start).
-
-    A hash of its id says whether an item is held out for testing (a share of `share`), for validation (as many) or
-    known. Users whose last item is held out are asked about it, with their known items as the history.
-    """
-    draws = [int.from_bytes(hashlib.sha256(f"held out {name}".encode()).digest()[:8]) / 2**64 for name in ids]
-    starts = _starts(users)
-    known: list[UserSequence] = []
-    validation: list[Target] = []
-    test: list[Target] = []
-    for start, (user, items, times) in zip(starts, users, strict=True):
-        stays = [draws[item] >= 2 * share for item in items]
-        known.append(UserSequence(user, tuple(compress(items, stays)), tuple(compress(times, stays))))
-        if not stays[-1] and any(stays):
-            target = Target(user, known[-1].items, items[-1], start + len(items) - 1)
-            (test if draws[items[-1]] < share else validation).append(target)
-    if not test:
-        raise UserError(
-            f"task.held_out_items: no user's last item is held out with {share:g}; a larger share is needed"
-        )
-    count = [sum(low <= place < high for place in draws) for low, high in ((0, share), (share, 2 * share))]
-    note = f"{count[0]} items are held out for testing ({len(test)} users) and {count[1]} for validation"
-    return Split(starts, tuple(known), tuple(validation), tuple(test), (note,))
-
-
-def time_split(users: Sequence[UserSequence], share: float) -> Split:
-    """Split by time: nothing that training knows is later than anything that is asked.
-
-    The first `share` of all interactions is known, half of the rest is for validation, the last half for testing;
-    interactions of one second stay on one side. In each of the two parts a user is asked about their last item in it;
-    the history is all that stands before, known to training or not.
-    """
-    ordered = sorted(time for user in users for time in user.times)
-    begin, middle = (ordered[min(int(part * len(ordered)), len(ordered) - 1)] for part in (share, (1 + share) / 2))
-    starts = _starts(users)
-    known: list[UserSequence] = []
-    validation: list[Target] = []
-    test: list[Target] = []
-    for start, user in zip(starts, users, strict=True):
-        before, between = (sum(time < cut for time in user.times) for cut in (begin, middle))
-        known.append(_first(user, before))
-        if between - 1 >= max(before, 1):
-            validation.append(_target(start, user, between - 1))
-        if len(user.items) - 1 >= max(between, 1):
-            test.append(_target(start, user, len(user.items) - 1))
-    if not test:
-        raise UserError(f"task.time_share: nobody is left to ask about what came after {share:g} of all; take less")
-    share_of = f"{sum(len(user.items) for user in known):,} of {len(ordered):,} interactions"
-    note = f"{share_of} are before the cut; {len(validation)} users are asked for validation, {len(test)} for testing"
-    return Split(starts, tuple(known), tuple(validation), tuple(test), (note,))
+    return Split(starts, known, validation, tuple(_target(*place) for place in places))
 
 
 def known_targets(split: Split) -> list[Target]:
@@ -125,15 +69,6 @@ def known_targets(split: Split) -> list[Target]:
 
 def _target(start: int, user: UserSequence, place: int) -> Target:
     return Target(user.user, user.items[:place], user.items[place], start + place)
-
-
-def _first(user: UserSequence, count: int) -> UserSequence:
-    return UserSequence(user.user, user.items[: max(count, 0)], user.times[: max(count, 0)])
-
-
-def _starts(users: Iterable[UserSequence]) -> tuple[int, ...]:
-    """Return how many items stand before each user: with a place within the sequence, a number for every item."""
-    return tuple(accumulate((len(user.items) for user in users), initial=0))[:-1]
 
 
 NO_TITLE = "(no title)"
@@ -172,7 +107,7 @@ def split_examples(split: Split, catalogue: Catalogue, task: Recommendation) -> 
     """
     train = known_targets(split)
     if not train:
-        raise UserError("no user has four items, or two that training may know: a history and a target")
+        raise UserError("no user has four items: a history and a target to train on, and two that are held out")
     rows, validation, test = (_examples(part, catalogue, task) for part in (train, split.validation, split.test))
     return PromptSet(rows, _shuffled(validation), _shuffled(test))
 
@@ -185,20 +120,6 @@ def _examples(targets: Iterable[Target], catalogue: Catalogue, task: Recommendat
         prompt = history_prompt(task, [catalogue.titles[item] for item in listed], names)
         rows.append(Row(target.id, prompt, example_columns(target, catalogue)))
     return tuple(rows)
-
-
-def by_user(
-    users: Sequence[UserSequence], catalogue: Catalogue, prompts: Mapping[str, str], *, held_out: int | float = 0.2
-) -> PromptSet:
-    """Return one example for each user: the given prompt, and the last item as the target.
-
-    Users are held out by a hash of their prompt, which depends on no order and no seed (`split_rows`); users with the
-    same prompt stay together. Validation gets as many as the test part, a number or share `held_out`.
-    """
-    targets = last_split(users).test
-    rows = [Row(target.id, prompts[target.user], example_columns(target, catalogue)) for target in targets]
-    train, validation, test = split_rows(rows, held_out=held_out)
-    return PromptSet(train, _shuffled(validation), _shuffled(test))
 
 
 def example_columns(target: Target, catalogue: Catalogue) -> dict[str, object]:
@@ -274,46 +195,16 @@ def together_titles(rows: Sequence[Row], catalogue: Catalogue, users: Sequence[U
     return titles
 
 
-def load_dataset(
-    task: Recommendation, *, held_out: int | float = 0.2, columns: Mapping[str, str] | None = None
-) -> Dataset:
-    """Read or generate the data of a run.
-
-    `held_out` is the share or number of users kept for testing where prompts are given by user; otherwise task.split
-    says what is held out. `columns` are `data.columns`.
-    """
+def load_dataset(task: Recommendation, columns: Mapping[str, str] | None = None) -> Dataset:
+    """Read or generate the data of a run; `columns` are `data.columns`."""
     catalogue, sequences = _load(task, columns or {})
     if task.writes == "item":
         catalogue = dataclasses.replace(catalogue, names=tuple(map(item_word, range(len(catalogue)))))
     ordered = task.order_column is None or task.order_column in catalogue.columns
     require(ordered, "task.order_column", f"one of {list(catalogue.columns)}", task.order_column)
     split = last_split(sequences.users)
-    if task.split == "items":
-        split = items_split(sequences.users, catalogue.ids, task.held_out_items)
-    elif task.split == "time":
-        split = time_split(sequences.users, task.time_share)
-    if task.prompts:
-        texts = read_user_prompts(task.prompts, sequences.users)
-        prompts = by_user(sequences.users, catalogue, texts, held_out=held_out)
-    else:
-        prompts = split_examples(split, catalogue, task)
-    notes = (*sequences.notes, *split.notes, *_notes(catalogue))
-    return Dataset(catalogue, sequences.users, split.known, prompts, notes)
-
-
-def over_catalogue(task: Recommendation, path: str, columns: Mapping[str, str]) -> Recommendation:
-    """Return the task over another catalogue: all items of its own, and new ones, which are ranked like the old."""
-    require(task.writes != "item", "catalogue", "the run's, whose items are the policy's own words", path)
-    require(task.source != "dummy", "catalogue", "the run's: the dummy world has its own", path)
-    read = functools.partial(read_catalogue, blank_titles=task.blank_titles, columns=columns)
-    old, new = read(task.catalogue or ""), read(path)
-    missing = [name for name in old.ids if name not in new.rows]
-    if missing:
-        raise UserError(
-            f"catalogue: expected all {len(old)} items of {task.catalogue}, "
-            f"got {path} without {len(missing)} of them, the first {missing[0]!r}"
-        )
-    return task.replace(catalogue=path)
+    prompts = split_examples(split, catalogue, task)
+    return Dataset(catalogue, sequences.users, split.known, prompts, (*sequences.notes, *_notes(catalogue)))
 
 
 def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, Sequences]:
@@ -322,15 +213,14 @@ def _load(task: Recommendation, columns: Mapping[str, str]) -> tuple[Catalogue, 
         return world.catalogue, world.sequences
     if not task.source:
         both = "--task.source sequential.txt --task.catalogue items.tsv"
-        raise UserError(f"task.source: expected your sequences or ratings, and their catalogue: {both}; got nothing")
+        raise UserError(f"task.source: expected your sequences or events, and their catalogue: {both}; got nothing")
     kind = Path(task.source).suffix.lower()
     if kind not in (".txt", ".csv"):
         raise UserError(f"task.source: expected dummy, a .txt of sequences or a .csv of events, got {kind!r}")
     catalogue = read_catalogue(task.catalogue or "", blank_titles=task.blank_titles, columns=columns)
     if kind == ".txt":
         return catalogue, read_sequences(task.source, catalogue)
-    least = {"minimum_rating": task.minimum_rating, "minimum_items": task.minimum_items}
-    return catalogue, read_ratings(task.source, catalogue, **least, columns=columns)
+    return catalogue, read_events(task.source, catalogue, columns)
 
 
 def _notes(catalogue: Catalogue) -> list[str]:

@@ -41,7 +41,7 @@ from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabu
 
 def listed_texts(config: Config) -> Sequence[str]:
     """Return the items that a policy which ranks them itself may write."""
-    catalogue = load_dataset(config.task, held_out=config.data.held_out, columns=config.data.columns).catalogue
+    catalogue = load_dataset(config.task, config.data.columns).catalogue
     return items_of(catalogue.written).texts
 
 
@@ -49,7 +49,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     """Read the data and open the retriever (`Recommendation.load`)."""
     require(setup.prompts is None, "prompts", "none: a recommendation run takes its data from its task", "some")
     config = setup.config
-    dataset = load_dataset(task, held_out=config.data.held_out, columns=config.data.columns)
+    dataset = load_dataset(task, config.data.columns)
     catalogue = dataset.catalogue
     setup.say("catalogue", f"{task.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
     for note in dataset.notes:
@@ -94,7 +94,7 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         ),
         pairs=lambda: sft_pairs(task, dataset, config.seed),
         vocabulary=Vocabulary(
-            lambda: policy_words(task, catalogue, limit=config.policy.new.vocabulary),
+            lambda: policy_words(task, catalogue),
             functools.partial(item_vectors, catalogue.titles) if task.writes == "item" else None,
         ),
         identity=retriever.fingerprint._asdict(),
@@ -102,8 +102,8 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     )
 
 
-def policy_words(task: Recommendation, catalogue: Catalogue, *, limit: int = 0) -> list[str]:
-    """Return words of the prompts' frame and the items' own, then `limit` frequent words of titles (0: all)."""
+def policy_words(task: Recommendation, catalogue: Catalogue) -> list[str]:
+    """Return words of the prompts' frame and the items' own, then the words of titles, frequent ones first."""
     frame = task.template
     for place in PLACES:
         frame = frame.replace(place, " ")
@@ -112,7 +112,7 @@ def policy_words(task: Recommendation, catalogue: Catalogue, *, limit: int = 0) 
     if catalogue.names and "{history}" not in task.template and "{last}" not in task.template:
         return list(dict.fromkeys(marks))  # titles are neither read nor written
     counts = Counter(word for title in catalogue.titles for word in plain(title).split())
-    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: limit or None]
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))
     return list(dict.fromkeys([*marks, *frequent]))
 
 

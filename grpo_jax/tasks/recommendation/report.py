@@ -232,7 +232,7 @@ def _measure_methods(
         for name, score in scores.items()
     }
     mixed_ask = ask if task.writes == "query" and task.prior.used else None
-    ranks |= title_baselines(retriever, dataset.catalogue, rows, ask=mixed_ask)
+    ranks |= title_baselines(retriever, rows, ask=mixed_ask)
     return ranks | {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from annotated_types import Ge
 from pydantic import Field
 
 from grpo_jax.config.fields import (
@@ -24,14 +23,14 @@ from grpo_jax.tasks.task import Task, TaskData, TaskSetup
 
 if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy
-    from grpo_jax.tasks.recommendation.recommending import ChosenPrior, MakeWriter, Recommender
+    from grpo_jax.tasks.recommendation.recommending import MakeWriter, Recommender
 
 PLACES = ("{history}", "{last}", "{items}")
 """Placeholders of a template; one of them at least."""
 FUSED, RANK = "fused", "rank"
 """Always watched, last, for the tables; the first where there is a prior."""
-EVENT_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
-"""Columns of a CSV of events; a rating only where `minimum_rating` asks for one."""
+EVENT_COLUMNS = ("user_id", "item_id", "timestamp")
+"""Columns of a CSV of events."""
 
 
 class PriorSection(Section):
@@ -48,14 +47,9 @@ class PriorSection(Section):
     """Weight of each older item of the history."""
 
     @property
-    def weights(self) -> dict[str, float]:
-        """Weights above 0 by the names of their terms."""
-        return {name: weight for name, weight in vars(self).items() if weight and name != "decay"}
-
-    @property
     def used(self) -> bool:
         """True if it changes a ranking."""
-        return bool(self.weights)
+        return bool(self.history or self.together or self.following)
 
 
 class Recommendation(Task):
@@ -63,11 +57,9 @@ class Recommendation(Task):
 
     source: str = "dummy"
     """"dummy" for a generated world, a sequential.txt (a line per user: user item … item target), or a CSV of events
-    with user_id, item_id, timestamp and perhaps rating (`data.columns` renames them); "" if it is still to be given."""
+    with user_id, item_id and timestamp (`data.columns` renames them); "" if it is still to be given."""
     catalogue: str | None = None
-    """Items and titles (.tsv, .csv or .json); none for the dummy world."""
-    prompts: str | None = None
-    """JSON of {user: prompt} to use in place of the template; users are then split, one example each."""
+    """Items and titles (.tsv or .csv); none for the dummy world."""
     writes: Literal["query", "title", "item"] = "query"
     """What a completion is: a "query", any text by which the retriever ranks the catalogue; or an item, by its "title"
     or by a word that is the "item"'s alone: then the policy ranks the catalogue itself."""
@@ -79,19 +71,8 @@ class Recommendation(Task):
     """Titles in prompts are cut to so many characters; 0 for never."""
     separator: str = "\n"
     """What stands between two titles."""
-    split: Literal["last", "items", "time"] = "last"
-    """What is held out: each user's "last" item (the one before it for validation), some "items" of which training sees
-    nothing (cold start), or what happened after a moment in "time" (ratings only)."""
-    held_out_items: float = 0.1
-    """Share of the items held out for testing, and as many for validation (split items only)."""
-    time_share: float = 0.9
-    """Share of the interactions before the cut, half of the others for validation (split time only)."""
     blank_titles: Literal["error", "keep"] = "error"
     """An item without a title is an "error", or "keep" it as a text that nothing resembles."""
-    minimum_rating: float = 0.0
-    """Ratings below do not count (ratings only)."""
-    minimum_items: Annotated[int, Ge(2)] = 4
-    """Users with fewer items are left out (ratings only)."""
     order_column: str | None = None
     """Column of the catalogue whose order splits the report into rising and falling users; null for no such split."""
     dummy_users: Length = 2000
@@ -117,16 +98,9 @@ class Recommendation(Task):
         """Check what fits together; other ranges are checked where they are used, before anything is loaded."""
         dummy = self.source == "dummy"
         require(not dummy or not self.catalogue, "catalogue", "null: the dummy world has its own", self.catalogue)
-        require(not dummy or not self.prompts, "prompts", "null: the dummy world has its own", self.prompts)
         expected = f"a file with the titles of the items of {self.source}"
         require(self.source in ("", "dummy") or bool(self.catalogue), "catalogue", expected, self.catalogue)
-        require(0 < self.held_out_items < 0.5, "held_out_items", "a share in (0, 0.5)", self.held_out_items)
-        require(0 < self.time_share < 1, "time_share", "a share in (0, 1)", self.time_share)
-        expected = f"last or items: {self.source} has no times, a CSV of ratings has"
-        require(self.split != "time" or self.source.lower().endswith(".csv"), "split", expected, self.split)
-        expected = "last: prompts by hand are held out by user"
-        require(self.split == "last" or not self.prompts, "split", expected, self.split)
-        has_place = any(place in self.template for place in PLACES) or bool(self.prompts)
+        has_place = any(place in self.template for place in PLACES)
         require(has_place, "template", f"one of {', '.join(PLACES)} in it", self.template)
         expected = "no {items} in it: items have words of their own with writes: item"
         require(self.writes == "item" or "{items}" not in self.template, "template", expected, self.template)
@@ -159,22 +133,8 @@ class Recommendation(Task):
 
         return load_task(self, setup)
 
-    def over_catalogue(self, path: str, columns: Mapping[str, str]) -> Recommendation:
-        """Return the task with a catalogue that has grown (`dataset.over_catalogue`)."""
-        from grpo_jax.tasks.recommendation.dataset import over_catalogue
-
-        return over_catalogue(self, path, columns)
-
-    def recommender(
-        self, config: Config, policy: Policy, writer: MakeWriter, *, catalogue: str | None = None
-    ) -> Recommender:
+    def recommender(self, config: Config, policy: Policy, writer: MakeWriter) -> Recommender:
         """Return a trained policy's recommender (`recommending.make_recommender`)."""
         from grpo_jax.tasks.recommendation.recommending import make_recommender
 
-        return make_recommender(config, policy, writer, catalogue=catalogue)
-
-    def choose_prior(self, config: Config, policy: Policy, *, users: int | None = None) -> ChosenPrior:
-        """Choose the weights of the prior for a trained policy (`recommending.choose_prior`)."""
-        from grpo_jax.tasks.recommendation.recommending import choose_prior
-
-        return choose_prior(config, policy, users=users)
+        return make_recommender(config, policy, writer)

@@ -53,8 +53,7 @@ def test_a_run_with_another_pipeline(tmp_path):
         "sampling.max_new_tokens": 6,
         "evaluation.prompts": 2,
         "evaluation.validation_prompts": 2,
-        "evaluation.gallery": 1,
-        "evaluation.sampled": "false",
+        "evaluation.samples": 0,
     }
     options = [f"--{name}={value}" for name, value in small.items()]
     assert train.main(["--judges.renderer=text_to_image", *options, f"--run_dir={run}"]) == 0

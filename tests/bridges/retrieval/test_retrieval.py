@@ -5,7 +5,8 @@ import pytest
 from scipy import sparse
 
 from bridges import retrieval
-from bridges.retrieval import catalogue, encoders, local, ranking
+from bridges.retrieval import encoders, local, ranking
+from bridges.retrieval import index as catalogue
 from bridges.retrieval.queries import History, make_queries
 from bridges.retrieval.retriever import Retriever
 from grpo_jax.errors import UserError

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from bridges import retrieval
 from bridges.retrieval import encoders, local
-from bridges.retrieval.catalogue import open_index
+from bridges.retrieval.index import open_index
 from bridges.retrieval.retriever import Retriever
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.recommendation.metrics import count_better, rank_of

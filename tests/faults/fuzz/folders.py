@@ -27,7 +27,7 @@ from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.texts import as_written, make_decode
+from grpo_jax.rollout.texts import as_is, make_decode
 
 TEXTS = (
     "config.json",
@@ -60,14 +60,8 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
     """Loads `count` mutated folders, one outcome each."""
     rng, trace = random.Random(seed), folder / "code_ran"
     marked = [_causal(folder / "qwen2", "qwen2"), _causal(folder / "shards", "llama", max_shard_size="20KB")]
-    sources = [*marked]
-    for name in ("llama", "gpt2"):
-        words = ["a", "red", "fox"]
-        sources.append(
-            write_policy(
-                folder / name, words, NewPolicySection(architecture=name, width=8, layers=1, heads=2, window=32)
-            )
-        )
+    small = NewPolicySection(width=8, layers=1, heads=2, window=32)
+    sources = [*marked, write_policy(folder / "new", ["a", "red", "fox"], small)]
     programs: dict[Any, Callable[..., Any]] = {}
     for number in range(count):
         work = folder / "work"
@@ -103,7 +97,7 @@ def _used(folder: Path, programs: dict[Any, Callable[..., Any]], marked: bool) -
         programs[loaded.config] = lambda params, *batch: jax.eval_shape(policy.prefill, {"params": params}, *batch)
     hidden = programs[loaded.config](loaded.params, tokens, mask).hidden
     assert hidden.shape[-1] == loaded.config.hidden_size
-    make_decode(loaded.tokenizer, form="rewrite", read=as_written)(np.arange(3), "a fox")
+    make_decode(loaded.tokenizer, form="rewrite", read=as_is)(np.arange(3), "a fox")
 
 
 # ---------------------------------------------------------------------------------------------------------- damages

@@ -57,7 +57,7 @@ def config(place, tmp_path_factory):
     values = yaml.safe_load(place.config.read_text())
     values["training"] |= {"async_level": 1, "chunk_prompts": 2, "max_steps": STEPS, "inner_epochs": 1}
     values["data"]["held_out"] = 0
-    values["evaluation"] = {"every": 0, "sampled": False}
+    values["evaluation"] = {"every": 0, "samples": 0}
     values["rewards"] = [{"name": f"{folder / 'judge.py'}:letters"}, {"name": f"{folder / 'judge.py'}:brief"}]
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     return folder / "config.yaml"

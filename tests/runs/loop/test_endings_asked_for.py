@@ -27,7 +27,7 @@ def config(place):
     values["training"] = {"prompts_per_batch": 4, "max_steps": 6, "save_every": 2, "inner_epochs": 2, "minibatches": 2}
     values["training"] |= {"early_stopping_patience": 3, "early_stopping_threshold": 1e3}
     values["training"] |= {"early_stopping_metric": "letters"}
-    values["evaluation"] = {"every": 1, "sampled": False, "gallery": 0}
+    values["evaluation"] = {"every": 1, "samples": 0}
     return make_config(values)
 
 

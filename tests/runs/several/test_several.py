@@ -49,7 +49,7 @@ def test_two_processes_end_with_summary_and_report(place, tmp_path):
     """The report draws the first test prompts, which are fewer than it has places for, in all processes."""
     run = tmp_path / "run"
     few = ["--training.max_steps=1", "--training.prompts_per_batch=2", "--sampling.group_size=2", "--report_to=[]"]
-    few += ["--evaluation.prompts=2", "--evaluation.validation_prompts=2", "--evaluation.sampled=false"]
+    few += ["--evaluation.prompts=2", "--evaluation.validation_prompts=2", "--evaluation.samples=0"]
     miniature = place._replace(config="prompt_enhancement_miniature")
     first, second = ended(start(miniature, run, *few, "--sft.steps=0"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr

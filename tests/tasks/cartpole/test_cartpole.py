@@ -116,7 +116,7 @@ def balance(observations):
 
 def test_greedy_play_counts_the_steps_of_each_episode():
     states = starts(5)
-    outcome = task.play_greedily(linear_policy, states, width=0.5)
+    outcome = task.play_greedily(linear_policy, states)
     alive, length, centred, distance = np.ones(5, bool), np.zeros(5), np.zeros(5), np.zeros(5)
     step = jax.jit(task.step)
     while alive.any() and length.max() < 500:

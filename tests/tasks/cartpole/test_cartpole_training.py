@@ -14,13 +14,11 @@ from grpo_jax.tasks.cartpole.program import seed_keys
 from grpo_jax.tasks.cartpole.training import make_optimizer, make_train
 
 SMALL = {
-    "rollout": {"groups": 2, "group_size": 4, "environments": 4, "steps": 32},
-    "network": {"hidden": [16]},
     "optimizer": {"learning_rate": 3e-3},
     "training": {"iterations": 4},
-    "evaluation": {"every": 2, "episodes": 8},
+    "evaluation": {"every": 2},
 }
-GDPO = {"name": "gdpo", "epochs": 3, "objectives": ["upright", "centred"], "condition": 20}
+GDPO = {"name": "gdpo", "epochs": 3, "group_size": 8, "objectives": ["upright", "centred"], "condition": 20}
 
 
 def small(algorithm):
@@ -89,7 +87,7 @@ def test_blocks_are_the_whole_run_and_a_seed_learns_alike_alone(trained):
 @pytest.fixture(scope="module")
 def learned():
     """A batch of groups, and what one update makes of it, by the number of steps in a chunk."""
-    config = small({"epochs": 1})
+    config = small({"epochs": 1, "group_size": 4})
     policy = make_mlp(task.FEATURES, hidden=(16,))
     optimizer, _ = make_optimizer(config)
     params = {"policy": policy.init(jax.random.key(0))}
@@ -153,8 +151,8 @@ def test_the_perceptron():
         pytest.param({"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 50}}, id="grpo"),
         pytest.param(
             {
-                "algorithm": {"name": "ppo", "kl_coef": 0.0, "minibatches": 4, "gamma": 0.99},
-                "optimizer": {"learning_rate": 3e-3, "schedule": "linear"},
+                "algorithm": {"name": "ppo", "gamma": 0.99},
+                "optimizer": {"learning_rate": 3e-3},
                 "training": {"iterations": 30},
             },
             id="ppo",
@@ -170,7 +168,7 @@ def test_it_learns(sections):
     _, history = train(seed_keys(20, 3))
     assert_measured(history)
     if config.algorithm.name == "ppo":
-        steps = config.rollout.environments * config.rollout.steps * np.arange(1, 31)
+        steps = learning.ENVIRONMENTS * learning.STEPS * np.arange(1, 31)
         np.testing.assert_array_equal(history.iterations["environment_steps"], [steps] * 3)
     returns = np.asarray(history.evaluations["episode_return"])
     assert returns[:, 0].mean() < 150

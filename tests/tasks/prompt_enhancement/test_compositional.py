@@ -79,8 +79,3 @@ def test_what_is_made_is_read_from_nowhere(prompts, field):
     (name,) = field
     with pytest.raises(UserError, match=f'data.{name}: expected nothing with data.prompts "{re.escape(prompts)}"'):
         _prompts(config)
-
-
-def test_there_are_three_splits():
-    with pytest.raises(ValueError, match="split: expected"):
-        compositional_records("dev", 3)

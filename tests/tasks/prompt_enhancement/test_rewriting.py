@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.rollout.texts import Reading
+from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
 from grpo_jax.tasks.rewriting import parse_rewrite
 
@@ -184,7 +184,7 @@ CHAT_ANSWERS = [
 
 @pytest.mark.parametrize(("written", "drawn"), CHAT_ANSWERS)
 def test_answers_of_chat_models_are_read(written, drawn):
-    expected = Reading("the user's", False) if drawn is None else Reading(drawn, True)
+    expected = ParsedCompletion("the user's", False) if drawn is None else ParsedCompletion(drawn, True)
     assert parse_rewrite(written, "rewrite", "the user's") == expected
 
 
@@ -211,7 +211,7 @@ def test_a_usable_rewrite_is_one_line_with_words(written):
 
 
 def test_append_is_the_prompt_and_the_first_line_of_its_continuation():
-    assert parse_rewrite(", in snow\nNext", "append", "a fox") == Reading("a fox, in snow", True)
-    assert parse_rewrite("es in snow", "append", "a fox") == Reading("a foxes in snow", True)
+    assert parse_rewrite(", in snow\nNext", "append", "a fox") == ParsedCompletion("a fox, in snow", True)
+    assert parse_rewrite("es in snow", "append", "a fox") == ParsedCompletion("a foxes in snow", True)
     for nothing in ("", " .", "\nin snow"):
-        assert parse_rewrite(nothing, "append", "a fox") == Reading("a fox", False)
+        assert parse_rewrite(nothing, "append", "a fox") == ParsedCompletion("a fox", False)

@@ -17,7 +17,7 @@ pytest.importorskip("diffusers")
 
 def test_each_kind_is_measured_and_its_oracle_is_right(tmp_path):
     arguments = ["--training.max_steps=1", "--evaluation.prompts=48", "--evaluation.validation_prompts=1"]
-    small = ["--training.prompts_per_batch=4", "--evaluation.sampled=false", "--evaluation.every=0"]
+    small = ["--training.prompts_per_batch=4", "--evaluation.samples=0", "--evaluation.every=0"]
     run_dir = tmp_path / "run"
     assert train.main(["--config=prompt_enhancement_scenes", *arguments, *small, f"--run_dir={run_dir}"]) == 0
     evaluation = json.loads((run_dir / "summary.json").read_text())["evaluation"]
@@ -30,7 +30,7 @@ def test_each_kind_is_measured_and_its_oracle_is_right(tmp_path):
 
 
 def test_a_column_that_prompts_have_not_is_one_line(tmp_path, capsys):
-    few = ["--evaluation.prompts=2", "--evaluation.validation_prompts=1", "--evaluation.sampled=false"]
+    few = ["--evaluation.prompts=2", "--evaluation.validation_prompts=1", "--evaluation.samples=0"]
     run_dir = f"--run_dir={tmp_path / 'run'}"
     assert train.main(["--config=prompt_enhancement_scenes", *few, "--evaluation.by=kinds", run_dir]) == 2
     assert "evaluation.by: 2 of 2 held-out prompts have no column 'kinds'" in capsys.readouterr().err

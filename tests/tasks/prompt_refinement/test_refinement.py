@@ -17,8 +17,8 @@ from grpo_jax import train  # noqa: E402
 from grpo_jax.config import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.data import Row, noise_seed  # noqa: E402
-from grpo_jax.rollout.episodes import Episode, Turn  # noqa: E402
-from grpo_jax.tasks.prompt_refinement_task import INSTRUCTION, make_respond, others  # noqa: E402
+from grpo_jax.rollout.env import Episode, Turn  # noqa: E402
+from grpo_jax.tasks.prompt_refinement_task import INSTRUCTION, make_step, others  # noqa: E402
 from grpo_jax.tasks.task import TaskSetup  # noqa: E402
 
 IMAGES = [torch.full((3, 2, 2), float(i)) for i in range(4)]
@@ -27,23 +27,23 @@ EPISODES = [Episode((Turn("first", image=torch.full((3, 2, 2), 9.0)), Turn(f"{i}
 
 
 def test_the_answer_is_the_picture_just_drawn_and_what_to_do():
-    answers = make_respond("mend: {prompt}", "drawn")(ROWS, EPISODES)
+    answers = make_step("mend: {prompt}", "drawn")(ROWS, EPISODES)
     assert [answer.text for answer in answers] == ["mend: a cat", "mend: a cat", "mend: a dog", "mend: a cow"]
     assert all(answer.pictures == (image,) and not answer.done for answer, image in zip(answers, IMAGES, strict=True))
     assert "{prompt}" in INSTRUCTION
 
 
 def test_controls_show_nothing_or_another_users_picture():
-    blind = make_respond("mend", "none")(ROWS, EPISODES)
+    blind = make_step("mend", "none")(ROWS, EPISODES)
     assert [answer.pictures for answer in blind] == [()] * 4 and blind[0].text == "mend"
-    wrong = make_respond("mend", "other")(ROWS, EPISODES)
+    wrong = make_step("mend", "other")(ROWS, EPISODES)
     assert [int(answer.pictures[0].max()) for answer in wrong] == [2, 2, 3, 0]  # never one of the same prompt
     assert others(ROWS[:2], "ab") == [None, None]
     assert others(ROWS, [None, None, "c", "d"]) == ["c", "c", "d", "c"]
 
 
 def test_a_picture_that_could_not_be_drawn_is_not_shown():
-    (answer,) = make_respond("mend", "drawn")([ROWS[0]], [Episode((Turn("x"),))])
+    (answer,) = make_step("mend", "drawn")([ROWS[0]], [Episode((Turn("x"),))])
     assert answer.pictures == () and answer.text == "mend"
 
 
@@ -53,7 +53,7 @@ def config(**others):
 
 
 def test_one_turn_is_refused():
-    with pytest.raises(UserError, match=r"sampling\.turns: expected at least 2, to mend what was drawn, got 1"):
+    with pytest.raises(UserError, match=r"sampling\.turns: expected at least 2, to fix what was drawn, got 1"):
         config(sampling={"turns": 1})
 
 
@@ -104,7 +104,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--training.prompts_per_batch=2",
         "--evaluation.prompts=2",
         "--evaluation.every=0",
-        "--evaluation.sampled=false",
+        "--evaluation.samples=0",
         f"--run_dir={run_dir}",
     ]
     assert train.main(arguments) == 0

@@ -1,4 +1,4 @@
-"""The recommendation task through the command: a GPT-2, W&B, a catalogue that has grown after a run, mistakes."""
+"""The recommendation task through the command: a GPT-2 that writes queries, W&B, mistakes."""
 
 import json
 from importlib import import_module
@@ -6,14 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from grpo_jax.evaluate import main as evaluate
 from grpo_jax.recommend import main as recommend
 from grpo_jax.train import main
 
 TITLES = ("red soap", "blue soap", "rosé cream", "hand cream", "nail brush", "shaving brush", "night palette")
 ITEMS = "id\ttitle\n" + "".join(f"{name}\t{title}\n" for name, title in zip("abcdefg", TITLES, strict=True))
 USERS = "".join(f"u{n} {' '.join('abcdefg'[n % 3 : n % 3 + 5])}\n" for n in range(9))
-NEW = "blue soap rosé cream hand cream"  # words of a history
 TINY = {
     "report_to": "[]",
     "task.writes": "query",
@@ -36,10 +34,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "items.tsv").write_text(ITEMS)
     (folder / "sequential.txt").write_text(USERS)
-    (folder / "grown.tsv").write_text(f"id\ttitle\nnew\t{NEW}\n{ITEMS.split(chr(10), 1)[1]}")  # rows move
-    (folder / "less.tsv").write_text(ITEMS.replace("c\trosé cream\n", ""))
-    copies = [f"{name}{copy}\t{title}\n" for copy in range(10) for name, title in zip("abcdefg", TITLES, strict=True)]
-    (folder / "copies.tsv").write_text(ITEMS + "".join(copies))
     return folder
 
 
@@ -51,8 +45,8 @@ def command(folder, run_dir, **changes):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    """A new GPT-2 that writes queries, reported to W&B where that is installed."""
-    changes = {"policy.new.architecture": "gpt2", "policy.new.window": 37}
+    """A new policy that writes queries, reported to W&B where that is installed."""
+    changes = {"policy.new.window": 37}
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("wandb"):
             patch.setenv("WANDB_MODE", "offline")
@@ -65,12 +59,12 @@ def run(folder):
     return folder / "run"
 
 
-def test_a_new_gpt2_learns_and_is_exported(run):
+def test_a_new_policy_learns_and_is_exported(run):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     start, end = (AutoModelForCausalLM.from_pretrained(run / name) for name in ("policy_start", "policy"))
-    assert end.config.model_type == "gpt2" and end.config.n_positions == 37
+    assert end.config.model_type == "llama" and end.config.max_position_embeddings == 37
     assert all(not torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters(), strict=True))
 
 
@@ -85,26 +79,12 @@ def test_measures_are_reported_to_wandb(run):
     assert json.dumps(summary["reward"]).encode() in stored
 
 
-def test_a_catalogue_that_has_grown_is_ranked_at_once(run, folder, capsys):
-    """Ten copies of every title stand before the target, where seven items would leave none outside the first ten."""
-    assert evaluate(["--run", str(run), "--catalogue", str(folder / "copies.tsv"), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    found = {row["method"]: row["HR@10"]["mean"] for row in report["table"]}
-    assert report["prompts"] == 9 and found["oracle: own title"] == found["prior alone"] == 0
-    # A letter and its accent are one character in the file, and two in the question.
-    asked = ["--history", "blue soap | rose\u0301 cream | hand cream", "--catalogue", str(folder / "grown.tsv")]
-    assert recommend(["--run", str(run), *asked, "--k", "3", "--json"]) == 0
-    items = json.loads(capsys.readouterr().out)["items"]
-    assert [item["item"] for item in items[:2]] == ["new", "a"]
-    assert evaluate(["--run", str(run), "--catalogue", str(folder / "less.tsv")]) == 2
-    written = capsys.readouterr().err
-    assert written.startswith("error: catalogue: expected all 7 items of ") and written.count("\n") == 1
-    assert "less.tsv without 1 of them, the first 'c'" in written
-
-
-def test_a_policy_that_writes_queries_has_no_prior_to_choose(run, capsys):
-    assert recommend(["--run", str(run), "--choose_prior"]) == 2
-    assert "task.writes: expected title or item" in capsys.readouterr().err
+def test_a_policy_that_writes_queries_recommends(run, capsys):
+    """A letter and its accent are one character in the file, and two in the question."""
+    assert recommend(["--run", str(run), "--history", "blue soap | rose\u0301 cream", "--k", "3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["items"]) == 3 and not {"b", "c"} & {item["item"] for item in answer["items"]}
+    assert "note" not in answer
 
 
 @pytest.mark.parametrize(
@@ -128,7 +108,6 @@ def test_a_policy_that_writes_queries_has_no_prior_to_choose(run, capsys):
         ({"data.columns.user_id": "customer"}, "data.columns: expected one of title, got 'user_id'"),
         ({"data.columns.title": "name"}, "the header has no column 'name', it says ['id', 'title']"),
         ({"data.max_prompt_tokens": 3}, "max_prompt_tokens"),
-        ({"policy.new.architecture": "gpt2", "policy.new.window": 36}, "positions for 36 only"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_clear_line(changes, message, folder, tmp_path, capsys):

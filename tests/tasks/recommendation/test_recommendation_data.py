@@ -1,7 +1,5 @@
 """Reading recommendation data: formats, every kind of bad line, splits and prompts."""
 
-import json
-
 import pytest
 
 from grpo_jax.config import make_config
@@ -12,14 +10,12 @@ from grpo_jax.tasks.recommendation.catalogue import (
     UserSequence,
     make_catalogue,
     read_catalogue,
-    read_ratings,
+    read_events,
     read_sequences,
-    read_user_prompts,
 )
 from grpo_jax.tasks.recommendation.dataset import (
     Dataset,
     Target,
-    by_user,
     cut_title,
     history_prompt,
     last_split,
@@ -56,10 +52,6 @@ def problems(error) -> list[str]:
     [
         ("items.tsv", 'item_id\tasin\ttitle\n1\tB7\tNail  Lacquer, 5" wide\n2\tB3\tÉponge\n'),
         ("items.csv", '\ufeffmovieId,title,asin\r\n1,"Nail Lacquer, 5"" wide",B7\r\n\r\n2,Éponge,B3\r\n'),
-        (
-            "items.json",
-            '{"1": {"title": "Nail Lacquer, 5\\" wide", "asin": "B7"}, "2": {"asin": "B3", "title": "Éponge"}}',
-        ),
     ],
 )
 def test_a_catalogue_is_read_from_every_format(tmp_path, name, content):
@@ -84,7 +76,7 @@ def test_all_bad_lines_of_a_catalogue_are_said_at_once(tmp_path):
 
 
 def test_a_blank_title_is_kept_on_request(tmp_path):
-    path = write(tmp_path, "i.json", '{"1": "One", "2": "  ", "3": null}')
+    path = write(tmp_path, "i.csv", "id,title\n1,One\n2,  \n3,\n")
     catalogue = read_catalogue(path, blank_titles="keep")
     assert catalogue.titles == ("One", "", "") and not catalogue.columns
     with pytest.raises(UserError) as error:
@@ -98,12 +90,8 @@ def test_a_blank_title_is_kept_on_request(tmp_path):
         ("i.tsv", "item_id\tname\n1\tOne\n", "i.tsv:1: the header has no column 'title'"),
         ("i.tsv", "item_id\ttitle\n", "has no items"),
         ("i.csv", 'id,title\n1,"One\n', "i.csv:2: not CSV"),
-        ("i.json", '{"1": "One",\n "1": "Two"}', "item 1 occurs twice"),
-        ("i.json", '{"1": "One",\n oops}', "i.json:2: not JSON"),
-        ("i.json", '["One"]', "expected an object {id: title}, got list"),
-        ("i.json", '{"1": 3}', "the title of item 1 must be text, got int"),
         ("i.tsv", b"item_id\ttitle\n1\tgood\n2\t\xff\n", "i.tsv: not UTF-8"),
-        ("i.xlsx", "", "a catalogue is a .tsv, .csv or .json file"),
+        ("i.json", "{}", "a catalogue is a .tsv or .csv file"),
     ],
 )
 def test_a_bad_catalogue_is_an_error(tmp_path, name, content, message):
@@ -113,7 +101,7 @@ def test_a_bad_catalogue_is_an_error(tmp_path, name, content, message):
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    for read in (read_catalogue, lambda path: read_sequences(path, LETTERS), lambda path: read_ratings(path, LETTERS)):
+    for read in (read_catalogue, lambda path: read_sequences(path, LETTERS), lambda path: read_events(path, LETTERS)):
         with pytest.raises(UserError, match=r"nowhere.csv does not exist: expected"):
             read(tmp_path / "nowhere.csv")
     with pytest.raises(UserError, match="cannot be read"):
@@ -161,22 +149,11 @@ RATINGS = """userId,movieId,rating,timestamp
 """
 
 
-def test_ratings_are_sorted_by_time_and_ties_keep_the_order_of_the_file(tmp_path):
+def test_events_are_sorted_by_time_and_ties_keep_the_order_of_the_file(tmp_path):
     path = write(tmp_path, "r.csv", RATINGS)
-    sequences = read_ratings(path, LETTERS)
-    assert sequences.users == (UserSequence("7", (0, 3, 1, 2), (10, 10, 20, 30)), UserSequence("9", (1, 0), (4, 5)))
+    sequences = read_events(path, LETTERS)
+    assert sequences.users == (UserSequence("7", (0, 3, 1, 2)), UserSequence("9", (1, 0)))
     assert sequences.notes == ("1 users with fewer than 2 items are left out",)
-
-
-def test_low_ratings_do_not_count_and_it_is_said(tmp_path):
-    sequences = read_ratings(write(tmp_path, "r.csv", RATINGS), LETTERS, minimum_rating=3.6, minimum_items=3)
-    assert sequences.users == (UserSequence("7", (0, 3, 2), (10, 10, 30)),)
-    assert sequences.notes == (
-        "2 ratings below 3.6 do not count",
-        "2 users with fewer than 3 items are left out",
-    )
-    with pytest.raises(UserError, match="no user with at least 9 items"):
-        read_ratings(write(tmp_path, "r.csv", RATINGS), LETTERS, minimum_items=9)
 
 
 SHOP = """customer,sku,bought at,note
@@ -193,58 +170,38 @@ NAMES = {"user_id": "customer", "item_id": "sku", "timestamp": "bought at"}
 def test_purchases_of_a_shop_have_names_and_times_of_their_own(tmp_path):
     """What repeats, and who took one item, is counted and left out; two zones are one time."""
     path = write(tmp_path, "shop.csv", SHOP)
-    found = read_ratings(path, LETTERS, columns=NAMES)
+    found = read_events(path, LETTERS, columns=NAMES)
     assert [(user.user, user.items) for user in found.users] == [("ann", (2, 0)), ("bob", (0, 1))]
-    assert found.users[0].times == (1772348400.0, 1772350200.0)
     assert found.notes == (
         "1 events repeat an item of the same user and are left out; the first counts",
         "1 users with fewer than 2 items are left out",
     )
     plainly = write(tmp_path, "plain.csv", SHOP.replace("customer,sku,bought at", "user_id,item_id,timestamp"))
-    assert read_ratings(plainly, LETTERS) == found
+    assert read_events(plainly, LETTERS) == found
     for changed, said in (
         ({}, "the header has no column 'user_id', it says .* --data.columns.user_id"),
         ({**NAMES, "timestamp": "when"}, "the header has no column 'when'"),
-        ({**NAMES, "rating": "stars"}, "the header has no column 'stars'"),
     ):
         with pytest.raises(UserError, match=said):
-            read_ratings(path, LETTERS, columns=changed)
-    with pytest.raises(UserError, match="the header has no column 'rating'"):
-        read_ratings(path, LETTERS, columns=NAMES, minimum_rating=3)
+            read_events(path, LETTERS, columns=changed)
+    with pytest.raises(UserError, match="no user with at least 2 items; 1 users"):
+        read_events(write(tmp_path, "one.csv", "".join(SHOP.splitlines(True)[:2])), LETTERS, NAMES)
 
 
 def test_all_bad_ratings_are_said_at_once(tmp_path):
-    bad = "userId,movieId,rating,timestamp\n1,a,4,1\n1,b,good,2\n1,z,4,3\n1,d,2,2026-01-02\n1,c\n,d,1,1\n1,e,nan,1\n"
+    bad = "userId,movieId,rating,timestamp\n1,a,4,1\n1,b,4,soon\n1,z,4,3\n1,d,2,2026-01-02\n1,c\n,d,1,1\n1,e,1,nan\n"
     with pytest.raises(UserError) as error:
-        read_ratings(write(tmp_path, "r.csv", bad), LETTERS)
+        read_events(write(tmp_path, "r.csv", bad), LETTERS)
     assert sorted(problems(error)) == [
-        "r.csv:3: expected a timestamp that is a number or ISO 8601, and a rating that is a number; got timestamp '2', "
-        "rating 'good'",
+        "r.csv:3: expected a timestamp that is a number or ISO 8601, got 'soon'",
         "r.csv:4: user 1: item z not in the catalogue",
         "r.csv:5: timestamps must be all numbers or all ISO 8601; see line 2",
         "r.csv:6: expected 4 fields as in the header, got 2",
-        "r.csv:7: a blank user or a rating or timestamp that is NaN",
-        "r.csv:8: a blank user or a rating or timestamp that is NaN",
+        "r.csv:7: a blank user or a timestamp that is NaN",
+        "r.csv:8: a blank user or a timestamp that is NaN",
     ]
     with pytest.raises(UserError, match="the header has no column 'timestamp'"):
-        read_ratings(write(tmp_path, "r.csv", "userId,movieId,rating\n1,a,3\n"), LETTERS)
-
-
-def test_user_prompts_are_checked_against_the_users(tmp_path):
-    users = [UserSequence(name, (0, 1)) for name in ("u1", "u2", "u3")]
-    good = write(tmp_path, "p.json", '{"u2": " two ", "u1": "one", "u3": "three"}')
-    assert read_user_prompts(good, users) == {"u1": "one", "u2": "two", "u3": "three"}
-    bad = write(tmp_path, "p.json", '{"u1": "one", "u1": "uno", "u9": "nobody", "u2": 3}')
-    with pytest.raises(UserError) as error:
-        read_user_prompts(bad, users)
-    assert problems(error) == [
-        "p.json: user u1 occurs twice",
-        "p.json: the prompt of user u2 must be text, got int",
-        "p.json: user u9 has no sequence",
-        "p.json: user u3 has no prompt",
-    ]
-    with pytest.raises(UserError, match="it has no prompts"):
-        read_user_prompts(write(tmp_path, "p.json", "{}"), users)
+        read_events(write(tmp_path, "r.csv", "userId,movieId,rating\n1,a,3\n"), LETTERS)
 
 
 # prompts
@@ -313,16 +270,6 @@ def test_ids_do_not_depend_on_users_that_come_later_and_the_test_order_not_on_th
     assert [row.columns["user"] for row in backwards.test] == names != [user.user for user in users]
 
 
-def test_given_prompts_are_split_by_user():
-    users = [UserSequence(f"u{i}", (0, 1, i % 5 + 2)) for i in range(20)]
-    prompts = {f"u{i}": f"prompt {i}" for i in range(20)}
-    split = by_user(users, LETTERS, prompts, held_out=0.2)
-    assert [len(part) for part in split] == [12, 4, 4]
-    assert {row.prompt for part in split for row in part} == set(prompts.values())
-    assert all(prompts[row.columns["user"]] == row.prompt for part in split for row in part)
-    assert all(row.columns["history"] == (0, 1) for part in split for row in part)
-
-
 def test_a_policy_that_ranks_is_taught_next_items():
     blank = make_catalogue(list("abcd"), ["one two", "two three four", "", "five"])
     task = Recommendation(separator="/", writes="title")
@@ -360,17 +307,14 @@ def test_a_user_is_not_counted_in_what_they_are_taught():
 
 def files(tmp_path):
     write(tmp_path, "s.txt", "".join(f"u{i} a b c {'defgh'[i % 5]}\n" for i in range(10)))
-    write(tmp_path, "items.json", json.dumps({letter: f"title {letter}" for letter in "abcdefgh"}))
-    return {"source": str(tmp_path / "s.txt"), "catalogue": str(tmp_path / "items.json")}
+    write(tmp_path, "items.tsv", "id\ttitle\n" + "".join(f"{letter}\ttitle {letter}\n" for letter in "abcdefgh"))
+    return {"source": str(tmp_path / "s.txt"), "catalogue": str(tmp_path / "items.tsv")}
 
 
 def test_fields_name_files(tmp_path):
     dataset = load_dataset(Recommendation(**files(tmp_path), template="Bought {history}", separator=", "))
     assert [len(part) for part in dataset.prompts] == [10, 10, 10]
     assert dataset.prompts.train[0].prompt == "Bought title a" and dataset.notes == ()
-    write(tmp_path, "p.json", json.dumps({f"u{i}": f"user {i}" for i in range(10)}))
-    named = Recommendation(**files(tmp_path), prompts=str(tmp_path / "p.json"))
-    assert [len(part) for part in load_dataset(named, held_out=0.2).prompts] == [6, 2, 2]
 
 
 def test_what_a_rule_does_is_said(tmp_path):

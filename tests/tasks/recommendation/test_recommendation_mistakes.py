@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.recommendation.catalogue import read_catalogue, read_ratings, read_sequences
+from grpo_jax.tasks.recommendation.catalogue import read_catalogue, read_events, read_sequences
 
 IDS = [f"P{n:03d}" for n in range(40)]
 ITEMS = "item_id\ttitle\n" + "".join(f"{name}\tsoap of kind {name}\n" for name in IDS)
@@ -38,7 +38,7 @@ def test_ratings_of_other_items_are_one_line_too(tmp_path):
     lines = "".join(f"u{n % 5},{n},4,{n}\n" for n in range(1, 30))
     (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n" + lines)
     with pytest.raises(UserError, match=r"29 of 29 items are not in the catalogue, such as '1'; its first id is"):
-        read_ratings(tmp_path / "ratings.csv", read_catalogue(tmp_path / "items.tsv"))
+        read_events(tmp_path / "ratings.csv", read_catalogue(tmp_path / "items.tsv"))
 
 
 def test_windows_files_with_a_byte_order_mark_are_read(tmp_path):

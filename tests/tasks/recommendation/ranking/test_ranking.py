@@ -1,18 +1,14 @@
 """A policy that ranks the catalogue itself: items as texts, ranks, and the prior beside it."""
 
-import itertools
 import json
 
 import numpy as np
-import pytest
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Judgement
-from grpo_jax.tasks.recommendation import baselines, metrics
-from grpo_jax.tasks.recommendation.baselines import item_scores, make_parts, make_prior
+from grpo_jax.tasks.recommendation import baselines
+from grpo_jax.tasks.recommendation.baselines import item_scores, make_prior
 from grpo_jax.tasks.recommendation.catalogue import UserSequence, item_word, items_of
-from grpo_jax.tasks.recommendation.metrics import count_better, hit, ndcg, rank_of
-from grpo_jax.tasks.recommendation.recommending import grid, weigh
 from grpo_jax.tasks.recommendation.report import policy_ranks
 from grpo_jax.tasks.recommendation.rewards import FUSED_RANK, LISTED_RANK, completion_ranks, ranking_columns
 from grpo_jax.tasks.recommendation.task import PriorSection
@@ -85,25 +81,3 @@ def test_items_below_the_last_place_that_counts_are_level(monkeypatch):
         np.array([[-1.0, -2.0, -3.0, -9.0]], np.float32),
     )  # fmt: skip
     assert columns == {LISTED_RANK: [3], FUSED_RANK: [1.0]}  # 3 is in the history
-
-
-def test_a_grid_of_priors_earns_what_each_of_them_earns_alone(monkeypatch):
-    rng = np.random.default_rng(0)
-    titles = [f"{color} {thing}" for color in ("red", "blue", "green") for thing in ("soap", "brush", "mask", "oil")]
-    users = [UserSequence(str(user), tuple(rng.permutation(12)[:7].tolist())) for user in range(30)]
-    rows = [row(user.items[:-2], user.items[-2]) for user in users]
-    histories, targets = [list(one.columns["history"]) for one in rows], np.array([user.items[-2] for user in users])
-    scores = -rng.exponential(3.0, (30, 12)).astype(np.float32)
-
-    points = grid()
-    assert points[0] == PriorSection() and len(set(points)) == len(points) > 25
-    points += [PriorSection(history=2.0, following=3.0, decay=0.5)]
-    monkeypatch.setattr(metrics, "_MOST_USERS", 7)
-    found = weigh(scores, make_parts(titles, users), rows, points)
-    assert {one.prior for one in found} == set(points)
-    assert all(one.ndcg >= other.ndcg for one, other in itertools.pairwise(found))
-    assert len({one.ndcg for one in found}) > 10
-    for one in found:
-        fused = scores + make_prior(one.prior, titles, users)(histories)
-        rank = rank_of(count_better(fused, targets, histories))
-        assert (one.ndcg, one.hit) == pytest.approx((ndcg(rank, k=10).mean(), hit(rank, k=10).mean()))

@@ -9,11 +9,10 @@ import pytest
 import yaml
 from support.shop_files import write_shop
 
-from grpo_jax.evaluate import main as evaluate_main
 from grpo_jax.predict import main as predict_main
 from grpo_jax.recommend import load_recommender
 from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.texts import policy_choices
+from grpo_jax.rollout.texts import listed_trie
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.tasks.recommendation.dataset import load_dataset
@@ -37,7 +36,7 @@ RUN = {
     "algorithm": {"preset": "grpo"},
     "training": {"prompts_per_batch": 16, "max_steps": 1, "save_every": 0},
     "rewards": [{"name": "hit", "options": {"k": 1}}],
-    "evaluation": {"prompts": 0, "validation_prompts": 8, "every": 0, "sampled": False, "gallery": 0},
+    "evaluation": {"prompts": 0, "validation_prompts": 8, "every": 0, "samples": 0},
 }
 
 
@@ -67,7 +66,7 @@ def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, 
     """Against a forward pass over each title alone."""
     config, policy, dataset = restored
     loaded, rows, titles = policy.folder, dataset.prompts.test, dataset.catalogue.titles
-    trie = policy_choices(config, config.task.listed_texts(config), loaded)
+    trie = listed_trie(config, config.task.listed_texts(config), loaded)
     encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size,
                          rows=rows, image_processor=None)  # fmt: skip
     ids = np.array([completion_tokens(loaded.tokenizer, title, loaded.eos_ids, gap=True) for title in titles], np.int32)
@@ -88,20 +87,6 @@ def test_scores_of_what_is_recommended_are_probabilities_of_the_whole_catalogue(
     found = load_recommender(run)([titles[3]], 280)
     assert len(found) == 279 and 0.5 < sum(math.exp(item.score) for item in found) < 1
     assert found[0].score > found[-1].score
-
-
-def test_items_that_a_catalogue_has_got_are_ranked_among_the_others(run, restored, capsys):
-    """And a title that stands eleven times is in nobody's first ten."""
-    catalogue, files = restored[2].catalogue, run.parent
-    header, *lines = (files / "items.tsv").read_text().splitlines(keepends=True)
-    words = catalogue.titles[7].split()
-    (files / "grown.tsv").write_text("".join([header, f"new\t{' '.join(words[::-1])}\n", *lines]))  # rows move
-    found = load_recommender(run, catalogue=str(files / "grown.tsv"))([catalogue.titles[3]], 281)
-    assert {item.item for item in found} == {"new", *catalogue.ids} - {"i3"}
-    (files / "copies.tsv").write_text("".join([header, *lines, *(f"{n}{line}" for n in range(10) for line in lines)]))
-    assert evaluate_main(["--run", str(run), "--catalogue", str(files / "copies.tsv"), "--json"]) == 0
-    table = json.loads(capsys.readouterr().out)["table"]
-    assert next(row["HR@10"]["mean"] for row in table if row["method"] == "oracle: own title") == 0
 
 
 def test_predict_writes_a_title_of_the_catalogue(run, restored, capsys):

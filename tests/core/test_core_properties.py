@@ -155,8 +155,9 @@ def assert_same(got, expected, rtol=1e-5, atol=1e-5):
 
 def test_the_table_holds_every_public_function():
     """A new function of the core comes with these properties, or says here why not."""
-    # Checks of arguments, and a step of several functions.
+    # Checks of arguments, a step of several functions, and those of tests/turns/test_turn_advantages.py.
     not_arrays = {"check_choice", "check_shape", "as_objective_weights", "group_mean"}
+    not_arrays |= {"last_turn", "turn_returns", "turn_advantages"}
     for module in (advantages, kl, losses, ppo, returns, selection, shaping):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_") and name not in not_arrays:

@@ -40,7 +40,7 @@ from grpo_jax.rollout.environment import Environment, EnvSettings, make_encode_o
 from grpo_jax.rollout.pipeline import Slot
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
-    Trainer,
+    RewardProgress,
     bind,
     judge_named,
     require_columns,
@@ -89,7 +89,7 @@ class RunContext(NamedTuple):
     trie: Trie | None
     key: jax.Array
     devices: dict[str, str]
-    trainer: Trainer
+    trainer: RewardProgress
     stopping: Callable[[], bool] = lambda: False
 
     def is_stopped(self) -> bool:
@@ -150,7 +150,7 @@ def load_parts(
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
-    trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
+    trainer = RewardProgress(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(
         config.rewards,
         config.eval_rewards,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from grpo_jax import demo, evaluate, export, predict, recommend, report, train
-from grpo_jax.errors import UserError, guarded, leave, short_name, version
+from grpo_jax.errors import UserError, exit_process, run_cli, short_name, version
 from grpo_jax.planning import PLAN
 
 _HELP = """grpo COMMAND …, or python -m grpo_jax COMMAND …
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help", "help", "--version"):
         print(version() if name == "--version" else _HELP)
         return 0
-    return guarded(lambda: _refuse(name))
+    return run_cli(lambda _: _refuse(name), ())
 
 
 def _refuse(name: str) -> NoReturn:
@@ -65,7 +65,7 @@ def command() -> NoReturn:
     """`main` as a process of its own, with the current folder on the import path, as `python -m` has it."""
     if os.getcwd() not in (path or os.getcwd() for path in sys.path[:1]):
         sys.path.insert(0, os.getcwd())
-    leave(main())
+    exit_process(main())
 
 
 if __name__ == "__main__":

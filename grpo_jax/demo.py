@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from grpo_jax.errors import StageError, UserError, carry_out, leave, one_line, run_parser
+from grpo_jax.errors import StageError, UserError, exit_process, one_line, read_options, run_cli, run_parser
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return carry_out(make_parser, _serve, arguments)
+    return run_cli(lambda words: _serve(read_options(make_parser(), words)), arguments)
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -196,4 +196,4 @@ def make_page(asker: Asker, options: argparse.Namespace, names: Sequence[str]) -
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

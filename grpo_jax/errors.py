@@ -176,26 +176,31 @@ def run_parser(command: str, description: str, *, reads_run: bool = True) -> arg
     return parser
 
 
-def require_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Raise UserError for an unknown option, with the nearest known one."""
+def read_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Return a command's options; UserError for an unknown one, with the nearest known one."""
     options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-    for word in arguments:
+    for word in words:
         name = word.partition("=")[0]
         if name.startswith("--") and not any(one.startswith(name) for one in options):
             near = difflib.get_close_matches(name, options, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(options)}"
             raise UserError(f"{short_name(name)}: no such option; {hint}")
+    return parser.parse_args(words)
 
 
-def guarded(function: Callable[[], object], *, debug: bool = False, silent: Callable[[], bool] = lambda: False) -> int:
-    """Run a command: a user's mistake or a failed judge is one line and exit code 2, an interrupt 130.
+def run_cli(
+    act: Callable[[list[str]], object], arguments: Sequence[str] | None, *, silent: Callable[[], bool] = lambda: False
+) -> int:
+    """Run a command on its arguments (None: the process's own) and return its exit code.
 
-    An int that `function` returns is the exit code. `debug` lets tracebacks through. `silent` says that another
-    process prints the line.
+    A user's mistake or a failed judge is one line and 2, an interrupt 130; an int that `act` returns is the code.
+    --debug lets tracebacks through. `silent` says that another process prints the line.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words or "--debug=true" in words
     try:
         with extras_named():
-            result = function()
+            result = act(words)
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
@@ -222,22 +227,6 @@ def _lines_of(error: Exception) -> Sequence[object] | None:
     return [f"{whose} ran out of its device's memory ({one_line(error, 200)}); `grpo plan` says what a run needs"]
 
 
-def carry_out(
-    make_parser: Callable[[], argparse.ArgumentParser],
-    act: Callable[[argparse.Namespace], object],
-    arguments: Sequence[str] | None,
-) -> int:
-    """Read a command's options (None: the process's own) and act on them; return the exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-
-    def read_and_act() -> object:
-        parser = make_parser()
-        require_options(parser, words)
-        return act(parser.parse_args(words))
-
-    return guarded(read_and_act, debug="--debug" in words)
-
-
 def complain(text: str) -> None:
     """Write a line to standard error, if anybody listens."""
     with suppress(OSError, ValueError):  # nobody may be listening any more
@@ -247,7 +236,7 @@ def complain(text: str) -> None:
 _LEAVING_SECONDS = 15.0
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End a command's process; Python's own exit would wait for every thread, even one that hangs in a judge."""
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.errors import UserError, carry_out, leave, run_parser
+from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return carry_out(make_parser, _evaluate, arguments)
+    return run_cli(lambda words: _evaluate(read_options(make_parser(), words)), arguments)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -100,4 +100,4 @@ def _print_measures(report: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

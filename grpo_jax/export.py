@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from grpo_jax.errors import UserError, carry_out, leave, run_parser
+from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return carry_out(make_parser, _export, arguments)
+    return run_cli(lambda words: _export(read_options(make_parser(), words)), arguments)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -57,4 +57,4 @@ def _export(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_jax.config.files import read_text
-from grpo_jax.errors import UserError, carry_out, extras_named, leave, run_parser
+from grpo_jax.errors import UserError, exit_process, extras_named, read_options, run_cli, run_parser
 
 if TYPE_CHECKING:
     from grpo_jax.config import Config
@@ -122,7 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return carry_out(make_parser, _predict, arguments)
+    return run_cli(lambda words: _predict(read_options(make_parser(), words)), arguments)
 
 
 def _predict(options: argparse.Namespace) -> None:
@@ -147,4 +147,4 @@ def read_lines(path: str, option: str = "file") -> list[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

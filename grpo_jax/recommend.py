@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_jax.errors import (
     UserError,
-    carry_out,
     complain,
+    exit_process,
     extras_named,
-    leave,
     one_line,
+    read_options,
+    run_cli,
     run_parser,
     short_name,
 )
@@ -75,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return carry_out(make_parser, _recommend, arguments)
+    return run_cli(lambda words: _recommend(read_options(make_parser(), words)), arguments)
 
 
 def _recommend(options: argparse.Namespace) -> None:
@@ -137,4 +138,4 @@ def _print(items: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import UserError, carry_out, leave, run_parser, short_name
+from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser, short_name
 
 if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return carry_out(make_parser, _report, arguments)
+    return run_cli(lambda words: _report(read_options(make_parser(), words)), arguments)
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -66,4 +66,4 @@ def _display(run: RunDirectory) -> Display:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import Stopped, UserError, extras_named, guarded, leave, version
+from grpo_jax.errors import Stopped, UserError, exit_process, extras_named, run_cli, version
 from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(version())
         return 0
 
-    def act() -> int:
+    def act(words: list[str]) -> int:
         request, rest = take_request(words)
         config = parse(rest, "plan" if request is not None else "resume" if "--resume" in rest else "train")
         if request is not None:
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(config)
         return 0
 
-    return guarded(act, debug="--debug" in words or "--debug=true" in words, silent=_is_other_process)
+    return run_cli(act, words, silent=_is_other_process)
 
 
 def _is_other_process() -> bool:
@@ -148,4 +148,4 @@ def _is_other_process() -> bool:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

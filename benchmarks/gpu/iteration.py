@@ -24,7 +24,7 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import Policy, keeps_layers_apart, lora_config, weight_dtype
-from grpo_jax.planning.policy import policy_memory, read_shape
+from grpo_jax.planning.memory import policy_memory, read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params
 from grpo_jax.training.batch import make_batch

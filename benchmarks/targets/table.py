@@ -22,11 +22,9 @@ from launches import program_sizes, read_program
 
 from grpo_jax.config.run import Config, make_config
 from grpo_jax.models.architectures import ModelConfig, read_config
-from grpo_jax.planning.cards import FREE, RUNTIME
-from grpo_jax.planning.policy import held_memory
-from grpo_jax.planning.programs import compile_program, read_memory, run_programs
+from grpo_jax.planning.memory import FREE, RUNTIME, held_memory
+from grpo_jax.planning.programs import compile_program, count_work, read_memory, run_programs
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
-from grpo_jax.planning.work import count_work
 from grpo_jax.training.memory import GIB, state_shapes
 
 Cell = dict[str, Any]

@@ -46,16 +46,17 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     kind = find_task(values["task"]).config
     judges = _assigned(values, [(name, value) for name, value in own if _JUDGE.fullmatch(name)])
     values = _assigned(values, own, {field.path for field in walk(kind, judges) if is_text(field.info.annotation)})
-    for topic in asked["help"]:
+    if asked["help"]:
         from grpo_jax.config.help import show_help
 
-        print(show_help(topic, kind, values, command))
-        raise SystemExit(0)
-    config = build(kind, values)
-    if asked["print_config"]:
-        print(to_yaml(config), end="")
-        raise SystemExit(0)
-    return config
+        shown = show_help(asked["help"][0], kind, values, command)
+    else:
+        config = build(kind, values)
+        if not asked["print_config"]:
+            return config
+        shown = to_yaml(config).rstrip("\n")
+    print(shown)
+    raise SystemExit(0)
 
 
 def find_config(name: str) -> Path:
@@ -115,10 +116,8 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     while pending:
         argument, equals, value = pending.pop(0).partition("=")
         name = "--help" if argument == "-h" else argument
-        if not name.startswith("--"):
+        if not name.startswith("--") or name.count(".") > DEEPEST:
             raise UserError(f"{short_name(argument)}: expected an option, such as --config FILE")
-        if name.count(".") > DEEPEST:
-            raise UserError(f"{short_repr(name)}: no such field")
         alone = not pending or pending[0].startswith("-" if name == "--help" else "--")
         if not equals and name == "--help":
             value = "" if alone else pending.pop(0)

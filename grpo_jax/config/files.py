@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,7 @@ LONGEST = 2**20
 """Characters of a YAML text: a config, not data."""
 _MOST_ENTRIES = 100_000  # that a YAML text stands for
 _PART = 2**20  # bytes read at once
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _JSON_TYPES = {dict: "object", list: "list"}
 
 
@@ -55,11 +57,10 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     """Return a file as text, without a byte order mark; UserError if that fails (`read_bytes`) or it is not UTF-8."""
     try:
         return read_bytes(path, most).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{short_name(path, 200)}: not UTF-8 text; save it as UTF-8") from error
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{short_name(path, 200)}: cannot be read ({reason})") from error
+        reason = f"cannot be read ({error.strerror if isinstance(error, OSError) else error})"
+        reason = "not UTF-8 text; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else reason
+        raise UserError(f"{short_name(path, 200)}: {reason}") from error
 
 
 def load_json(path: str | Path, kind: type[Value] = dict) -> Value:  # type: ignore[assignment]
@@ -114,8 +115,6 @@ def read_yaml(text: str) -> Any:
     """Return the value of a YAML text: plain data that can be written again; else a ValueError of one line."""
     import yaml
 
-    if len(text) > LONGEST:
-        raise ValueError(f"expected a config, got {len(text):,} characters")
     try:
         value = _yaml_loader()(text).get_single_data()
     except RecursionError:
@@ -156,27 +155,25 @@ def checked(value: Any, *, whole: int | None = 2**63, most: float = math.inf) ->
         if not pending:
             return value
         entry, depth = pending.pop()
-        if depth > DEEPEST:
-            raise ValueError(f"nested deeper than {DEEPEST} levels")
+        wrong = f"nested deeper than {DEEPEST} levels" if depth > DEEPEST else ""
         if count > most:
-            raise ValueError(f"it stands for more than {most:,} entries")
-        if isinstance(entry, str):
+            wrong = wrong or f"it stands for more than {most:,} entries"
+        elif isinstance(entry, str):
             require_text(entry)
         elif isinstance(entry, int) and whole is not None and not -whole <= entry < whole:
-            raise ValueError(f"{short_repr(entry)} is a whole number beyond 64 bits")
+            wrong = f"{short_repr(entry)} is a whole number beyond 64 bits"
         elif isinstance(entry, Mapping):
             pending += [(one, depth + 1) for pair in entry.items() for one in pair]
         elif isinstance(entry, list | tuple):
             pending += [(one, depth + 1) for one in entry]
         elif not isinstance(entry, int | float | None):
-            raise ValueError(f"{short_repr(entry)} is read as a {type(entry).__name__}: put it in quotes for text")
+            wrong = f"{short_repr(entry)} is read as a {type(entry).__name__}: put it in quotes for text"
+        if wrong:
+            raise ValueError(wrong)
 
 
 def require_text(text: str) -> None:
     """Raise ValueError for text with NUL or half a character, which no file, path or tokenizer takes."""
-    if "\0" in text:
-        raise ValueError(f"{short_repr(text)} holds a NUL character")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{short_repr(text)} holds half a character: it is not Unicode text") from None
+    if found := _NO_TEXT.search(text):
+        held = "a NUL character" if found[0] == "\0" else "half a character: it is not Unicode text"
+        raise ValueError(f"{short_repr(text)} holds {held}")

@@ -79,10 +79,7 @@ def _load_file(path: Path) -> ModuleType:
 
 def own_package(package: str, module: str = "") -> Any:
     """Return a package that this project installs, or a module of it; UserError if it is not this project's."""
-    try:
-        imported = importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(f"the package {package} is missing ({error}); install grpo_jax again") from error
+    imported = importlib.import_module(package)
     if not getattr(imported, "__grpo_jax__", False):
         place = getattr(imported, "__file__", package)
         raise UserError(f"{place} is another package called `{package}`; uninstall it or put grpo_jax before it")

@@ -152,7 +152,7 @@ TRAINING_ARGUMENTS = {
     "ddp_timeout, local_rank": _TORCH,
     "push_to_hub": "push_to_hub; OWNER/NAME in place of true (docs/publishing.md)",
     "hub_model_id": "push_to_hub",
-    "hub_private_repo": "hub_private",
+    "hub_private_repo": f"{NOT_HERE}make a private repository on the hub first (docs/publishing.md)",
     "hub_strategy, hub_always_push, hub_revision": f"{NOT_HERE}there is one push, at the end (docs/publishing.md)",
     "hub_token": f"{NOT_HERE}the hub library's own login is used",
     "do_train, do_eval, do_predict": f"{NOT_HERE}train, evaluate and predict are commands",

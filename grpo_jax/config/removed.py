@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     "ppo.kl_target": "left: ppo.kl_coef stays as it is given",
     "ppo.kl_horizon": "left with ppo.kl_target",
     "project": "left: Weights & Biases reads WANDB_PROJECT",
+    "hub_private": "left: make a private repository on the hub first",
     "policy.new.architecture": "left: a new policy is a Llama",
     "policy.new.vocabulary": "left: all words of the task become tokens",
     "data.enable_thinking": "is data.chat_template_options: {enable_thinking: true}",
@@ -108,5 +109,4 @@ REMOVED: dict[str, str] = {
     "optimizer.beta1": "is no setting of CartPole: 0.9",
     "optimizer.beta2": "is no setting of CartPole: 0.999",
     "optimizer.max_grad_norm": "is no setting of CartPole: 0.5",
-    "project": "is no setting of CartPole: grpo_jax",
 }

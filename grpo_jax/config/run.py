@@ -59,8 +59,6 @@ class Config(Section):
     push_to_hub: str = resume_mutable("")
     """Repository of the Hugging Face hub, OWNER/NAME, that policy/ is pushed to when the run ends; empty for none
     (docs/publishing.md)."""
-    hub_private: bool = resume_mutable(False)
-    """Whether a new repository is private."""
     on_judge_error: Literal["stop", "missing"] = resume_mutable("stop")
     """"stop" saves and ends the run; "missing" gives that completion no reward."""
     judge_timeout: float = resume_mutable(1800.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from grpo_jax.errors import UserError
@@ -28,29 +29,23 @@ def take_request(arguments: Sequence[str]) -> tuple[PlanRequest | None, list[str
     """Split --plan and its options off a command line; None without --plan."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(PLAN, action="store_true", dest="plan")
-    for name in (MEMORY, TARGET):
-        parser.add_argument(name, nargs="?", const="", dest=name)
+    devices = parser.add_mutually_exclusive_group()  # a target has its own memory
+    devices.add_argument(MEMORY, type=_gib, default=(), dest="gib")
+    devices.add_argument(TARGET, default="", dest="target")
     try:
         options, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}") from error
-    given = {name: value for name, value in vars(options).items() if name != "plan" and value is not None}
-    if not options.plan:
-        if given:
-            raise UserError(f"{next(iter(given))}: an option of {PLAN}; add {PLAN}")
-        return None, rest
-    if given.get(TARGET) == "":
-        raise UserError(f"{TARGET}: expected a device, such as h100 or h100:2x8, got nothing")
-    if len(given) == 2:
-        raise UserError(f"{MEMORY}: expected nothing, {TARGET} has its own memory")
-    return PlanRequest(_gib(given[MEMORY]) if MEMORY in given else (), given.get(TARGET, "")), rest
+    if options.plan:
+        return PlanRequest(options.gib, options.target), rest
+    if options.gib or options.target:
+        raise UserError(f"{MEMORY if options.gib else TARGET}: an option of {PLAN}; add {PLAN}")
+    return None, rest
 
 
 def _gib(text: str) -> tuple[float, ...]:
-    try:
-        gib = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        gib = ()
-    if not gib or not all(0 < size < math.inf for size in gib):
-        raise UserError(f"{MEMORY}: expected the GiB of each device, such as 16,16,16, got {text!r}")
-    return gib
+    with suppress(ValueError):
+        gib = tuple(map(float, text.split(",")))
+        if all(0 < size < math.inf for size in gib):
+            return gib
+    raise argparse.ArgumentTypeError(f"expected the GiB of each device, such as 16,16,16, got {text!r}")

@@ -7,13 +7,22 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from grpo_jax.config.build import to_dict
+from grpo_jax.config.fields import require
 from grpo_jax.config.help import spelled
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import precision_of
 from grpo_jax.planning import PLAN, TARGET, PlanRequest
-from grpo_jax.planning.cards import FREE, Card, list_savings, plan_cards, plan_policy
-from grpo_jax.planning.policy import PolicyMemory, read_shape, read_shown
+from grpo_jax.planning.memory import (
+    FREE,
+    DeviceMemory,
+    PolicyMemory,
+    list_savings,
+    plan_devices,
+    plan_policy,
+    read_shape,
+    read_shown,
+)
 from grpo_jax.planning.programs import Report
 from grpo_jax.planning.targets import Target, parse_target, prepare
 from grpo_jax.runs.policy import NEW
@@ -28,22 +37,18 @@ def show_plan(config: object, request: PlanRequest) -> int:
     target = parse_target(request.target) if request.target else None
     if target is not None:
         prepare()
-    if not isinstance(config, Config):
-        name = to_dict(config)["task"]["kind"]
-        raise UserError(f"{PLAN}: a {name} run has no language policy and takes little; there is nothing to plan")
-    if config.policy.path == NEW:
-        raise UserError(f"{PLAN}: policy.path new is made of the task's words when the run begins; it is small")
+    if not isinstance(config, Config) or config.policy.path == NEW:
+        raise UserError(f"{PLAN}: a small policy, made when the run begins, takes little; there is nothing to plan")
     size, gib = config.policy.mesh.size, request.gib
     if target is not None:
-        if size > target.count:
-            raise UserError(f"policy.mesh: expected at most {target.count} devices for {TARGET} {target}, got {size}")
+        require(size <= target.count, "policy.mesh", f"at most {target.count} devices for {TARGET} {target}", size)
         require_for_processes(config, target.processes(size))
         gib = (target.kind.memory / GIB,) * target.count
     model = read_shape(config.policy.path)
     pictures, notes = read_shown(config, model)
     _show_devices(gib, config)
     memory, programs = plan_policy(config, model, pictures, target)
-    cards = plan_cards(config, memory, gib, target)
+    cards = plan_devices(config, memory, gib, target)
     _print_cards(config, memory, cards, notes)
     _print_programs(programs, target)
     full = [card for card in cards if card.excess]
@@ -67,7 +72,7 @@ def _show_devices(gib: tuple[float, ...], config: Config) -> None:
         pass
 
 
-def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[Card], notes: Sequence[str]) -> None:
+def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMemory], notes: Sequence[str]) -> None:
     task = to_dict(config)["task"]["kind"]
     print(f"Plan of {task}: {config.policy.path}, {memory.parameters:,} parameters, {memory.trained:,} trained")
     dtype, precision = config.policy.compute_dtype, config.policy.matmul_precision

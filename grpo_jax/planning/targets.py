@@ -16,6 +16,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from grpo_jax.config.fields import require
 from grpo_jax.errors import UserError, short_repr
 from grpo_jax.planning import TARGET
 from grpo_jax.training.memory import GIB
@@ -128,27 +129,19 @@ def prepare() -> None:
 def open_devices(target: Target) -> list[jax.Device]:
     """Return devices to compile for, which nothing can run on; UserError where the compiler is missing."""
     kind = target.kind
+    compilers = ("jax_cuda12_plugin", "jax_cuda13_plugin") if isinstance(kind, Gpu) else ("libtpu",)
+    if not any(map(find_spec, compilers)):
+        needed = f"needs {' or '.join(compilers)}"
+        raise UserError(f'{TARGET} {target.name}: {needed}; run pip install "grpo_jax[{EXTRA}]"')
     if isinstance(kind, Gpu):
-        if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
-            raise _missing(target, "CUDA")
         shape = f"1x{target.hosts}x{target.devices}"
         return list(topologies.get_topology_desc("", "cuda", target_config=_figures(kind), topology=shape).devices)
-    if find_spec("libtpu") is None:
-        raise _missing(target, "TPU")
     shape = kind.shapes.get(target.count)
-    if shape is None:
-        counts = ", ".join(map(str, kind.shapes))
-        raise UserError(f"{TARGET}: {target.name} comes as {counts} chips, got {target.count}")
+    require(shape is not None, f"{TARGET} {target.name}", f"{', '.join(map(str, kind.shapes))} chips", target.count)
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{target.name}-{target.count}")
     jax.devices()
     os.environ.pop("XLA_FLAGS", None)  # the CPU has read them, and libtpu ends a process over flags that it lacks
     return list(topologies.get_topology_desc(f"{target.name}:{shape}", "tpu").devices)[: target.count]
-
-
-def _missing(target: Target, compiler: str) -> UserError:
-    return UserError(
-        f'{TARGET} {target.name}: XLA\'s compiler for {compiler} is not installed; run pip install "grpo_jax[{EXTRA}]"'
-    )
 
 
 def _figures(kind: Gpu) -> str:

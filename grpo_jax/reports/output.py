@@ -127,7 +127,7 @@ class RunOutput:
     def _push(self) -> None:
         """Push the policy's folder; a hub that refuses is a note, for the run is complete."""
         try:
-            address = push_folder(self.directory.policy, self._repo, private=self._config.hub_private)
+            address = push_folder(self.directory.policy, self._repo)
         except UserError as error:
             self.note(str(error))
         else:

@@ -11,12 +11,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 from markupsafe import Markup
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_jax.config.files import Values, load_json, read_text
 from grpo_jax.errors import UserError, one_line
@@ -30,18 +30,6 @@ MISSING = "–"
 Rows = Sequence[Values]
 """Rows of metrics.jsonl."""
 Measures = Mapping[str, float | None]
-T = TypeVar("T")
-
-
-class Summary(BaseModel):
-    """The entries of summary.json that the page computes with."""
-
-    iterations: int = 0
-    prompts: int = 0
-    evaluation: dict[str, dict[str, float | None]] = {}
-    seconds: dict[str, float | None] = {}
-    versions: dict[str, str] = {}
-    suspect: list[str] = []
 
 
 class RunEnd(NamedTuple):
@@ -256,29 +244,17 @@ def read_end(run: RunDirectory) -> RunEnd:
     """Read report.json of a finished run; UserError if it is damaged."""
     if not run.end.exists():
         return RunEnd(config=read_text(run.config) if run.config.is_file() else "")
-    return _read(run.end, RunEnd)
+    try:
+        return TypeAdapter(RunEnd, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(load_json(run.end))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{run.end}: {place}: {one_line(first['msg'])}") from error
 
 
 def read_summary(run: RunDirectory, rows: Rows = ()) -> dict[str, Any]:
     """Read summary.json; empty for a run that has not finished, or goes on after it had."""
     if not run.summary.exists():
         return {}
-    _read(run.summary, Summary)
     summary = load_json(run.summary)
     return {} if rows and summary.get("iterations", rows[-1]["step"]) < rows[-1]["step"] else summary
-
-
-def _read(file: Path, kind: type[T]) -> T:
-    """Read a JSON file of this kind; UserError if it is another."""
-    try:
-        return _adapter(kind).validate_python(load_json(file))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file}: {place}: {one_line(first['msg'])}") from error
-
-
-@functools.cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Return the reader of a record whose pictures are arrays."""
-    return TypeAdapter(kind, config=None if kind is Summary else ConfigDict(arbitrary_types_allowed=True))

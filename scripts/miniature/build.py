@@ -23,7 +23,7 @@ import numpy as np
 
 from bridges import miniature
 from bridges.miniature import scenes, world
-from grpo_jax.errors import UserError, guarded
+from grpo_jax.errors import UserError, run_cli
 
 WEIGHTS = Path(miniature.__file__).parent / "weights"
 _PROMPTS, _RENDER_STEPS, _SEED = 256, 4, 11
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="updates of each part, for a trial; needs --out")
     parser.add_argument("--prompts", type=int, help=f"test prompts of check, for a trial ({_PROMPTS}); needs --out")
     parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0 leaves its own choice")
-    return guarded(lambda: _run(parser.parse_args(arguments)))
+    return run_cli(lambda words: _run(parser.parse_args(words)), arguments)
 
 
 def _run(options: argparse.Namespace) -> int:

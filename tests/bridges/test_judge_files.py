@@ -17,7 +17,7 @@ from bridges.renderers.stable_diffusion_3 import StableDiffusion3  # noqa: E402
 from bridges.scorers.open_clip import OpenClip  # noqa: E402
 from grpo_jax.config import make_config, to_dict  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
-from grpo_jax.planning.cards import judge_savings  # noqa: E402
+from grpo_jax.planning.memory import judge_savings  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def test_the_oracle_gets_what_was_asked_for_out_of_the_lens():
 def test_guessing_is_worth_little_and_a_second_guess_not_much_more():
     """The best that words can do without a look: whatever lens one bets on, over all that there may be.
 
-    Of the 128 held-out requests that docs/looking.md measures.
+    Of the 128 held-out requests that docs/tasks.md measures.
     """
     single, double = [], []
     for row in world.prompts("test", 128):
@@ -84,7 +84,7 @@ def test_guessing_is_worth_little_and_a_second_guess_not_much_more():
         )
         single.append(worth.mean(1).max())
         double.append(max(np.maximum(a, b).mean() for a, b in itertools.combinations(worth, 2)))
-    page = (Path(__file__).parents[2] / "docs" / "looking.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
     assert f"gets {np.mean(single):.3f}".replace("0.", ".") in page
     assert f"keep the better picture {np.mean(double):.3f}".replace("0.", ".") in page
 

@@ -114,12 +114,6 @@ def test_objects_of_python_stand_in_their_places():
     assert same.sampling.max_new_tokens == 128 != config.sampling.max_new_tokens  # a task's defaults are make_config's
 
 
-def test_numbers_may_be_written_as_text():
-    config = make_config(task="text", optimizer={"learning_rate": "1e-6", "weight_decay": 1})
-    assert config.optimizer.learning_rate == 1e-6 and config.optimizer.weight_decay == 1.0
-    assert isinstance(config.optimizer.weight_decay, float)
-
-
 # classes
 
 

@@ -53,11 +53,11 @@ def run(arguments: Sequence[str], *, before: Callable[[], None], folder: Path) -
     """The training command in a child, in which `before` is called first; its output goes to a folder."""
 
     def act() -> None:
-        from grpo_jax.errors import leave
+        from grpo_jax.errors import exit_process
         from grpo_jax.train import main
 
         before()
-        leave(main(list(arguments)))
+        exit_process(main(list(arguments)))
 
     return _fork(act, folder)
 

@@ -3,9 +3,8 @@
 import jax
 import pytest
 
-from grpo_jax.planning import policy as plan
-from grpo_jax.planning.programs import Report
-from grpo_jax.planning.work import Work
+from grpo_jax.planning import memory as plan
+from grpo_jax.planning.programs import Report, Work
 from grpo_jax.training.memory import GIB
 
 

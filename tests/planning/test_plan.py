@@ -14,11 +14,11 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.lora import quantise
+from grpo_jax.models.lora import count_weights, quantise
 from grpo_jax.models.policy import Policy
-from grpo_jax.planning import cards
-from grpo_jax.planning import policy as plan
-from grpo_jax.planning.policy import PUBLISHED_POLICIES, PolicyMemory, read_shape, tower_size
+from grpo_jax.models.vision.tower import tower_shapes
+from grpo_jax.planning import memory as plan
+from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, read_shape
 from grpo_jax.planning.programs import report, run_programs
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
@@ -80,16 +80,15 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
     assert memory.optimizer == pytest.approx(8 * adapters, abs=16)  # and the counts of updates
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_base_in_few_bits_is_counted_as_it_is_stored(not_compiled, kind):
+def test_a_base_in_few_bits_is_counted_as_it_is_stored(not_compiled):
     from bridges import miniature
 
     model = read_shape("miniature")
     adapters = ("--policy.lora.rank=2", "--policy.frozen_dtype=float32")
     whole = policy_memory(configured(*adapters), model)
-    memory = policy_memory(configured(*adapters, f"--policy.quantised={kind}"), model)
+    memory = policy_memory(configured(*adapters, "--policy.quantised=int4"), model)
     loaded = hf.load_folder(miniature.path("policy")).params
-    saved = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) - tree_bytes(quantise(loaded, kind))
+    saved = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) - tree_bytes(quantise(loaded, "int4"))
     assert memory.parameters == whole.parameters and memory.trained == whole.trained
     assert memory.weights == whole.weights - saved and saved > 0
 
@@ -136,14 +135,6 @@ def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
     ).compile()
     taken = compiled.memory_analysis().temp_size_in_bytes
     assert planned.temporary_bytes == pytest.approx(taken, rel=0.05)
-
-
-def test_narrow_types_are_said_to_be_bounds(not_compiled):
-    config, model = of_tiny("--policy.compute_dtype=bfloat16")
-    memory = policy_memory(config, model)
-    assert memory.widened and not policy_memory(*of_tiny()).widened
-    rows = {row.name: row.note for row in cards.policy_lines(config, memory)}
-    assert rows["sampling"].startswith("at most: compiled in float32") and rows["update"].startswith("at most")
 
 
 def test_a_mesh_shares_out_what_is_held(not_compiled):
@@ -231,6 +222,10 @@ def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
         assert loading.clip_size(name) == size
 
 
+def tower_size(model):
+    return count_weights(tower_shapes(model.vision))
+
+
 def test_vision_towers_are_counted_as_transformers_builds_them():
     import torch
     import transformers
@@ -248,8 +243,8 @@ def test_vision_towers_are_counted_as_transformers_builds_them():
         raw = made.to_dict()
         for foreign in ("deepstack_visual_indexes",) if architecture != "qwen3_vl" else ():
             del raw["vision_config"][foreign]
-        assert tower_size(hf.model_config(Path("made"), raw).vision) == theirs, architecture
-    sizes = {name: tower_size(hf.model_config(Path(name), raw).vision) for name, raw in PUBLISHED_POLICIES.items()}
+        assert tower_size(hf.model_config(Path("made"), raw)) == theirs, architecture
+    sizes = {name: tower_size(hf.model_config(Path(name), raw)) for name, raw in PUBLISHED_POLICIES.items()}
     assert sizes == {"Qwen/Qwen2-VL-7B-Instruct": 675_759_104, "Qwen/Qwen2.5-VL-7B-Instruct": 676_550_144}
 
 
@@ -276,7 +271,7 @@ def test_a_folder_with_a_config_alone_is_planned(folder, not_compiled, capsys, t
 
 def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, capsys):
     memory = PolicyMemory(10, 10, 20 * GIB, 0, 0, 0, sampling=GIB, update=2 * GIB)
-    monkeypatch.setattr(cards, "policy_memory", lambda *_, **__: (memory, {}))
+    monkeypatch.setattr(plan, "policy_memory", lambda *_, **__: (memory, {}))
     assert main([*SMALL, "--plan", "--device_memory_gib=16,16,16"]) == 1
     said = capsys.readouterr().out
     assert "It does not fit: gpu:0." in said
@@ -293,11 +288,11 @@ def test_what_does_not_fit_is_said_with_what_would(not_compiled, monkeypatch, ca
 def test_the_adapters_of_a_folder_are_adapters():
     """They have a rank of their own: there is none to ask for, and the base may be narrow."""
     config = configured("--policy.lora.path=some_adapter", "--policy.remat=none")
-    full = cards.Card("gpu:0", GIB, {"policy": [cards.Line("parameters", 2 * GIB)]})
-    savings = cards.list_savings(config, [full])
+    full = plan.DeviceMemory("gpu:0", GIB, {"policy": [plan.Line("parameters", 2 * GIB)]})
+    savings = plan.list_savings(config, [full])
     assert savings["policy.frozen_dtype"] == "bfloat16" and not [name for name in savings if "lora" in name]
-    assert cards.list_savings(config, [full._replace(capacity=9 * GIB)]) == {}
-    lines = {line.name: line.note for line in cards.policy_lines(config, PolicyMemory(*[0] * 6))}
+    assert plan.list_savings(config, [full._replace(capacity=9 * GIB)]) == {}
+    lines = {line.name: line.note for line in plan.policy_lines(config, PolicyMemory(*[0] * 6))}
     assert lines["parameters"] == "float32, adapters float32"
 
 
@@ -319,20 +314,13 @@ def test_mistakes_are_one_line(arguments, message, capsys, not_compiled):
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
 
 
-def test_peak_counts_the_larger_of_sampling_and_update():
-    memory = PolicyMemory(1, 1, 100, 20, 10, 0, sampling=6, update=9)
-    assert memory.held == 130 and memory.peak == 139
-    assert memory._replace(update=0).peak == 136
-    assert memory._replace(behind=50).peak == 130 + 50 + 6 + 9  # sampling ahead: both at once
-
-
 def test_a_policy_that_samples_ahead_is_a_copy(not_compiled):
     config, model = of_tiny("--training.async_level=1")
     memory = policy_memory(config, model)
     assert memory.behind == memory.weights > 0  # all weights are trained
     adapters, model = of_tiny("--training.async_level=1", "--policy.lora.rank=2")
     assert 0 < policy_memory(adapters, model).behind < memory.behind / 2
-    lines = cards.policy_lines(config, memory)
+    lines = plan.policy_lines(config, memory)
     assert sum(line.bytes for line in lines) == memory.peak and all(line.counted for line in lines)
 
 
@@ -343,7 +331,7 @@ def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
     pool = ("--judges.renderer.pool.replicas=4", "--judges.renderer.pool.resources={num_gpus: 1}")
     config = parse(["--config=prompt_enhancement_miniature", *pool])
     memory = policy_memory(config, read_shape("miniature"))
-    first, second, third, host = cards.plan_cards(config, memory, (16.0, 16.0, 16.0))
+    first, second, third, host = plan.plan_devices(config, memory, (16.0, 16.0, 16.0))
     assert [*first.parts] == ["policy", "runtime"] and [*second.parts] == ["scorer", "runtime"] and not third.parts
     assert host.name == "cpu" and "4 actors in a Ray cluster" in host.parts["renderer"][0].note
     places, _ = placement.resolve({name: where for name, where in config.requests.items() if name != "renderer"}, 3)

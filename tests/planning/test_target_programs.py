@@ -19,7 +19,7 @@ from grpo_jax.core.trie import make_trie
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.planning.policy import PUBLISHED_POLICIES, read_shape, read_shown
+from grpo_jax.planning.memory import PUBLISHED_POLICIES, read_shape, read_shown
 from grpo_jax.planning.programs import compile_program, report, run_programs
 from grpo_jax.planning.targets import Target, open_devices, prepare
 from grpo_jax.sampling.ranking import make_ranker

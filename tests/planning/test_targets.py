@@ -13,8 +13,8 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.decode_attention import attend_token
 from grpo_jax.models.flash import causal_rows
 from grpo_jax.planning import targets
+from grpo_jax.planning.programs import count_work
 from grpo_jax.planning.targets import Target, parse_target
-from grpo_jax.planning.work import count_work
 from grpo_jax.train import main
 from grpo_jax.training.memory import Program
 
@@ -48,8 +48,8 @@ PLAN = ["--config=prompt_enhancement_miniature", "--plan"]
     ("arguments", "message"),
     [
         (["--config=prompt_enhancement_miniature", "--target=h100"], "--target: an option of --plan; add --plan"),
-        ([*PLAN, "--target"], "--target: expected a device, such as h100 or h100:2x8, got nothing"),
-        ([*PLAN, "--target=h100", "--device_memory_gib=80"], "--device_memory_gib: expected nothing, --target has"),
+        ([*PLAN, "--target"], "--target: expected one argument"),
+        ([*PLAN, "--target=h100", "--device_memory_gib=80"], "--device_memory_gib: not allowed with argument --target"),
         (
             [*PLAN, "--target=h100:2", "--policy.mesh.fsdp=4"],
             "policy.mesh: expected at most 2 devices for --target h10",
@@ -62,14 +62,8 @@ PLAN = ["--config=prompt_enhancement_miniature", "--plan"]
             [*PLAN, "--target=h100:3x3", "--policy.mesh.fsdp=8"],
             "policy.mesh: expected fsdp x tensor a multiple of the 3 processes, got 8",
         ),
-        (
-            [*PLAN, "--target=h100"],
-            "--target h100: XLA's compiler for CUDA is not installed; run pip",
-        ),
-        (
-            [*PLAN, "--target=v5e"],
-            "--target v5e: XLA's compiler for TPU is not installed; run pip",
-        ),
+        ([*PLAN, "--target=h100"], "--target h100: needs jax_cuda12_plugin or jax_cuda13_plugin; run pip"),
+        ([*PLAN, "--target=v5e"], "--target v5e: needs libtpu; run pip"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message, capsys, monkeypatch):

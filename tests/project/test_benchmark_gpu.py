@@ -19,16 +19,6 @@ def scripts(monkeypatch):
             del sys.modules[name]
 
 
-def test_a_part_alone_runs_to_its_own_limit(scripts, tmp_path, monkeypatch):
-    driver, given = scripts("driver"), []
-    told = driver.Told({}, "", "")
-    monkeypatch.setattr(driver, "run_worker", lambda words, seconds, folder: given.append(seconds) or told)
-    for name in ("correctness", "handover"):
-        driver.run_parts([name], False, driver.BUDGET, tmp_path)
-    driver.run_parts(["correctness"], False, 60.0, tmp_path)
-    assert given == [230.0, driver.LIMIT, 60.0] and driver.LIMIT < 230.0
-
-
 def test_every_part_has_measurements(scripts):
     for part in scripts("driver").PARTS.values():
         assert scripts(part.module).measurements(True, *part.arguments)

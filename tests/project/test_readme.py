@@ -1,9 +1,7 @@
 """The README's own task, run as it stands there: its Python, its files, its command lines."""
 
-import importlib
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,6 @@ README = (ROOT / "README.md").read_text()
 OWN = README[README.index("## Your own task") : README.index("## Build on it")]
 BLOCKS = re.findall(r"```python\n(.*?)```", OWN, flags=re.S)
 QUICKLY = {"evaluation": {"samples": 0}, "policy": {"remat": "none"}, "report_to": []}
-
-
-def commands(text: str) -> list[str]:
-    """Indented lines that call the library, continued ones joined, comments left out."""
-    joined = text.replace("\\\n", " ")
-    lines = [line.strip() for line in joined.split("\n") if line.startswith("    python -m")]
-    return [re.sub(r"\s+#.*$", "", line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +42,6 @@ def test_the_python_of_the_readme_trains_and_answers(folder, monkeypatch, capsys
     summary = json.loads((folder / "runs" / "sums" / "summary.json").read_text())
     assert summary["iterations"] == 5 and set(summary["evaluation"]) >= {"correct", "total"}
     assert "said: " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.wide  # the same training as above; each command has tests of its own
-def test_the_command_lines_of_the_readme_run_one_after_the_other(folder, monkeypatch):
-    lines = [shlex.split(line)[2:] for line in commands(OWN)]
-    assert [line[0] for line in lines] == [*["grpo_jax.train"] * 2, "grpo_jax.evaluate", "grpo_jax.export"]
-    monkeypatch.chdir(folder)
-    for module, *arguments in lines:  # in this process, which has imported already what they need
-        assert importlib.import_module(module).main(arguments) == 0
-    rows = [json.loads(row) for row in (folder / "runs" / "sums_again" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 7))
-    # What the README says of rates, and nothing of the miniature's config.
-    assert all(row["learning_rate"] == pytest.approx(1e-6) for row in rows)
-    assert not any(name.startswith("eval_rewards/") for name in rows[0])
-    assert (folder / "exported" / "config.json").is_file()
 
 
 def test_the_rewards_of_the_readme_know_right_from_wrong():

@@ -1,39 +1,17 @@
 """report.html: charts that are where their values are, a page that stands alone and tells the result."""
 
-import math
 import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
-from grpo_jax.reports.charts import Series, line_chart, nice_ticks, series_of, smoothed, tick_texts
+from grpo_jax.reports.charts import Series, line_chart, nice_ticks, series_of, tick_texts
 from grpo_jax.reports.page import RunEnd, number
 from grpo_jax.reports.report import completions_table, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.display import GalleryEntry, Table
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (0, 1, [0, 0.5, 1]),
-        (0, 100, [0, 50, 100]),
-        (-0.031, 0.36, [-0.1, 0, 0.1, 0.2, 0.3, 0.4]),
-        (1e-6, 3e-6, [1e-6, 2e-6, 3e-6]),
-        (1e-13, 3e-13, [1e-13, 2e-13, 3e-13]),
-        (5, 5, [4.4, 4.6, 4.8, 5.0, 5.2, 5.4, 5.6]),
-    ],
-)
-def test_ticks_are_round_and_enclose(low, high, ticks):
-    found = nice_ticks(low, high)
-    assert found[0] <= low + 1e-12 and found[-1] >= high - 1e-12
-    steps = np.diff(found)
-    np.testing.assert_allclose(steps, steps[0])
-    mantissa = steps[0] / 10.0 ** math.floor(math.log10(steps[0]) + 1e-9)
-    assert min(abs(mantissa - nice) for nice in (1, 2, 5)) < 1e-6
-    assert 3 <= len(found) <= 7
 
 
 @pytest.mark.parametrize(
@@ -50,11 +28,6 @@ def test_ticks_of_a_flat_line_are_told_apart():
     assert texts == ["5.7201", "5.7202", "5.7203", "5.7204", "5.7205"]
     chart = line_chart("t", [Series("a", [(1, 0.5), (2, 0.75)])])
     assert re.findall(r'text-anchor="middle">([^<]*)<', chart) == ["1", "2", "iteration"]
-
-
-def test_smoothing_keeps_a_constant_and_its_start():
-    np.testing.assert_allclose(smoothed([2.0] * 5), 2.0)
-    assert smoothed([1.0, 0.0])[0] == 1.0
 
 
 def test_a_chart_leaves_out_what_is_missing():
@@ -78,12 +51,6 @@ def test_a_chart_has_its_values_where_they_are_and_under_the_pointer():
     for x, y, step, _ in marks:
         assert float(x) == pytest.approx(48 + int(step) / 1299 * 262, abs=0.06)
         assert float(y) == pytest.approx(bottom + int(step) ** 2 / 7 * per_value, abs=0.2)
-
-
-def test_every_line_of_a_chart_looks_different():
-    chart = line_chart("t", [Series(f"line {i}", [(1, i), (2, i)]) for i in range(30)])
-    strokes = re.findall(r'class="smooth" (style="[^"]*")', chart)
-    assert len(strokes) == len(set(strokes)) == 24
 
 
 class Checker(HTMLParser):
@@ -146,23 +113,6 @@ def test_the_page_stands_alone_and_tells_the_result(tmp_path):
     assert len(sources) == 2 and 'class="crisp" width="128" height="128"' in page
     assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'; form-action" in page
     assert "http://" not in page and "https://" not in page and "url(" not in page
-
-
-def test_what_a_run_wrote_stays_text_in_the_page(tmp_path):
-    evil = "</p><script>alert(1)</script><!--<script><img src=x onerror='alert(1)'> ' onclick='alert(1)"
-    image = np.zeros((2, 2, 3), np.uint8)
-    columns = {"prompt": [evil], "completion": [evil], "answer": [evil], f"reward/{evil}": [1.0]}
-    RunDirectory(tmp_path).write_completions(1, columns)
-    _, text, _ = write_page(
-        tmp_path / "report.html",
-        title=evil,
-        completions=completions_table(tmp_path / "completions"),
-        gallery=[GalleryEntry(evil, evil, image, image, {evil: (0.1, 0.4)})],
-        tables=[Table(evil, (evil, "share"), [[evil, 0.5]], note=evil)],
-        rows=[{"step": s, f"reward/{evil}/mean": s / 50} for s in range(1, 50)],
-        config_text=evil,
-    )
-    assert text.count("<script>alert(1)") >= 10
 
 
 def test_completions_of_some_iterations_are_there(tmp_path):

@@ -95,7 +95,7 @@ def run_dir(hub, place, tmp_path_factory):
         *("--training.prompts_per_batch=2", "--training.max_steps=1", "--evaluation.every=0", "--data.held_out=0"),
         *("--sampling.group_size=2", "--sampling.max_new_tokens=2", f"--run_dir={folder / 'run'}"),
     ]
-    assert train.main([*words, "--push_to_hub=me/at_the_end", "--hub_private=true"]) == 0
+    assert train.main([*words, "--push_to_hub=me/at_the_end"]) == 0
     return folder / "run"
 
 
@@ -106,7 +106,7 @@ def run_export(run_dir, out, *words):
 def test_a_run_pushes_its_policy_at_its_end(run_dir, hub):
     files = hub.repos["me/at_the_end"]
     assert {path.name: path.read_bytes() for path in (run_dir / "policy").iterdir()} == files
-    assert "README.md" in files and "me/at_the_end" in hub.private
+    assert "README.md" in files and "me/at_the_end" not in hub.private
     assert f"pushed: {constants.ENDPOINT}/me/at_the_end" in (run_dir / "train.log").read_text()
 
 

@@ -75,7 +75,7 @@ from grpo_jax import errors
 errors._LEAVING_SECONDS = 0.3
 threading.Thread(target=time.sleep, args=(600,), name=sys.argv[1]).start()
 print("said")
-errors.leave(3)
+errors.exit_process(3)
 """
 
 
@@ -91,9 +91,9 @@ def test_a_thread_that_never_ends_does_not_hold_the_process(name):
 IMPATIENT = """
 from grpo_jax.rollout import pipeline
 pipeline._HELD_SECONDS = 1.0
-from grpo_jax.errors import leave
+from grpo_jax.errors import exit_process
 from grpo_jax.train import main
-leave(main())
+exit_process(main())
 """
 
 

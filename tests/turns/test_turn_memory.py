@@ -5,9 +5,8 @@ from support.tiny_decoders import QWEN2_FIELDS
 from grpo_jax.config import make_config
 from grpo_jax.models import hf
 from grpo_jax.models.policy import Policy
-from grpo_jax.planning import policy as plan
-from grpo_jax.planning.programs import Report
-from grpo_jax.planning.work import Work
+from grpo_jax.planning import memory as plan
+from grpo_jax.planning.programs import Report, Work
 from grpo_jax.training.memory import batch_shapes, state_shapes
 from grpo_jax.training.objectives import make_forward
 

@@ -14,7 +14,7 @@ from grpo_jax.config.build import identity
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.errors import UserError
-from grpo_jax.planning.cards import judge_lines
+from grpo_jax.planning.memory import judge_lines
 from grpo_jax.train import main
 
 

@@ -24,10 +24,10 @@ SERVE = [sys.executable, "-m", "bridges.retrieval", "serve"]
 ROOT = Path(__file__).parents[3]
 ASK = """
 import sys
-from grpo_jax.errors import guarded
+from grpo_jax.errors import run_cli
 from bridges import retrieval
 where = retrieval.RetrievalSection(backend="ray", address=sys.argv[1])
-sys.exit(guarded(lambda: retrieval.open_retriever(["red soap"], where) and None))
+sys.exit(run_cli(lambda _: retrieval.open_retriever(["red soap"], where) and None, ()))
 """
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from faults.outcome import Outcome
 
-from grpo_jax.errors import guarded
+from grpo_jax.errors import run_cli
 
 LONGEST_LINE, MOST_LINES, LONGEST_WAIT = 300, 12, 20.0
 
@@ -21,7 +21,7 @@ def tried(case: str, action: Callable[[], object], folder: Path) -> Outcome:
     out, errors, started = io.StringIO(), io.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-            code = guarded(lambda: (action(), None)[1])
+            code = run_cli(lambda _: (action(), None)[1], ())
     except SystemExit as end:  # --help, --print_config
         code = end.code
     except KeyboardInterrupt:

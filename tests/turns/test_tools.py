@@ -181,6 +181,10 @@ three = functools.partial(Sized, 3)
 def left(completions, environments, start, **columns):
     assert all(environment.left <= first for environment, first in zip(environments, start, strict=True))
     return [-environment.left for environment in environments]
+
+
+def said(completions, episodes, **columns):
+    return [float(len(episode.turns)) for episode in episodes]
 '''
 
 

@@ -1,6 +1,8 @@
 """How a policy's answer becomes the prompt that is drawn."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.tasks.rewriting import parse_rewrite
@@ -185,7 +187,8 @@ def test_answers_of_chat_models_are_read(written, drawn):
     assert parse_rewrite(written, "rewrite", "the user's") == expected
 
 
-def test_a_usable_rewrite_is_one_line_with_words(written):
+@given(st.text(alphabet=st.sampled_from("a1 \n\"'`“”*:.-#>Prompt<think>/ü"), max_size=40))
+def test_a_valid_rewrite_is_one_line_with_words(written):
     rewrite = parse_rewrite(written, "rewrite", "P!")
     if not rewrite.valid:
         assert rewrite.text == "P!"

@@ -42,7 +42,7 @@ from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_encode_ob
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
-    Trainer,
+    RewardProgress,
     bind,
     judge_named,
     require_columns,
@@ -95,7 +95,7 @@ class RunContext(NamedTuple):
     key: jax.Array
     devices: dict[str, str]
     iterations: int
-    reward_state: Trainer
+    reward_state: RewardProgress
     stopping: Callable[[], bool] = lambda: False
 
     def is_stopped(self) -> bool:
@@ -157,7 +157,7 @@ def load(
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
     iterations = iterations_in_all(config.training, len(data.prompts.train))
-    reward_state = Trainer(iterations)
+    reward_state = RewardProgress(iterations)
     resolved = resolve_rewards(
         config.rewards,
         config.eval_rewards,
@@ -169,7 +169,7 @@ def load(
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
     say("rewards", resolved.describe())
-    placed = own_package("bridges", "ray_pool.section").placed
+    placed = own_package("bridges", "ray_pool").placed
     mine = config.judges if is_main_process() else {}
     judge_sections = {name: placed(judge, f"judges.{name}") for name, judge in mine.items()}
 
@@ -206,11 +206,11 @@ def load(
 
     def load_judges() -> dict[str, Any]:
         judges = {}
+        if leaving is not None and config.elsewhere:
+            leaving.callback(own_package("bridges", "ray_pool").leave)
         for name, judge in judge_sections.items():
             with judge_named(name):
                 judges[name] = judge.load(placement[name])
-                if leaving is not None and hasattr(judges[name], "close"):
-                    leaving.callback(judges[name].close)
         return judges
 
     judges = together(load_judges)

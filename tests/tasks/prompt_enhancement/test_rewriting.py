@@ -188,7 +188,7 @@ def test_answers_of_chat_models_are_read(written, drawn):
 
 
 @given(st.text(alphabet=st.sampled_from("a1 \n\"'`“”*:.-#>Prompt<think>/ü"), max_size=40))
-def test_a_usable_rewrite_is_one_line_with_words(written):
+def test_a_valid_rewrite_is_one_line_with_words(written):
     rewrite = parse_rewrite(written, "rewrite", "P!")
     if not rewrite.valid:
         assert rewrite.text == "P!"

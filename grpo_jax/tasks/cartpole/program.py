@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS
-from grpo_jax.tasks.cartpole.task import CartPoleConfig
 from grpo_jax.tasks.cartpole.training import (
     ENVIRONMENTS,
     EPISODES,
@@ -27,6 +27,9 @@ from grpo_jax.tasks.cartpole.training import (
 )
 from grpo_jax.tasks.display import Table
 from grpo_jax.tasks.task import Finished, Notes, Say, State
+
+if TYPE_CHECKING:
+    from grpo_jax.tasks.cartpole.task import CartPoleConfig
 
 _ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
 

@@ -99,8 +99,7 @@ class Checkpoints:
         After a write that failed in the background, this one is waited for. Raises UserError if it fails as well, or
         if the weights are not finite.
         """
-        if self._read_only:
-            raise ValueError("these checkpoints were opened with read_only=True")
+        assert not self._read_only
         meta = json.loads(json.dumps(meta, default=lambda value: np.asarray(value).tolist()))
         trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
         _require_finite(state[EVALUATED], step)

@@ -321,10 +321,7 @@ class RunDirectory:
         import pyarrow
         import pyarrow.parquet
 
-        lengths = {name: len(column) for name, column in columns.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns: expected equal lengths, got {lengths}")
-        rows = next(iter(lengths.values()), 0)
+        rows = len(next(iter(columns.values()), ()))
         arrays = {"step": np.full(rows, step, np.int64)} | {name: _column(c) for name, c in columns.items()}
         sink = pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(pyarrow.table(arrays), sink)
@@ -388,15 +385,11 @@ def finite(value: object) -> Any:
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    if value is None or isinstance(value, str | bool | int):
-        return value
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):  # NumPy and JAX, numbers and arrays
         return finite(np.asarray(value).tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    raise TypeError(f"summary: {type(value).__name__} cannot be written as JSON")
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _steps(checkpoints: Path) -> list[int]:

@@ -249,6 +249,5 @@ def _prepare_on_host(pictures: Sequence[object], image_processor: ImageProcessor
     except ValueError as error:
         raise UserError(f"pictures: {error}") from error
     packed = pack_pictures(prepare_rows(rows, image_processor), image_processor.vision)
-    if packed is None:
-        raise ValueError("pictures: expected at least one")
+    assert packed is not None
     return packed

@@ -14,8 +14,7 @@ _DECAYED = ("kernel", "a", "b")  # matrices of projections, and of the adapters 
 def make_schedule(section: OptimizerSection, total_updates: int) -> optax.Schedule:
     """Learning rate by update: linear warm-up, then constant, linear to 0 or cosine to 0."""
     peak, warmup = section.learning_rate, section.warmup_steps
-    if peak is None:
-        raise ValueError("section.learning_rate: expected a number, got None")
+    assert peak is not None  # the config fills it in
     remaining = max(total_updates - warmup, 1)
     after: optax.Schedule
     if section.schedule == "constant":

@@ -12,7 +12,6 @@ from support.tiny_models import causal_lm
 
 from bridges import placement
 from grpo_jax import evaluate, export
-from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
 from grpo_jax.predict import load_rewriter
@@ -177,12 +176,6 @@ def test_an_invalid_answer_gives_the_prompt_back(place, tmp_path):
     assert load_rewriter(folder)("a tree") == "!" * 8
     with pytest.raises(UserError, match=r"takes .* tokens with its instruction"):
         rewrite("x" * 100)
-
-
-def test_a_text_run_is_made_of_its_own_defaults():
-    config = make_config(task="text", rewards=["length"])
-    assert (config.eval_rewards, config.judges, config.sft.steps, config.algorithm.kl_coef) == ([], {}, 0, 0)
-    assert (config.sampling.max_new_tokens, config.sampling.group_size) == (128, 8)
 
 
 @pytest.mark.parametrize("out", ["", "nowhere/evaluation.json"])

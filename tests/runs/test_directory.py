@@ -151,8 +151,6 @@ def test_summary_is_strict_json(tmp_path):
         "a": {"before": 0.5, "after": None, "oracle": None},
         "n": [3],
     }
-    with pytest.raises(TypeError, match="set cannot be written"):
-        run.write_summary({"a": {1}})
 
 
 def test_completions_are_one_whole_file_per_iteration(tmp_path):
@@ -161,8 +159,6 @@ def test_completions_are_one_whole_file_per_iteration(tmp_path):
     table = pyarrow.parquet.read_table(run.write_completions(7, columns)).to_pydict()
     assert table["step"] == [7, 7] and table["prompt"] == ["a", "b"] and table["truncated"] == [True, False]
     assert table["reward/x"][0] == 1.5 and math.isnan(table["reward/x"][1])
-    with pytest.raises(ValueError, match="expected equal lengths"):
-        run.write_completions(8, {"prompt": ["a"], "length": [1, 2]})
     assert [path.name for path in run.completions.iterdir()] == ["step_000007.parquet"]
 
 

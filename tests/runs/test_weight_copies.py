@@ -4,13 +4,9 @@ import gc
 
 import jax
 import pytest
-import yaml
-from support import taught_task
 
-from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import Stopped, UserError
-from grpo_jax.runs.trainer import Trainer
+from grpo_jax.errors import UserError
 from grpo_jax.train import run
 
 
@@ -53,26 +49,3 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
     second = Probe()
     run(config.replace(resume=True), rewards=[second])
     assert second.counts == [4] * 2
-
-
-@pytest.mark.wide  # the run above counts the copies of every phase but this
-def test_a_sft_leaves_nothing_behind(place, tmp_path, monkeypatch):
-    counted, before = [], copies((272, 32))
-
-    def counting(trainer):
-        counted.append((copies((272, 32)) - before) / 2)
-        raise Stopped
-
-    monkeypatch.setattr(Trainer, "train", counting)
-    values = yaml.safe_load(place.config.read_text()) | {
-        "task": {"kind": taught_task.__file__, "texts": ["red soap", "wax"]},
-        "run_dir": str(tmp_path / "run"),
-        "sft": {"steps": 2, "batch": 2},
-        "data": {"max_prompt_tokens": 64},
-        "training": {"prompts_per_batch": 4, "max_steps": 1},
-        "algorithm": {},
-        "rewards": [],
-        "evaluation": {"every": 0, "samples": 0},
-    }
-    run(make_config(values))
-    assert counted == [3]

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 from support import tiny_update
-from support.text_task import rows, train_here
 from support.tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 
 from grpo_jax.config import AlgorithmSection, PPOSection
@@ -174,31 +172,3 @@ def test_values_of_states():
 
 
 # a run
-
-
-@pytest.fixture
-def config(place, tmp_path):
-    """PPO on the tiny text task."""
-    values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] = {"preset": "bnpo", "advantage": "gae", "update_ref_every": 2, "entropy_coef": 0.01}
-    values["ppo"] = {"kl_coef": 0.05}
-    config = tmp_path / "ppo.yaml"
-    config.write_text(yaml.safe_dump(values))
-
-    return config
-
-
-@pytest.mark.wide  # a learning check; CartPole's stay in the default run
-def test_it_learns_to_write_letters(config, tmp_path):
-    run = tmp_path / "run"
-    # shapes are those of the other run: its compiled sampler and forward pass are found again
-    settings = {
-        "training.max_steps": 40, "training.save_every": 0, "evaluation.every": 0, "evaluation.prompts": 0,
-        "optimizer.learning_rate": 0.005, "optimizer.schedule": "constant", "ppo.kl_coef": 0.001,
-        "algorithm.entropy_coef": 0, "training.inner_epochs": 1,
-    }  # fmt: skip
-    assert train_here(config, run, *(f"--{name}={value}" for name, value in settings.items())) == 0
-    reward = [row["reward/letters/mean"] for row in rows(run)]
-    assert np.mean(reward[-5:]) > np.mean(reward[:5]) + 0.3
-    value, target = (np.array([row[f"value/{name}"] for row in rows(run)]) for name in ("mean", "return"))
-    assert np.corrcoef(value, target)[0, 1] > 0.7  # the values follow what they predict

@@ -75,8 +75,8 @@ class RolloutFns(NamedTuple):
         encode: Rows → `Encoded`, left-padded to a length that depends on no batch.
         decode: (token ids of one completion, the user's prompt) → (completion as written, its `ParsedCompletion`).
         render: (rows, texts `[P][G]`, iteration, evaluation) → pictures for `score`, or None where nothing is drawn.
-        score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] watched; NaN is missing. In
-            tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
+        score: (rows, texts `[P][G]`, pictures) → f32 [P, G, N] rewards and f32 [P, G, W] eval rewards; NaN is missing.
+            In tasks of several turns `episodes` has those `[P][G]` that end with the texts; `tokens` `[P][G]` are what
             the policy wrote, where it did.
         encode_images: (variables, `Pictures`) → their `PictureStates`, and what the update takes: these or, to be
             encoded again, those. None for a policy that is shown no pictures.
@@ -100,13 +100,13 @@ class RolloutFns(NamedTuple):
 
 def make_score(
     rewards: Mapping[str, Reward],
-    watched: Mapping[str, Reward],
+    eval_rewards: Mapping[str, Reward],
     *,
     missing: bool,
     columns_of: Callable[[Sequence[str], Columns], Columns] | None = None,
     tokenize: Callable[[str], list[int]] | None = None,
 ) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
-    """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], watched f32 [P, G, W].
+    """Make score(rows, texts, pictures, episodes=None, tokens=None) → rewards f32 [P, G, N], others f32 [P, G, W].
 
     Where a reward asks for them, episodes `[P][G]` reach it as "episodes", token ids `[P][G]` as "completion_ids",
     and prompts and completions as chat messages. Where the policy writes once, "place_in_group" counts a group's
@@ -114,12 +114,12 @@ def make_score(
 
     Args:
         rewards: N functions by name.
-        watched: W functions by name.
+        eval_rewards: W functions by name.
         missing: A reward that fails is missing; otherwise it raises.
         columns_of: (completions, columns) → further columns, asked once for all rewards.
         tokenize: The tokens of a text that the policy has not written.
     """
-    functions = [*rewards.values(), *watched.values()]
+    functions = [*rewards.values(), *eval_rewards.values()]
     ids_asked, prompts_asked, completions_asked = (
         any(asks(function, name) for function in functions) for name in ("completion_ids", *MESSAGES)
     )
@@ -159,7 +159,7 @@ def make_score(
             on_error = "missing" if missing else "raise"
             return collect_rewards(functions, prompts, completions, columns, group, on_error=on_error)
 
-        return collect(rewards), collect(watched)
+        return collect(rewards), collect(eval_rewards)
 
     return score
 

@@ -10,7 +10,7 @@ from support import taught_task
 from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import Stopped, UserError
-from grpo_jax.runs.experiment import Run
+from grpo_jax.runs.trainer import Trainer
 from grpo_jax.train import run
 
 
@@ -31,7 +31,7 @@ class Probe:
         if len(completions) == 16:
             self.counts.append((copies((272, 32)) - self.before) / 2)
             if len(self.counts) == self.fails_at:
-                raise RuntimeError("the judge is away")
+                raise RuntimeError("the reward is away")
         return [float(len(text)) for text in completions]
 
 
@@ -46,7 +46,7 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
     config = parse(arguments).replace(rewards=())
 
     first = Probe(fails_at=2)
-    with pytest.raises(UserError, match="the judge is away"):
+    with pytest.raises(UserError, match="the reward is away"):
         run(config, rewards=[first])
     assert first.counts == [4] * 2
 
@@ -59,11 +59,11 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
 def test_a_sft_leaves_nothing_behind(place, tmp_path, monkeypatch):
     counted, before = [], copies((272, 32))
 
-    def counting(run):
+    def counting(trainer):
         counted.append((copies((272, 32)) - before) / 2)
         raise Stopped
 
-    monkeypatch.setattr(Run, "train", counting)
+    monkeypatch.setattr(Trainer, "train", counting)
     values = yaml.safe_load(place.config.read_text()) | {
         "task": {"kind": taught_task.__file__, "texts": ["red soap", "wax"]},
         "run_dir": str(tmp_path / "run"),

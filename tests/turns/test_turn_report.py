@@ -9,7 +9,8 @@ from support.rollouts import rollout_of
 from grpo_jax.reports.page import RunEnd
 from grpo_jax.reports.report import render_report
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.runs.measures import turn_measures, turns_table
+from grpo_jax.runs.measures import turn_measures
+from grpo_jax.runs.results import turns_table
 from grpo_jax.tasks.display import EpisodeEntry, ShownTurn, of_turns
 
 nan = math.nan
@@ -62,12 +63,6 @@ def test_one_turn_has_no_measures_of_turns():
     assert turn_measures(rollout_of(np.zeros((2, 1, 1, 1)), np.zeros((2, 1, 1, 0))), ["share"]) == {}
     names = ("share", "share_peak")  # two rewards
     assert turns_table({name: {"before": 0.5, "after": 1.0} for name in names}) is None
-
-
-def test_nobody_was_right_at_first():
-    turns = np.zeros((2, 1, 2, 1), np.float32)
-    came = turn_measures(rollout_of(turns, turns[..., :0]), ["share"])
-    assert math.isnan(came["share_kept"]) and came["share_peak"] == 0
 
 
 def test_the_table_has_a_line_for_each_measure():

@@ -375,11 +375,12 @@ class Policy:
         """
         head = self.head(variables)
         with _precision(self.precision):
-            if trie is None or nodes is not None:
-                options |= {"trie": trie, "nodes": nodes, "softcap": self.softcap}
-                return token_logprobs(hidden, head, tokens, **options)
-            options |= {"below": widest_below(trie), "softcap": self.softcap}
-            return tree_logprobs(hidden, head, tokens, trie, **options)
+            if trie is None:
+                return token_logprobs(hidden, head, tokens, softcap=self.softcap, **options)
+            if nodes is None:
+                options |= {"below": widest_below(trie), "softcap": self.softcap}
+                return tree_logprobs(hidden, head, tokens, trie, **options)
+            return token_logprobs(hidden, head, tokens, allowed_tokens=(trie, nodes), softcap=self.softcap, **options)
 
     def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.

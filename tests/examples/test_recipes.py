@@ -1,8 +1,7 @@
 """The recipes of docs/recipes, run as they stand: their files are written, their commands called one after the other.
 
 A block below a line that begins with a name is that file. The commands of a `bash` block work; those of an `sh` block
-are refused, each with its line of the `text` block behind them. Trainings are cut short by options behind their own,
-and what a page calls path/to/… are tiny random models.
+are refused, each with its line of the `text` block behind them. Trainings are cut short by options behind their own.
 """
 
 import importlib
@@ -12,8 +11,8 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,19 +63,16 @@ def lines(block: Block) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """What stands where a page says path/to/…, and the model that arithmetic.md unpacks, all tiny."""
+    """A tiny model in the place of the one that arithmetic.md unpacks."""
     here = tmp_path_factory.mktemp("folders")
-    policy = tiny_models.causal_lm(here / "path" / "to" / "Qwen2.5-7B-Instruct", num_key_value_heads=4)
-    shutil.copytree(policy, here / "smollm2")
-    tiny_models.reward_model(here / "path" / "to" / "reward-model")
+    tiny_models.causal_lm(here / "smollm2")
     return here
 
 
 @pytest.fixture
 def desk(folders, tmp_path, monkeypatch):
     """A folder in which a reader stands."""
-    for name in ("path", "smollm2"):
-        (tmp_path / name).symlink_to(folders / name)
+    (tmp_path / "smollm2").symlink_to(folders / "smollm2")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path

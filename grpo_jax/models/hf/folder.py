@@ -30,7 +30,7 @@ from grpo_jax.models.hf.weights import (
     weight_files,
     write_shard,
 )
-from grpo_jax.models.hf_config import Fields
+from grpo_jax.models.hf_config import Fields, expect
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -119,7 +119,10 @@ def _processor_template(folder: Path) -> str | None:
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
-    return str(read_json(path).get("chat_template") or "") or None
+    template = read_json(path).get("chat_template")
+    with as_user_error(str(path), ValueError):
+        expect(isinstance(template, str), "chat_template", "text", template)
+    return template
 
 
 def save_folder(

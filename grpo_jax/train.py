@@ -62,13 +62,13 @@ def run(
     try:
         return _run_together(config, (on_iteration, on_validation, on_checkpoint), prompts=prompts, rewards=rewards)
     except UserError as error:
-        if config.debug:
-            raise
         raise error.with_traceback(None) from None  # the line alone, not its way through this package
 
 
 @extras_named()
-def _run_together(config: Any, callbacks: tuple[Callback | None, ...], *, prompts: Any, rewards: Any) -> dict[str, Any]:
+def _run_together(
+    config: Any, callbacks: tuple[Callback | None, ...], *, prompts: Any = None, rewards: Any = None
+) -> dict[str, Any]:
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
     from grpo_jax.runs.compile_cache import enable_compile_cache
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = config.replace(run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run(config)
+        _run_together(config, (None, None, None))
         return 0
 
     return run_cli(act, words, silent=_is_other_process)

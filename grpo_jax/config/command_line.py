@@ -22,6 +22,8 @@ DEFAULT_CONFIG = "prompt_enhancement_miniature"
 FLAGS = ("--resume", "--deterministic", "--debug")
 """Options that may stand without a value: `--resume` is `--resume=true`."""
 _OTHERS = ("--print_config", "--plan", "--version", "--help")
+_ASKED = ("config", "help", "print_config", "debug")
+"""Options that are no fields."""
 _JUDGE = re.compile(rf"judges\.\w+(\.{KEY})?")
 """An option that says the kind of a judge."""
 _SEVERAL = "--rewards"
@@ -36,7 +38,9 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     Raises UserError, with each mistake in one line, and SystemExit after --help and --print_config.
     """
     given = list(_options(arguments))
-    asked = {name: [value for other, value in given if other == name] for name in ("config", "help", "print_config")}
+    asked = {
+        name: [value for other, value in given if other == name] for name in ("config", "help", "print_config", "debug")
+    }
     own = [(name, value) for name, value in given if name not in asked]
     files = [find_config(name) for name in asked["config"]] or _default_files(dict(own), bool(asked["help"]))
     neutral = {"task": "text"} if asked["help"] and not files else {}

@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     "ppo.kl_target": "left: ppo.kl_coef stays as it is given",
     "ppo.kl_horizon": "left with ppo.kl_target",
     "project": "left: Weights & Biases reads WANDB_PROJECT",
+    "debug": "is an option of the command alone: --debug",
     "hub_private": "left: make a private repository on the hub first",
     "policy.new.architecture": "left: a new policy is a Llama",
     "policy.new.vocabulary": "left: all words of the task become tokens",

@@ -35,7 +35,7 @@ def test_arguments_override_files_which_override_defaults(tmp_path):
     rewards = ["--rewards", '[{"name": "m:f", "weight": 2}]']
     config = parse(["--config", str(path), "--training.max_steps", "7", *flags, *rewards, "--config", str(other)])
     assert config.training == config.training.replace(max_steps=7, save_every=5, keep_checkpoints=3)
-    assert (config.seed, config.task) == (1, Text()) and config.resume and not config.debug and config.report_to == []
+    assert (config.seed, config.task) == (1, Text()) and config.resume and config.report_to == []
     assert config.policy.lora.rank == 2 and config.rewards == [RewardSection(name="m:f", weight=2.0)]
     assert parse(["--config", str(path), "--seed", "2"]).seed == 2
 

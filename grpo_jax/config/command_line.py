@@ -38,9 +38,7 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     Raises UserError, with each mistake in one line, and SystemExit after --help and --print_config.
     """
     given = list(_options(arguments))
-    asked = {
-        name: [value for other, value in given if other == name] for name in ("config", "help", "print_config", "debug")
-    }
+    asked = {name: [value for other, value in given if other == name] for name in _ASKED}
     own = [(name, value) for name, value in given if name not in asked]
     files = [find_config(name) for name in asked["config"]] or _default_files(dict(own), bool(asked["help"]))
     neutral = {"task": "text"} if asked["help"] and not files else {}

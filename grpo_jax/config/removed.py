@@ -61,6 +61,7 @@ REMOVED: dict[str, str] = {
     "sampling.repetition_penalty": "left: it set the sampler apart from the policy; data.forbidden_tokens acts on both",
     "data.informative_half_life": "left: use algorithm.zero_variance_groups resample or drop",
     "process_timeout": "left: JAX's heartbeat ends the others within 20 s of a process that is gone",
+    "training.early_stopping_metric": "is evaluation.best_by, for the best checkpoint too",
     "training.keep_gib": "left: give training.keep_checkpoints; best and final take no room of their own",
     "training.memory_budget_gib": "left: --plan says what an update takes; set training.grad_accumulation_steps",
     "task.pictures_per_text": "left: a group's texts are drawn from one noise",

@@ -400,9 +400,6 @@ class TrainingSection(Section):
     """End training after so many validations in a row without a better one; 0 for never."""
     early_stopping_threshold: NonNegative = 0.0
     """What is better exceeds the best validation so far by more than this."""
-    early_stopping_metric: str = "score"
-    """Of a validation, what must get better: "score", which is maximised, or the name of a reward or of a watched
-    measure."""
 
     def __post_init__(self) -> None:
         """Check the ranges and that batches divide."""
@@ -461,7 +458,7 @@ class EvaluationSection(Section):
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    """What the best checkpoint has most of in validation: "score", which is maximised, or the name of a reward or of a
+    """What the best checkpoint has most of in validation, and what early stopping looks at: "score", which is maximised, or the name of a reward or of a
     watched measure. One whose watched measures fell below the start's is never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
     """Sampled completions of each test prompt beside the greedy one (k); 0 for none. Above 1 their mean@k and pass@k

@@ -143,7 +143,7 @@ class Run:
         return self.progress
 
     def _early_end(self) -> str:
-        return reason_to_end(Waited(**(self._now.waited or {})), self.config.training)
+        return reason_to_end(Waited(**(self._now.waited or {})), self.config)
 
     def _is_over(self) -> bool:
         return self._now.iteration >= self.program.iterations or bool(self._early_end())
@@ -322,7 +322,7 @@ class Run:
         if validation is None:
             return progress, {}
         scored = {**validation.measures, SCORE: validation.score}
-        waited = after_validation(Waited(**(progress.waited or {})), scored, progress.iteration, self.config.training)
+        waited = after_validation(Waited(**(progress.waited or {})), scored, progress.iteration, self.config)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
         progress = progress._replace(seconds=seconds, waited=waited._asdict())
         score = broadcast(float(validation.chosen_by))

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import differences, identity
-from grpo_jax.config.sections import TrainingSection
+from grpo_jax.config.run import Config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import TRAINING_ROWS
 
 Record = dict[str, Any]
 """A JSON object."""
 SCORE = "score"
-"""As training.early_stopping_metric: the maximised measure, by which the best checkpoint is chosen."""
+"""As evaluation.best_by: the maximised measure."""
 
 
 class Progress(NamedTuple):
@@ -104,23 +104,21 @@ class Waited(NamedTuple):
     validations: int = 0
 
 
-def after_validation(
-    waited: Waited, measures: Mapping[str, float], iteration: int, training: TrainingSection
-) -> Waited:
+def after_validation(waited: Waited, measures: Mapping[str, float], iteration: int, config: Config) -> Waited:
     """Count a validation: better is what exceeds the best by more than training.early_stopping_threshold."""
-    value = measures.get(training.early_stopping_metric, math.nan)
-    better = waited.best is None or value > waited.best + training.early_stopping_threshold
+    value = measures.get(config.evaluation.best_by, math.nan)
+    better = waited.best is None or value > waited.best + config.training.early_stopping_threshold
     if math.isfinite(value) and better:
         return Waited(float(value), iteration)
     return waited._replace(validations=waited.validations + 1)
 
 
-def reason_to_end(waited: Waited, training: TrainingSection) -> str:
+def reason_to_end(waited: Waited, config: Any) -> str:
     """Reason to stop early; "" if there is none."""
-    patience = getattr(training, "early_stopping_patience", 0)  # a program that validates nothing has none
+    patience = getattr(config.training, "early_stopping_patience", 0)  # a program that validates nothing has none
     if not patience or waited.validations < patience:
         return ""
-    metric = training.early_stopping_metric
+    metric = config.evaluation.best_by
     if waited.best is None:
         return f"validation/{metric} was missing in {waited.validations} validations in a row"
     return (

@@ -458,8 +458,9 @@ class EvaluationSection(Section):
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    """What the best checkpoint has most of in validation, and what early stopping looks at: "score", which is maximised, or the name of a reward or of a
-    watched measure. One whose watched measures fell below the start's is never the best."""
+    """What the best checkpoint has most of in validation, and what early stopping looks at: "score", which is
+    maximised, or the name of a reward or of a watched measure. One whose watched measures fell below the start's is
+    never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
     """Sampled completions of each test prompt beside the greedy one (k); 0 for none. Above 1 their mean@k and pass@k
     are reported, with 95 % intervals."""

@@ -40,19 +40,18 @@ def load(run_dir: Path) -> Any:
 
 
 def collected(parts: Any, sample: Any, environment: Any) -> Any:
-    """The held-out prompts' judgement with fixed noise."""
+    """The held-out prompts' rollout with fixed noise."""
     from grpo_jax.rollout.rollout import collect
 
-    _, judgement = collect(
+    return collect(
         environment,
         sample,
         parts.policy.variables,
         parts.test_rows,
         key=parts.key,
         iteration=None,
-        scheduling=parts.scheduling(32),
+        work=parts.work(32),
     )
-    return judgement
 
 
 def by_prompt(run_dir: Path) -> dict[str, list[float]]:
@@ -64,9 +63,9 @@ def by_prompt(run_dir: Path) -> dict[str, list[float]]:
     answers = {"end": turns.step, **{f"end_{name}": one for name, one in turns.controls.items()}}
     for name, step in answers.items():
         env = environment.env._replace(step=step)
-        judgement = collected(parts, parts.samplers.greedy, environment._replace(env=env))
-        found[name] = judgement.final_watched[:, 0, place].tolist()
-        found["turn_1"] = judgement.watched[:, 0, 0, place].tolist()
+        rollout = collected(parts, parts.samplers.greedy, environment._replace(env=env))
+        found[name] = rollout.final_eval_rewards[:, 0, place].tolist()
+        found["turn_1"] = rollout.eval_rewards[:, 0, 0, place].tolist()
     return found | best_of_two(parts, environment._replace(env=None), place)
 
 
@@ -82,9 +81,9 @@ def best_of_two(parts: Any, environment: Any, place: int) -> dict[str, list[floa
         pad_id=loaded.pad_id,
         allowed_tokens=parts.allowed_tokens,
     )
-    judgement = collected(parts, sample, environment)
+    rollout = collected(parts, sample, environment)
     weights = np.array([parts.rewards.weights[name] for name in environment.reward_names])
-    chosen, pixels = (judgement.final_rewards @ weights).argmax(1), judgement.final_watched[:, :, place]
+    chosen, pixels = (rollout.final_rewards @ weights).argmax(1), rollout.final_eval_rewards[:, :, place]
     return {
         "best_of_two": np.take_along_axis(pixels, chosen[:, None], 1)[:, 0].tolist(),
         "best_of_two_by_the_checker": pixels.max(1).tolist(),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from grpo_jax.core.masking import as_mask
+from grpo_jax.core.masking import as_mask, check_shape
 from grpo_jax.core.trie import NARROW, ROOT, Trie, children, narrow_children, walk
 
 
@@ -63,7 +63,6 @@ def token_logprobs(
     _check(hidden, head, tokens, temperature)
     if allowed_tokens is not None:
         allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
-    _check_trie(trie, nodes, tokens, head, allowed_tokens)
     tokens = tokens.astype(jnp.int32)
     number = tokens.size
     chunks = max(1, -(-number // chunk_size))
@@ -92,21 +91,10 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
 def _check(hidden, head, tokens, temperature) -> None:
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens must be of an integer type, got {tokens.dtype}")
-    if hidden.ndim < 2 or hidden.shape[:-1] != tokens.shape:
-        raise ValueError(f"hidden must be [.., T, D] and tokens [.., T] alike, got {hidden.shape} and {tokens.shape}")
-    if head.ndim != 2 or head.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"head must have shape (V, {hidden.shape[-1]}), got {head.shape}")
+    check_shape("hidden", hidden, (*tokens.shape, hidden.shape[-1]))
+    check_shape("head", head, (head.shape[0], hidden.shape[-1]))
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
-
-
-def _check_trie(trie, nodes, tokens, head, allowed_tokens) -> None:
-    if (trie is None) != (nodes is None) or (trie is not None and allowed_tokens is not None):
-        raise ValueError("trie and nodes must be given together, and without allowed_tokens")
-    if trie is None:
-        return
-    if trie.vocab_size != head.shape[0]:
-        raise ValueError(f"trie must be of the head's vocabulary of {head.shape[0]}, got one of {trie.vocab_size}")
 
 
 def wide(dtype) -> type[jnp.floating]:

@@ -119,11 +119,14 @@ def _as_token_weights(weights, mask, dtype) -> jax.Array:
 def _check_choices(ratio, kl, ref_logprobs, entropy, entropy_coef) -> bool:
     """Refuse choices that do not fit together; return whether there is an entropy bonus."""
     check_choice("ratio", ratio, "token", "sequence")
-    if kl is not None and ref_logprobs is None:
-        raise ValueError("ref_logprobs must be given with a KL penalty, got None")
     bonus = not (isinstance(entropy_coef, (int, float)) and entropy_coef == 0)
-    if bonus and entropy is None:
-        raise ValueError("entropy must be given with an entropy coefficient, got None")
+    penalty = "a KL penalty", kl is not None, ref_logprobs
+    for name, (choice, made, array) in {
+        "ref_logprobs": penalty,
+        "entropy": ("an entropy coefficient", bonus, entropy),
+    }.items():
+        if made and array is None:
+            raise ValueError(f"{name} must be given with {choice}, got None")
     return bonus
 
 

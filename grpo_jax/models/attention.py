@@ -13,12 +13,19 @@ import jax.numpy as jnp
 
 from grpo_jax.core.logprobs import capped
 from grpo_jax.models import cache as caches
-from grpo_jax.models.flash import HEADS, PLATFORMS, SHORTEST, causal_rows
 
 _MANY, _BLOCK = 256, 64  # from how many queries on they take turns, and how many of them at a time
 _MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 new tokens
 _DECODED_HEADS = (64, 128)  # sizes of a head that `decode_attention` takes: Triton's blocks are powers of two
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
+
+PLATFORMS = ("cuda", "tpu")
+SHORTEST = 128
+"""Queries of a row from which on the kernels are taken."""
+HEADS = range(16, 129)
+"""Sizes of a head that they take: Triton has no smaller products, and larger ones do not fit into every card's core."""
+_FLASH_BLOCK = 64  # of queries and keys on a GPU: 80 KiB of shared memory with heads of 128
+_FLASH_PADDED = 128  # rows are padded to a multiple of it
 
 
 class Tokens(NamedTuple):
@@ -243,7 +250,7 @@ def attend_streams(
     """Attention of one layer over prompts and completions at once; `softcap` is as of `attend`.
 
     `attention` is one of `choose_attention`: ``rows`` and ``blocks`` are `attend` with and without `by_row`, ``cuda``
-    and ``tpu`` the kernels of `flash` for many tokens that run together, in layers without a window, scale or cap of
+    and ``tpu`` those of `causal_rows` for many tokens that run together, in layers without a window, scale or cap of
     their own. Each completion is then a row behind a copy of its prompt, so these must not be longer than it. ``cuda``
     is the kernel of `decode_attention` too, for one new token of each completion.
 
@@ -306,7 +313,7 @@ def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softca
 
 
 def _are_long(prompt: Tokens, completion: Tokens) -> bool:
-    """Whether completions, one in a row and none of them packed or answered, are rows for `flash`."""
+    """Whether completions, one in a row and none of them packed or answered, are rows for `causal_rows`."""
     steps = completion.positions.shape[-1]
     return completion.positions.ndim == 2 and SHORTEST <= steps >= prompt.positions.shape[-1]
 
@@ -347,3 +354,52 @@ def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation:
 def _split_group(x: jax.Array, steps: int) -> jax.Array:
     """[P, G·T, ...] to [P, G, T, ...]."""
     return x.reshape(x.shape[0], -1, steps, *x.shape[2:])
+
+
+# Causal attention of whole rows by JAX's own Pallas kernels for GPUs and TPUs: no scores or masks in memory. Lengths
+# and segments alone reach the kernels (Dao et al. 2022, arXiv:2205.14135). They take bfloat16, which every GPU that
+# Triton compiles for has; their products of float32 would not be float32.
+
+
+def causal_rows(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, platform: str) -> jax.Array:
+    """Softmax attention of every token to those before it in its row and itself, with scores scaled by E^-0.5.
+
+    Args:
+        query: [B, S, K, R, E].
+        key: [B, S, K, E]; R query heads read each.
+        value: [B, S, K, E].
+        mask: bool [B, S], False on padding, which no other token reads.
+        platform: ``cuda`` or ``tpu``.
+
+    Returns:
+        [B, S, K, R, E], as large and of the type of the queries.
+    """
+    rows, length, heads, shared, size = query.shape
+    more = -length % _FLASH_PADDED
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
+
+    flat = query.reshape(rows, length, heads * shared, size)
+    key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
+    padded = [pad(x) for x in (flat, key, value)]
+    kernel = _gpu_kernel if platform == "cuda" else _tpu_kernel
+    mixed = kernel(*padded, pad(mask).astype(jnp.int32))
+    return mixed[:, :length].reshape(query.shape)
+
+
+def _gpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+
+    sizes = BlockSizes(_FLASH_BLOCK, _FLASH_BLOCK, *[_FLASH_BLOCK // 2] * 4)
+    scale = query.shape[-1] ** -0.5
+    return mha(query, key, value, segments, sm_scale=scale, causal=True, block_sizes=sizes)
+
+
+def _tpu_kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
+
+    heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
+    ids = SegmentIds(segments, segments)
+    mixed = flash_attention(*heads_first, segment_ids=ids, causal=True, sm_scale=query.shape[-1] ** -0.5)
+    return mixed.swapaxes(1, 2)

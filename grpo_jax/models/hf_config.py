@@ -81,6 +81,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Neutral values of fields by which other models change the result; a folder with another value is refused."""
 
 
+def checked(
+    fields: Fields,
+    kinds: Mapping[str, Kind],
+    neutral: Mapping[str, tuple[Any, ...]],
+    model_type: str,
+    required: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return the fields that are not null. ValueError names one that is missing, of another kind or not supported.
+
+    Args:
+        kinds: Of the fields that are honoured.
+        neutral: Values of the others at which they change nothing.
+        required: Fields that must be there.
+    """
+    check_kinds(fields, kinds)
+    fields = not_null(fields)
+    missing = [name for name in required if name not in fields]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    refuse_changed(fields, neutral, model_type)
+    return fields
+
+
 def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> None:
     """Raise ValueError naming the first field of another kind and its value; absent ones and None pass."""
     for name, kind in kinds.items():
@@ -92,13 +115,6 @@ def expect(holds: bool, name: str, words: str, value: Any) -> None:
     """Raise ValueError naming a field, what it must be and its value, unless that holds."""
     if not holds:
         raise ValueError(f"{name}: expected {words}, got {short_repr(value)}")
-
-
-def require(fields: Fields, names: Iterable[str], where: str = "config.json") -> None:
-    """Raise ValueError naming the fields that are absent or null."""
-    missing = [name for name in names if fields.get(name) is None]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}")
 
 
 def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import extras_named
+from grpo_jax.models.hf_config import expect
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied, is_quantised
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ class LoraConfig:
 def check_targets(lora: LoraConfig, projections: Iterable[str], model_type: str) -> None:
     """Raise ValueError for targets that an architecture with these projections lacks."""
     unknown = [name for name in lora.targets if name not in projections]
-    if unknown:
-        raise ValueError(f"targets must be some of {tuple(projections)} for model_type {model_type!r}, got {unknown}")
+    expect(not unknown, "targets", f"some of {tuple(projections)} for model_type {model_type!r}", unknown)
 
 
 def init_adapters(

@@ -26,6 +26,8 @@ from grpo_jax.models.decoder import Decoder
 from grpo_jax.models.fused_projections import apart_and_joined, join, joined_config, separate
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
+from grpo_jax.models.hf.tokens import as_user_error
+from grpo_jax.models.hf_config import expect
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.positions import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.sharding import OverPrompts, gather_columns, make_mesh, shard
@@ -117,7 +119,7 @@ class Policy:
         Pictures (`PictureStates` [P, I, ..]) take the places of their placeholder tokens.
         """
         variables, tokens, mask, pictures = self._over_prompts(variables, tokens, mask, pictures)
-        mask = _as_mask("tokens", tokens, mask, 2)
+        mask = mask.astype(bool)
         self._check_room("tokens", mask, 0)
         prompts = prompt_context(self.config, mask, tokens, pictures)
         hidden, (keys, values) = self._run(variables, jnp.where(mask, tokens, 0), prompts.context)
@@ -153,7 +155,7 @@ class Policy:
         Returns the states [P, G, D] of the last of them, which predict the next. The variables are those of `unstack`,
         the cache has rows, pictures are [P, G, I, ..].
         """
-        mask = _as_mask("tokens", tokens, mask, 3)
+        mask = mask.astype(bool)
         context, rows = extend_context(self.config, prefix, cache, tokens, mask, pictures)
         row = jnp.where(mask, tokens, 0).reshape(len(tokens), -1)
         hidden, cache = self._run_cached(variables, prefix, row, cache, context)
@@ -182,8 +184,7 @@ class Policy:
         variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, answers = self._over_prompts(
             variables, prompt_tokens, prompt_mask, tokens, mask, steps, pictures, answers
         )
-        prompt_mask = _as_mask("prompt_tokens", prompt_tokens, prompt_mask, 2)
-        mask = _as_mask("tokens", tokens, mask, 3)
+        prompt_mask, mask = prompt_mask.astype(bool), mask.astype(bool)
         self._check_room("prompt_tokens", prompt_mask, tokens.shape[2])
         prompts = prompt_context(self.config, prompt_mask, prompt_tokens, pictures)
         inputs = jnp.where(mask, tokens, 0)[:, :, :-1]  # the last token predicts nothing
@@ -322,9 +323,8 @@ class Policy:
 
     @property
     def folder(self) -> hf.PolicyFolder:
-        """The source; ValueError if there is none."""
-        if self.source is None:
-            raise ValueError("this policy has no folder; load_policy gives it one")
+        """The source of a policy that `load_policy` made."""
+        assert self.source is not None, "load_policy gives a policy its folder"
         return self.source
 
     @property
@@ -463,16 +463,6 @@ def platform_of(device: jax.Device) -> str:
     return "cuda" if float(getattr(device, "compute_capability", "8.0")) >= 8 else "gpu"
 
 
-def _as_mask(name: str, tokens: jax.Array, mask: jax.Array, rank: int) -> jax.Array:
-    """The mask of tokens of this rank as bool; tokenizers give integers."""
-    if tokens.ndim != rank or tokens.shape != mask.shape or 0 in tokens.shape:
-        raise ValueError(
-            f"{name} and its mask must have the same shape of rank {rank} and no empty axis, "
-            f"got {tokens.shape} and {mask.shape}"
-        )
-    return mask.astype(bool)
-
-
 def load_policy(
     folder: str | Path | hf.PolicyFolder,
     section: PolicySection | None = None,
@@ -512,10 +502,8 @@ def load_policy(
         return put(params) if section.quantised == "none" else quantise(params, section.quantised, devices[0])
 
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
-    try:
+    with as_user_error("policy.mesh", ValueError):  # a weight that the mesh does not divide
         weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store).params
-    except ValueError as error:  # a weight that the mesh does not divide
-        raise UserError(f"policy.mesh: {error}") from error
     config = read.config
     policy = Policy.from_section(section, config, mesh, platform)
     lora = policy.lora
@@ -566,17 +554,12 @@ def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
     if section.rank == 0:
         return None
     projections = tuple(architecture_of(model).projections)
-    tower = ()
-    if section.vision:
-        if model.vision is None:
-            raise UserError(f"policy.lora.vision: this {model.model_type} has no vision tower; leave it out")
-        tower = tuple(TOWERS[model.vision.model_type].projections)
-    try:
+    with as_user_error("policy.lora", ValueError):
+        expect(not section.vision or model.vision is not None, "vision", "false, for there is no vision tower", True)
+        tower = tuple(TOWERS[model.vision.model_type].projections) if section.vision else ()
         lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or projections, tower)
         check_targets(lora, projections, model.model_type)
         return lora
-    except ValueError as error:
-        raise UserError(f"policy.lora: {error}") from error
 
 
 def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
@@ -585,15 +568,12 @@ def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
 
 
 def _check_tower(section: PolicySection, read: hf.PolicyFolder) -> None:
-    name = section.path or read.name
-    if read.config.vision is None:
-        field = "policy.vision" if section.vision == "train" else "policy.path"
-        raise UserError(
-            f"{field}: {name} has no vision tower, and pictures need one: give a Qwen2-VL, Qwen2.5-VL or "
-            "Qwen3-VL folder"
-        )
-    if not read.config.rope.sections:
-        raise UserError(
-            f"policy.path: {name} does not say how positions have rows and columns (mrope_section in "
-            "config.json), which pictures need"
-        )
+    tower = read.config.vision is not None
+    if tower and read.config.rope.sections:
+        return
+    field = "policy.vision" if section.vision == "train" and not tower else "policy.path"
+    lacks = "mrope_section in its config.json" if tower else "vision tower"
+    raise UserError(
+        f"{field}: {section.path or read.name} has no {lacks}, and pictures need one: give a Qwen2-VL, Qwen2.5-VL or "
+        "Qwen3-VL folder"
+    )

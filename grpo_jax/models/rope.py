@@ -160,7 +160,8 @@ def read_rope(fields: hf_config.Fields, *, theta: float = 10_000.0, plain: tuple
     if factor is None and kind == "yarn" and original:
         factor = (fields.get("max_position_embeddings") or original) / original
     given = {**scaling, "factor": factor, "max_position_embeddings": original or None}
-    hf_config.require(given, ("factor", *_NEEDED.get(kind, ())), f"rope_type {kind!r}")
+    missing = [name for name in ("factor", *_NEEDED.get(kind, ())) if given.get(name) is None]
+    hf_config.expect(not missing, "rope_parameters", f"{', '.join(missing)} with rope_type {kind!r}", scaling)
     low, high = float(scaling.get("low_freq_factor") or 1.0), float(scaling.get("high_freq_factor") or 4.0)
     rises = kind != "llama3" or low < high
     hf_config.expect(rises, "rope_parameters.low_freq_factor", f"a number below high_freq_factor={high}", low)

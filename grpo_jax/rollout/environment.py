@@ -68,7 +68,7 @@ class EnvSettings(NamedTuple):
     eos_ids: tuple[int, ...] = ()
 
 
-class Environment(NamedTuple):
+class RolloutFns(NamedTuple):
     """Functions between a policy's tokens and its rewards.
 
     Attributes:

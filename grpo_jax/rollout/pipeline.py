@@ -1,23 +1,26 @@
-"""Run stages over chunks at the same time: one chunk is rendered while the next is sampled and the last is scored.
+"""Work on two chunks of a batch at the same time: one is judged while the next is sampled.
 
-    chunk i+1 ─► sample ─►(queue)─► render ─►(queue)─► score ─► results
-                            chunk i           chunk i-1
-
-Each stage has one thread and takes the chunks in order, so the results are those of a plain loop. The queues are
-bounded. Several batches may be in flight at once (`Pipeline`): each stage passes from one batch to the next by itself.
+Each chunk goes through its stages in plain code, in a thread; a stage takes one chunk at a time, in order, so the
+results are those of a plain loop. The calling thread only waits: signals reach it, and it looks at the time limit.
 """
+
+from __future__ import annotations
 
 import contextvars
 import faulthandler
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_jax.errors import ABANDONED, StageError, StageTimeout, Stopped, UserError, one_line
+from grpo_jax.models.broadcast import broadcast, is_main_process, process_count
 
+Result = TypeVar("Result")
+Tree = TypeVar("Tree")
 _POLL_SECONDS = 0.5  # between two looks at the stop request and the time limit
 _GRACE_SECONDS = 10.0  # for running calls after a failure
 _STOP_SECONDS = 2.0  # for running calls after a stop request
@@ -25,70 +28,21 @@ _HELD_SECONDS = 10.0  # beyond the time limit, after which a call that holds the
 _STDERR = 2
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A named step of the pipeline.
-
-    Attributes:
-        function: Maps the previous stage's result for a chunk (of the first stage: the chunk) to its own. Its thread
-            must set what torch and JAX keep per thread (`torch.inference_mode`), and wait for its results
-            (`jax.block_until_ready`).
-        timed: Whether the time limit holds for it.
-        unbounded: Whether any number of its results may wait for the next stage if several batches run at once.
-    """
-
-    name: str
-    function: Callable[[Any], Any]
-    timed: bool = True
-    unbounded: bool = False
-
-
-class Pipeline:
-    """Batches that go through the same stages in order, several of them at once.
-
-    Each stage begins with a batch when it is done with all of the one before, whatever later stages still do of that.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.done: dict[str, int] = {}  # number of finished batches by stage
-        self._slots = 0
-
-    def slot(self) -> "Slot":
-        """Return the next slot."""
-        self._slots += 1
-        return Slot(self, self._slots - 1)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A batch's place in a `Pipeline`, from 0. The next one never begins after a failure or a stop."""
-
-    pipeline: Pipeline
-    number: int
-
-    def is_up(self, stage: str) -> bool:
-        """Return whether the stage is done with the batches before."""
-        return self.pipeline.done.get(stage, 0) == self.number
-
-
 @dataclass
 class _Call:
-    """A running call of a stage; `who` is at work in it."""
+    """A stage at work on a chunk; `who` is at work in it."""
 
-    stage: Stage
+    stage: str
     chunk: int
     start: float
+    thread: threading.Thread
     who: str = ""
 
     def named(self, reason: str) -> str:
         return f"{self.who}: {reason}" if self.who else reason
 
-    def is_overdue(self, limit: float) -> bool:
-        return self.stage.timed and time.perf_counter() - self.start > limit
 
-
-_here = threading.local()  # .call: the stage's call that runs in this thread
+_here = threading.local()  # .call: the stage that runs in this thread
 
 
 def at_work(who: str) -> None:
@@ -98,173 +52,177 @@ def at_work(who: str) -> None:
         call.who = who
 
 
-class _Stopped(Exception):
-    """Raised in a worker that waits when the pipeline is stopped."""
+class Work:
+    """One batch's way through sampler and judges.
 
-
-class _State:
-    """State that the threads share. One condition guards it all, also a `Pipeline`'s."""
-
-    def __init__(self, stages: Sequence[Stage], chunks: Sequence[object], in_flight: int | None, slot: Slot | None):
-        self.stages = stages
-        self.count = len(chunks)
-        self.in_flight = in_flight or self.count
-        self.slot = slot
-        self.changed = threading.Condition() if slot is None else slot.pipeline.changed
-        self.queues: list[deque] = [deque(chunks), *(deque() for _ in stages)]  # the last one collects the results
-        self.running: list[_Call | None] = [None] * len(stages)
-        self.seconds = {stage.name: 0.0 for stage in stages}
-        self.begun = 0
-        self.stopped = False
-        self.error: StageError | None = None
-
-    def _wait_for(self, condition: Callable[[], object]) -> None:
-        self.changed.wait_for(lambda: condition() or self.stopped)
-        if self.stopped:
-            raise _Stopped
-
-    def wait_for_turn(self, stage: str) -> None:
-        slot = self.slot
-        if slot is not None:
-            with self.changed:
-                self._wait_for(lambda: slot.is_up(stage))
-
-    def leave(self, stage: str) -> None:
-        if self.slot is not None:
-            with self.changed:
-                self.slot.pipeline.done[stage] = self.slot.number + 1
-                self.changed.notify_all()
-
-    def take(self, index: int) -> object:
-        """Take the next chunk of a stage; the first stage waits while `in_flight` chunks are on their way."""
-        queue, results = self.queues[index], self.queues[-1]
-        with self.changed:
-            self._wait_for(lambda: queue and (index or self.begun - len(results) < self.in_flight))
-            item = queue.popleft()
-            self.begun += index == 0
-            self.changed.notify_all()
-            return item
-
-    def give(self, index: int, item: object) -> None:
-        """Hand a stage's result on; a stage waits while its last result is not taken."""
-        queue = self.queues[index + 1]
-        unbounded = index == len(self.stages) - 1 or (self.slot is not None and self.stages[index].unbounded)
-        with self.changed:
-            self._wait_for(lambda: unbounded or not queue)
-            queue.append(item)
-            self.changed.notify_all()
-
-    def stop(self, error: StageError | None = None) -> None:
-        with self.changed:
-            self.error = self.error or error  # the first failure is reported
-            self.stopped = True
-            self.changed.notify_all()
-
-
-def _work(state: _State, index: int) -> None:
-    stage = state.stages[index]
-    call = _Call(stage, 0, 0.0)
-    try:
-        state.wait_for_turn(stage.name)
-        for chunk in range(state.count):
-            item = state.take(index)
-            _here.call = state.running[index] = call = _Call(stage, chunk, time.perf_counter())
-            item = stage.function(item)
-            state.running[index] = None
-            state.seconds[stage.name] += time.perf_counter() - call.start
-            state.give(index, item)
-        state.leave(stage.name)
-    except _Stopped:
-        return
-    except BaseException as error:  # its neighbours would wait for ever
-        state.running[index] = None
-        # A user's mistake names its cause itself.
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error, 200)}"
-        failure = StageError(stage.name, call.chunk, reason if isinstance(error, UserError) else call.named(reason))
-        failure.__cause__ = error
-        state.stop(failure)
-
-
-def _wait(state: _State, timeout: float | None, stopping: Callable[[], bool]) -> None:
-    """Wait for the results, a failure, a stop request or the time limit.
-
-    This thread cannot look at the clock while a call holds the interpreter lock. faulthandler's thread then ends the
-    process, and writes to standard error where each thread stands.
-    """
-    seconds = _POLL_SECONDS if timeout is None else min(_POLL_SECONDS, timeout / 4)
-    while True:
-        if timeout is not None:
-            faulthandler.dump_traceback_later(timeout + _HELD_SECONDS, exit=True, file=_STDERR)
-        with state.changed:
-            if state.error is not None or len(state.queues[-1]) == state.count:
-                return
-            state.changed.wait(seconds)
-        if stopping():
-            raise Stopped
-        for call in list(state.running):
-            if call is not None and timeout is not None and call.is_overdue(timeout):
-                reason = call.named(f"no result after {timeout:g} s")
-                state.stop(StageTimeout(call.stage.name, call.chunk, reason))
-
-
-def _join(state: _State, threads: Sequence[threading.Thread], seconds: float) -> None:
-    """Wait for the threads to end; one that is stuck in its call is left behind (it is a daemon), and renamed so."""
-    stuck = state.error.stage if isinstance(state.error, StageTimeout) else None
-    deadline = time.perf_counter() + seconds
-    for thread in threads:
-        if thread.is_alive() and thread.name != stuck:
-            thread.join(max(0.0, deadline - time.perf_counter()))
-        if thread.is_alive():
-            thread.name = ABANDONED + thread.name
-
-
-def run_pipeline(
-    chunks: Sequence[object],
-    stages: Sequence[Stage],
-    *,
-    timeout: float | None = None,
-    in_flight: int | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-    slot: Slot | None = None,
-) -> tuple[list[Any], dict[str, float]]:
-    """Send every chunk through all stages, which work at the same time on different chunks.
-
-    The calling thread only waits, so signals reach it: an exception of a signal handler (KeyboardInterrupt) stops the
-    pipeline. After a failure running calls are waited for, at most ten seconds: a thread cannot be interrupted. The
-    stages' threads have the caller's context variables.
+    Of several processes all sample, one chunk after the other, and process 0 judges; `share` tells the others its
+    results, or the error that ended the batch.
 
     Args:
-        stages: At least one, with distinct names.
-        timeout: Seconds that one call of a stage may take, compilation included; None for no limit.
-        in_flight: Most chunks between the first stage and the last; None for no limit beside the queues.
+        chunk_prompts: Prompts of a chunk; 0 for one chunk.
+        timeout: Seconds that rendering, scoring or answering a chunk may take; sampling, which compiles, has no limit.
         stopping: Asked twice a second.
-        slot: Place among several batches in flight, each in a call of its own; None for a batch alone.
-
-    Returns:
-        The last stage's results in the order of the chunks, and the seconds of each stage by name.
-
-    Raises:
-        StageError: A stage raised; carries the stage, the chunk's index and the exception as its cause.
-        StageTimeout: A call took longer than `timeout`. Its thread is abandoned: end the process soon.
-        Stopped: A call that takes longer than two seconds more is abandoned too.
+        locks: By stage; shared by batches that are on their way at once.
     """
-    state = _State(stages, list(chunks), in_flight, slot)
-    threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(_work, state, i), name=stage.name, daemon=True)
-        for i, stage in enumerate(stages)
-    ]
-    grace = _GRACE_SECONDS
-    try:
-        for thread in threads:
-            thread.start()
-        _wait(state, timeout, stopping)
-    except Stopped:
-        grace = _STOP_SECONDS
-        raise
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        state.stop()
-        _join(state, threads, grace)
-    if state.error is not None:
-        raise state.error
-    return list(state.queues[-1]), state.seconds
+
+    def __init__(
+        self,
+        chunk_prompts: int = 0,
+        timeout: float | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+        locks: defaultdict[str, threading.Lock] | None = None,
+    ):
+        self.chunk_prompts, self.timeout, self.stopping = chunk_prompts, timeout, stopping
+        self.seconds: dict[str, float] = {}
+        self._locks = defaultdict(threading.Lock) if locks is None else locks
+        self._changed = threading.Condition()
+        self._done: list[float] = []  # stages that each chunk is done with
+        self._calls: list[_Call] = []
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._sharing = threading.RLock()
+
+    @contextmanager
+    def stage(self, name: str, chunk: int) -> Iterator[None]:
+        """Do a stage's work on a chunk, after the chunk before it.
+
+        A stage must wait for its results (`jax.block_until_ready`), and set what torch and JAX keep per thread.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over() or chunk == 0 or self._done[chunk - 1] > self._done[chunk])
+            if self._is_over():  # a call that never returns may hold the lock
+                raise Stopped
+        with self._locks[name]:
+            if self._is_over():
+                raise Stopped
+            call = _Call(name, chunk, time.perf_counter(), threading.current_thread())
+            _here.call = call
+            self._calls.append(call)
+            try:
+                if name == "sample" and process_count() > 1:
+                    with self._sharing:  # whoever ends the batch waits until all have sampled
+                        self.share(None)
+                        yield
+                else:
+                    yield
+            except Exception as error:
+                own = isinstance(error, UserError)  # a user's mistake names its cause itself
+                reason = str(error) if own else call.named(f"{type(error).__name__}: {one_line(error, 200)}")
+                raise StageError(name, chunk, reason) from error
+            finally:
+                self._calls.remove(call)
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - call.start
+                with self._changed:
+                    self._done[chunk] += 1
+                    self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        return self._ended or self._failure is not None
+
+    def share(self, tree: Tree) -> Tree:
+        """Return process 0's tree in all processes, or raise in the others what ended the batch in process 0."""
+        if process_count() == 1:
+            return tree
+        with self._sharing:
+            if self._ended:
+                raise Stopped
+            message: Any = broadcast(tree)
+        if isinstance(message, dict) and "error" in message:
+            raise _Told(Stopped() if message["stopped"] else StageError("score", 0, message["error"]))
+        return message
+
+    def run(self, count: int, chunk: Callable[[int], Result]) -> list[Result]:
+        """Return chunk(0), …, chunk(count - 1), two of them at work at a time.
+
+        After a failure running calls are waited for, at most ten seconds: a thread cannot be interrupted.
+
+        Raises:
+            StageError: A stage raised; it has the stage, the chunk and, as its cause, the exception.
+            StageTimeout: A stage took longer than `timeout`. Its thread is abandoned: end the process soon.
+            Stopped: A stop was asked for. A call that takes longer than two seconds more is abandoned too.
+        """
+        results: list[Any] = [None] * count
+        self._done = [0.0] * count
+        numbers, left = iter(range(count)), set(range(count))
+
+        def work() -> None:
+            for number in numbers:
+                try:
+                    results[number] = chunk(number)
+                except BaseException as error:  # the other would wait for ever
+                    self._failure = self._failure or error
+                with self._changed:
+                    self._done[number] = float("inf")
+                    left.discard(number)
+                    self._changed.notify_all()
+                if self._is_over():
+                    return
+
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(work,), name="rollout", daemon=True)
+            for _ in range(min(count, 2 if process_count() == 1 else 1))
+        ]
+        grace, stuck = _GRACE_SECONDS, None
+        try:
+            for thread in threads:
+                thread.start()
+            stuck = self._wait(left)
+        except Stopped:
+            grace = _STOP_SECONDS
+            self._tell(Stopped(), left)
+            if left:
+                raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+            deadline = time.perf_counter() + grace
+            for thread in (one for one in threads if one.ident is not None):
+                if stuck is None or thread is not stuck.thread:
+                    thread.join(max(0.0, deadline - time.perf_counter()))
+                if thread.is_alive():
+                    thread.name = ABANDONED + thread.name
+        if self._failure is not None:
+            raise self._failure.error if isinstance(self._failure, _Told) else self._failure
+        return results
+
+    def _wait(self, left: set[int]) -> _Call | None:
+        """Wait for results or a failure; return the call that took too long. Raises Stopped if that was asked for.
+
+        This thread cannot look at the clock while a call holds the interpreter lock. faulthandler's thread then ends
+        the process, and writes to standard error where each thread stands.
+        """
+        limit = self.timeout
+        while True:
+            if limit is not None:
+                faulthandler.dump_traceback_later(limit + _HELD_SECONDS, exit=True, file=_STDERR)
+            with self._changed:
+                if self._failure is not None or not left:
+                    break
+                self._changed.wait(_POLL_SECONDS if limit is None else min(_POLL_SECONDS, limit / 4))
+            if self.stopping():
+                raise Stopped
+            for call in list(self._calls) if limit is not None and left else ():
+                if call.stage != "sample" and time.perf_counter() - call.start > limit:
+                    self._failure = StageTimeout(call.stage, call.chunk, call.named(f"no result after {limit:g} s"))
+                    self._tell(self._failure, left)
+                    return call
+        if isinstance(self._failure, StageError) and self._failure.stage != "sample":  # all processes sample
+            self._tell(self._failure, left)
+        return None
+
+    def _tell(self, error: BaseException, left: set[int]) -> None:
+        """End the batch in the other processes too."""
+        if process_count() > 1 and is_main_process():
+            with self._sharing:  # what is being sampled is sampled to its end, by all
+                if left or self._failure is not None:
+                    self._ended = True
+                    broadcast({"stopped": isinstance(error, Stopped), "error": str(error)})
+
+
+class _Told(BaseException):
+    """In another process than 0: its error, which ends the batch in all."""
+
+    def __init__(self, error: StageError | Stopped):
+        self.error = error

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
@@ -15,7 +14,7 @@ from grpo_jax.models.sharding import on_host
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode
-from grpo_jax.rollout.rollout import Episodes, Judgement, collect, judge
+from grpo_jax.rollout.rollout import Rollout, collect, judge
 from grpo_jax.runs.measures import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.runs.parts import RunContext, objectives_of
 from grpo_jax.training.estimators import total_rewards
@@ -32,14 +31,18 @@ Statistics = dict[str, dict[str, list[float]]]
 class Evaluation(NamedTuple):
     """Means over prompts by measure name (`TOTAL` among them), with one judged episode per prompt.
 
-    The first episodes have their pictures. `samples` are `sample_measures` of several completions per prompt, the
+    `samples` are `sample_measures` of several completions per prompt, the
     others being of the first; None where each prompt has one.
     """
 
     measures: dict[str, float]
-    judgement: Judgement
-    episodes: Sequence[Episode]
+    rollout: Rollout
     samples: Statistics | None = None
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """One of each prompt; the first have their pictures."""
+        return [group[0] for group in self.rollout.episodes]
 
     @property
     def texts(self) -> list[str]:
@@ -57,21 +60,20 @@ def evaluate_policy(
     if parts.samplers.rank is not None and not sampled:
         return evaluate_ranking(parts, variables, rows)
     count = parts.config.evaluation.samples if sampled else 1
-    episodes, judgement = collect(
+    rollout = collect(
         parts.environment,
         parts.samplers.sampled if sampled else parts.samplers.greedy,
         variables,
         rows,
         key=parts.key,
         iteration=None,
-        scheduling=parts.scheduling(max(_chunk(parts) // count, 1)),
+        work=parts.work(max(_chunk(parts) // count, 1)),
     )
-    measures = means(parts, judgement, episodes.lengths)
-    measures |= {name: measure(episodes) for name, measure in OWN_MEASURES.items()}
-    measures |= turn_measures(judgement, parts.measure_names)
-    samples = sample_measures(parts, episodes, judgement) if count > 1 else None
-    first = jax.tree.map(lambda array: array[:, :1], judgement)
-    return Evaluation(measures, first, [group[0] for group in episodes.episodes], samples)
+    measures = means(parts, rollout)
+    measures |= {name: measure(rollout) for name, measure in OWN_MEASURES.items()}
+    measures |= turn_measures(rollout, parts.measure_names)
+    samples = sample_measures(parts, rollout) if count > 1 else None
+    return Evaluation(measures, rollout.first_of_each(), samples)
 
 
 def asked_to_watch(parts: RunContext) -> list[str]:
@@ -81,12 +83,12 @@ def asked_to_watch(parts: RunContext) -> list[str]:
 
 def watched_values(parts: RunContext, evaluation: Evaluation) -> dict[str, list[float]]:
     """Return what was asked to be watched, of each prompt by name; rounded for checkpoints."""
-    values = np.round(evaluation.judgement.final_watched[:, 0].T.astype(np.float64), 6)
+    values = np.round(evaluation.rollout.final_eval_rewards[:, 0].T.astype(np.float64), 6)
     columns = dict(zip(parts.environment.eval_reward_names, values.tolist(), strict=True))
     return {name: columns[name] for name in asked_to_watch(parts)}
 
 
-def sample_measures(parts: RunContext, episodes: Episodes, judgement: Judgement) -> Statistics:
+def sample_measures(parts: RunContext, rollout: Rollout) -> Statistics:
     """Mean@k and pass@k of every reward and watched measure, and mean@k of the total.
 
     "mean@k" is the mean over prompts of the mean over completions. "pass@j", for j = 1, 2, 4, … and k, is how often
@@ -94,7 +96,7 @@ def sample_measures(parts: RunContext, episodes: Episodes, judgement: Judgement)
     Missing values are left out.
     """
     threshold = parts.config.evaluation.pass_threshold
-    judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
+    judged = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)
     count = judged.shape[1]
     statistics: Statistics = {}
     for index, name in enumerate(parts.measure_names):
@@ -104,7 +106,7 @@ def sample_measures(parts: RunContext, episodes: Episodes, judgement: Judgement)
         for k in sorted({*(2**power for power in range(count.bit_length())), count}):
             interval = mean_interval(pass_at_k(passed, present, k))
             statistics[name][f"pass@{k}"] = np.clip(interval, 0.0, 1.0).tolist()  # a probability's
-    totals = total_rewards(objectives_of(parts, judgement.rewards, episodes.lengths))
+    totals = total_rewards(objectives_of(parts, rollout.rewards, rollout.lengths))
     return statistics | {TOTAL: {f"mean@{count}": _mean_of(totals)}}
 
 
@@ -141,7 +143,7 @@ def evaluate_ranking(parts: RunContext, variables: Variables, rows: Sequence[Row
         for name, values in columns.items():
             every.setdefault(name, []).extend(values)
     evaluation = evaluate_texts(parts, ranked_rows, texts)
-    return evaluation._replace(judgement=evaluation.judgement._replace(columns=every))
+    return evaluation._replace(rollout=evaluation.rollout._replace(columns=every))
 
 
 def evaluate_controls(parts: RunContext, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:
@@ -159,9 +161,8 @@ def evaluate_controls(parts: RunContext, variables: Variables, rows: Sequence[Ro
 
 def evaluate_texts(parts: RunContext, rows: Sequence[Row], texts: Sequence[str]) -> Evaluation:
     """Measure given texts in the policy's place: unchanged prompts or the oracle's rewrites. No length penalty."""
-    episodes, judgement = judge(parts.environment, rows, [[text] for text in texts], parts.scheduling(_chunk(parts)))
-    measures = means(parts, judgement, np.zeros((len(rows), 1, 1), np.int32))
-    return Evaluation(measures, judgement, [group[0] for group in episodes])
+    rollout = judge(parts.environment, rows, [[text] for text in texts], parts.work(_chunk(parts)))
+    return Evaluation(means(parts, rollout), rollout)
 
 
 def _chunk(parts: RunContext) -> int:
@@ -198,14 +199,14 @@ def measures_by_column(parts: RunContext, rows: Sequence[Row], evaluation: Evalu
     }
 
 
-def means(parts: RunContext, judgement: Judgement, lengths: np.ndarray) -> dict[str, float]:
+def means(parts: RunContext, rollout: Rollout) -> dict[str, float]:
     """Mean of each reward as judged and of each watched measure, and of what is maximised: `TOTAL`.
 
     The total is the weighted sum of the objectives' means, each over the rows that have it (a group of one has no
     mean to take a missing value's place); NaN where an objective is missing in all rows.
     """
-    judged = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)
-    objectives = objectives_of(parts, judgement.rewards, lengths)
+    judged = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)
+    objectives = objectives_of(parts, rollout.rewards, rollout.lengths)
     terms = zip(objectives.weights, _present_means(np.asarray(objectives.rewards)), strict=True)
     total = float(sum(weight * mean for weight, mean in terms if weight))
     return {**dict(zip(parts.measure_names, _present_means(judged), strict=True)), TOTAL: total}

@@ -72,16 +72,16 @@ class Asker:
     def write(self, row: Row, checkpoint: str, *, group: bool = False) -> list[Episode]:
         """Return a checkpoint's greedy episode, judged; with `group` those of a group as training samples it."""
         parts = self._judging(row)
-        episodes, _ = collect(
+        rollout = collect(
             parts.environment,
             parts.samplers.training if group else parts.samplers.greedy,
             self._variables(checkpoint),
             [row],
             key=parts.key,
             iteration=None,
-            scheduling=parts.scheduling(1),
+            work=parts.work(1),
         )
-        return episodes.episodes[0]
+        return rollout.episodes[0]
 
     def unchanged(self, row: Row) -> Episode | None:
         """Return the prompt as it is, judged in a rewrite's place; None where it is none."""

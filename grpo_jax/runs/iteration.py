@@ -3,7 +3,7 @@
 Every random number and every position follows from (seed, iteration), so a run is resumed by its number of iterations
 and its arrays.
 
-With training.async_level 1 the next batch is on its way while one is judged and learned from (`Prefetcher`):
+With training.async_level 1 the next batch is on its way while one is judged and learned from (`SampledAhead`):
 
     weights     θ0        θ1        θ2
     learn       batch 0 ─►batch 1 ─►batch 2
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import NamedTuple
@@ -26,20 +27,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.errors import ABANDONED, Stopped
+from grpo_jax.errors import ABANDONED
 from grpo_jax.models.broadcast import process_count
 from grpo_jax.models.policy import make_loss_scale
 from grpo_jax.models.sharding import shard, shard_batch, shard_optimizer
 from grpo_jax.models.variables import Variables
 from grpo_jax.rollout.data import batches_per_epoch, further_batch_at, iterations_in_all
 from grpo_jax.rollout.pictures import pictures_column
-from grpo_jax.rollout.pipeline import Pipeline, Slot
-from grpo_jax.rollout.rollout import Episodes, Judgement, collect, informative_first
+from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
 from grpo_jax.runs.measures import present_mean, turn_metrics
 from grpo_jax.runs.parts import RunContext, objectives_of
 from grpo_jax.runs.progress import Record
 from grpo_jax.training.batch import Batch, make_batch
-from grpo_jax.training.estimators import OVERLONG, informative_groups, signal_metrics, total_rewards
+from grpo_jax.training.estimators import OVERLONG, Objectives, informative_groups, signal_metrics, total_rewards
 from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
     TrainState,
@@ -48,8 +48,8 @@ from grpo_jax.training.state import (
     init_state,
     needs_reference,
     refresh_reference,
-    stale_copy,
-    stale_variables,
+    rollout_copy,
+    rollout_variables,
 )
 from grpo_jax.training.update import make_update
 
@@ -107,7 +107,7 @@ def make_learner(parts: RunContext) -> Learner:
             take_over=True,
         )
         state = commit_to_device(shard(state, policy.mesh))
-        return state._replace(behind=stale_copy(state)) if config.training.async_level else state
+        return state._replace(rollout_weights=rollout_copy(state)) if config.training.async_level else state
 
     def learn_from(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Record]:
         return jax.block_until_ready(update(state, shard_batch(batch, policy.mesh), key))
@@ -132,14 +132,22 @@ class Iteration(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The groups that an iteration learns from, their judgement, and the batch's part of the metrics row."""
+    """The groups that an iteration learns from, what is maximised, and the batch's part of the metrics row.
 
-    episodes: Episodes
-    judgement: Judgement
+    `informative` is bool [P], the groups that the estimator learns something from.
+    """
+
+    rollout: Rollout
+    objectives: Objectives
+    informative: np.ndarray
     row: Record
 
 
-def sample_groups(parts: RunContext, variables: Variables, iteration: int, slot: Slot | None = None) -> Sampled:
+Locks = defaultdict[str, threading.Lock]
+"""Of the stages of batches that are on their way at once."""
+
+
+def sample_groups(parts: RunContext, variables: Variables, iteration: int, locks: Locks | None = None) -> Sampled:
     """Sample and judge the batch of an iteration, and with dynamic sampling others until P groups are informative.
 
     DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come in the order they
@@ -148,34 +156,44 @@ def sample_groups(parts: RunContext, variables: Variables, iteration: int, slot:
     algorithm = parts.config.algorithm
     further = algorithm.resample_rounds if algorithm.zero_variance_groups == "resample" else 0
     with parts.trainer.at(iteration) as moment:
-        batches = [sample_batch(parts, variables, iteration, slot=slot)]
-        size = len(batches[0][0].rows)
-        while sum(judgement.informative_count for _, judgement in batches) < size and len(batches) <= further:
-            batches.append(sample_batch(parts, variables, iteration, len(batches)))
-    row = {**rollout_metrics(parts, *batches[0]), **moment.logged}
-    episodes, judgement = batches[0] if len(batches) == 1 else informative_first(batches)
+        rollout = sample_batch(parts, variables, iteration, locks=locks)
+        objectives, informative, size, draws = *judged(parts, rollout), len(rollout.rows), 1
+        row = rollout_metrics(parts, rollout, objectives)
+        while informative.sum() < size and draws <= further:
+            rollout = join_rollouts([rollout, sample_batch(parts, variables, iteration, draws, locks)])
+            draws += 1
+            _, informative = judged(parts, rollout)
+    if draws > 1:
+        rollout = rollout.pick(np.argsort(~informative, kind="stable")[:size])
+        objectives, informative = judged(parts, rollout)
     if algorithm.zero_variance_groups != "keep":
-        row |= {"draws": len(batches), "groups_kept": judgement.informative_count}
-    return Sampled(episodes, judgement, row)
+        row |= {"draws": draws, "groups_kept": int(informative.sum())}
+    return Sampled(rollout, objectives, informative, row | moment.logged)
+
+
+def judged(parts: RunContext, rollout: Rollout) -> tuple[Objectives, np.ndarray]:
+    """Return what training maximises, and bool [P], the groups that the estimator learns something from."""
+    objectives = objectives_of(parts, rollout.rewards, rollout.lengths, rollout.valid_turns)
+    return objectives, informative_groups(objectives, parts.config.algorithm)
 
 
 def run_iteration(
-    parts: RunContext, learner: Learner, state: TrainState, iteration: int, prefetcher: Prefetcher | None = None
+    parts: RunContext, learner: Learner, state: TrainState, iteration: int, ahead: SampledAhead | None = None
 ) -> Iteration:
-    """Sample a batch, judge it and learn from it; with a prefetcher the next batch is begun first."""
+    """Sample a batch, judge it and learn from it; with `ahead` the next batch is begun first."""
     started = time.monotonic()
-    if prefetcher is None:
+    if ahead is None:
         sampled = sample_groups(parts, state.variables, iteration)
     else:
-        sampled, state = prefetcher.advance(state, iteration, learner.iterations)
-    episodes, judgement, measured = sampled
+        sampled, state = ahead.advance(state, iteration, learner.iterations)
+    rollout = sampled.rollout
     config, every = parts.config, parts.config.algorithm.update_ref_every
     before_update = time.perf_counter()
-    batch = batch_of(parts, episodes, judgement)
+    batch = batch_of(parts, sampled)
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _UPDATE_STREAM), iteration)
     first_update = int(state.step)  # of those that were made: what is left out does not move the schedule
     state, report = learner.update(state, batch, key)
-    seconds = {**episodes.seconds, "update": time.perf_counter() - before_update}
+    seconds = {**rollout.seconds, "update": time.perf_counter() - before_update}
     if needs_reference(config.algorithm, config.ppo) and every and (iteration + 1) % every == 0:
         before, state = state.reference, learner.refresh(state)
         free_buffers(before)
@@ -184,7 +202,7 @@ def run_iteration(
         "epoch": (iteration + 1) / batches_per_epoch(len(parts.prompts.train), config.training.prompts_per_batch),
         **update_metrics(report),
         "learning_rate": float(np.asarray(learner.schedule(first_update))),
-        **measured,
+        **sampled.row,
     }
     if state.loss_scale is not None:
         row["loss_scale"] = float(state.loss_scale.scale)
@@ -194,8 +212,8 @@ def run_iteration(
     row["tokens_per_second"] = row["completion_tokens"] * written / max(seconds["sample"], 1e-9)
     estimates = report["measured"].get("estimates")
     advantages = np.asarray(batch.advantages if estimates is None else estimates.advantages)
-    columns = completion_columns(parts, episodes, judgement, advantages)
-    return Iteration(state, row, seconds, columns, judgement.final_rewards)
+    columns = completion_columns(parts, rollout, advantages)
+    return Iteration(state, row, seconds, columns, rollout.final_rewards)
 
 
 def sample_batch(
@@ -203,38 +221,36 @@ def sample_batch(
     variables: Variables,
     iteration: int,
     number: int = 0,
-    slot: Slot | None = None,
-) -> tuple[Episodes, Judgement]:
+    locks: Locks | None = None,
+) -> Rollout:
     """Sample and judge one draw: its rows and random numbers are functions of (seed, iteration, number)."""
     config, rows = parts.config, parts.prompts.train
     size = config.training.prompts_per_batch
     places = further_batch_at(config.seed, iteration, number, batch_size=size, n=len(rows))
     # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
     key = jax.random.fold_in(jax.random.fold_in(parts.key, _DRAW_STREAM), number) if number else parts.key
-    episodes, judgement = collect(
+    return collect(
         parts.environment,
         parts.samplers.training,
         variables,
         [rows[place] for place in places],
         key=key,
         iteration=iteration,
-        scheduling=parts.scheduling(config.training.chunk_prompts, slot),
+        work=parts.work(config.training.chunk_prompts, locks),
     )
-    objectives = objectives_of(parts, judgement.rewards, episodes.lengths, episodes.usable_turns)
-    informative = informative_groups(objectives, config.algorithm)
-    return episodes, judgement._replace(objectives=objectives, informative=informative)
 
 
-def batch_of(parts: RunContext, episodes: Episodes, judgement: Judgement) -> Batch:
+def batch_of(parts: RunContext, sampled: Sampled) -> Batch:
     """Convert a judged batch to the update's `Batch`."""
-    assert judgement.objectives is not None and judgement.informative is not None
+    rollout = sampled.rollout
+    assert rollout.samples is not None and rollout.prompt_tokens is not None and rollout.prompt_mask is not None
     return make_batch(
-        (episodes.prompt_tokens, episodes.prompt_mask),
-        episodes.samples,
-        judgement.objectives,
-        judgement.informative,
+        (rollout.prompt_tokens, rollout.prompt_mask),
+        rollout.samples,
+        sampled.objectives,
+        sampled.informative,
         parts.config.algorithm,
-        pictures=episodes.pictures,
+        pictures=rollout.pictures,
         mesh=parts.policy.mesh if process_count() == 1 else None,  # each process takes its share
     )
 
@@ -271,11 +287,10 @@ def update_metrics(report: Record) -> Record:
     return row | {name: float(measured[name]) for name in named if name in measured}
 
 
-def rollout_metrics(parts: RunContext, episodes: Episodes, judgement: Judgement) -> dict[str, float]:
+def rollout_metrics(parts: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:
     """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts."""
-    objectives, valid = judgement.objectives, episodes.valid
-    assert objectives is not None
-    samples, rewards, watched = episodes.samples, judgement.final_rewards, judgement.final_watched
+    samples, rewards, watched = rollout.samples, rollout.final_rewards, rollout.final_eval_rewards
+    assert samples is not None
     row: dict[str, float] = {}
     for index, name in enumerate(parts.environment.reward_names):
         row |= _spread(f"reward/{name}", rewards[..., index])
@@ -292,9 +307,9 @@ def rollout_metrics(parts: RunContext, episodes: Episodes, judgement: Judgement)
         "completion_tokens_max": float(lengths.max()),
         "truncated": float(samples.truncated.mean()),
     }
-    row |= turn_metrics(episodes, judgement, parts.environment.reward_names, parts.environment.eval_reward_names)
-    prompts = [row.prompt for row in episodes.rows]
-    return row | parts.task_data.report.statistics(prompts, episodes.texts, valid.tolist())
+    row |= turn_metrics(rollout, parts.environment.reward_names, parts.environment.eval_reward_names)
+    prompts = [row.prompt for row in rollout.rows]
+    return row | parts.task_data.report.statistics(prompts, rollout.texts, rollout.valid.tolist())
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -302,121 +317,104 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": present_mean(values), f"{name}/std": float(present.std()) if present.size else float("nan")}
 
 
-def completion_columns(parts: RunContext, episodes: Episodes, judgement: Judgement, advantages: np.ndarray) -> Record:
+def completion_columns(parts: RunContext, rollout: Rollout, advantages: np.ndarray) -> Record:
     """Columns of a batch's completions, one entry each, group after group; of episodes one for each turn.
 
     `advantages` are f32 [P, G] (of PPO the mean over each completion's tokens), or [P, G, T] by turn.
     """
-    samples, (_, group, turns) = episodes.samples, episodes.lengths.shape
+    samples, lengths = rollout.samples, rollout.lengths
+    assert samples is not None
+    _, group, turns = lengths.shape
     names = [f"reward/{name}" for name in parts.environment.reward_names]
     names += [f"eval_rewards/{name}" for name in parts.environment.eval_reward_names]
-    values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
+    values = np.concatenate([rollout.rewards, rollout.eval_rewards], axis=-1)
     entries: list[Record] = []
     rows = []
     for p, g in np.ndindex(advantages.shape[:2]):
-        for number, turn in enumerate(episodes.episodes[p][g].turns):
+        for number, turn in enumerate(rollout.episodes[p][g].turns):
             advantage = advantages[p, g]
             if advantages.ndim == 3 and samples.turn is not None:
                 in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
                 in_turn = in_turn[: advantages.shape[2]]
                 advantage = advantage[in_turn].mean() if in_turn.any() else 0
-            entry = {"prompt": episodes.rows[p].prompt, "completion": turn.raw_completion, "text": turn.completion}
+            entry = {"prompt": rollout.rows[p].prompt, "completion": turn.raw_completion, "text": turn.completion}
             if turns > 1:
                 answer = None if turn.observation is None or turn.observation.done else turn.observation.text
                 entry |= {"episode": p * group + g, "turn": number + 1, "answer": answer}
             entry |= dict(zip(names, values[p, g, number], strict=True))
             entry |= {
                 "advantage": np.float32(advantage),
-                "length": int(episodes.lengths[p, g, number]),
+                "length": int(lengths[p, g, number]),
                 "truncated": turn.truncated,
                 "valid": turn.valid,
             }
             entries.append(entry)
-            rows.append(episodes.rows[p].pictures)
+            rows.append(rollout.rows[p].pictures)
     return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(rows)
 
 
-_POLL_SECONDS = 0.5  # how often who waits looks up where a signal does not wake it
+_AHEAD = "sample ahead"
 _GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
 
 
-class Prefetcher:
-    """Batches on their way, a thread for each: the one that is learned from next, and the one behind it.
+class SampledAhead:
+    """Batches sampled ahead: the one that is learned from next, and the one behind it.
 
-    Each stage takes the chunks of one batch after those of the other, so a slow judge holds up no sampling. A batch
-    of several passes (turns, further draws) begins after the one before.
+    Each stage works for one batch at a time, so a slow judge holds up no sampling. A batch of several passes (turns,
+    further draws) begins after the one before.
     """
 
     def __init__(self, parts: RunContext):
         config = parts.config
-        self._parts = parts._replace(stopping=lambda: self._closed or parts.stopping())
-        self._pipeline = (
-            Pipeline() if config.sampling.turns == 1 and config.algorithm.zero_variance_groups != "resample" else None
-        )
+        one_pass = config.sampling.turns == 1 and config.algorithm.zero_variance_groups != "resample"
+        self._closed = threading.Event()
+        self._parts = parts._replace(stopping=lambda: self._closed.is_set() or parts.stopping())
+        self._locks: Locks = defaultdict(threading.Lock)
+        self._one_pass = one_pass
         self._drawn: dict[int, Future[Sampled]] = {}
-        self._threads: dict[int, threading.Thread] = {}
-        self._closed = False
 
     def advance(self, state: TrainState, iteration: int, iterations: int) -> tuple[Sampled, TrainState]:
         """Begin the next batch of `iterations`, and wait for this one; raises what ended it.
 
         The state returned holds the weights that the next batch is sampled with.
         """
-        behind = state.behind
-        assert behind is not None  # `Learner.start` and checkpoints have it
-        self._begin(iteration, stale_variables(state, behind))  # the first of this process; others are on their way
-        now = stale_copy(state)
+        copied = state.rollout_weights
+        assert copied is not None  # `Learner.start` and checkpoints have it
+        self._begin(iteration, rollout_variables(state, copied))  # the first of this process; others are on their way
+        now = rollout_copy(state)
         if iteration + 1 < iterations:
-            self._begin(iteration + 1, stale_variables(state, now))
-        drawn = self._drawn[iteration]
-        self._await([drawn])
-        sampled = drawn.result()
-        del self._drawn[iteration], self._threads[iteration]
-        row = {**sampled.row, "staleness": int(state.step) - int(behind.step)}
-        free_buffers(behind)
-        return sampled._replace(row=row), state._replace(behind=now)
+            self._begin(iteration + 1, rollout_variables(state, now))
+        sampled = self._drawn[iteration].result()
+        del self._drawn[iteration]
+        row = {**sampled.row, "staleness": int(state.step) - int(copied.step)}
+        free_buffers(copied)
+        return sampled._replace(row=row), state._replace(rollout_weights=now)
 
     def _begin(self, iteration: int, variables: Variables) -> None:
         if iteration in self._drawn:
             return
-        drawn: Future[Sampled] = Future()
-        slot, before = (None, [*self._drawn.values()]) if self._pipeline is None else (self._pipeline.slot(), [])
-        arguments = (drawn, before, iteration, variables, slot)
-        thread = threading.Thread(target=self._draw, args=arguments, name="sample ahead", daemon=True)
-        self._drawn[iteration], self._threads[iteration] = drawn, thread
-        thread.start()
+        drawn = self._drawn[iteration] = Future()
+        before = self._drawn.get(iteration - 1)
+
+        def draw() -> None:
+            try:
+                if before is not None and not self._one_pass:
+                    wait([before])
+                drawn.set_result(sample_groups(self._parts, variables, iteration, self._locks))
+            except BaseException as error:  # raised where the batch is taken
+                drawn.set_exception(error)
+
+        threading.Thread(target=draw, name=_AHEAD, daemon=True).start()
 
     def settle(self) -> None:
         """Wait until nothing is on its way, so that sampler and judges are free. `advance` raises failures."""
-        self._await([*self._drawn.values()])
+        wait(self._drawn.values())
 
     def close(self) -> None:
         """Stop what is on its way. A call that does not return is left behind."""
-        self._closed = True
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for thread in self._threads.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
+        self._closed.set()
+        wait(self._drawn.values(), _GRACE_SECONDS)
+        for thread in threading.enumerate():
+            if thread.name == _AHEAD:
                 thread.name = ABANDONED + thread.name
         self._drawn.clear()
-        self._threads.clear()
-
-    def _await(self, drawn: list[Future[Sampled]]) -> None:
-        while wait(drawn, _POLL_SECONDS).not_done:
-            pass
-
-    def _draw(
-        self,
-        drawn: Future[Sampled],
-        before: list[Future[Sampled]],
-        iteration: int,
-        variables: Variables,
-        slot: Slot | None,
-    ) -> None:
-        try:
-            while wait(before, _POLL_SECONDS).not_done:
-                if self._parts.stopping():
-                    raise Stopped
-            drawn.set_result(sample_groups(self._parts, variables, iteration, slot))
-        except BaseException as error:  # raised where the batch is taken
-            drawn.set_exception(error)

@@ -31,7 +31,7 @@ from grpo_jax.rollout.rewards import (
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import Evaluation, asked_to_watch, evaluate_policy, measure_all, watched_values
-from grpo_jax.runs.iteration import Learner, Prefetcher, make_learner, run_iteration
+from grpo_jax.runs.iteration import Learner, SampledAhead, make_learner, run_iteration
 from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.parts import RunContext, load_parts
 from grpo_jax.runs.progress import SCORE, Progress, Record, added, identity_of, require_same, with_total
@@ -67,9 +67,9 @@ class LanguageProgram:
     clock: float
 
     @cached_property
-    def prefetcher(self) -> Prefetcher | None:
+    def ahead(self) -> SampledAhead | None:
         """Batches that are sampled ahead (training.async_level); None where each is sampled with the newest weights."""
-        return Prefetcher(self.parts) if self.parts.config.training.async_level else None
+        return SampledAhead(self.parts) if self.parts.config.training.async_level else None
 
     @property
     def iterations(self) -> int:
@@ -117,7 +117,7 @@ class LanguageProgram:
                 f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured)
             )
             line = f"baseline on {len(self.parts.test_rows)} held-out prompts: {measures}"
-            values = self._by_name(np.moveaxis(before["greedy"].judgement.final_rewards, -1, 0))
+            values = self._by_name(np.moveaxis(before["greedy"].rollout.final_rewards, -1, 0))
             if missing := missing_rewards(values, self.parts.rewards.weights):
                 self.say(f"note: no held-out completion got the reward {join_names(missing)}")
         return Begun(state, notes, seconds, line)
@@ -131,7 +131,7 @@ class LanguageProgram:
             notes: Record = {"before": {}, "remembered": {}}
             if parts.test_rows:
                 untrained = evaluate_policy(parts, parts.policy.variables, parts.test_rows)
-                remembered = parts.task_data.report.remember(UNTRAINED, {"greedy": untrained.judgement})
+                remembered = parts.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
                 notes = {"before": {UNTRAINED: untrained.measures}, "remembered": remembered}
             seconds = {"evaluate": time.monotonic() - started}
             meta = {"identity": identity_of(parts.config, self.identity), "notes": notes, "seconds": seconds}
@@ -162,10 +162,10 @@ class LanguageProgram:
         measures = {kind: evaluation.measures for kind, evaluation in evaluations.items()}
         if not evaluations:
             return dict(notes)
-        judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
+        rollouts = {kind: evaluation.rollout for kind, evaluation in evaluations.items()}
         noted = {
             "before": notes["before"] | measures,
-            "remembered": notes["remembered"] | self.parts.task_data.report.remember(name, judgements),
+            "remembered": notes["remembered"] | self.parts.task_data.report.remember(name, rollouts),
         }
         samples = statistics_of(evaluations)
         return noted if samples is None else noted | {"samples": samples}
@@ -184,7 +184,7 @@ class LanguageProgram:
 
     def advance(self, state: TrainState, iteration: int, notes: Record) -> Advanced:
         """Run one iteration."""
-        result = run_iteration(self.parts, self.learner, state, iteration, self.prefetcher)
+        result = run_iteration(self.parts, self.learner, state, iteration, self.ahead)
         values = self._by_name(np.moveaxis(result.rewards, -1, 0))
         absent = missing_streaks(notes.get("absent", {}), values, self.parts.rewards.weights)
         if single := no_reward_yet(absent, iteration + 1, self.iterations):
@@ -255,13 +255,13 @@ class LanguageProgram:
 
     def close(self) -> None:
         """Stop what is sampled ahead."""
-        if self.prefetcher is not None:
-            self.prefetcher.close()
+        if self.ahead is not None:
+            self.ahead.close()
 
     def _settle(self) -> None:
         """Wait for batches on their way: held-out prompts have sampler and judges alone."""
-        if self.prefetcher is not None:
-            self.prefetcher.settle()
+        if self.ahead is not None:
+            self.ahead.settle()
 
 
 def load_program(

@@ -10,16 +10,16 @@ from grpo_jax.config import Config
 from grpo_jax.config.fields import require
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.reward_registry import ResolvedRewards
-from grpo_jax.rollout.rollout import Episodes, Judgement
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.progress import SCORE
 from grpo_jax.tasks.display import Table, of_turns
 from grpo_jax.training.estimators import OVERLONG
 
 TOTAL = "total"
 """Name of the measure that is maximised, for "best" and the improvement."""
-OWN_MEASURES: Mapping[str, Callable[[Episodes], float]] = {
-    "completion_tokens": lambda episodes: float(episodes.samples.mask.sum(-1).mean()),
-    "valid": lambda episodes: float(episodes.valid.mean()),
+OWN_MEASURES: Mapping[str, Callable[[Rollout], float]] = {
+    "completion_tokens": lambda rollout: float(rollout.lengths.sum(-1).mean()),
+    "valid": lambda rollout: float(rollout.valid.mean()),
 }
 """Measures of held-out completions beside rewards and watched measures."""
 
@@ -72,18 +72,16 @@ RIGHT = 1.0
 """A measure's best value: a first turn that reaches it was right."""
 
 
-def turn_metrics(
-    episodes: Episodes, judgement: Judgement, rewards: Sequence[str], watched: Sequence[str]
-) -> dict[str, float]:
+def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequence[str]) -> dict[str, float]:
     """A batch's episodes in a metrics row; nothing where the policy writes once.
 
     Entries "…@turnU" are means over the completions that have turn U, from 1; "turns", "answer_tokens" per episode.
     """
-    lengths, samples, present = episodes.lengths, episodes.samples, episodes.samples.present
-    if lengths.shape[2] == 1 or present is None:
+    lengths, samples = rollout.lengths, rollout.samples
+    if lengths.shape[2] == 1 or samples is None or samples.present is None:
         return {}
     row: dict[str, float] = {}
-    judged = (("reward", rewards, judgement.rewards), ("eval_rewards", watched, judgement.watched))
+    judged = (("reward", rewards, rollout.rewards), ("eval_rewards", eval_rewards, rollout.eval_rewards))
     for turn in range(lengths.shape[2]):
         for kind, names, values in judged:
             row |= {
@@ -91,7 +89,7 @@ def turn_metrics(
             }
         written = lengths[:, :, turn]
         row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(written > 0, written, np.nan))
-    answered = (present & ~samples.mask).sum(-1)
+    answered = (samples.present & ~samples.mask).sum(-1)
     return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(answered.mean())}
 
 
@@ -101,18 +99,18 @@ def present_mean(values: np.ndarray) -> float:
     return float(present.mean()) if present.size else float("nan")
 
 
-def turn_measures(judgement: Judgement, names: Sequence[str]) -> dict[str, float]:
+def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
     """Held-out measures of episodes beside those of their ends; nothing where the policy writes once.
 
     Means over the completions that have them: "NAME_turn_U" after U turns, for all but the last turn (an episode that
     ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of those that were right in
     the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the start.
     """
-    if judgement.rewards.shape[2] == 1:
+    if rollout.rewards.shape[2] == 1:
         return {}
-    values = np.concatenate([judgement.rewards, judgement.watched], axis=-1)
+    values = np.concatenate([rollout.rewards, rollout.eval_rewards], axis=-1)
     values = values.reshape(-1, *values.shape[2:])  # [P·G, U, N + W]
-    ends = np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1).reshape(len(values), -1)
+    ends = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1).reshape(len(values), -1)
     # A turn that does not exist has no value of any name; one whose measures all failed counts as the one before.
     exists = np.isfinite(values).any(axis=-1)
     last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)

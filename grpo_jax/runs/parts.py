@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -36,8 +38,8 @@ from grpo_jax.rollout.data import (
     row_sizes,
 )
 from grpo_jax.rollout.encoding import Encoded, make_encode
-from grpo_jax.rollout.environment import Environment, EnvSettings, make_encode_observation, make_score
-from grpo_jax.rollout.pipeline import Slot
+from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_encode_observation, make_score
+from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
     Trainer,
@@ -47,7 +49,6 @@ from grpo_jax.rollout.reward_registry import (
     resolve_rewards,
 )
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.rollout import Scheduling
 from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
 from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
@@ -82,7 +83,7 @@ class RunContext(NamedTuple):
     config: Config
     task_data: TaskData
     policy: Policy
-    environment: Environment
+    environment: RolloutFns
     rewards: ResolvedRewards
     samplers: Samplers
     allowed_tokens: np.ndarray | None
@@ -116,10 +117,10 @@ class RunContext(NamedTuple):
         """Names of rewards and watched measures, N + W."""
         return self.environment.reward_names + self.environment.eval_reward_names
 
-    def scheduling(self, chunk_prompts: int, slot: Slot | None = None) -> Scheduling:
-        """Chunks, time limit and stop of a batch in the pipeline."""
+    def work(self, chunk_prompts: int, locks: defaultdict[str, threading.Lock] | None = None) -> Work:
+        """A batch's way through sampler and judges, some prompts at a time (0: all)."""
         stopping = self.stopping if is_main_process() else lambda: False  # the others hear of it
-        return Scheduling(chunk_prompts, self.config.judge_timeout or None, stopping, slot)
+        return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks)
 
 
 def load_parts(
@@ -303,7 +304,7 @@ def make_environment(
     encode: Callable[..., Encoded],
     *,
     device: jax.Device | None = None,
-) -> Environment:
+) -> RolloutFns:
     """Make the functions between the policy's tokens and the rewards."""
     image_processor = image_processor_of(config, loaded)
     maximised: dict[str, Reward] = {}
@@ -311,7 +312,7 @@ def make_environment(
     for bound, wanted in ((maximised, rewards.maximised), (watched, rewards.watched)):
         for reward in wanted:
             bound[reward.name] = bind(reward, judges) if is_main_process() else reward.function
-    return Environment(
+    return RolloutFns(
         encode=encode,
         decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
         render=None if data.render is None or not is_main_process() else data.render(judges, rewards.asked),
@@ -382,7 +383,7 @@ def objectives_of(
     )
 
 
-def _check_measures(config: Config, prompts: PromptSet, environment: Environment) -> None:
+def _check_measures(config: Config, prompts: PromptSet, environment: RolloutFns) -> None:
     """Refuse a best checkpoint, and early stopping, by what no validation measures, and kinds that prompts have not."""
     training, names = config.training, (SCORE, *environment.reward_names, *environment.eval_reward_names)
     chosen_by = config.evaluation.best_by

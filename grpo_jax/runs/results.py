@@ -12,7 +12,7 @@ from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
-from grpo_jax.rollout.rollout import Judgement
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import (
     Evaluation,
@@ -79,9 +79,9 @@ def find(parts: RunContext, remembered: Record, name: str, evaluations: Mapping[
     """Return the task's findings from measurements, the last of which is called `name`; none without any."""
     if not evaluations:
         return Findings()
-    judgements = {kind: evaluation.judgement for kind, evaluation in evaluations.items()}
+    rollouts = {kind: evaluation.rollout for kind, evaluation in evaluations.items()}
     report = parts.task_data.report
-    return report.findings({**remembered, **report.remember(name, judgements)}, parts.test_rows)
+    return report.findings({**remembered, **report.remember(name, rollouts)}, parts.test_rows)
 
 
 def summarise(
@@ -190,17 +190,17 @@ def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
     before = later = [None] * len(rows)
-    first = np.full(scores_of(after.judgement).shape, np.nan)
+    first = np.full(scores_of(after.rollout).shape, np.nan)
     plain = parts.task_data.report.references(rows).get("unchanged")
     if drawn:
         later = _last_images(after, len(rows))
     if drawn and plain is not None:
         unchanged = evaluate_texts(parts, rows, plain)
-        before, first = _last_images(unchanged, len(rows)), scores_of(unchanged.judgement)
+        before, first = _last_images(unchanged, len(rows)), scores_of(unchanged.rollout)
     needed = [*later, *before] if plain is not None else later
     if drawn and any(image is None for image in needed):  # the renderer failed, and may
         return []
-    second = scores_of(after.judgement)
+    second = scores_of(after.rollout)
     return [
         GalleryEntry(
             row.prompt,
@@ -238,14 +238,14 @@ def shown_episode(row: Row, episode: Episode) -> EpisodeEntry:
     return EpisodeEntry(row.prompt, [shown_turn(turn) for turn in episode.turns], pictures)
 
 
-def scores_of(judgement: Judgement) -> np.ndarray:
+def scores_of(rollout: Rollout) -> np.ndarray:
     """Rewards and watched measures of one text per row: f32 [P, N + W]."""
-    return np.concatenate([judgement.final_rewards, judgement.final_watched], axis=-1)[:, 0]
+    return np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)[:, 0]
 
 
 def texts_table(parts: RunContext, after: Evaluation) -> Table:
     """One line per held-out prompt: prompt, text, the task's columns, each reward and watched measure."""
-    values = scores_of(after.judgement)
+    values = scores_of(after.rollout)
     columns = parts.task_data.report.columns
     rows = [
         (

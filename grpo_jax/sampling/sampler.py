@@ -175,11 +175,9 @@ def generate(
 
     Raises:
         TypeError: There is no such field.
-        ValueError: `prompts` is one text, there are none, or a field is out of range.
+        ValueError: A field is out of range.
         UserError: A prompt cannot be encoded.
     """
-    if isinstance(prompts, str) or not prompts:
-        raise ValueError(f"prompts: expected a list of at least one text, got {prompts[:40]!r}")
     settings = SamplingParams(completions, max_new_tokens, temperature, **params)
     sample = _cached_sampler(policy, settings, tuple(policy.eos_ids), policy.pad_id)
     tokens, mask = policy.encode(prompts)
@@ -233,13 +231,12 @@ def checked_prompts(
     tokens = np.asarray(prompt_tokens, np.int32)
     mask = np.asarray(prompt_mask, bool)
     # Other generators than threefry draw numbers that depend on the other rows.
-    if "fry" not in str(keys.dtype) or keys.shape != tokens.shape[:1]:
+    padded_left = mask.shape == tokens.shape and mask[:, -1].all() and not (mask[:, :-1] & ~mask[:, 1:]).any()
+    if not padded_left or "fry" not in str(keys.dtype) or keys.shape != tokens.shape[:1]:
         raise ValueError(
-            f"keys must be typed threefry keys of shape ({tokens.shape[0]},), one per prompt, "
-            f"got {keys.dtype} of shape {keys.shape}"
+            "prompts and their mask must be [P, L], padded on the left, with a token and a typed threefry key each; "
+            f"got {tokens.shape}, {mask.shape} and {keys.dtype} {keys.shape}"
         )
-    if mask.shape != tokens.shape or not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise ValueError("prompts must be [P, L], padded on the left, with at least one token each, and so their mask")
     limit = getattr(policy, "max_positions", None)
     longest = int(mask.sum(axis=1).max())
     if limit is not None and longest + length > limit:

@@ -14,8 +14,7 @@ from grpo_jax.config.sections import EvaluationSection, SamplingSection
 from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.hf import PolicyFolder
-from grpo_jax.models.hf.pieces import token_pieces
-from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids
+from grpo_jax.models.hf.tokens import Tokenizer, plain_tokens, special_ids, token_pieces
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import gather
 from grpo_jax.models.variables import PyTree
@@ -108,19 +107,15 @@ def stops_of(stops: list[str], tokenizer: Tokenizer, vocab_size: int) -> np.ndar
     if not stops:
         return None
     marks = tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer)))
-    for stop in stops:
-        held = [mark for mark in marks if mark in stop]
-        if held:
-            raise UserError(
-                f"sampling.stop: {one_line(repr(stop), 60)} holds the special token {held[0]}, which no text shows: "
-                "leave it out, or make it an eos_token_id of the policy's folder"
-            )
+    held = [mark for mark in marks if any(mark in stop for stop in stops)]
     pieces = token_pieces(tokenizer, vocab_size)
-    if pieces is None:
-        raise UserError(
-            "sampling.stop: expected none, for this policy's tokenizer does not write texts token by token; got "
-            f"{one_line(repr(stops), 60)}"
+    if held or pieces is None:
+        reason = (
+            f"no text shows the special token {held[0]}: leave it out, or make it an eos_token_id of the folder"
+            if held
+            else "this policy's tokenizer does not write texts token by token: leave it out"
         )
+        raise UserError(f"sampling.stop: got {one_line(repr(stops), 60)}, and {reason}")
     return stop_table(stops, pieces.first, pieces.later)
 
 

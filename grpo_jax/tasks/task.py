@@ -35,7 +35,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet, Row
 from grpo_jax.rollout.env import Env, Observation
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.rollout import Judgement
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.rollout.texts import ParsedCompletion, as_is, completion_statistics
 from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry, Table
 from grpo_jax.training.estimators import Invalid
@@ -117,14 +117,14 @@ class TaskReport:
     Attributes:
         references: Rows → texts measured in the policy's place, by kind: "unchanged", "oracle".
         statistics: (rows, texts `[P][G]`, valid `[P][G]`) → further metrics of a batch.
-        remember: (name, judgements by kind) → what the findings need of a measurement; goes into checkpoints.
+        remember: (name, rollouts by kind) → what the findings need of a measurement; goes into checkpoints.
         findings: (remembered, rows) → tables and lines at the end; kinds are in the order they were measured.
         columns: Columns of the rows that the report's table shows: {heading: column}.
     """
 
     references: Callable[[Sequence[Row]], dict[str, list[str]]] = oracle_column
     statistics: Callable[..., dict[str, float]] = completion_statistics
-    remember: Callable[[str, Mapping[str, Judgement]], Notes] = lambda name, judgements: {}
+    remember: Callable[[str, Mapping[str, Rollout]], Notes] = lambda name, rollouts: {}
     findings: Callable[[Notes, Sequence[Row]], Findings] = lambda remembered, rows: Findings()
     columns: Mapping[str, str] = field(default_factory=dict)
 

@@ -14,7 +14,7 @@ from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.models.variables import VALUE, PyTree, Variables
 
 
-class StaleWeights(NamedTuple):
+class RolloutWeights(NamedTuple):
     """The trained collection that samples ahead (training.async_level), and its update count (i32 scalar)."""
 
     step: jax.Array
@@ -34,7 +34,7 @@ class TrainState(NamedTuple):
         skipped: i32 scalar, consecutive updates left out because loss or gradient were not finite; of float16 only
             those at which the loss scale could fall no further.
         loss_scale: Flax's `DynamicScale` under float16, or None.
-        behind: The policy that samples the next batch, where that is sampled ahead; or None.
+        rollout_weights: The policy that samples the next batch, where that is sampled ahead; or None.
     """
 
     step: jax.Array
@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
     reference: PyTree | None
     skipped: jax.Array
     loss_scale: PyTree | None = None
-    behind: StaleWeights | None = None
+    rollout_weights: RolloutWeights | None = None
 
 
 def policy_collection(variables: Variables) -> str:
@@ -139,14 +139,14 @@ def refresh_reference(state: TrainState) -> TrainState:
     return state._replace(reference=jax.tree.map(jnp.array, state.variables[name]))
 
 
-def stale_copy(state: TrainState) -> StaleWeights:
+def rollout_copy(state: TrainState) -> RolloutWeights:
     """Copy the policy's weights into arrays that no update touches."""
     weights = state.variables[policy_collection(state.variables)]
-    return StaleWeights(jnp.array(state.step), jax.tree.map(jnp.array, weights))
+    return RolloutWeights(jnp.array(state.step), jax.tree.map(jnp.array, weights))
 
 
-def stale_variables(state: TrainState, behind: StaleWeights) -> Variables:
+def rollout_variables(state: TrainState, copied: RolloutWeights) -> Variables:
     """Return the variables of the policy that samples ahead, without a value head."""
     learned = trained_collections(state.variables)
     frozen = {name: tree for name, tree in state.variables.items() if name not in learned}
-    return {**frozen, policy_collection(state.variables): behind.weights}
+    return {**frozen, policy_collection(state.variables): copied.weights}

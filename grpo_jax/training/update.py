@@ -79,11 +79,11 @@ def make_train_step(
         # What no update changes stays outside what is donated: it may be shared, and is never copied.
         trained = trained_weights(state.variables)
         frozen = {name: tree for name, tree in state.variables.items() if name not in trained}
-        before = state._replace(variables=trained, reference=None, behind=None)
+        before = state._replace(variables=trained, reference=None, rollout_weights=None)
         after, report = compiled(before, frozen, batch)
         # On a CPU, JAX neither takes nor frees a donated array that NumPy has looked at, as a checkpoint does.
         free_buffers(before)
-        unchanged = {"reference": state.reference, "behind": state.behind}
+        unchanged = {"reference": state.reference, "rollout_weights": state.rollout_weights}
         return after._replace(variables={**frozen, **after.variables}, **unchanged), report
 
     return train_step

@@ -17,6 +17,7 @@ from jax.test_util import check_grads
 from grpo_jax.core import advantages, kl, losses, ppo, returns, selection, shaping
 from grpo_jax.core.advantages import Condition
 from grpo_jax.core.kl import KLPenalty
+from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.core.losses import PRESETS, FixedLength, grpo_loss, loss_normaliser
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -25,7 +26,7 @@ P, G, N, T = 3, 4, 2, 5  # all different: the axes of a result are known by thei
 seeds = st.integers(0, 10_000)
 # One preset for each surrogate, ratio and aggregation; test_losses.py has them all. Dr. GRPO takes its token budget
 # from the arrays unless it is told: padding would change it.
-CHOICES = {name: PRESETS[name] for name in ("grpo", "dapo", "gspo", "cispo", "sapo")}
+CHOICES = {name: PRESETS[name] for name in ("grpo", "gspo", "cispo", "sapo")}
 CHOICES["dr_grpo"] = PRESETS["dr_grpo"] | {"aggregation": FixedLength(7)}
 
 
@@ -154,8 +155,9 @@ def assert_same(got, expected, rtol=1e-5, atol=1e-5):
 
 def test_the_table_holds_every_public_function():
     """A new function of the core comes with these properties, or says here why not."""
-    # Checks of arguments, and a step of several functions.
+    # Checks of arguments, a step of several functions, and those of tests/turns/test_turn_advantages.py.
     not_arrays = {"check_choice", "check_shape", "as_objective_weights", "group_mean"}
+    not_arrays |= {"last_turn", "turn_returns", "turn_advantages"}
     for module in (advantages, kl, losses, ppo, returns, selection, shaping):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_") and name not in not_arrays:
@@ -320,3 +322,38 @@ def test_gradients_are_the_slopes(x64):
         return number
 
     check_grads(jax.jit(total), ({name: parts[name] for name in names},), order=1, modes=["rev"], atol=1e-5, rtol=1e-5)
+
+
+R2, R3, M = np.zeros((2, 3), np.float32), np.zeros((2, 3, 2), np.float32), np.ones((2, 3), bool)
+X = R2
+LOSS = X, X, R2[:, 0], M
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: advantages.group_advantages(R2[:, :1]), "at least 2 completions per prompt"),
+        (lambda: advantages.group_advantages(R2, scale="std"), "scale must be one of 'group', 'batch', 'none'"),
+        (lambda: advantages.gdpo_advantages(R3, weights=(1.0,)), r"weights must have shape \(2,\), got \(1,\)"),
+        (lambda: advantages.gdpo_advantages(R3, whiten="token"), "mask must be given for whiten='token'"),
+        (lambda: advantages.groups_without_signal(R2[0]), r"rewards must be \[P, G\] or \[P, G, N\]"),
+        (lambda: advantages.condition_rewards(R3, [Condition(-1, 0, 0.0)]), r"indices must be in 0..1, got -1 and 0"),
+        (lambda: advantages.condition_rewards(R3, [Condition(0, 0, 0.0)]), "cycle, got 0 -> 0"),
+        (lambda: returns.discounted_returns(R2, gamma=1.1), r"gamma must be in \[0, 1\], got 1.1"),
+        (lambda: returns.normalised_returns(R2[0], mask=M[0]), r"returns must be \[.., G, T\] .* got shape \(3,\)"),
+        (lambda: returns.gae_advantages(X, X[:, :2], gamma=1.0, gae_lambda=1.0), "values must have shape"),
+        (lambda: KLPenalty(0.1, corrected=True, straight_through=True), "must not both be True"),
+        (lambda: losses.CappedWeight(0.2), "cap is the largest weight itself and must be more than 1"),
+        (lambda: grpo_loss(X, X[:1], R2[:, 0], M), r"old_logprobs must have .* \(2, 3\), got \(1, 3\)"),
+        (lambda: grpo_loss(*LOSS, aggregation="mean"), "aggregation must be one of 'sequence'"),
+        (lambda: grpo_loss(*LOSS, kl=KLPenalty(0.1)), "ref_logprobs must be given"),
+        (lambda: grpo_loss(*LOSS, entropy_coef=0.1), "entropy must be given"),
+        (lambda: grpo_loss(*LOSS, normaliser=2.0, entropy=X, entropy_coef=0.1), "normaliser must be a Normaliser when"),
+        (lambda: ppo.value_loss(X, None, X, M), "old_values must be given with a clip, got None"),
+        (lambda: token_logprobs(R3, R3[0], M.astype(int), temperature=-1.0), "temperature must be finite and at least"),
+        (lambda: token_logprobs(R3, R3[0, :, :1], M.astype(int)), r"head must have shape \(3, 2\), got \(3, 1\)"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

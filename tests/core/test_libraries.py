@@ -21,7 +21,6 @@ CASES = [*cases_of("oracles.oracle_rlax", "rlax"), *cases_of("oracles.oracle_sci
 
 @pytest.mark.parametrize("case", CASES)
 def test_agrees(case):
-    for seed in range(2):
-        value, gradient = run(case, seed)
-        assert value < TOLERANCE
-        assert gradient is None or gradient < TOLERANCE
+    value, gradient = run(case, 0)
+    assert value < TOLERANCE
+    assert gradient is None or gradient < TOLERANCE

@@ -152,21 +152,3 @@ def test_a_frozen_head_costs_no_gradient():
     """With LoRA the head is not trained: neither its [V, D] accumulator nor its product may remain."""
     saved = temporaries(256, (0, 1), width=256) - temporaries(256, (0,), width=256)
     assert saved >= 0.9 * 2048 * 256 * 4
-
-
-H, W, T = np.zeros((2, 3, 4), np.float32), np.zeros((5, 4), np.float32), np.zeros((2, 3), np.int32)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: token_logprobs(H, W, T.astype(np.float32)), TypeError, "tokens must be of an integer type"),
-        (lambda: token_logprobs(H, W, T[:, :2]), ValueError, r"got \(2, 3, 4\) and \(2, 2\)"),
-        (lambda: token_logprobs(H[0, 0], W, T[0, 0]), ValueError, r"hidden must be \[.., T, D\]"),
-        (lambda: token_logprobs(H, W.T, T), ValueError, r"head must have shape \(V, 4\), got \(4, 5\)"),
-        (lambda: token_logprobs(H, W, T, temperature=-1.0), ValueError, "temperature must be finite and at least"),
-    ],
-)
-def test_bad_input(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

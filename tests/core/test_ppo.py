@@ -104,23 +104,6 @@ def test_explained_variance_of_constant_of_perfect_and_of_undefined():
     assert np.isnan(explained(targets, np.full_like(targets, np.nan)))
 
 
-X, M = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: value_loss(X, None, X, M), ValueError, "old_values must be given with a clip, got None"),
-        (lambda: value_loss(X, X, X[:1], M), ValueError, r"returns must have shape \(2, 3\), got \(1, 3\)"),
-        (lambda: value_loss(X, X, X, M[:1]), ValueError, r"mask must have shape \(2, 3\), got \(1, 3\)"),
-        (lambda: value_loss(X, X, X, M, normaliser=X), ValueError, r"normaliser must have shape \(\), got"),
-    ],
-)
-def test_bad_input(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
 def test_a_normaliser_counts_steps():
     parts = batch(9)
     args = [parts[name] for name in ("values", "old_values", "returns", "mask")]

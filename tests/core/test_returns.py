@@ -134,32 +134,3 @@ def test_equal_returns_and_empty_groups_give_exactly_zero():
     mask = np.ones((2, 3, 4), bool)
     np.testing.assert_array_equal(normalised_returns(np.full((2, 3, 4), 1000.1, np.float32), mask=mask), 0)
     np.testing.assert_array_equal(normalised_returns(np.full((2, 3, 4), np.nan, np.float32), mask=~mask), 0)
-
-
-R, V, M = np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32), np.ones((2, 3), bool)
-
-
-def gae(rewards=R, values=V, gamma=0.9, gae_lambda=0.9, **options):
-    return gae_advantages(rewards, values, gamma=gamma, gae_lambda=gae_lambda, **options)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: discounted_returns(R, gamma=1.1), ValueError, r"gamma must be in \[0, 1\], got 1.1"),
-        (
-            lambda: discounted_returns(R, gamma=R[0]),
-            ValueError,
-            r"shape \(\) or \(2, 3\), got \(3,\)",
-        ),
-        (lambda: gae(gae_lambda=1.5), ValueError, r"gae_lambda must be in \[0, 1\], got 1.5"),
-        (lambda: gae(values=R), ValueError, r"values must have shape \(2, 4\), got \(2, 3\)"),
-        (lambda: gae(values=V[:1], next_values=R), ValueError, r"values must have shape \(2, 4\) or \(2, 3\)"),
-        (lambda: gae(next_values=V), ValueError, r"next_values must have shape \(2, 3\), got \(2, 4\)"),
-        (lambda: gae(boundary=R), TypeError, "boundary must be of type bool"),
-        (lambda: normalised_returns(R[0], mask=M[0]), ValueError, r"returns must be \[.., G, T\] .* got shape \(3,\)"),
-    ],
-)
-def test_bad_input(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

@@ -96,29 +96,3 @@ def test_weights_correct_the_gradient_of_another_sampler(x64):
     right = slope(False, jax.nn.log_softmax(logits))
     np.testing.assert_allclose(slope(True, q), right, rtol=1e-10, atol=1e-14)
     assert np.abs(slope(False, q) - right).max() > 0.05
-
-
-E, M = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
-R = np.zeros((2, 3, 2), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: without_truncated(M, M), ValueError, r"truncated must have shape \(2,\), got \(2, 3\)"),
-        (lambda: groups_with_signal(E[0]), ValueError, r"rewards must be \[P, G\] or \[P, G, N\]"),
-        (
-            lambda: truncated_importance_weights(E, E[:1], M, cap=2.0),
-            ValueError,
-            r"sampler_logprobs must have .* \(2, 3\), got \(1, 3\)",
-        ),
-        (
-            lambda: truncated_importance_weights(E, E, M, cap=2.0, level="row"),
-            ValueError,
-            "level must be one of 'token', 'sequence', got 'row'",
-        ),
-    ],
-)
-def test_bad_input(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

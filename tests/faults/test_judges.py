@@ -6,7 +6,7 @@ from faults.judge_faults import FAULTS
 
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.rollout.pipeline import Stage, run_pipeline
+from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import TaskRewards, bind, judge_named, resolve_rewards
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 from grpo_jax.train import main
@@ -27,11 +27,13 @@ def find(folder, fault):
 def judge(reward, on_error):
     """The reward's numbers f32 [4], from a stage's thread as in a run."""
 
-    def score(texts):
-        return collect_rewards({"judged": reward}, texts, texts, {"wish": list("abcd")}, 2, on_error=on_error)
+    work = Work()
 
-    (numbers,), _ = run_pipeline([TEXTS], [Stage("score", score)])
-    return numbers.ravel()
+    def score(chunk):
+        with work.stage("score", chunk):
+            return collect_rewards({"judged": reward}, TEXTS, TEXTS, {"wish": list("abcd")}, 2, on_error=on_error)
+
+    return work.run(1, score)[0].ravel()
 
 
 def in_one_line(text):

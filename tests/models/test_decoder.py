@@ -1,7 +1,5 @@
 """The decoder against itself: sharing, caching, padding, adapters, shapes, refusals."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,13 +15,12 @@ from support.tiny_decoders import (
     WIDTH,
     Tiny,
     compiled,
+    drawn,
     group_batch,
     merged_params,
     tiny,
 )
 
-from grpo_jax.models import attention
-from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import init_adapters
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
@@ -152,11 +149,6 @@ def test_adapters_need_their_configuration(model):
         Policy(LLAMA).forward_group(model.variables, *BATCH)
 
 
-def test_misshapen_calls_are_refused(model):
-    with pytest.raises(ValueError, match="prompt_tokens"):
-        model.policy.forward_group(model.variables, BATCH[0], BATCH[1][:, :-1], BATCH[2], BATCH[3])
-
-
 @pytest.mark.parametrize(("dtype", "given", "highest"), [("float32", None, True), ("bfloat16", None, False)])
 def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
     """In sampler, pass forward and gradient, as lowered: float32 would else be rounded to TF32 on a GPU."""
@@ -168,54 +160,6 @@ def test_every_product_of_the_policy_has_its_precision(dtype, given, highest):
         return policy.token_logprobs(variables, policy.forward_group(variables, *BATCH), BATCH[2])[0].sum()
 
     for program in (jax.grad(total), lambda variables: sample(variables, *BATCH[:2], keys)):
-        text = jax.jit(program).lower(init_variables(LLAMA, jax.random.key(0))).as_text()
+        text = jax.jit(program).lower(drawn(LLAMA)).as_text()
         products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
         assert len(products) > 10 and {"HIGHEST" in line for line in products} == {highest}
-
-
-@pytest.mark.parametrize(("steps", "apart", "by_row"), [(127, False, True), (301, False, False), (301, True, True)])
-def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeypatch):
-    """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""
-    rng = np.random.default_rng(steps)
-    prompts, heads, group, shared, width, length = 2, 2, 3, 2, 4, 5
-    shapes = (shared, steps, width), (width, steps), (steps, width)
-    query, keys, values = (rng.normal(size=(prompts, heads, group, *shape)).astype(np.float32) for shape in shapes)
-    prefix = tuple(rng.normal(size=(prompts, heads, *s)).astype(np.float32) for s in ((width, length), (length, width)))
-    rows = (prompts, group) if apart else (prompts,)
-    segment = np.sort(rng.integers(0, 3, (*rows, steps)), axis=-1)
-    places = np.broadcast_to(length + np.arange(steps), segment.shape)
-    queries = attention.Tokens(places, np.ones(places.shape, bool), segment)
-    known = attention.Tokens(np.tile(np.arange(length), (prompts, 1)), rng.random((prompts, length)) < 0.8)
-
-    def weighted(query, keys, values, prefix):
-        memories = [attention.KeyValues(*prefix, known), attention.KeyValues(keys, values, queries, own=True)]
-        mixed = attention.attend(query, queries, memories, window=100, scale=0.7, softcap=3.0, by_row=by_row)
-        return jnp.sum(jnp.sin(mixed)), mixed
-
-    def outcome(many):
-        monkeypatch.setattr(attention, "_MANY_OF_A_ROW" if by_row else "_MANY", many)
-        return jax.jit(jax.value_and_grad(weighted, argnums=(0, 1, 2, 3), has_aux=True))(query, keys, values, prefix)
-
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), outcome(1), outcome(steps + 1))
-
-
-@pytest.mark.parametrize("by_row", [False, True])
-def test_scores_of_many_queries_are_never_held_at_once(by_row):
-    """The gradient of 1,024 queries in eight heads takes less than the scores of half of them would, 4 bytes each; nor
-    is there a mask of all queries and keys."""
-    compiled = _attention_gradient(1, 1024, by_row)
-    assert not re.findall(r"\[(?:\d+,)*1024,1024\]", compiled.as_text())
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 * 4
-
-
-def _attention_gradient(rows, steps, by_row):
-    shapes = [(rows, 4, 1, 2, steps, 8), (rows, 4, 1, 8, steps), (rows, 4, 1, steps, 8)]
-
-    def total(query, keys, values, segment):
-        tokens = attention.Tokens(jnp.arange(steps)[None], jnp.ones((1, steps), bool), segment)
-        memory = attention.KeyValues(keys, values, tokens, own=True)
-        return jnp.sum(attention.attend(query, tokens, [memory], by_row=by_row) ** 2)
-
-    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    segment = jax.ShapeDtypeStruct((rows, steps), jnp.int32)
-    return jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*given, segment).compile()

@@ -319,7 +319,7 @@ def test_weights_that_are_not_finite_are_refused(qwen, name, value, dtype):
     stored[name].view(-1)[3] = value
     save_file(stored, qwen / "model.safetensors")
     for param_dtype in (None, "float32", "float16"):
-        with pytest.raises(UserError, match=f"{name} holds NaN or infinite values: copy .* again"):
+        with pytest.raises(UserError, match=f"{name} holds NaN or infinite values, .*: copy .* again"):
             hf.load_folder(qwen, param_dtype=param_dtype, tokenizer=False)
 
 
@@ -327,7 +327,7 @@ def test_weights_that_a_dtype_cannot_hold_are_refused(qwen):
     stored = tensors(qwen)
     stored["model.norm.weight"][0] = 1e5
     save_file(stored, qwen / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.norm\.weight holds values that float16 cannot"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds .* larger ones than float16 has"):
         hf.load_folder(qwen, param_dtype="float16")
     assert hf.load_folder(qwen, param_dtype="bfloat16").params["norm"]["scale"][0] > 9e4
 
@@ -341,7 +341,7 @@ def test_adapters_that_are_not_finite_are_refused(tmp_path, qwen):
     name = next(name for name in stored if "layers.1" in name)
     stored[name][0, 0] = float("nan")
     save_file(stored, path)
-    with pytest.raises(UserError, match=f"{name} holds NaN or infinite values: copy .* again"):
+    with pytest.raises(UserError, match=f"{name} holds NaN or infinite values"):
         load_adapters(tmp_path / "adapters", loaded.config)
 
 

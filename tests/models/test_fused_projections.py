@@ -1,56 +1,90 @@
-"""Projections joined for decoding on a GPU, against those of the other platforms."""
+"""Layers apart with projections joined, as on a CUDA device, against stacks on a CPU."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_decoders import GPT2, LLAMA
+from support.tiny_decoders import CONFIGS, LLAMA, drawn, group_batch
 
+from grpo_jax.config import LoraSection, MeshSection, PolicySection
 from grpo_jax.models.architectures.llama import Mixture
-from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.lora import LoraConfig, quantise
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.fused_projections import apart_and_joined, separate
+from grpo_jax.models.lora import LoraConfig, entry, merge, quantise
+from grpo_jax.models.policy import Policy, keeps_layers_apart
 
-WIDE = replace(LLAMA, hidden_size=64, mlp_bias=True)
-MIXED = replace(LLAMA, mixture=Mixture(4, 2, 16), model_type="qwen3_moe")
+close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
 SEVERAL = LoraConfig(2, 6.0, ("k_proj", "o_proj", "v_proj", "gate_proj", "up_proj"))
-
-
-def drawn(config, lora):
-    rng = np.random.default_rng(1)
-    variables = init_variables(config, jax.random.key(0), lora=lora)
-    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape) / 10, x.dtype), variables)
-
-
-def decoded(policy, variables, prompts):
-    prefix = policy.prefill(variables, prompts, prompts > 0)
-    hidden, _ = policy.decode_step(policy.unstack(variables), prefix, prompts[:, :3], policy.init_cache(2, 3, 4))
-    return hidden
+WIDE = replace(LLAMA, hidden_size=64, mlp_bias=True)
+MIXED = replace(LLAMA, mixture=Mixture(4, 2, 16), model_type="qwen3_moe"), LoraConfig(2, 6.0, ("k_proj", "o_proj"))
+PHI = replace(LLAMA, fused=True, model_type="phi3"), LoraConfig(2, 6.0, ("qkv_proj", "down_proj"))
+ARCHITECTURES = {"llama": (LLAMA, SEVERAL), "gpt2": CONFIGS["gpt2"], "experts": MIXED, "joined": PHI}
 
 
 @pytest.mark.parametrize(
-    ("config", "lora", "kind"),
-    [
-        (WIDE, None, None),
-        (WIDE, SEVERAL, None),
-        (WIDE, LoraConfig(2, 6.0, ("o_proj",)), None),
-        (WIDE, SEVERAL, "int8"),
-        (WIDE, SEVERAL, "int4"),
-        (replace(LLAMA, fused=True, model_type="phi3"), None, None),
-        (MIXED, LoraConfig(2, 6.0, ("q_proj",)), None),
-        (GPT2, None, None),
-    ],
+    ("architecture", "remat"),
+    [*((architecture, "layer") for architecture in ARCHITECTURES), ("llama", "products")],
 )
-def test_a_token_is_decoded_as_with_projections_apart(config, lora, kind):
+def test_states_steps_and_gradients_are_those_of_stacks(architecture, remat):
+    config, lora = ARCHITECTURES[architecture]
     variables = drawn(config, lora)
-    if kind:
-        pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
-        variables = {**variables, "params": quantise(variables["params"], kind)}
-    prompts = np.random.default_rng(0).integers(1, config.vocab_size, (2, 5)).astype(np.int32)
-    joined, apart = (decoded(Policy(config, lora=lora, platform=p), variables, prompts) for p in ("cuda", "cpu"))
-    np.testing.assert_allclose(joined, apart, atol=1e-5, rtol=1e-5)
+    prompts, prompt_mask, tokens, mask = group_batch()
+
+    def outcome(platform, params):
+        policy = Policy(config, lora=lora, remat=remat, platform=platform)
+
+        def loss(adapters):
+            variables = {"params": params, "lora": adapters}
+            hidden = policy.forward_group(variables, prompts, prompt_mask, tokens, mask)
+            return (hidden**2).mean(), hidden
+
+        def steps(adapters):
+            variables = {"params": params, "lora": adapters}
+            prefix = policy.prefill(variables, prompts, prompt_mask)
+            cache = policy.init_cache(*tokens.shape)
+            step, _ = policy.decode_step(policy.unstack(variables), prefix, tokens[:, :, 0], cache)
+            return prefix, step, jax.value_and_grad(loss, has_aux=True)(adapters)
+
+        return jax.jit(steps)(variables["lora"])
+
+    apart = apart_and_joined(variables["params"], config)
+    assert "layers" not in apart and {"layers_0", "layers_1"} <= apart.keys()
+    jax.tree.map(close, outcome("cuda", apart), outcome("cpu", variables["params"]))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_token_is_decoded_from_quantised_projections_as_from_ones_apart(kind):
+    pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
+    variables = drawn(WIDE, SEVERAL)
+    variables["params"] = quantise(variables["params"], kind)
+    prompts = np.random.default_rng(0).integers(1, WIDE.vocab_size, (2, 5)).astype(np.int32)
+
+    def decoded(platform):
+        policy = Policy(WIDE, lora=SEVERAL, platform=platform)
+
+        def step(variables):
+            prefix, cache = policy.prefill(variables, prompts, prompts > 0), policy.init_cache(2, 3, 4)
+            return policy.decode_step(policy.unstack(variables), prefix, prompts[:, :3], cache)[0]
+
+        return jax.jit(step)(variables)
+
+    close(decoded("cuda"), decoded("cpu"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_layer_is_merged_as_that_of_a_stack(architecture):
+    config, lora = ARCHITECTURES[architecture]
+    variables = drawn(config, lora)
+    stacked = merge(variables, lora)["layers"]
+    params = separate(apart_and_joined(variables["params"], config), config)
+    apart = merge({**variables, "params": params}, lora)["layers"]
+    assert apart.keys() == stacked.keys()
+    for module, leaves in stacked.items():
+        for name, leaf in leaves.items():
+            assert apart[module][name].shape == leaf.shape
+            for layer in range(config.num_layers):
+                np.testing.assert_array_equal(entry(apart[module][name], (layer,)), entry(leaf, (layer,)))
 
 
 def test_a_layer_has_one_product_for_what_reads_the_same_states():
@@ -59,3 +93,22 @@ def test_a_layer_has_one_product_for_what_reads_the_same_states():
     assert kernels == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     adapter = variables["lora"]["layers_1"]["qkv_proj"]
     assert adapter["a"].shape == (64, 4) and adapter["b"].shape == (4, (4 + 2 + 2) * 8)
+
+
+SECTION = {"compute_dtype": "bfloat16", "frozen_dtype": "bfloat16", "lora": LoraSection(rank=2)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "platform", "apart"),
+    [
+        (SECTION, "cuda", True),
+        (SECTION, "gpu", False),
+        (SECTION, "cpu", False),
+        (SECTION | {"mesh": MeshSection(fsdp=2)}, "cuda", False),
+        (SECTION | {"frozen_dtype": "float32"}, "cuda", False),
+        (SECTION | {"frozen_dtype": "float32", "quantised": "int8"}, "cuda", True),
+        ({"compute_dtype": "float32"}, "cuda", False),
+    ],
+)
+def test_what_is_frozen_lies_apart_on_one_cuda_device(fields, platform, apart):
+    assert keeps_layers_apart(PolicySection(**fields), platform) is apart

@@ -14,7 +14,7 @@ from grpo_jax.config.command_line import load_config
 from grpo_jax.core.losses import PRESETS, grpo_loss
 from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.evaluation import evaluate_policy
-from grpo_jax.runs.iteration import batch_of, sample_batch
+from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.policy import restore_variables
 from grpo_jax.training.objectives import make_forward
@@ -128,7 +128,7 @@ def test_swapped_pictures_change_log_probabilities_and_loss(architecture, vision
     config["policy"] = {"path": str(seeing_folder(tmp_path / "policy", architecture)), "vision": vision}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     parts = load_parts(load_config(tmp_path / "config.yaml"), lambda *_: None)
-    batch = batch_of(parts, *sample_batch(parts, parts.policy.variables, 0))
+    batch = batch_of(parts, sample_groups(parts, parts.policy.variables, 0))
     # frozen: what the sampler was shown; trained: patches, so that the update sees them with gradient
     kind = {"frozen": "PictureStates", "train": "Pictures"}[vision]
     (pictures,) = batch.pictures.values()
@@ -161,8 +161,8 @@ def test_placeholders_are_never_sampled(parts):
     head[tokens] *= 1e4  # a policy that wants nothing else
     variables = parts.policy.variables | {"params": params | {"lm_head": head}}
     prompts = parts.prompts.train[:2]
-    episodes, _ = collect(parts.environment, parts.samplers.training, variables, prompts, key=parts.key, iteration=0)
-    assert not np.isin(episodes.samples.tokens[episodes.samples.mask], tokens).any()
+    rollout = collect(parts.environment, parts.samplers.training, variables, prompts, key=parts.key, iteration=0)
+    assert not np.isin(rollout.samples.tokens[rollout.samples.mask], tokens).any()
 
 
 def test_a_picture_that_breaks_off_is_one_line(home, tmp_path, capsys):

@@ -66,9 +66,9 @@ def test_the_size_by_default(tmp_path, model_type, fields, edge):
     ("fields", "size", "reason"),
     [
         ({}, 30, r"data.picture_size: expected a multiple of 8, .*\(such as 32\), got 30"),
-        ({}, 64, r"expected 64 to 1024 pixels, .* got 64 x 64 = 4096"),
-        ({"patch_size": 8}, None, "patch_size is 8, and the model's tower .* takes 4"),
-        ({"merge_size": 3}, None, "merge_size is 3"),
+        ({}, 64, r"expected a side of 64 to 1024 pixels in all, .* got 64"),
+        ({"patch_size": 8}, None, "patch_size: expected 4, as the tower takes it .* got 8"),
+        ({"merge_size": 3}, None, "merge_size: expected 2"),
         ({"do_normalize": False}, None, "do_normalize: expected true, .* got False"),
         ({"resample": 1}, None, r"resample: expected 2 \(bilinear\) or 3"),
         ({"image_std": [1, 0, 1]}, None, "image_std: expected three numbers > 0"),

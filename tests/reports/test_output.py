@@ -28,18 +28,16 @@ def iteration(step, prompts=2, group=3):
     rng = np.random.default_rng(step)
     shape = (prompts, group)
     turns = [[Turn(f"text {p} {g}", f"raw {p} {g}") for g in range(group)] for p in range(prompts)]
-    episodes = SimpleNamespace(
+    rollout = SimpleNamespace(
         rows=[Row(p, f"prompt {p}") for p in range(prompts)],
         episodes=[[Episode((turn,)) for turn in own] for own in turns],
         lengths=np.full((*shape, 1), 4),
-        samples=None,
-    )
-    judgement = SimpleNamespace(
+        samples=SimpleNamespace(turn=None),
         rewards=rng.normal(size=(*shape, 1, 2)).astype(np.float32),
-        watched=rng.normal(size=(*shape, 1, 1)).astype(np.float32),
+        eval_rewards=rng.normal(size=(*shape, 1, 1)).astype(np.float32),
     )
     row = {"step": step, "loss": 0.1 * step, "reward/total/mean": 0.5, "reward/total/std": 0.1, "kl": float("nan")}
-    return row, (episodes, judgement, rng.normal(size=shape))
+    return row, (rollout, rng.normal(size=shape))
 
 
 def test_output_of_a_run_resumed_after_a_kill(tmp_path):
@@ -69,9 +67,9 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
     table = pyarrow.parquet.read_table(directory.completions / "step_000003.parquet").to_pydict()
     assert table["prompt"] == ["prompt 0"] * 3 + ["prompt 1"] * 3
     assert table["completion"][4] == "raw 1 1" and table["text"][4] == "text 1 1" and table["length"] == [4] * 6
-    _, (_, judgement, advantages) = iteration(3)
-    assert table["reward/length"] == judgement.rewards[..., 1].ravel().tolist()
-    assert table["eval_rewards/pixel_accuracy"] == judgement.watched.ravel().tolist()
+    _, (rollout, advantages) = iteration(3)
+    assert table["reward/length"] == rollout.rewards[..., 1].ravel().tolist()
+    assert table["eval_rewards/pixel_accuracy"] == rollout.eval_rewards.ravel().tolist()
     assert table["advantage"] == advantages.astype(np.float32).ravel().tolist()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.errors import StageTimeout, StopRun
-from grpo_jax.rollout.pipeline import Stage, run_pipeline
+from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.rewards import RewardError, collect_rewards, event_loop
 
 PATIENCE = 60  # seconds; only a mistake takes that long
@@ -143,8 +143,14 @@ def test_one_that_takes_too_long_is_named():
             await asyncio.sleep(0.01)
         return [0] * len(completions)
 
+    work = Work(timeout=0.2)
+
+    def score(chunk):
+        with work.stage("score", chunk):
+            return collect(slow, lengths)
+
     try:
         with pytest.raises(StageTimeout, match=r"reward slow: no result after 0.2 s"):
-            run_pipeline([0], [Stage("score", lambda _: collect(slow, lengths))], timeout=0.2)
+            work.run(1, score)
     finally:
         release.set()

@@ -11,9 +11,9 @@ from support.text_task import rows, train_here
 from grpo_jax.config import make_config
 from grpo_jax.rollout.data import Row, batch_at, further_batch_at
 from grpo_jax.rollout.encoding import Encoded
-from grpo_jax.rollout.environment import Environment
+from grpo_jax.rollout.environment import RolloutFns
+from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import Trainer
-from grpo_jax.rollout.rollout import Judgement, Scheduling
 from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
@@ -53,7 +53,7 @@ def make_parts(teaches, **algorithm):
         return np.stack([spread, sign * spread], -1).astype(np.float32), np.zeros((len(prompts), GROUP, 0), np.float32)
 
     judged: list[list[int]] = []
-    environment = Environment(
+    environment = RolloutFns(
         encode=lambda rows: Encoded(np.ones((len(rows), 2), np.int32), np.ones((len(rows), 2), bool)),
         decode=lambda tokens, prompt: (text := f"{prompt}:{tokens[0]}", ParsedCompletion(text, True)),
         render=None,
@@ -71,7 +71,7 @@ def make_parts(teaches, **algorithm):
     parts = SimpleNamespace(
         config=make_config(values), environment=environment, prompts=prompts,
         key=jax.random.key(0), trainer=Trainer(),
-        scheduling=lambda chunk_prompts, slot: Scheduling(chunk_prompts),
+        work=lambda chunk_prompts, locks: Work(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
         task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), invalid="prompt"),
@@ -86,16 +86,15 @@ def drawn_of(parts, iteration=0):
 
 def learned_from(parts, rewards):
     """The batch of an iteration with rewards [P, G, N], or [G, N] in each group; which groups are informative."""
-    episodes = drawn_of(parts)[0]
+    drawn = drawn_of(parts)
     rewards = np.broadcast_to(np.array(rewards, np.float32), (SIZE, GROUP, 2))
-    objectives = objectives_of(parts, rewards[:, :, None], episodes.lengths)
+    objectives = objectives_of(parts, rewards[:, :, None], drawn.rollout.lengths)
     informative = informative_groups(objectives, parts.config.algorithm)
-    judgement = Judgement(rewards, rewards, episodes.lengths, objectives=objectives, informative=informative)
-    return batch_of(parts, episodes, judgement), informative
+    return batch_of(parts, drawn._replace(objectives=objectives, informative=informative)), informative
 
 
-def ids(episodes):
-    return [row.id for row in episodes.rows]
+def ids(drawn):
+    return [row.id for row in drawn.rollout.rows]
 
 
 def order(iteration=0):
@@ -106,34 +105,36 @@ def order(iteration=0):
 def test_a_batch_that_teaches_is_the_batch(cap):
     """The sampler's own probabilities travel only when asked for."""
     parts, judged = make_parts(range(ROWS), importance_cap=cap)
-    episodes, judgement, row = drawn_of(parts, 2)
-    assert ids(episodes) == list(batch_at(0, 2, batch_size=SIZE, n=ROWS))
-    assert row["draws"] == 1 and len(judged) == 1
-    assert (batch_of(parts, episodes, judgement).sampler_logprobs is not None) == bool(cap)
+    drawn = drawn_of(parts, 2)
+    assert ids(drawn) == list(batch_at(0, 2, batch_size=SIZE, n=ROWS))
+    assert drawn.row["draws"] == 1 and len(judged) == 1
+    assert (batch_of(parts, drawn).sampler_logprobs is not None) == bool(cap)
 
 
 def test_further_prompts_take_the_places_of_dead_groups():
     own, further = order()[:SIZE], order()[SIZE : 2 * SIZE]
     teaches = {own[1], *further[1:]}
     parts, judged = make_parts(teaches)
-    episodes, judgement, row = drawn_of(parts)
-    assert row["draws"] == 2 and judged == [own, further]
-    assert ids(episodes) == [own[1], *further[1:]]
-    assert row["reward/a/mean"] == pytest.approx(0.5 / SIZE)  # of the first draw
-    assert episodes.completions[1][0].startswith(f"p{further[1]}:")  # texts went along with their rows
-    batch = batch_of(parts, episodes, judgement)
-    assert judgement.informative.all() and batch.mask.any(-1).all()
-    np.testing.assert_array_equal(judgement.objectives.rewards, judgement.final_rewards)
+    drawn = drawn_of(parts)
+    assert drawn.row["draws"] == 2 and judged == [own, further]
+    assert ids(drawn) == [own[1], *further[1:]]
+    assert drawn.row["reward/a/mean"] == pytest.approx(0.5 / SIZE)  # of the first draw
+    assert drawn.rollout.episodes[1][0].last.raw_completion.startswith(
+        f"p{further[1]}:"
+    )  # texts went along with their rows
+    batch = batch_of(parts, drawn)
+    assert drawn.informative.all() and batch.mask.any(-1).all()
+    np.testing.assert_array_equal(drawn.objectives.rewards, drawn.rollout.final_rewards)
 
 
 def test_too_few_groups_are_filled_up_with_masked_ones():
     own, further = order()[:SIZE], order()[SIZE:]
     parts, judged = make_parts({own[2], further[0]}, resample_rounds=2)
-    episodes, judgement, row = drawn_of(parts)
-    assert row["draws"] == 3 and len(judged) == 3  # the bound
-    assert ids(episodes) == [own[2], further[0], own[0], own[1]]
-    batch = batch_of(parts, episodes, judgement)
-    assert judgement.informative.tolist() == [True, True, False, False] and row["groups_kept"] == 2
+    drawn = drawn_of(parts)
+    assert drawn.row["draws"] == 3 and len(judged) == 3  # the bound
+    assert ids(drawn) == [own[2], further[0], own[0], own[1]]
+    batch = batch_of(parts, drawn)
+    assert drawn.informative.tolist() == [True, True, False, False] and drawn.row["groups_kept"] == 2
     np.testing.assert_array_equal(batch.mask.any((1, 2)), [True, True, False, False])
     assert not np.asarray(batch.advantages)[2:].any() and np.asarray(batch.advantages)[:2].any()
 
@@ -144,11 +145,11 @@ def test_the_sum_and_the_objectives_judge_differently():
         parts, _ = make_parts(range(ROWS), advantage=advantage, resample_rounds=1)
         own = order(1)[:SIZE]
         assert any(number % 2 for number in own)
-        episodes, judgement, row = drawn_of(parts, 1)
-        assert row["draws"] == draws, advantage
+        drawn = drawn_of(parts, 1)
+        assert drawn.row["draws"] == draws, advantage
         if advantage == "grpo":
-            kept = judgement.informative.sum()
-            assert all(number % 2 == 0 for number in ids(episodes)[:kept])
+            kept = drawn.informative.sum()
+            assert all(number % 2 == 0 for number in ids(drawn)[:kept])
 
 
 def test_a_prompt_that_comes_again_gets_other_completions():
@@ -168,24 +169,24 @@ def test_a_prompt_that_comes_again_gets_other_completions():
 def test_dropped_groups_are_as_if_they_had_not_been():
     own = order()[:SIZE]
     parts, judged = make_parts(set(own[:2]), zero_variance_groups="drop")
-    episodes, judgement, row = drawn_of(parts)
-    assert row["draws"] == 1 and len(judged) == 1
-    batch = batch_of(parts, episodes, judgement)
-    assert judgement.informative.sum() == 2 and not batch.mask[2:].any() and batch.mask[:2].any((1, 2)).all()
+    drawn = drawn_of(parts)
+    assert drawn.row["draws"] == 1 and len(judged) == 1
+    batch = batch_of(parts, drawn)
+    assert drawn.informative.sum() == 2 and not batch.mask[2:].any() and batch.mask[:2].any((1, 2)).all()
     # whitening sees the two groups alone: their deviation is 1, which the zeros of the others would lower
     alive = np.asarray(batch.advantages)[:2]
     assert alive.std(ddof=1) == pytest.approx(1, abs=1e-3)
     parts, _ = make_parts(set(own[:2]), zero_variance_groups="keep")
-    episodes, judgement, _ = drawn_of(parts)
-    kept_zeros = batch_of(parts, episodes, judgement)
-    assert judgement.informative.sum() == 2 and kept_zeros.mask.any((1, 2)).all()
+    drawn = drawn_of(parts)
+    kept_zeros = batch_of(parts, drawn)
+    assert drawn.informative.sum() == 2 and kept_zeros.mask.any((1, 2)).all()
     np.testing.assert_array_equal(np.asarray(kept_zeros.advantages)[2:], 0)
     assert np.asarray(kept_zeros.advantages).std(ddof=1) == pytest.approx(1, abs=1e-3)
 
 
 def test_a_completion_without_a_reward_takes_no_part_in_ppo():
     parts, _ = make_parts(range(ROWS), zero_variance_groups="keep", advantage="gae")
-    rewards = drawn_of(parts)[1].final_rewards.copy()
+    rewards = drawn_of(parts).rollout.final_rewards.copy()
     rewards[1, 2] = np.nan  # all of it is missing
     rewards[2, 0, 1] = np.nan  # one of two
     batch, _ = learned_from(parts, rewards)

@@ -1,16 +1,16 @@
-"""The pipeline: same results as a loop, real overlap, no way to hang. Events instead of timed assertions."""
+"""Chunks at work: same results as a loop, real overlap, no way to hang. Events instead of timed assertions."""
 
 import contextvars
 import gc
 import signal
 import threading
 import time
-from functools import partial
+from collections import defaultdict
 
 import pytest
 
-from grpo_jax.errors import Stopped
-from grpo_jax.rollout.pipeline import Pipeline, Stage, StageError, StageTimeout, at_work, run_pipeline
+from grpo_jax.errors import StageError, StageTimeout, Stopped
+from grpo_jax.rollout.pipeline import Work, at_work
 
 PATIENCE = 600.0  # seconds after which a test that should have gone on fails instead of hanging
 
@@ -24,60 +24,36 @@ def no_thread_stays():
         assert not thread.is_alive(), f"{thread.name} is still running"
 
 
-def identity(x):
-    return x
+def run(count, *stages, **options):
+    """Send chunks through (name, function) stages; each function takes the chunk's number and the last result."""
+    work = Work(**options)
+
+    def chunk(number):
+        value = number
+        for name, function in stages:
+            with work.stage(name, number):
+                value = function(value)
+        return value
+
+    return work.run(count, chunk), work.seconds
 
 
 @pytest.mark.parametrize("count", [0, 1, 17])
 def test_results_equal_a_plain_loop_in_order(count):
     seen = []
-    stages = [
-        Stage("double", lambda x: 2 * x),
-        Stage("add", lambda x: seen.append(x) or x + 1),
-        Stage("text", str, timed=False),
-    ]
-    results, seconds = run_pipeline(range(count), stages)
+    stages = ("double", lambda x: 2 * x), ("add", lambda x: seen.append(x) or x + 1), ("text", str)
+    results, seconds = run(count, *stages)
     assert results == [str(2 * i + 1) for i in range(count)] and seen == [2 * i for i in range(count)]
-    assert list(seconds) == ["double", "add", "text"] and min(seconds.values()) >= 0
-    _, seconds = run_pipeline([0, 1], [Stage("slow", lambda c: time.sleep(0.1) or c), Stage("waits", identity)])
-    assert seconds["slow"] >= 0.2 > 2 * seconds["waits"]  # it waited as long
+    assert [*seconds] == (["double", "add", "text"] if count else []) and min(seconds.values(), default=0) >= 0
 
 
-def test_stages_work_at_the_same_time_on_different_chunks():
-    """All three calls must be inside their function at once, or the barrier breaks."""
-    barrier = threading.Barrier(3, timeout=PATIENCE)
-
-    def meet(name, chunk_at_meeting):
-        return Stage(name, lambda chunk: (chunk == chunk_at_meeting and barrier.wait(), chunk)[1])
-
-    results, _ = run_pipeline(range(4), [meet("sample", 2), meet("render", 1), meet("score", 0)])
-    assert results == [0, 1, 2, 3]
+def test_one_chunk_is_sampled_while_the_one_before_is_judged():
+    barrier = threading.Barrier(2, timeout=PATIENCE)
+    meets = [("sample", lambda x: (x == 1 and barrier.wait(), x)[1]), ("score", lambda x: (x or barrier.wait(), x)[1])]
+    assert run(4, *meets)[0] == [0, 1, 2, 3]
 
 
-def test_a_fast_stage_waits_for_a_slow_one():
-    # Chunk 0 is in the slow stage, 1 waits in the queue, 2 is done and finds it full: 3 must not begin.
-    begun, release, third = [], threading.Event(), threading.Event()
-
-    def fast(chunk):
-        begun.append(chunk)
-        if chunk == 2:
-            third.set()
-        return chunk
-
-    def slow(chunk):
-        assert third.wait(PATIENCE)
-        if chunk == 0:
-            time.sleep(0.05)  # gives a wrong implementation the time to run ahead; a right one needs none
-            assert begun == [0, 1, 2]
-            release.set()
-        return chunk
-
-    results, _ = run_pipeline(range(8), [Stage("fast", fast), Stage("slow", slow)])
-    assert release.is_set() and results == list(range(8))
-
-
-def test_no_more_chunks_than_allowed_are_on_their_way():
-    """From the first stage's call to the last one's result, however many stages and queues lie between."""
+def test_no_more_than_two_chunks_are_on_their_way():
     lock, running, most = threading.Lock(), set(), []
 
     def begin(chunk):
@@ -92,30 +68,28 @@ def test_no_more_chunks_than_allowed_are_on_their_way():
             running.discard(chunk)
         return chunk
 
-    stages = [Stage("begin", begin), *(Stage(f"s{i}", identity) for i in range(4)), Stage("end", end)]
-    assert run_pipeline(range(9), stages, in_flight=2)[0] == list(range(9))
+    assert run(9, ("sample", begin), ("render", int), ("score", end))[0] == [*range(9)]
     assert max(most) == 2
-    most.clear()
-    run_pipeline(range(9), stages)
-    assert max(most) > 2
 
 
-@pytest.mark.parametrize("failing", ["first", "second", "third"])
+@pytest.mark.parametrize("failing", ["sample", "render", "score"])
 def test_a_stage_that_raises_stops_all_and_is_named(failing):
     begun = []
 
-    def call(name, chunk):
-        begun.append((name, chunk))
-        if name == failing and chunk == 1:
-            raise KeyError("no such picture")
-        return chunk
+    def call(name):
+        def function(chunk):
+            begun.append((name, chunk))
+            if name == failing and chunk == 1:
+                raise KeyError("no such picture")
+            return chunk
+
+        return name, function
 
     with pytest.raises(StageError, match=rf"'{failing}'.*chunk 1.*KeyError.*no such picture") as caught:
-        run_pipeline(range(1000), [Stage(name, partial(call, name)) for name in ("first", "second", "third")])
+        run(1000, *map(call, ("sample", "render", "score")))
     assert (caught.value.stage, caught.value.chunk) == (failing, 1)
     assert isinstance(caught.value.__cause__, KeyError) and not isinstance(caught.value, StageTimeout)
-    assert len(begun) < 30
-    assert not [thread for thread in threading.enumerate() if thread.name in ("first", "second", "third")]
+    assert len(begun) < 30 and not [thread for thread in threading.enumerate() if thread.name == "rollout"]
 
 
 def test_a_failure_lets_running_calls_end_and_begins_no_other():
@@ -136,20 +110,46 @@ def test_a_failure_lets_running_calls_end_and_begins_no_other():
         raise RuntimeError("broken")
 
     with pytest.raises(StageError, match="broken"):
-        run_pipeline(range(5), [Stage("sample", sample), Stage("score", score)])
+        run(5, ("sample", sample), ("score", score))
     assert begun == [0, 1, "ended"]
 
 
-def test_a_stage_that_never_returns_is_given_up():
+def test_a_stage_that_never_returns_is_given_up_and_says_who_was_at_work():
     release = threading.Event()
-    stuck = Stage("stuck", lambda chunk: (chunk == 1 and release.wait(PATIENCE), chunk)[1])
+
+    def stuck(chunk):
+        at_work("reward mine")
+        assert chunk != 1 or release.wait(PATIENCE)
+        return chunk
+
     try:
-        with pytest.raises(StageTimeout, match=r"'stuck'.*chunk 1.*0\.2 s") as caught:
-            run_pipeline(range(50), [Stage("quick", identity), stuck, Stage("last", identity)], timeout=0.2)
-        assert not release.is_set() and caught.value.stage == "stuck"
-        assert not [thread for thread in threading.enumerate() if thread.name in ("quick", "last")]
+        with pytest.raises(StageTimeout, match=r"'score' failed on chunk 1: reward mine: no result after 0\.2 s"):
+            run(50, ("sample", int), ("score", stuck), timeout=0.2)
+        assert [thread.name for thread in threading.enumerate() if "rollout" in thread.name] == ["abandoned rollout"]
     finally:
         release.set()
+
+    def raises(chunk):
+        at_work("reward mine")
+        raise ValueError("a\nb" * 10**5)
+
+    with pytest.raises(StageError, match="stage 'score' failed on chunk 0: reward mine: ValueError: a ba b") as failed:
+        run(1, ("score", raises))
+    assert len(str(failed.value)) < 300
+
+
+def test_a_stop_begins_nothing_more():
+    begun, stop = [], threading.Event()
+
+    def sample(chunk):
+        begun.append(chunk)
+        stop.set()
+        time.sleep(0.7)  # the caller looks twice a second
+        return chunk
+
+    with pytest.raises(Stopped):
+        run(1000, ("sample", sample), stopping=stop.is_set)
+    assert len(begun) < 5
 
 
 class Interrupted(Exception):
@@ -158,8 +158,7 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_the_caller(number):
-    main = threading.main_thread().ident
-    begun = []
+    main, begun = threading.main_thread().ident, []
 
     def handler(received, frame):
         raise Interrupted(received)
@@ -176,79 +175,44 @@ def test_a_signal_reaches_the_caller(number):
     try:
         with pytest.raises(Interrupted):
             # A million chunks: without the signal's exception this would go on for a long while.
-            run_pipeline(range(10**6), [Stage("stage", stage), Stage("next", identity)])
+            run(10**6, ("sample", stage), ("score", int))
     finally:
         signal.signal(number, previous)
         gc.enable()
     assert len(begun) < 10**6
 
 
-def test_a_failing_stage_says_who_was_at_work():
-    release = threading.Event()
-
-    def work(waits):
-        at_work("reward mine")
-        assert not waits or release.wait(PATIENCE)
-        raise ValueError("a\nb" * 10**5)
-
-    with pytest.raises(StageTimeout, match=r"'score' failed on chunk 0: reward mine: no result after 0\.1 s"):
-        run_pipeline([True], [Stage("score", work)], timeout=0.1)
-    release.set()
-    with pytest.raises(StageError, match="stage 'score' failed on chunk 0: reward mine: ValueError: a ba b") as failed:
-        run_pipeline([False], [Stage("score", work)])
-    assert len(str(failed.value)) < 300
-
-
 def test_a_slow_judge_does_not_hold_up_the_next_batch():
-    """All of it is sampled while the first picture of the one before is still looked at; each stage keeps the order."""
-    line, sampled, order = Pipeline(), threading.Event(), []
+    """It is sampled while the one before is still judged; no stage works for both at once."""
+    locks, sampled, busy = defaultdict(threading.Lock), threading.Event(), defaultdict(int)
 
-    def stages(batch):
-        def sample(chunk):
-            order.append(("sample", batch, chunk))
-            if (batch, chunk) == (1, 4):
-                sampled.set()
+    def alone(name, function):
+        def call(chunk):
+            busy[name] += 1
+            assert busy[name] == 1
+            function(chunk)
+            busy[name] -= 1
             return chunk
 
-        def score(chunk):
-            if (batch, chunk) == (0, 0):
-                assert sampled.wait(PATIENCE)
-            order.append(("score", batch, chunk))
-            return (batch, chunk)
-
-        return [Stage("sample", sample, unbounded=True), Stage("score", score)]
+        return name, call
 
     results = {}
 
-    def draw(batch, slot):
-        results[batch] = run_pipeline(range(5), stages(batch), slot=slot)[0]
+    def draw(batch, score):
+        sample = sampled.set if batch else lambda: None
+        stages = alone("sample", lambda chunk: sample()), alone("score", score)
+        results[batch] = run(3, *stages, locks=locks)[0]
 
-    threads = [threading.Thread(target=draw, args=(batch, line.slot())) for batch in range(2)]
-    for thread in reversed(threads):  # the slot decides, not who comes first
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    whole = [(batch, chunk) for batch in range(2) for chunk in range(5)]
-    assert results == {0: whole[:5], 1: whole[5:]}
-    assert [call[1:] for call in order if call[0] == "sample"] == whole
-    assert [call[1:] for call in order if call[0] == "score"] == whole
-
-
-def test_a_batch_behind_one_that_failed_never_begins():
-    line, begun = Pipeline(), []
-    slots = [line.slot(), line.slot()]
-
-    def fail(chunk):
-        raise ValueError("broken")
-
-    with pytest.raises(StageError, match="broken"):
-        run_pipeline([0], [Stage("score", fail)], slot=slots[0])
-    with pytest.raises(Stopped):
-        run_pipeline([0], [Stage("score", begun.append)], slot=slots[1], stopping=lambda: True)
-    assert not begun
+    first = threading.Thread(target=draw, args=(0, lambda chunk: chunk or sampled.wait(PATIENCE)))
+    second = threading.Thread(target=draw, args=(1, lambda chunk: None))
+    first.start()
+    second.start()
+    first.join(PATIENCE)
+    second.join(PATIENCE)
+    assert results == {0: [0, 1, 2], 1: [0, 1, 2]}
 
 
 def test_stages_have_the_callers_context():
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(7)
-    assert run_pipeline([1, 2], [Stage("a", lambda x: x + variable.get())])[0] == [8, 9]
+    assert run(2, ("a", lambda x: x + variable.get()))[0] == [7, 8]

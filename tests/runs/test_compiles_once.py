@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.runs.iteration import Prefetcher, make_learner, run_iteration
+from grpo_jax.runs.iteration import SampledAhead, make_learner, run_iteration
 from grpo_jax.runs.parts import load_parts
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -35,8 +35,8 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
         choices += ["--training.inner_epochs=1", "--training.minibatches=1"]
     config = parse([f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", *choices])
     parts = load_parts(config, say=lambda *_: None)
-    learner, ahead = make_learner(parts), Prefetcher(parts)
-    iterate = partial(run_iteration, parts, learner, prefetcher=None if updates == "one" else ahead)
+    learner, ahead = make_learner(parts), SampledAhead(parts)
+    iterate = partial(run_iteration, parts, learner, ahead=None if updates == "one" else ahead)
     state = iterate(learner.start(parts.policy.variables), 0).state
     ahead.settle()
     first = len(compiled)

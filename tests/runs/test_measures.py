@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
+from support.rollouts import rollout_of
 from support.text_task import DONE, aged, rows, train_values
 
 from grpo_jax import evaluate, make_config, run
 from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import ResolvedRewards
-from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.measures import require_names, turn_measures
 
 JUDGE = f"""{DONE}
@@ -160,7 +160,7 @@ def test_no_two_measures_have_one_name():
 
     names(["a.py:f", "b.py:g", "overlong", "f_gain"], ["a.py:f", "h"], ["blind"])  # watched as it is rewarded
     values = np.ones((2, 1, 3, 1), np.float32)
-    found = turn_measures(Judgement(values, values[..., :0], np.zeros((2, 1), int)), ["f"])
+    found = turn_measures(rollout_of(values, values[..., :0]), ["f"])
     assert len(found) == 5
     for name in found:
         with pytest.raises(UserError, match=f"rewards.{name}: expected a name that no other measure of the run has"):

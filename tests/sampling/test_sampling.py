@@ -332,17 +332,9 @@ def test_wrong_input_is_named():
     tokens, mask = prompts([5, 6])
     keys = keys_for([0, 1])
     sample = make_sampler(Bigram(), SamplingParams(2, 2), eos_ids=(EOS,), pad_id=PAD)
-    right_padded, empty = mask.copy(), mask.copy()
+    right_padded = mask.copy()
     right_padded[0, -1] = False
-    empty[0] = False
-    for bad in (right_padded, empty):
-        with pytest.raises(ValueError, match="padded on the left"):
-            sample(table(), tokens, bad, keys)
-    with pytest.raises(ValueError, match="padded on the left"):
-        sample(table(), tokens, mask[:1], keys)
-    with pytest.raises(ValueError, match="one per prompt"):
-        sample(table(), tokens, mask, keys[:1])
-    with pytest.raises(ValueError, match="typed threefry keys"):
-        sample(table(), tokens, mask, jnp.zeros((2,), jnp.uint32))
-    with pytest.raises(ValueError, match="rbg"):
-        sample(table(), tokens, mask, jax.random.split(jax.random.key(0, impl="rbg"), 2))
+    others = jax.random.split(jax.random.key(0, impl="rbg"), 2)
+    for bad in ((right_padded, keys), (mask[:1], keys), (mask, keys[:1]), (mask, others)):
+        with pytest.raises(ValueError, match="padded on the left, with a token and a typed threefry key each"):
+            sample(table(), tokens, *bad)

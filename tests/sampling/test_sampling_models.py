@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from support import tiny_models
-from support.tiny_decoders import LLAMA
+from support.tiny_decoders import LLAMA, drawn
 
 from grpo_jax.core.logprobs import token_logprobs
-from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import numbered, unstack
@@ -114,12 +113,11 @@ def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, vari
     assert ended.sum() >= 2 and not ended.all()
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize(("prompts", "group"), [(1, 1), (1, 8), (8, 1), (8, 8), (2, 8)])
+@pytest.mark.parametrize(("prompts", "group", "heads"), [(1, 1, 1), (1, 8, 2), (8, 1, 1), (2, 8, 2)])
 def test_a_token_is_written_into_the_cache_in_place(prompts, group, heads):
     """No loop over tokens moves a cache, be there one prompt, one head, groups of one, or one prompt that goes on."""
     config = replace(LLAMA, num_layers=1, num_kv_heads=heads, windows=(None,))
-    policy, variables = Policy(config), init_variables(config, jax.random.key(0))
+    policy, variables = Policy(config), drawn(config)
     ends, params = make_ends((0,), 0, None), SamplingParams(group, 40)
 
     def write(variables, tokens, keys):

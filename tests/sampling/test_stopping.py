@@ -8,7 +8,7 @@ import pytest
 from support.marked_tokenizers import TOKENIZERS
 from support.tiny_decoders import tiny
 
-from grpo_jax.models.hf.pieces import token_pieces
+from grpo_jax.models.hf.tokens import token_pieces
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import START, stop_table

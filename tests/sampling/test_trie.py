@@ -80,19 +80,9 @@ def test_off_the_tree_nothing_may_follow():
     assert not np.asarray(children(trie, np.array([-1]))).any()
 
 
-@pytest.mark.parametrize(
-    ("texts", "wrong"),
-    [
-        ([], "at least one"),
-        ([[1, 2], []], "at least one token"),
-        ([[1, 2], [1, 2]], "repeat or begin"),
-        ([[1, 2], [3], [1, 2, 5]], "repeat or begin"),
-        ([[1, VOCABULARY]], r"in \[0, 90\)"),
-        ([[1, -2], [3]], r"in \[0, 90\)"),
-    ],
-)
-def test_catalogues_that_cannot_be_told_apart_are_refused(texts, wrong):
-    with pytest.raises(ValueError, match=wrong):
+@pytest.mark.parametrize("texts", [[[1, 2], [1, 2]], [[1, 2], [3], [1, 2, 5]]])
+def test_catalogues_that_cannot_be_told_apart_are_refused(texts):
+    with pytest.raises(ValueError, match="repeat or begin"):
         make_trie(texts, vocab_size=VOCABULARY)
 
 

@@ -73,12 +73,19 @@ class Tiny(NamedTuple):
 @functools.cache
 def tiny(architecture: str) -> Tiny:
     config, lora = (CONFIGS | {ONE_HEAD: (replace(LLAMA, num_kv_heads=1), CONFIGS["llama"][1])})[architecture]
+    return Tiny(config, lora, compiled(Policy(config, lora=lora)), drawn(config, lora))
+
+
+def drawn(config: ModelConfig, lora: LoraConfig | None = None) -> dict[str, Any]:
+    """Variables of a decoder, adapters far from their start; drawn on the host, so that nothing is compiled."""
+    shapes = jax.eval_shape(functools.partial(init_variables, config, lora=lora), jax.random.key(0))
     rng = np.random.default_rng(1)
-    variables = jax.tree.map(
-        lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),
-        jax.jit(functools.partial(init_variables, config, lora=lora))(jax.random.key(0)),
-    )
-    return Tiny(config, lora, compiled(Policy(config, lora=lora)), variables)
+
+    def draw(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(rng.normal(mean, 0.2, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 class _Compiled(Policy):

@@ -15,8 +15,9 @@ from grpo_jax.errors import StageError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.env import EnvError, Observation
-from grpo_jax.rollout.environment import Environment, EnvSettings, make_score
-from grpo_jax.rollout.rollout import Scheduling, collect
+from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_score
+from grpo_jax.rollout.pipeline import Work
+from grpo_jax.rollout.rollout import collect
 from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.sampling.episodes import make_episode_sampler
 from grpo_jax.sampling.samplers import stop_table
@@ -72,7 +73,7 @@ def high(completions, episodes, completion_ids):
 
 def make_environment(step=told, *, lenient=False, rewards=None, turns=TURNS, say=say, **more):
     score = make_score(rewards or {"length": length, "high": high}, {}, missing=lenient)
-    return Environment(
+    return RolloutFns(
         encode=encode,
         decode=lambda tokens, prompt: (text := " ".join(map(str, tokens)), ParsedCompletion(text, True)),
         render=None,
@@ -95,7 +96,7 @@ def usual():
 
 def play(environment=None, *, sample=None, iteration=0):
     environment, sample = environment or make_environment(), sample or usual()
-    options = {"key": KEY, "iteration": iteration, "scheduling": Scheduling(chunk_prompts=2)}
+    options = {"key": KEY, "iteration": iteration, "work": Work(chunk_prompts=2)}
     return collect(environment, sample, tiny("llama").variables, ROWS, **options)
 
 
@@ -106,22 +107,21 @@ def rollout():
 
 def batch_of(rollout, section):
     """The rollout as an update takes it, and its objectives."""
-    episodes, judgement = rollout
     objectives = make_turn_objectives(
-        jnp.asarray(judgement.rewards),
-        episodes.lengths,
+        jnp.asarray(rollout.rewards),
+        rollout.lengths,
         section,
         weights={"length": 1.0, "high": 0.5},
         max_new_tokens=STEPS,
     )
-    prompts = episodes.prompt_tokens, episodes.prompt_mask
+    prompts = rollout.prompt_tokens, rollout.prompt_mask
     informative = informative_groups(objectives, section)
-    return make_batch(prompts, episodes.samples, objectives, informative, section), objectives
+    return make_batch(prompts, rollout.samples, objectives, informative, section), objectives
 
 
 def turns_apart(rollout):
     """Each turn of each completion: (p, g, turn, what stands before it, what the policy wrote), without padding."""
-    samples, found = rollout[0].samples, []
+    samples, found = rollout.samples, []
     for p, g in np.ndindex(len(ROWS), GROUP):
         row = samples.tokens[p, g][samples.present[p, g]]
         mask, turn = (array[p, g][samples.present[p, g]] for array in (samples.mask, samples.turn))
@@ -134,11 +134,11 @@ def turns_apart(rollout):
 
 def test_a_stream_is_the_episode_without_holes(rollout):
     """Each turn's text, and the answer's tokens behind it, read back from the tokens."""
-    (episodes, _), samples = rollout, rollout[0].samples
+    samples = rollout.samples
     assert samples.tokens.shape == (4, GROUP, STREAM) and samples.truncated.any() and not samples.truncated.all()
     counts = set()
     for p, g in np.ndindex(4, GROUP):
-        episode, expected, wrote = episodes.episodes[p][g], [], []
+        episode, expected, wrote = rollout.episodes[p][g], [], []
         for number, turn in enumerate(episode.turns):
             expected += words(turn.raw_completion)
             wrote += [True] * (len(expected) - len(wrote))
@@ -152,7 +152,7 @@ def test_a_stream_is_the_episode_without_holes(rollout):
         assert samples.mask[p, g][present].tolist() == wrote
         assert samples.truncated[p, g] == any(turn.truncated for turn in episode.turns)
         assert (samples.logprobs[p, g] != 0).tolist() == samples.mask[p, g].tolist()
-        assert episodes.texts[p][g] == episode.last.completion
+        assert rollout.texts[p][g] == episode.last.completion
         counts.add(len(episode.turns))
         assert episode.last.observation is None if len(episode.turns) == TURNS else episode.last.observation.done
     assert counts == {1, 2, 3}
@@ -161,10 +161,10 @@ def test_a_stream_is_the_episode_without_holes(rollout):
 def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
     """It was not written, and the chat template has it; the turn is none that was cut off all the same."""
     pieces = [f" {token}".encode() for token in range(64)]
-    episodes, _ = play(make_environment(turns=2), sample=sampler(stops=stop_table([" 1", " 2"], pieces, pieces)))
+    rollout = play(make_environment(turns=2), sample=sampler(stops=stop_table([" 1", " 2"], pieces, pieces)))
     stopped = 0
     for p, g in np.ndindex(4, GROUP):
-        episode, expected = episodes.episodes[p][g], []
+        episode, expected = rollout.episodes[p][g], []
         for turn in episode.turns:
             written = words(turn.raw_completion)
             ended = written[-1] in ENDS
@@ -174,24 +174,23 @@ def test_a_turn_that_a_stop_string_ended_is_given_its_end_mark():
             if turn is not episode.last:
                 expected += say(turn.observation, ended, ())
                 stopped += not ended and not turn.truncated
-        assert episodes.samples.tokens[p, g][episodes.samples.present[p, g]].tolist() == expected
+        assert rollout.samples.tokens[p, g][rollout.samples.present[p, g]].tolist() == expected
     assert stopped > 3
 
 
 def test_rewards_come_of_each_turn(rollout):
-    episodes, judgement = rollout
-    judged = judgement.rewards
+    judged = rollout.rewards
     assert judged.shape == (4, GROUP, TURNS, 2)
     for p, g in np.ndindex(4, GROUP):
-        turns = episodes.episodes[p][g].turns
+        turns = rollout.episodes[p][g].turns
         expected = [
             [len(words(turn.completion)) / STEPS, words(turn.completion)[0] / 60 + n] for n, turn in enumerate(turns, 1)
         ]
         np.testing.assert_allclose(judged[p, g, : len(turns)], expected, rtol=1e-6)
         assert np.isnan(judged[p, g, len(turns) :]).all()
-        np.testing.assert_allclose(judgement.final_rewards[p, g], expected[-1], rtol=1e-6)
+        np.testing.assert_allclose(rollout.final_rewards[p, g], expected[-1], rtol=1e-6)
         assert turns[0].rewards == pytest.approx(dict(zip(("length", "high"), expected[0], strict=True)))
-    assert set(episodes.seconds) == {"sample", "score", "env"}
+    assert set(rollout.seconds) == {"sample", "score", "env"}
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -255,7 +254,7 @@ def test_one_update_reads_old_reference_and_importance_over_all_turns(rollout):
     """Two epochs with KL and importance: tokens that the policy may not write stand among them, and nothing is NaN."""
     model = tiny("llama")
     section = AlgorithmSection(kl_coef=0.1, importance_cap=2.0, entropy_share=0.5, turn_advantage="return")
-    samples = rollout[0].samples
+    samples = rollout.samples
     assert not ALLOWED[samples.tokens[samples.present & ~samples.mask]].all()
     batch, _ = batch_of(rollout, section)
     optimizer = optax.sgd(0.1)
@@ -274,9 +273,9 @@ def test_one_update_reads_old_reference_and_importance_over_all_turns(rollout):
 
 
 def test_an_episode_follows_from_seed_and_iteration(rollout):
-    (again, _), (other, _) = play(), play(iteration=1)
-    jax.tree.map(np.testing.assert_array_equal, again.samples, rollout[0].samples)
-    assert again.episodes == rollout[0].episodes and other.episodes != rollout[0].episodes
+    again, other = play(), play(iteration=1)
+    jax.tree.map(np.testing.assert_array_equal, again.samples, rollout.samples)
+    assert again.episodes == rollout.episodes and other.episodes != rollout.episodes
 
 
 # ------------------------------------------------------------------------------------------------ what may go wrong
@@ -316,8 +315,8 @@ def test_an_environment_that_fails_stops_the_run_by_name_or_leaves_no_reward(kin
         play(make_environment(step, say=limited))
     assert error.value.stage == "env"
     came = play(make_environment(step, lenient=True, say=limited))
-    assert np.isnan(came[1].rewards).all()
-    assert all(len(episode.turns) == 1 for group in came[0].episodes for episode in group)
+    assert np.isnan(came.rewards).all()
+    assert all(len(episode.turns) == 1 for group in came.episodes for episode in group)
     batch, _ = batch_of(came, AlgorithmSection())
     assert (np.asarray(batch.advantages) == 0).all()
 
@@ -330,9 +329,9 @@ def test_one_answer_that_fails_is_one_completions_loss():
             for place, (row, one) in enumerate(zip(rows, answers, strict=True))
         ]
 
-    _, judgement = play(make_environment(some, lenient=True, turns=2))
-    missing = np.isnan(judgement.final_rewards).all(-1)
-    assert missing.sum() == 1 and missing[1, 2] and np.isnan(judgement.rewards[1, 2]).all()
+    rollout = play(make_environment(some, lenient=True, turns=2))
+    missing = np.isnan(rollout.final_rewards).all(-1)
+    assert missing.sum() == 1 and missing[1, 2] and np.isnan(rollout.rewards[1, 2]).all()
 
 
 def test_only_what_goes_on_is_asked_and_judged():
@@ -348,19 +347,19 @@ def test_only_what_goes_on_is_asked_and_judged():
         scored.append((len(completions), prompts.count("c")))
         return [float(len(episode.turns)) for episode in episodes]
 
-    _, judgement = play(make_environment(step, rewards={"count": count}))
+    rollout = play(make_environment(step, rewards={"count": count}))
     assert sorted(asked, key=str) == [(4, {2}), (8, {1}), (8, {1}), (8, {2})]
     assert sorted(scored) == [(4, 0), (4, 0), (8, 0), (8, 0), (8, 0), (8, 4)]
-    np.testing.assert_array_equal(judgement.rewards[[0, 1, 3], ..., 0], np.broadcast_to([1, 2, 3], (3, GROUP, 3)))
-    assert (judgement.rewards[2, :, 0] == 1).all() and np.isnan(judgement.rewards[2, :, 1:]).all()
+    np.testing.assert_array_equal(rollout.rewards[[0, 1, 3], ..., 0], np.broadcast_to([1, 2, 3], (3, GROUP, 3)))
+    assert (rollout.rewards[2, :, 0] == 1).all() and np.isnan(rollout.rewards[2, :, 1:]).all()
 
 
 def test_a_run_of_episodes_that_all_end_is_over():
     calls = []
-    episodes, judgement = play(make_environment(lambda rows, episodes: calls.append(1) or [None] * len(rows)))
-    assert calls == [1, 1] and (episodes.samples.turn == 0).all()
-    assert not np.isnan(judgement.final_rewards).any()
-    np.testing.assert_array_equal(episodes.samples.present, episodes.samples.mask)
+    rollout = play(make_environment(lambda rows, episodes: calls.append(1) or [None] * len(rows)))
+    assert calls == [1, 1] and (rollout.samples.turn == 0).all()
+    assert not np.isnan(rollout.final_rewards).any()
+    np.testing.assert_array_equal(rollout.samples.present, rollout.samples.mask)
 
 
 def test_dead_groups_are_judged_by_their_turns():

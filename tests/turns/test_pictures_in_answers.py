@@ -13,7 +13,7 @@ from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import StageError
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.rollout.prompts import make_prompt_set
-from grpo_jax.runs.iteration import batch_of, sample_batch
+from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.training.objectives import make_forward
 
@@ -65,8 +65,8 @@ def played(request, tmp_path_factory):
     parts = load_parts(configured(folder), lambda *_: None, prompts=make_prompt_set(RECORDS))
     moved = partial(jax.tree.map, lambda leaf: leaf + 0.02 * jnp.cos(jnp.arange(leaf.size).reshape(leaf.shape)))
     variables = moved(parts.policy.variables)
-    episodes, judgement = sample_batch(parts, variables, 0)
-    return parts, variables, episodes, batch_of(parts, episodes, judgement)
+    sampled = sample_groups(parts, variables, 0)
+    return parts, variables, sampled.rollout, batch_of(parts, sampled)
 
 
 def test_pictures_stand_in_the_stream_as_their_tokens(played):
@@ -163,5 +163,5 @@ def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
 
     parts = loaded()
     with pytest.raises(StageError, match=r"vision tower is not loaded \(task.pictures\)"):
-        sample_batch(parts, parts.policy.variables, 0)
+        sample_groups(parts, parts.policy.variables, 0)
     assert "visual" not in parts.policy.variables and "visual" in loaded(pictures=True).policy.variables

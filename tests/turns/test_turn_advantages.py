@@ -7,7 +7,7 @@ import pytest
 from core.test_advantages import loop_gdpo, loop_group
 
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
-from grpo_jax.core.turns import last_turn, turn_advantages, turn_returns
+from grpo_jax.core.returns import last_turn, turn_advantages, turn_returns
 
 P, G, U, N, T = 3, 5, 3, 2, 9
 RETURNS = jax.jit(turn_returns, static_argnames="gamma")

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from support.rollouts import rollout_of
 
 from grpo_jax.reports.page import RunEnd
 from grpo_jax.reports.report import render_report
-from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.measures import turn_measures, turns_table
 from grpo_jax.tasks.display import EpisodeEntry, ShownTurn, of_turns
@@ -26,7 +26,7 @@ def judged():
     for p, episode in enumerate(VALUES):
         turns[p, 0, : len(episode)] = episode
     last = np.array([[len(episode) - 1] for episode in VALUES])
-    return Judgement(turns[..., :1], turns[..., 1:], last)
+    return rollout_of(turns[..., :1], turns[..., 1:], last)
 
 
 def mean(values):
@@ -59,16 +59,14 @@ def test_measures_of_turns_are_those_of_a_loop():
 
 
 def test_one_turn_has_no_measures_of_turns():
-    assert (
-        turn_measures(Judgement(np.zeros((2, 1, 1, 1)), np.zeros((2, 1, 1, 0)), np.zeros((2, 1), int)), ["share"]) == {}
-    )
+    assert turn_measures(rollout_of(np.zeros((2, 1, 1, 1)), np.zeros((2, 1, 1, 0))), ["share"]) == {}
     names = ("share", "share_peak")  # two rewards
     assert turns_table({name: {"before": 0.5, "after": 1.0} for name in names}) is None
 
 
 def test_nobody_was_right_at_first():
     turns = np.zeros((2, 1, 2, 1), np.float32)
-    came = turn_measures(Judgement(turns, turns[..., :0], np.ones((2, 1), int)), ["share"])
+    came = turn_measures(rollout_of(turns, turns[..., :0]), ["share"])
     assert math.isnan(came["share_kept"]) and came["share_peak"] == 0
 
 

@@ -3,7 +3,8 @@
 A new architecture is a file that ends in its `Architecture`, and its row here.
 """
 
-from grpo_jax.models.architectures import gemma, gpt2, llama, phi, qwen3_moe, smollm
+from grpo_jax.models.architectures import gpt2, llama
+from grpo_jax.models.architectures import llama_variants as variants
 from grpo_jax.models.architectures.architecture import Architecture
 from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.architectures.llama import DecoderConfig
@@ -12,8 +13,8 @@ from grpo_jax.models.hf_config import Fields, expect
 ModelConfig = DecoderConfig | GPT2Config
 
 _TABLE = (
-    *(llama.ARCHITECTURE, smollm.ARCHITECTURE, phi.ARCHITECTURE, qwen3_moe.ARCHITECTURE, gpt2.ARCHITECTURE),
-    *(gemma.ARCHITECTURE, gemma.GEMMA3_ARCHITECTURE, llama.QWEN_VL_ARCHITECTURE),
+    *(llama.ARCHITECTURE, variants.SMOLLM3_ARCHITECTURE, variants.PHI3_ARCHITECTURE, variants.QWEN3_MOE_ARCHITECTURE),
+    *(variants.GEMMA2_ARCHITECTURE, variants.GEMMA3_ARCHITECTURE, llama.QWEN_VL_ARCHITECTURE, gpt2.ARCHITECTURE),
 )
 ARCHITECTURES: dict[str, Architecture] = {
     model_type: architecture for architecture in _TABLE for model_type in architecture.model_types

@@ -94,10 +94,7 @@ class GPT2Config:
         ``summary_*`` fields belong to a head that a causal language model lacks.
         """
         fields = {name: config[alias] for alias, name in _ALIASES.items() if alias in config} | dict(config)
-        hf_config.require(fields, _REQUIRED)
-        hf_config.check_kinds(fields, _KINDS)
-        hf_config.refuse_changed(fields, _NEUTRAL, MODEL_TYPE)
-        fields = hf_config.not_null(fields)
+        fields = hf_config.checked(fields, _KINDS, _NEUTRAL, MODEL_TYPE, _REQUIRED)
         return cls(
             vocab_size=fields["vocab_size"],
             hidden_size=fields["n_embd"],

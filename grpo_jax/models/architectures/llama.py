@@ -143,11 +143,8 @@ def read_shared(
     `fields` have the architecture's own defaults filled in; `extra_kinds` are those of its own fields,
     `honoured` the fields of ``NEUTRAL`` whose other values it computes.
     """
-    hf_config.check_kinds(fields, {**_KINDS, **extra_kinds})
-    fields = hf_config.not_null(fields)
-    hf_config.require(fields, _REQUIRED)
     neutral = {name: values for name, values in hf_config.NEUTRAL.items() if name not in honoured}
-    hf_config.refuse_changed(fields, neutral, model_type)
+    fields = hf_config.checked(fields, {**_KINDS, **extra_kinds}, neutral, model_type, _REQUIRED)
     return {
         "vocab_size": fields["vocab_size"],
         "hidden_size": fields["hidden_size"],
@@ -308,19 +305,25 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, layer_input: LayerInput, context: Context
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """States [P, S, D] of the tokens that run to the next layer's, and keys and values to remember."""
+        """Run the layer on states [P, S, D] of the tokens that run; returns new ones, and keys and values to keep."""
         x = x if self.spread is None else self.spread(x)
-        heads = self._heads(self.input_layernorm(x), _rotation_of(layer_input, context))
-        mixed, new_keys_values = attend_streams(
-            *heads, layer_input, context, self.config.attention_softcap, attention=self.attention
-        )
+        mixed, new_keys_values = self._attention(self.input_layernorm(x), layer_input, context)
         if self.config.post_norms:
-            x = x + self.post_attention_layernorm(self.o_proj(mixed))
+            x = x + self.post_attention_layernorm(mixed)
             x = x + self.post_feedforward_layernorm(self._mlp(self.pre_feedforward_layernorm(x)))
         else:
-            x = x + self.o_proj(mixed)
+            x = x + mixed
             x = x + self._mlp(self.post_attention_layernorm(x))
         return add_deepstack(x, layer_input, context), new_keys_values
+
+    def _attention(
+        self, x: jax.Array, layer_input: LayerInput, context: Context
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Attention of normed states [P, S, D], and keys and values to keep."""
+        query, key, value = self._heads(x, _rotation_of(layer_input, context))
+        softcap = self.config.attention_softcap
+        mixed, new = attend_streams(query, key, value, layer_input, context, softcap, self.attention)  # [P, S, H·E]
+        return self.o_proj(mixed), new
 
     def _heads(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [P, S, K, R, E], keys and values [P, S, K, E] of normed states [P, S, D]."""

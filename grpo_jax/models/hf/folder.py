@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
 from grpo_jax.models.architectures import ModelConfig, read_config
-from grpo_jax.models.hf.tokens import Tokenizer, failures_named
+from grpo_jax.models.hf.tokens import Tokenizer, as_user_error, failures_named
 from grpo_jax.models.hf.weights import (
     INDEX,
     TensorFiles,
@@ -42,19 +42,12 @@ class PolicyFolder(NamedTuple):
 
     config: ModelConfig
     params: dict[str, PyTree]  # the decoder's; empty while only `read_folder` has run
-    read_tokenizer: Tokenizer | None  # None if it was not asked for
+    tokenizer: Tokenizer  # None if it was not asked for
     eos_ids: tuple[int, ...]  # every token id that ends a completion
     pad_id: int  # the first of `eos_ids` where the folder names none
     path: Path
     name: str  # the hub id, or the folder's absolute path
     visual: dict[str, PyTree] | None = None  # the vision tower's; None if it was not asked for
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer; ValueError if it was not asked for."""
-        if self.read_tokenizer is None:
-            raise ValueError(f"{self.name} was read without its tokenizer")
-        return self.read_tokenizer
 
 
 def load_folder(
@@ -102,13 +95,8 @@ def load_tower(
 
 def _read_weights(loaded: PolicyFolder, param_dtype: str | None, *, tower: bool = False) -> PyTree:
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
-    try:
+    with as_user_error(f"cannot load the policy in {loaded.path}", UserError):
         return read_params(loaded.config, TensorFiles(weight_files(loaded.path)), dtype, tower=tower)
-    except UserError as error:
-        named = str(loaded.path) in str(error)
-        if named:
-            raise
-        raise UserError(f"cannot load the policy in {loaded.path}: {error}") from error
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -131,10 +119,7 @@ def _processor_template(folder: Path) -> str | None:
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
-    template = read_json(path).get("chat_template")
-    if not isinstance(template, str):
-        raise UserError(f"{path}: chat_template must be text, got {short_repr(template)}")
-    return template
+    return str(read_json(path).get("chat_template") or "") or None
 
 
 def save_folder(
@@ -157,18 +142,16 @@ def save_folder(
         raise UserError(f"the export would overwrite the folder it is made from, {folder}: choose another")
     refuse_foreign(folder, "config.json", "an exported policy")
     leaves = flatten_dict(params)
-    try:
-        with new_folder(folder) as work:
-            shards = weight_files(source)
-            files = TensorFiles(shards)
-            table = name_table(config, files.names)
-            if VISUAL in params:
-                table |= tower_table(config, files.names)
-            for shard in shards:
-                write_shard(work / shard.name, shard, table, files, leaves, dtype and jnp.dtype(dtype))
-            _copy_rest(source, work, dtype)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write the policy to {folder}: {error}") from error
+    failure = as_user_error(f"cannot write the policy to {folder}", OSError, SafetensorError)
+    with failure, new_folder(folder) as work:
+        shards = weight_files(source)
+        files = TensorFiles(shards)
+        table = name_table(config, files.names)
+        if VISUAL in params:
+            table |= tower_table(config, files.names)
+        for shard in shards:
+            write_shard(work / shard.name, shard, table, files, leaves, dtype and jnp.dtype(dtype))
+        _copy_rest(source, work, dtype)
 
 
 def resolve_folder(folder: str | Path) -> Path:
@@ -213,10 +196,9 @@ def _from_hub(name: str) -> Path:
 
 def model_config(folder: Path, raw: Fields) -> ModelConfig:
     """The decoder's config from a ``config.json``; UserError names a field that is not supported."""
-    try:
+    kinds = ValueError, TypeError, LookupError, ArithmeticError, AttributeError
+    with as_user_error(f"{folder / 'config.json'}", *kinds):
         return read_config(raw)
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _special_ids(
@@ -274,17 +256,17 @@ def _copy_rest(source: Path, work: Path, dtype: str | None) -> None:
 def require_hub(repo: str) -> None:
     """Refuse an invalid name, no login, and being offline with a UserError, without asking over the network."""
     from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with as_user_error(f"push_to_hub: expected OWNER/NAME of a repository, got {short_name(repo)}", ValueError):
         validate_repo_id(repo)
         _, _ = repo.split("/")  # `true`, as it is elsewhere, would be a name
-    except (HFValidationError, ValueError) as error:
-        raise UserError(f"push_to_hub: expected OWNER/NAME of a repository, got {short_name(repo)}") from error
-    if constants.HF_HUB_OFFLINE:
-        raise UserError("push_to_hub: the hub is switched off here (HF_HUB_OFFLINE); unset it")
-    if get_token() is None:
-        raise UserError("push_to_hub: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN")
+    if constants.HF_HUB_OFFLINE or get_token() is None:
+        raise UserError(
+            "push_to_hub: the hub is switched off here (HF_HUB_OFFLINE); unset it"
+            if constants.HF_HUB_OFFLINE
+            else "push_to_hub: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN"
+        )
 
 
 def write_card(folder: str | Path, *, base: str, adapters: bool = False) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf_config
-from grpo_jax.models.hf.tokens import is_failure
+from grpo_jax.models.hf.tokens import as_user_error, failures_named
 from grpo_jax.models.hf.weights import read_json
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture
@@ -112,17 +112,14 @@ def read_settings(folder: Path, vision: VisionConfig, size: int | None = None) -
     UserError where there are no settings, they are of another processor, or the size does not fit them.
     """
     path, fields = _fields(folder)
-    try:
+    with as_user_error(str(path), ValueError):
         settings = _settings(fields)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
-    for name, mine, its in (
-        ("patch_size", settings.patch, vision.patch),
-        ("merge_size", settings.merge, vision.merge),
-        ("temporal_patch_size", settings.frames, vision.frames),
-    ):
-        if mine != its:
-            raise UserError(f"{path}: {name} is {mine}, and the model's tower (config.json, vision_config) takes {its}")
+        for name, mine, its in (
+            ("patch_size", settings.patch, vision.patch),
+            ("merge_size", settings.merge, vision.merge),
+            ("temporal_patch_size", settings.frames, vision.frames),
+        ):
+            hf_config.expect(mine == its, name, f"{its}, as the tower takes it (config.json, vision_config)", mine)
     edge = _default_edge(settings, EDGES.get(vision.model_type, 448)) if size is None else size
     _check_edge(settings, edge)
     return dataclasses.replace(settings, edge=edge)
@@ -189,16 +186,13 @@ def _default_edge(settings: PictureSettings, usual: int) -> int:
 
 def _check_edge(settings: PictureSettings, edge: int) -> None:
     step, pixels = settings.step, edge * edge
+    expected = ""
     if edge % step:
-        near = max(1, round(edge / step)) * step
-        raise UserError(
-            f"data.picture_size: expected a multiple of {step}, the pixels of a token (such as {near}), got {edge}"
-        )
-    if edge and not settings.least <= pixels <= settings.most:
-        raise UserError(
-            f"data.picture_size: expected {settings.least} to {settings.most} pixels, as the policy's folder has it, "
-            f"got {edge} x {edge} = {pixels}"
-        )
+        expected = f"a multiple of {step}, the pixels of a token (such as {max(1, round(edge / step)) * step})"
+    elif edge and not settings.least <= pixels <= settings.most:
+        expected = f"a side of {settings.least} to {settings.most} pixels in all, as the policy's folder has it"
+    if expected:
+        raise UserError(f"data.picture_size: expected {expected}, got {edge}")
 
 
 def make_prepare(folder: Path, settings: PictureSettings) -> Callable[[Sequence[Image]], list[Picture]]:
@@ -244,12 +238,5 @@ def _load_processor(folder: Path) -> BaseImageProcessor:
     """Load transformers' own class for the processor that the folder names; never one of the folder's."""
     from transformers import AutoImageProcessor
 
-    try:
+    with failures_named(f"cannot load the image processor of {folder}"):
         return AutoImageProcessor.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except ModuleNotFoundError:
-        raise
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise UserError(f"cannot load the image processor of {folder}: {reason}; copy its files again") from error

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import ModelConfig, architecture_of
+from grpo_jax.models.hf.tokens import as_user_error
 from grpo_jax.models.hf.weights import (
     TensorFiles,
     first_problems,
@@ -68,13 +69,11 @@ def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, con
             for layer, value in enumerate(stacked):
                 module = part.module(part.prefixes[0], layer, name)
                 tensors[_tensor(module, factor)] = np.ascontiguousarray(value.T)
-    try:
-        with new_folder(folder) as work:
-            described = json.dumps(_describe(lora, config, base), indent=2)
-            (work / CONFIG).write_text(described + "\n", encoding="utf-8")
-            save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write the adapters to {folder}: {error}") from error
+    failure = as_user_error(f"cannot write the adapters to {folder}", OSError, SafetensorError)
+    with failure, new_folder(folder) as work:
+        described = json.dumps(_describe(lora, config, base), indent=2)
+        (work / CONFIG).write_text(described + "\n", encoding="utf-8")
+        save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, dict[str, PyTree]]:
@@ -89,12 +88,11 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
             differ between modules, adapters on other modules or in a part of the layers.
     """
     folder = Path(folder).expanduser()
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} has no {CONFIG}: give the folder of a PEFT adapter (`hf download ID --local-dir …`)")
-    if not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} has no {WEIGHTS}: only safetensors are read; save the adapter again with PEFT")
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"{folder} has no {missing[0]}: give a folder that PEFT's save_pretrained wrote as safetensors")
     raw, files = read_json(folder / CONFIG), TensorFiles([folder / WEIGHTS])
-    try:
+    with as_user_error(str(folder / CONFIG), ValueError, TypeError, re.error):
         _refuse_unsupported(raw)
         prefixes = [_found_prefix(config, part, files.names) for part in _parts(config)]
         targets = [_targets(raw, part, prefix) for part, prefix in zip(_parts(config), prefixes, strict=True)]
@@ -102,8 +100,6 @@ def load_adapters(folder: str | Path, config: ModelConfig) -> tuple[LoraConfig, 
         hf_config.expect(bool(targets[0]), "target_modules", f"some of {projections}", raw.get("target_modules"))
         lora = LoraConfig(raw.get("r"), float(raw.get("lora_alpha") or 0), *targets)
         return lora, _read(files, lora, config, prefixes)
-    except (ValueError, TypeError, re.error) as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
 
 
 def _describe(lora: LoraConfig, config: ModelConfig, base: str) -> hf_config.Fields:
@@ -189,9 +185,8 @@ def _refuse_unsupported(raw: hf_config.Fields) -> None:
     words = "plain LoRA (PEFT's save_pretrained converts it: path_initial_model_for_weight_conversion)"
     start = raw.get("init_lora_weights")
     hf_config.expect(start in _PLAIN_STARTS, "init_lora_weights", words, start)
-    for name, value in raw.items():
-        if name not in _READ + _SILENT and value not in (None, False, "none", "", [], {}):
-            raise ValueError(f"{name}={value!r} is not supported")
+    neutral = (False, "none", "", [], {})
+    hf_config.refuse_changed(raw, {name: neutral for name in raw if name not in _READ + _SILENT}, "LORA")
 
 
 def _targets(raw: hf_config.Fields, part: _Part, prefix: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.architectures import ModelConfig, architecture_of
 from grpo_jax.models.architectures.architecture import Naming
 from grpo_jax.models.decoder import init_variables
+from grpo_jax.models.hf.tokens import as_user_error
 from grpo_jax.models.lora import entry
 from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
@@ -159,43 +160,33 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     others = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
-    if others:
-        raise UserError(
-            f"{folder} holds weights as {', '.join(others[:3])} only; just safetensors files are read: load "
-            "the model with transformers and call save_pretrained, or download its safetensors version"
-        )
-    raise UserError(f"{folder} has no {SINGLE} or {INDEX}; give a folder with weights")
+    instead = (
+        f" but {', '.join(others[:3])}: load the model with transformers and call save_pretrained" if others else ""
+    )
+    raise UserError(f"{folder} has no {SINGLE} or {INDEX}{instead or '; give a folder with weights'}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; UserError if the file cannot be read or is something else."""
-    text = read_text(path)
-    try:
-        content = read_json_text(text, whole=None)
-    except ValueError as error:
-        raise UserError(f"cannot read {path}: {error}; download the folder again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
+    with as_user_error(f"cannot read {path}; download the folder again", ValueError):
+        content = read_json_text(read_text(path), whole=None)
+        if not isinstance(content, dict):
+            raise ValueError(f"expected a JSON object, got {type(content).__name__}")
+        return content
 
 
 class TensorFiles:
     """Tensors of several safetensors files by name, read when asked for."""
 
     def __init__(self, files: list[Path]):
-        """Open the files' headers; UserError if one is truncated or not safetensors, or two hold the same name."""
+        """Open the files' headers; UserError if one is truncated or not safetensors."""
         self._open: dict[Path, safe_open] = {}
         self.names: dict[str, Path] = {}
         for path in files:
-            try:
+            broken = f"{path} is broken or truncated; copy or download it again"
+            with as_user_error(broken, SafetensorError, OSError, ValueError):
                 self._open[path] = safe_open(path, framework="numpy")
-            except (SafetensorError, OSError, ValueError) as error:
-                reason = " ".join(str(error).split())[:100]
-                raise UserError(f"{path} is broken or truncated ({reason}); copy or download it again") from error
-            for name in self._open[path].keys():  # noqa: SIM118 (not a dict)
-                if name in self.names:
-                    raise UserError(f"{short_name(name)} is in both {self.names[name].name} and {path.name}")
-                self.names[name] = path
+            self.names |= dict.fromkeys(self._open[path].keys(), path)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header."""
@@ -214,14 +205,12 @@ class TensorFiles:
         value = self.read(name)
         with np.errstate(over="ignore", invalid="ignore"):
             cast = value.astype(dtype or value.dtype)
-            if np.isfinite(cast).all():
-                return cast
-            broken = not np.isfinite(value).all()
-        if broken:
-            raise UserError(
-                f"{short_name(name)} holds NaN or infinite values: copy {self.names[name]} again, or make it anew"
-            )
-        raise UserError(f"{short_name(name)} holds values that {cast.dtype} cannot: take float32 or bfloat16")
+            if not np.isfinite(cast).all():
+                raise UserError(
+                    f"{short_name(name)} holds NaN or infinite values, or larger ones than {cast.dtype} has: copy "
+                    f"{self.names[name]} again, or take float32 or bfloat16"
+                )
+        return cast
 
     def metadata(self, path: Path) -> dict[str, str]:
         """A file's metadata; transformers asks for the format."""

@@ -177,8 +177,7 @@ def _read_shape(raw: hf_config.Fields, model_type: str) -> dict[str, Any]:
 
 def _read_fields(raw: hf_config.Fields, model_type: str) -> dict[str, Any]:
     present = {_ALIASES.get(name, name): value for name, value in hf_config.not_null(raw).items()}
-    hf_config.check_kinds(present, _KINDS)
-    hf_config.refuse_changed(present, _NEUTRAL, model_type)
+    present = hf_config.checked(present, _KINDS, _NEUTRAL, model_type)
     defaults = _FIELDS[model_type]
     fields = defaults | {name: value for name, value in present.items() if name in defaults}
     foreign = {name for other in _FIELDS.values() for name in other} - defaults.keys()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.rollout import Judgement
+from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.tasks.display import Findings, Table
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
@@ -162,14 +162,14 @@ def _cell(interval: Interval | None, signed: bool) -> str:
 PRIOR = "prior alone"
 
 
-def policy_ranks(name: str, judgements: Mapping[str, Judgement], *, fused: bool = False) -> dict[str, list[float]]:
+def policy_ranks(name: str, rollouts: Mapping[str, Rollout], *, fused: bool = False) -> dict[str, list[float]]:
     """Return the ranks of a policy's greedy texts or rankings, and of its sampled texts, by the table's names.
 
     The last watched measure is the rank, NaN where there is none; with `fused` the one before it is the rank with the
     prior.
     """
     kinds = {"greedy": name, "sampled": f"{name}, sampled"}
-    watched = {kind: one.final_watched[:, 0] for kind, one in judgements.items()}
+    watched = {kind: one.final_eval_rewards[:, 0] for kind, one in rollouts.items()}
     ranks = {kinds[kind]: values[:, -1].tolist() for kind, values in watched.items() if kind in kinds}
     if fused and "greedy" in watched:
         ranks[f"{name} + prior"] = watched["greedy"][:, -2].tolist()

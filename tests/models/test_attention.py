@@ -1,5 +1,6 @@
-"""Attention by the kernels of GPUs and TPUs, interpreted on a CPU, against scores and a softmax."""
+"""Attention of many queries, in blocks and by the kernels of GPUs and TPUs, against scores and a softmax."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,13 +12,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
-from support.tiny_decoders import LLAMA
+from support.tiny_decoders import LLAMA, drawn
 from support.tiny_models import causal_lm
 
 from grpo_jax.config.sections import PolicySection
-from grpo_jax.models import attention, flash
-from grpo_jax.models.attention import choose_attention
-from grpo_jax.models.decoder import Decoder, init_variables
+from grpo_jax.models import attention
+from grpo_jax.models.attention import causal_rows, choose_attention
+from grpo_jax.models.decoder import Decoder
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import Policy, load_policy, platform_of
 from grpo_jax.models.positions import group_context, packed_context, prompt_context
@@ -55,7 +56,7 @@ def test_rows_and_their_gradients_are_those_of_a_softmax(platform, length):
         return jax.jit(jax.value_and_grad(total))(arrays)
 
     with INTERPRETED[platform]():
-        kernel = outcome(partial(flash.causal_rows, platform=platform))
+        kernel = outcome(partial(causal_rows, platform=platform))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5, rtol=1e-4), kernel, outcome(softmax_rows))
 
 
@@ -65,7 +66,7 @@ def calls(monkeypatch):
 
     def counted(query, *rest):
         made.append(query.shape[:2])
-        return flash.causal_rows(query, *rest)
+        return causal_rows(query, *rest)
 
     monkeypatch.setattr(attention, "causal_rows", counted)
     return made
@@ -75,7 +76,7 @@ def calls(monkeypatch):
 def test_prompts_and_completions_are_rows_of_a_kernel(length, steps, rows, calls):
     """States and gradients are those of products. Prompts longer than their completions run alone, few tokens never."""
     config = PLAIN
-    variables = init_variables(config, jax.random.key(0))
+    variables = drawn(config)
     rng = np.random.default_rng(1)
     mask = np.arange(length) >= np.array([[3]])
     tokens = rng.integers(1, config.vocab_size, (1, 2, steps))
@@ -103,7 +104,7 @@ def test_a_window_and_packed_rows_are_left_to_products(calls):
     packed = packed_context(prompts, jnp.tile(jnp.arange(65), 2)[None, None], jnp.ones((1, 1, 130), bool))
     for model, of_row, count in ((LLAMA, context.context, 140), (PLAIN, packed, 134)):
         decoder = Decoder(model, attention="cuda")
-        jax.eval_shape(decoder.apply, init_variables(model, jax.random.key(0)), jnp.ones((1, count), jnp.int32), of_row)
+        jax.eval_shape(decoder.apply, drawn(model), jnp.ones((1, count), jnp.int32), of_row)
     assert calls == []
 
 
@@ -158,30 +159,79 @@ def test_the_platform_of_a_device(platform, capability, name):
     assert platform_of(SimpleNamespace(platform=platform, compute_capability=capability or "8.0")) == name
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_a_policy_for_another_platform_computes_the_same(platform):
+def test_a_policy_for_a_tpu_computes_the_same():
     """In float32, with adapters: prompts, steps of decoding and the update's states."""
-    config, lora = PLAIN, LoraConfig(2, 4.0, ("q_proj", "down_proj"))
-    variables = init_variables(config, jax.random.key(0), lora=lora)
-    rng = np.random.default_rng(3)
-    variables["lora"] = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), variables["lora"])
-    prompts, tokens = (jnp.asarray(rng.integers(1, config.vocab_size, shape)) for shape in [(2, 5), (2, 3, 4)])
+    lora = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
+    variables, rng = drawn(PLAIN, lora), np.random.default_rng(3)
+    prompts, tokens = (jnp.asarray(rng.integers(1, PLAIN.vocab_size, shape)) for shape in [(2, 5), (2, 3, 4)])
     mask = jnp.asarray(np.arange(5) >= np.array([[2], [0]]))
 
     def outcome(platform):
-        policy = Policy(config, lora=lora, platform=platform)
-        prefix = policy.prefill(variables, prompts, mask)
-        cache, steps = policy.init_cache(2, 3, 4), []
-        for step in range(4):
-            hidden, cache = policy.decode_step(policy.unstack(variables), prefix, tokens[:, :, step], cache)
-            steps.append(hidden)
-        return prefix.hidden, steps, policy.forward_group(variables, prompts, mask, tokens, tokens > 0)
+        policy = Policy(PLAIN, lora=lora, platform=platform)
 
-    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4), outcome(platform), outcome("cpu"))
+        def run(variables):
+            prefix = policy.prefill(variables, prompts, mask)
+            cache, steps, unstacked = policy.init_cache(2, 3, 4), [], policy.unstack(variables)
+            for step in range(2):
+                hidden, cache = policy.decode_step(unstacked, prefix, tokens[:, :, step], cache)
+                steps.append(hidden)
+            return prefix.hidden, steps, policy.forward_group(variables, prompts, mask, tokens, tokens > 0)
+
+        return jax.jit(run)(variables)
+
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4), outcome("tpu"), outcome("cpu"))
 
 
 def test_a_gpu_decodes_from_matrices_in_the_type_of_the_computation():
-    variables = init_variables(PLAIN, jax.random.key(0))
+    variables = drawn(PLAIN)
     layer = Policy(PLAIN, compute_dtype="bfloat16", platform="cuda").unstack(variables)["params"]["layers_0"]
     types = {leaf.ndim: leaf.dtype for leaf in jax.tree.leaves(layer)}
     assert types == {2: jnp.bfloat16, 1: jnp.float32}
+
+
+@pytest.mark.parametrize(("steps", "apart", "by_row"), [(127, False, True), (301, False, False), (301, True, True)])
+def test_many_queries_take_turns_and_read_the_same(steps, apart, by_row, monkeypatch):
+    """Against one softmax over all keys, with gradients: masks of segments, a shared prefix, a scale and a softcap."""
+    rng = np.random.default_rng(steps)
+    prompts, heads, group, shared, width, length = 2, 2, 3, 2, 4, 5
+    shapes = (shared, steps, width), (width, steps), (steps, width)
+    query, keys, values = (rng.normal(size=(prompts, heads, group, *shape)).astype(np.float32) for shape in shapes)
+    prefix = tuple(rng.normal(size=(prompts, heads, *s)).astype(np.float32) for s in ((width, length), (length, width)))
+    rows = (prompts, group) if apart else (prompts,)
+    segment = np.sort(rng.integers(0, 3, (*rows, steps)), axis=-1)
+    places = np.broadcast_to(length + np.arange(steps), segment.shape)
+    queries = attention.Tokens(places, np.ones(places.shape, bool), segment)
+    known = attention.Tokens(np.tile(np.arange(length), (prompts, 1)), rng.random((prompts, length)) < 0.8)
+
+    def weighted(query, keys, values, prefix):
+        memories = [attention.KeyValues(*prefix, known), attention.KeyValues(keys, values, queries, own=True)]
+        mixed = attention.attend(query, queries, memories, window=100, scale=0.7, softcap=3.0, by_row=by_row)
+        return jnp.sum(jnp.sin(mixed)), mixed
+
+    def outcome(many):
+        monkeypatch.setattr(attention, "_MANY_OF_A_ROW" if by_row else "_MANY", many)
+        return jax.jit(jax.value_and_grad(weighted, argnums=(0, 1, 2, 3), has_aux=True))(query, keys, values, prefix)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), outcome(1), outcome(steps + 1))
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_scores_of_many_queries_are_never_held_at_once(by_row):
+    """The gradient of 1,024 queries in eight heads takes less than the scores of half of them would, 4 bytes each; nor
+    is there a mask of all queries and keys."""
+    compiled = _attention_gradient(1, 1024, by_row)
+    assert not re.findall(r"\[(?:\d+,)*1024,1024\]", compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 1024 * 1024 * 4
+
+
+def _attention_gradient(rows, steps, by_row):
+    shapes = [(rows, 4, 1, 2, steps, 8), (rows, 4, 1, 8, steps), (rows, 4, 1, steps, 8)]
+
+    def total(query, keys, values, segment):
+        tokens = attention.Tokens(jnp.arange(steps)[None], jnp.ones((1, steps), bool), segment)
+        memory = attention.KeyValues(keys, values, tokens, own=True)
+        return jnp.sum(attention.attend(query, tokens, [memory], by_row=by_row) ** 2)
+
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    segment = jax.ShapeDtypeStruct((rows, steps), jnp.int32)
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*given, segment).compile()

@@ -1,0 +1,302 @@
+"""Llama's layers with other choices: SmolLM3, Phi-3, Qwen3-MoE, Gemma 2 and 3. Each reads its ``config.json``."""
+
+import dataclasses
+import math
+from typing import Any
+
+from grpo_jax.models import hf_config
+from grpo_jax.models.architectures import llama
+from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS
+from grpo_jax.models.architectures.llama import DecoderConfig, Mixture, read_shared, same_window, typed_windows
+from grpo_jax.models.rope import RopeConfig, read_rope
+
+# SmolLM3: Llama's layers, some of which do not know positions (Bakouch et al. 2025, https://hf.co/blog/smollm3).
+
+SMOLLM3 = "smollm3"
+_SMOLLM3_DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4}
+_TURNS = hf_config.Kind(
+    "a list of 0 and 1", lambda value: isinstance(value, list | tuple) and all(v in (0, 1) for v in value)
+)
+_SMOLLM3_EXTRA_KINDS = {"no_rope_layers": _TURNS, "no_rope_layer_interval": hf_config.LAYERS}
+
+
+def read_smollm3(config: hf_config.Fields) -> DecoderConfig:
+    """Read a SmolLM3's ``config.json``; ValueErrors name the field."""
+    fields = {**_SMOLLM3_DEFAULTS, **config}
+    shared = read_shared(fields, SMOLLM3, extra_kinds=_SMOLLM3_EXTRA_KINDS, honoured=("no_rope_layers",))
+    turns, bias = _smollm_turns(fields), bool(fields.get("attention_bias", False))
+    rope = read_rope(fields, theta=2e6)
+    return DecoderConfig(
+        **shared,
+        rope=rope,
+        layer_ropes=() if all(turns) else tuple(rope if turned else None for turned in turns),
+        windows=_smollm_windows(fields, turns),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(fields.get("mlp_bias", False)),
+    )
+
+
+def _smollm_turns(fields: hf_config.Fields) -> tuple[bool, ...]:
+    """Whether each layer rotates queries and keys; ``no_rope_layers`` has a 1 for those that do."""
+    layers, turns = fields["num_hidden_layers"], fields.get("no_rope_layers")
+    if turns is None:
+        interval = fields.get("no_rope_layer_interval") or 4
+        return tuple((index + 1) % interval != 0 for index in range(layers))
+    hf_config.expect(len(turns) >= layers, "no_rope_layers", f"{layers} entries, one per layer", list(turns))
+    return tuple(map(bool, turns[:layers]))
+
+
+def _smollm_windows(fields: hf_config.Fields, turns: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Windows by layer_types; without them for the layers that do not rotate."""
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", False) else None
+    if fields.get("layer_types") is not None:
+        return typed_windows(fields, fields["layer_types"], window)
+    return tuple(None if turned else window for turned in turns)
+
+
+SMOLLM3_ARCHITECTURE = llama.ARCHITECTURE._replace(model_types=(SMOLLM3,), read=read_smollm3)
+
+
+# Phi-3, Phi-3.5 and Phi-4-mini: Llama's layers with fused projections (Abdin et al. 2024, arXiv:2404.14219).
+#
+# Adapters go on ``qkv_proj`` and ``gate_up_proj`` as they are, one pair of factors for what is fused.
+
+PHI3 = "phi3"
+_PHI3_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "max_position_embeddings": 4096}
+_PHI3_NEUTRAL = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias", "resid_pdrop", "embd_pdrop"), (0,))
+_FACTORS = hf_config.list_of(hf_config.POSITIVE, "a list of numbers > 0")
+_PHI3_EXTRA_KINDS = {"partial_rotary_factor": hf_config.POSITIVE}
+_PHI3_ROPE_KINDS = {
+    **dict.fromkeys(("short_factor", "long_factor"), _FACTORS),
+    **dict.fromkeys(("rope_theta", "factor", "attention_factor", "partial_rotary_factor"), hf_config.POSITIVE),
+    **dict.fromkeys(("rope_type", "type"), hf_config.NAME),
+}
+_LONG = ("longrope", "su", "yarn")  # transformers takes the latter two, of older folders, for the first
+
+
+def read_phi3(config: hf_config.Fields) -> DecoderConfig:
+    """Read a ``config.json`` of a Phi-3; ValueErrors name the field."""
+    fields = {**_PHI3_DEFAULTS, **hf_config.not_null(config)}
+    shared = read_shared(fields, PHI3, extra_kinds=_PHI3_EXTRA_KINDS, honoured=("partial_rotary_factor",))
+    hf_config.refuse_changed(fields, _PHI3_NEUTRAL, PHI3)
+    return DecoderConfig(
+        **shared,
+        rope=_phi_rope(fields, shared["head_dim"]),
+        windows=same_window(fields, fields.get("sliding_window")),
+        fused=True,
+    )
+
+
+def _phi_rope(fields: hf_config.Fields, head_dim: int) -> RopeConfig:
+    """Rotation of a share of each head, with LongRoPE's table for short texts where the folder has one."""
+    scaling = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    hf_config.check_kinds(scaling, _PHI3_ROPE_KINDS, "rope_parameters.")
+    share = float(scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0)
+    turned = int(head_dim * share)
+    even = share <= 1 and turned >= 2 and turned % 2 == 0
+    hf_config.expect(even, "partial_rotary_factor", f"an even part of {head_dim} dimensions", share)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    hf_config.expect(kind in ("default", *_LONG), "rope_type", f"longrope for model_type {PHI3!r}", kind)
+    theta = float(scaling.get("rope_theta") or fields.get("rope_theta") or 1e4)
+    if kind == "default":
+        return RopeConfig(theta=theta, share=share)
+    short = scaling.get("short_factor")
+    fits = short is not None and len(short) == turned // 2
+    hf_config.expect(fits, "rope_parameters.short_factor", f"{turned // 2} numbers", short)
+    original = fields["original_max_position_embeddings"]
+    hf_config.expect(original >= 2, "original_max_position_embeddings", "at least 2 with longrope", original)
+    factor = scaling.get("factor") or fields["max_position_embeddings"] / original
+    temperature = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeConfig(
+        theta=theta,
+        scaling="longrope",
+        original_length=original,
+        short_factors=tuple(map(float, short)),
+        attention_factor=float(scaling.get("attention_factor") or temperature),
+        share=share,
+    )
+
+
+def _phi_longest(config: DecoderConfig) -> int | None:
+    """Length of short texts, beyond which LongRoPE turns by another table from the first token on.
+
+    A completion would change its prompt's keys as it grows past that length, so it may not.
+    """
+    return config.rope.original_length or None
+
+
+PHI3_ARCHITECTURE = llama.ARCHITECTURE._replace(
+    model_types=(PHI3,),
+    read=read_phi3,
+    projections={"qkv_proj": FUSED, "o_proj": ROWS, "gate_up_proj": FUSED, "down_proj": ROWS},
+    naming=llama.NAMING._replace(
+        modules=llama.NAMING.modules | {"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
+    ),
+    longest=_phi_longest,
+)
+
+
+# Qwen3-MoE: Qwen3's attention, and a mixture of experts for an MLP (Qwen team 2025, arXiv:2505.09388).
+#
+# The auxiliary loss that balances experts in pre-training (``router_aux_loss_coef``) is not learned here. Adapters
+#  go on attention alone: an expert's would have to be one of X in a stack.
+
+QWEN3_MOE = "qwen3_moe"
+_QWEN3_MOE_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_EXPERTS = hf_config.whole(1, 2**14)
+_QWEN3_MOE_EXTRA_KINDS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"), _EXPERTS),
+    **dict.fromkeys(("norm_topk_prob", "output_router_logits"), hf_config.FLAG),
+    "moe_intermediate_size": hf_config.WIDTH,
+    "mlp_only_layers": hf_config.LAYER_NUMBERS,
+}
+
+
+def read_qwen3_moe(config: hf_config.Fields) -> DecoderConfig:
+    """Read a Qwen3-MoE's ``config.json``; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    fields = {**_QWEN3_MOE_DEFAULTS, **hf_config.not_null(config)}
+    fields["num_experts"] = fields.get("num_local_experts", fields["num_experts"])
+    shared = read_shared(
+        fields, QWEN3_MOE, extra_kinds=_QWEN3_MOE_EXTRA_KINDS, honoured=("num_experts", "num_local_experts")
+    )
+    dense = [layer for layer in fields.get("mlp_only_layers", ()) if layer < shared["num_layers"]]
+    # The layers are one stack, so they are all of one kind, as in every published folder.
+    hf_config.expect(not dense, "mlp_only_layers", "experts in every layer", dense)
+    hf_config.refuse_changed(fields, {"decoder_sparse_step": (1,)}, QWEN3_MOE)
+    experts, chosen = fields["num_experts"], fields["num_experts_per_tok"]
+    hf_config.expect(chosen <= experts, "num_experts_per_tok", f"at most num_experts={experts}", chosen)
+    bias = bool(fields.get("attention_bias", False))
+    return DecoderConfig(
+        **shared,
+        rope=read_rope(fields),
+        windows=same_window(fields, fields["sliding_window"] if fields.get("use_sliding_window") else None),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        mixture=Mixture(
+            experts,
+            chosen,
+            fields["moe_intermediate_size"],
+            bool(fields.get("norm_topk_prob", False)),
+        ),
+    )
+
+
+_PARTS = ("gate", "up", "down")
+
+QWEN3_MOE_ARCHITECTURE = llama.ARCHITECTURE._replace(
+    model_types=(QWEN3_MOE,),
+    read=read_qwen3_moe,
+    projections={"q_proj": COLUMNS, "k_proj": COLUMNS, "v_proj": COLUMNS, "o_proj": ROWS},
+    naming=llama.NAMING._replace(
+        modules=llama.NAMING.modules
+        | {"router": "mlp.gate"}
+        | {f"{part}_experts": f"mlp.experts.{{}}.{part}_proj" for part in _PARTS},
+        together={
+            "mlp.experts.gate_up_proj": ("gate_experts", "up_experts"),
+            "mlp.experts.down_proj": ("down_experts",),
+        },
+    ),
+)
+
+
+# Gemma 2 and the language models of Gemma 3.
+#
+# Llama's layers with norms that multiply by 1 + weight, also behind attention and MLP, windows in most of the layers,
+# and in Gemma 2 caps on scores and logits (Gemma team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786).
+
+GEMMA2, GEMMA3 = "gemma2", "gemma3_text"
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+}
+_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # Gemma 2's; null is none
+_GEMMA_EXTRA_KINDS = {
+    **dict.fromkeys((*_SOFTCAPS, "query_pre_attn_scalar", "rope_local_base_freq"), hf_config.POSITIVE),
+    "sliding_window_pattern": hf_config.LAYERS,
+    "hidden_activation": hf_config.NAME,
+}
+
+
+def read_gemma2(config: hf_config.Fields) -> DecoderConfig:
+    """Read a Gemma 2's ``config.json``; ValueErrors name the field."""
+    fields = {**_SOFTCAPS, **config}
+    return _read_gemma(
+        fields,
+        GEMMA2,
+        pattern=2,
+        rope=read_rope(fields),
+        attention_softcap=_gemma_cap(fields, "attn_logit_softcapping"),
+        logit_softcap=_gemma_cap(fields, "final_logit_softcapping"),
+    )
+
+
+def read_gemma3(config: hf_config.Fields) -> DecoderConfig:
+    """Read a Gemma 3 text model's ``config.json``: layers with a window rotate faster than those without."""
+    far, near = _gemma_ropes(config)
+    read = _read_gemma(
+        config,
+        GEMMA3,
+        pattern=config.get("sliding_window_pattern") or 6,
+        rope=far,
+        qk_norm=True,
+        logit_softcap=_gemma_cap(config, "final_logit_softcapping"),
+    )
+    return dataclasses.replace(read, layer_ropes=tuple(far if window is None else near for window in read.windows))
+
+
+def _read_gemma(fields: hf_config.Fields, model_type: str, *, pattern: int, **choices: Any) -> DecoderConfig:
+    """Read the fields of both; every ``pattern``-th layer has no window where layer_types does not say."""
+    fields = {**_GEMMA_DEFAULTS, **hf_config.not_null(fields)}
+    honoured = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
+    honoured = honoured if model_type == GEMMA2 else honoured[:2]
+    shared = read_shared(fields, model_type, extra_kinds=_GEMMA_EXTRA_KINDS, honoured=honoured)
+    names = ("full_attention", "sliding_attention")
+    types = fields.get("layer_types", [names[(index + 1) % pattern != 0] for index in range(shared["num_layers"])])
+    bias = bool(fields.get("attention_bias", False))
+    return DecoderConfig(
+        **(shared | {"activation": fields["hidden_activation"]}),
+        **choices,
+        windows=typed_windows(fields, types, fields["sliding_window"]),
+        qkv_bias=bias,
+        output_bias=bias,
+        unit_offset=True,
+        post_norms=True,
+        attention_scale=float(fields["query_pre_attn_scalar"]) ** -0.5,
+        embedding_scale=shared["hidden_size"] ** 0.5,
+    )
+
+
+def _gemma_cap(fields: hf_config.Fields, name: str) -> float | None:
+    hf_config.check_kinds(fields, {name: hf_config.POSITIVE})
+    return None if fields.get(name) is None else float(fields[name])
+
+
+def _gemma_ropes(fields: hf_config.Fields) -> tuple[RopeConfig, RopeConfig]:
+    """The rotations of layers without and with a window: a table for each or, in older folders, two bases."""
+    hf_config.check_kinds(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), hf_config.TABLE))
+    tables = dict(fields.get("rope_parameters") or {})
+    hf_config.check_kinds(tables, dict.fromkeys(tables, hf_config.TABLE), "rope_parameters.")
+    known = set(tables) <= {"full_attention", "sliding_attention"}
+    hf_config.expect(known, "rope_parameters", "full_attention and sliding_attention alone", sorted(tables))
+    hf_config.check_kinds(fields, dict.fromkeys(("rope_theta", "rope_local_base_freq"), hf_config.POSITIVE))
+    far = {"rope_parameters": (tables.get("full_attention") or {}) | (fields.get("rope_scaling") or {})}
+    far |= {name: fields.get(name) for name in ("rope_theta", "max_position_embeddings")}
+    near = {"rope_parameters": tables.get("sliding_attention"), "rope_theta": fields.get("rope_local_base_freq")}
+    return read_rope(far, theta=1e6), read_rope(near, theta=1e4)
+
+
+GEMMA2_ARCHITECTURE = llama.ARCHITECTURE._replace(model_types=(GEMMA2,), read=read_gemma2)
+GEMMA3_ARCHITECTURE = llama.ARCHITECTURE._replace(model_types=(GEMMA3,), read=read_gemma3)

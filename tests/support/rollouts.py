@@ -1,0 +1,18 @@
+"""Judged rollouts without a policy."""
+
+from types import MappingProxyType
+
+import numpy as np
+
+from grpo_jax.rollout.data import Row
+from grpo_jax.rollout.env import Episode, Turn
+from grpo_jax.rollout.rollout import Rollout
+
+
+def rollout_of(rewards, eval_rewards, last=None, columns=MappingProxyType({})):
+    """A rollout of given texts with rewards [P, G, U, N] and eval rewards [P, G, U, W]; `last` [P, G] is a turn."""
+    prompts, group, turns, _ = rewards.shape
+    last = np.full((prompts, group), turns - 1) if last is None else last
+    episodes = [[Episode((Turn(""),) * (last[p, g] + 1)) for g in range(group)] for p in range(prompts)]
+    rows = [Row(p, f"prompt {p}") for p in range(prompts)]
+    return Rollout(rows, episodes, rewards, eval_rewards, columns=columns)

@@ -10,6 +10,7 @@ REMOVED: dict[str, str] = {
     "algorithm.discount": "is algorithm.gamma",
     "algorithm.trace": "is algorithm.gae_lambda",
     "algorithm.kl_straight_through": "left: use algorithm.kl_corrected",
+    "algorithm.resample_rounds": "is no setting any more: 3",
     "algorithm.advantage_eps": "is no setting any more: 0.0001 (scale the reward)",
     "algorithm.overlong_weight": "is no setting any more: 1",
     "algorithm.whiten": "is no setting any more: sequence",

@@ -297,9 +297,7 @@ class AlgorithmSection(Section):
     called "overlong"; 0 for no penalty."""
     zero_variance_groups: Literal["keep", "drop", "resample"] = "keep"
     """Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep" them as zeros, "drop"
-    them out of the loss and its denominators, or "resample" other prompts for them."""
-    resample_rounds: PositiveCount = 3
-    """Further draws of one iteration, at most, with zero_variance_groups "resample"."""
+    them out of the loss and its denominators, or "resample" other prompts for them, three times at most."""
     turn_advantage: Literal["last", "return"] = "last"
     """What weighs the tokens of an episode: "last", the rewards of its last turn alone, alike for all turns; "return",
     of each turn the rewards from there on, compared with the same turn of the group."""

@@ -116,6 +116,7 @@ def make_learner(parts: RunContext) -> Learner:
 
 
 _UPDATE_STREAM, _DRAW_STREAM = 2**31 - 3, 2**31 - 5
+_RESAMPLE_ROUNDS = 3  # further draws of one iteration
 
 
 class Iteration(NamedTuple):
@@ -154,7 +155,7 @@ def sample_groups(parts: RunContext, variables: Variables, iteration: int, locks
     were drawn, then zero-variance groups of the first draw. The metrics are of the whole first draw.
     """
     algorithm = parts.config.algorithm
-    further = algorithm.resample_rounds if algorithm.zero_variance_groups == "resample" else 0
+    further = _RESAMPLE_ROUNDS if algorithm.zero_variance_groups == "resample" else 0
     with parts.trainer.at(iteration) as moment:
         rollout = sample_batch(parts, variables, iteration, locks=locks)
         objectives, informative, size, draws = *judged(parts, rollout), len(rollout.rows), 1

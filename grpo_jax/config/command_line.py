@@ -19,9 +19,10 @@ from grpo_jax.config.run import find_task, with_defaults
 from grpo_jax.errors import UserError, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
-FLAGS = ("--resume", "--deterministic", "--debug")
+FLAGS = ("--resume", "--deterministic")
 """Options that may stand without a value: `--resume` is `--resume=true`."""
-_OTHERS = ("--print_config", "--plan", "--version", "--help")
+_ALONE = ("--print_config", "--debug")
+_OTHERS = (*_ALONE, "--plan", "--version", "--help")
 _ASKED = ("config", "help", "print_config", "debug")
 """Options that are no fields."""
 _JUDGE = re.compile(rf"judges\.\w+(\.{KEY})?")
@@ -125,7 +126,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             value = "" if alone else pending.pop(0)
         elif not equals and name in FLAGS:
             value = pending.pop(0).lower() if pending and pending[0].lower() in ("true", "false") else "true"
-        elif not equals and name != "--print_config":
+        elif not equals and name not in _ALONE:
             if alone:
                 raise UserError(_without_value(name))
             words = [pending.pop(0)]

@@ -136,15 +136,14 @@ def bench_service():
 
 
 def run_ray(folder, repeats, replicas):
-    from bridges.ray_pool import cluster
-    from bridges.ray_pool.pool import start_actors
+    from bridges import ray_pool
     from bridges.retrieval import service
     from grpo_jax.config.judge import PoolSection
     from grpo_jax.config.retrieval import RetrievalSection
 
-    cluster.join(None, object_store=256 * 2**20)
+    ray_pool.join(None, object_store=256 * 2**20)
     judges = [bench_service()(str(folder), "given", replicas)] * replicas
-    actors = start_actors("bench", judges, PoolSection(batch_timeout=0.0))
+    actors = ray_pool.start_actors("bench", judges, PoolSection(batch_timeout=0.0))
     backend = service.RayBackend(RetrievalSection(backend="ray", timeout=600.0), actors, owned=True)
     warm_up, speed = ask(backend, folder, repeats)
     import ray

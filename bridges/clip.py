@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,72 +16,37 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from bridges.loading import first_line
+from bridges.loading import loading
 from bridges.pixels import to_pillow
-from grpo_jax.errors import UserError
+from grpo_jax.config.fields import require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-CACHED_TEXTS = 4096
-"""Texts whose features a scorer caches."""
-
-
-class ScoreError(RuntimeError):
-    """A feature or a score is not finite."""
-
-
-def features_of_distinct(
-    images: torch.Tensor, encode: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
-) -> torch.Tensor:
-    """Return features float32 [B, width] of B ≥ 1 pictures; equal ones are encoded once where they lie on the host.
-
-    A trained policy often writes the same text, and a text's picture is the same for a seed. `encode` maps pictures
-    [n, 3, H, W] and their rows in `images` to [n, width].
-    """
-    if images.device.type != "cpu":
-        return encode(images, range(len(images)))
-    pictures = images.detach().contiguous().view(torch.uint8).flatten(1).numpy()
-    names = [hashlib.blake2b(picture).digest() for picture in pictures]
-    _, first, places = np.unique(names, return_index=True, return_inverse=True)
-    return encode(images[first], first)[places]
 
 
 class Preprocess(NamedTuple):
     """The evaluation transform of a vision model.
 
-    A picture of another size goes through the library's own transform, where there is one: models were trained and
-    published with it. As tensors, all of a batch are resized at once on their device, with slightly other features.
+    A picture of the tower's own size is normalised as it is; any other goes through the model's own library, with
+    which it was trained and published.
 
     Attributes:
-        size: (height, width) that the image tower takes.
+        size: Height and width that the image tower takes.
         mean: Per channel, like `std`.
-        resize: Pictures as floats [B, 3, H, W] → [B, 3, *size], antialiased, cropped or padded about the centre.
-        library: Pillow picture → [3, *size], normalised, by the model's own library; None for tensors.
+        library: Pillow picture → [3, size, size], normalised.
     """
 
-    size: tuple[int, int]
+    size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    resize: Callable[[torch.Tensor], torch.Tensor]
-    library: Callable[[Image], torch.Tensor] | None = None
+    library: Callable[[Image], torch.Tensor]
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Resize, crop or pad, and normalise; float [B, 3, H, W] in [0, 1] to [B, 3, *size]."""
-        if tuple(images.shape[-2:]) != self.size:
-            if self.library is not None:
-                return torch.stack([self.library(picture) for picture in to_pillow(images)]).to(images)
-            # bicubic overshoots at edges; 8-bit pictures, which CLIP was trained on, cannot
-            images = self.resize(images).clamp(0, 1)
+        """Resize, crop or pad, and normalise; float [B, 3, H, W] in [0, 1] to [B, 3, size, size]."""
+        if tuple(images.shape[-2:]) != (self.size, self.size):
+            return torch.stack([self.library(picture) for picture in to_pillow(images)]).to(images)
         mean = images.new_tensor(self.mean).view(-1, 1, 1)
         return (images - mean) / images.new_tensor(self.std).view(-1, 1, 1)
-
-
-def resize_and_crop(edge: int, interpolation: str = "bicubic") -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the transform that resizes the shorter edge and crops the centre."""
-    from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
-
-    return Compose([Resize(edge, InterpolationMode(interpolation)), CenterCrop(edge)])
 
 
 class Towers(Protocol):
@@ -120,12 +85,9 @@ class Scorer:
         self._preprocess = preprocess
         self._dtype = dtype
         self._batch_size = batch_size
-        self._cache_size = CACHED_TEXTS
+        self._cache_size = 4096  # texts
         self._texts: OrderedDict[str, torch.Tensor] = OrderedDict()
-        try:
-            self.width = self.text_features([""]).shape[-1]
-        except IndexError as error:
-            raise UserError(f"{name}: its tokenizer and its model do not belong together ({error})") from error
+        self.width = self.text_features([""]).shape[-1]
 
     def __str__(self) -> str:
         return f"{self.name}: CLIP, features of {self.width}, on {self.device}"
@@ -133,21 +95,27 @@ class Scorer:
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
         """Return unit features float32 [B, width] of pictures [B, 3, H, W] in [0, 1], on any device.
 
-        Equal pictures are encoded once where they lie on the host. ScoreError if a feature is not finite.
+        Equal pictures are encoded once where they lie on the host.
         """
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images: expected float [B, 3, H, W], got {images.dtype} {list(images.shape)}")
         if not len(images):
             return torch.zeros((0, self.width), device=self.device)
-        return features_of_distinct(images, self._image_features)
+        if images.device.type != "cpu":
+            return self._image_features(images)
+        # a trained policy often writes the same text, whose picture is the same for a seed
+        pictures = images.detach().contiguous().view(torch.uint8).flatten(1).numpy()
+        names = [hashlib.blake2b(picture).digest() for picture in pictures]
+        _, first, places = np.unique(names, return_index=True, return_inverse=True)
+        return self._image_features(images[first])[places]
 
-    def _image_features(self, images: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def _image_features(self, images: torch.Tensor) -> torch.Tensor:
         features = []
         with torch.no_grad():
             for batch in images.split(self._batch_size):
                 pixels = self._preprocess(batch.detach().to(self.device, torch.float32))
                 features.append(self._encode(self.model.encode_image, pixels.to(self._dtype)))
-        return _checked(torch.cat(features), lambda row: f"picture {rows[row]}")
+        return torch.cat(features)
 
     def count_tokens(self, texts: list[str]) -> list[int]:
         """Count the tokens of each text, special ones included, before any is cut off at `window`."""
@@ -158,7 +126,7 @@ class Scorer:
         return [len(tokenizer.tokenizer(clean(text), verbose=False).input_ids) for text in texts]
 
     def text_features(self, texts: list[str]) -> torch.Tensor:
-        """Return unit features of texts, float32 [B, width], with a cache; ScoreError if one is not finite."""
+        """Return unit features of texts, float32 [B, width], with a cache."""
         if not texts:
             return torch.zeros((0, self.width), device=self.device)
         features = {text: self._texts[text] for text in texts if text in self._texts}
@@ -167,7 +135,6 @@ class Scorer:
             batch = missing[start : start + self._batch_size]
             with torch.no_grad():
                 encoded = self._encode(self.model.encode_text, self._tokenizer(batch).to(self.device))
-            _checked(encoded, lambda row, batch=batch: f"text {batch[row]!r}")
             features.update(zip(batch, encoded.clone(), strict=True))
         for text in texts:
             self._texts[text] = features[text]
@@ -220,7 +187,7 @@ class QualityHead(NamedTuple):
             if number and self.activation == "relu":
                 scores = torch.relu(scores)
             scores = functional.linear(scores, weight.to(scores.device), bias.to(scores.device))
-        return _checked(scores, lambda row: f"quality of picture {row}").squeeze(-1)
+        return scores.squeeze(-1)
 
 
 def load_quality_head(path: str | Path, width: int) -> QualityHead:
@@ -229,25 +196,18 @@ def load_quality_head(path: str | Path, width: int) -> QualityHead:
     The file's metadata may say `activation: relu`; without it the layers follow each other directly, as in
     the published aesthetic predictors for CLIP. UserError if the layers do not lead from `width` numbers to one.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            activation = (file.metadata() or {}).get("activation", "none")
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read the quality head {path}: {first_line(error)}") from error
+    with loading(f"the quality head {path}"), safe_open(str(path), framework="pt") as file:
+        activation = (file.metadata() or {}).get("activation", "none")
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict)
     stems = sorted((name.removesuffix("weight") for name in tensors if name.endswith("weight")), key=_layer_number)
     shapes = [tuple(tensors[stem + "weight"].shape) for stem in stems]
     chain = [width, *(shape[0] for shape in shapes if len(shape) == 2)]
-    complete = all(
-        tuple(tensors.get(stem + "bias", torch.empty(0)).shape) == shape[:1]
-        for stem, shape in zip(stems, shapes, strict=True)
-    )
-    if not stems or shapes != list(zip(chain[1:], chain, strict=False)) or chain[-1] != 1 or not complete:
-        raise UserError(f"quality head {path}: its layers {shapes} with biases do not lead from {width} numbers to 1")
-    if activation not in ("none", "relu"):
-        raise UserError(f"quality head {path}: activation {activation!r} is neither none nor relu")
+    biases = [tuple(tensors.get(stem + "bias", torch.empty(0)).shape) for stem in stems]
+    leads = shapes == list(zip(chain[1:], chain, strict=False)) and chain[-1] == 1 and biases == [s[:1] for s in shapes]
+    require(stems and leads, f"quality head {path}", f"layers with biases from {width} numbers to 1", shapes)
+    require(activation in ("none", "relu"), f"quality head {path}", "an activation, none or relu", activation)
     return QualityHead(tuple((tensors[stem + "weight"], tensors[stem + "bias"]) for stem in stems), activation)
 
 
@@ -260,11 +220,3 @@ def _require_pairs(a: Sized, b: Sized) -> None:
     """Refuse what torch would silently repeat."""
     if len(a) != len(b):
         raise ValueError(f"expected pairs, got {len(a)} and {len(b)}")
-
-
-def _checked(values: torch.Tensor, name: Callable[[int], str]) -> torch.Tensor:
-    """Return the values [B, ...] if all are finite; otherwise `name` names the row in a ScoreError."""
-    finite = torch.isfinite(values).flatten(1).all(1).tolist()
-    if not all(finite):
-        raise ScoreError(f"the scorer's output for {name(finite.index(False))} is not finite")
-    return values

@@ -13,6 +13,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from bridges import bundled
-from bridges.loading import first_line, local_folder, quiet_loading, torch_device, torch_dtype
+from bridges.loading import first_line, loading, local_folder, torch_device, torch_dtype
+from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
-from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -60,11 +61,8 @@ class Description:
         """Raise UserError if the model cannot draw pictures of this height and width."""
         nearest = max(round(size / self.multiple), 1) * self.multiple
         nearest = min(nearest, self.largest or nearest)
-        if size != nearest:
-            limit = f" up to {self.largest}" if self.largest else ""
-            raise UserError(
-                f"picture size {size}: this renderer draws multiples of {self.multiple}{limit}; try {nearest}"
-            )
+        limit = f" up to {self.largest}" if self.largest else ""
+        require(size == nearest, "size", f"a multiple of {self.multiple}{limit}, such as {nearest}", size)
 
 
 def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Description:
@@ -82,8 +80,8 @@ def describe(pipeline: DiffusionPipeline, length: int | None = None) -> Descript
         length = None
     else:
         length = length or (takes["max_sequence_length"].default if others else 1)
-    if not readers or (others and not length) or not hasattr(pipeline, "vae_scale_factor"):
-        raise UserError(f"a {kind} does not say how many tokens of a prompt it reads, or how its latents are drawn")
+    known = readers and (length or not others) and hasattr(pipeline, "vae_scale_factor")
+    require(known, kind, "a pipeline that says how many tokens it reads and how its latents are drawn", kind)
     limits = [clip if _is_clip(encoder) else length for _, encoder in readers]
     window = max(limits)
     tokenizers = [tokenizer for (tokenizer, _), limit in zip(readers, limits, strict=True) if limit == window]
@@ -141,11 +139,10 @@ def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
     """
     path = bundled(str(path), "renderer") or path
     source = local_folder(str(path)) or str(path)
-    index = component_config(source, "model_index.json")
+    index = _contents(source)
     name = index.get("_class_name")
-    if kinds and name not in kinds:
-        needed = kinds[0] if len(kinds) == 1 else "text-to-image pipeline of diffusers"
-        raise UserError(f"{source} holds a {name}; the renderer needs a {needed}")
+    needed = kinds[0] if len(kinds) == 1 else "text-to-image pipeline of diffusers"
+    require(not kinds or name in kinds, str(source), f"a {needed}", f"a {name}")
     import diffusers
 
     libraries = {part: value[0] for part, value in index.items() if isinstance(value, list)}
@@ -154,22 +151,17 @@ def find_pipeline(path: str | Path, *kinds: str) -> tuple[Path | str, dict]:
         for part, library in libraries.items()
         if library not in (None, "diffusers", "transformers") and not hasattr(diffusers.pipelines, library)
     ]
-    if foreign:
-        raise UserError(f"{source}: {', '.join(foreign)} would run code that comes with the weights")
+    require(not foreign, str(source), "no code that comes with the weights", ", ".join(foreign))
     return source, index
 
 
-def component_config(source: Path | str, file: str) -> dict:
-    """Read a config file of a pipeline, from its folder or the hub; UserError if it is missing or no JSON."""
-    with quiet_loading():
-        try:
-            if isinstance(source, Path):
-                return load_json(source / file)
-            from huggingface_hub import hf_hub_download
+def _contents(source: Path | str) -> dict:
+    """Read the table of contents of a pipeline, from its folder or the hub."""
+    from huggingface_hub import hf_hub_download
 
-            return load_json(hf_hub_download(source, file))
-        except Exception as error:
-            raise _cannot_load(source, error) from error
+    file = "model_index.json"
+    with _loading(source):
+        return load_json(source / file if isinstance(source, Path) else Path(hf_hub_download(source, file)))
 
 
 def load_pipeline(
@@ -180,11 +172,8 @@ def load_pipeline(
     `source` is from `find_pipeline`. `parts` replace parts of the folder; None leaves one out. UserError if the
     weights are missing, broken or gated.
     """
-    with quiet_loading():
-        try:
-            pipeline = kind.from_pretrained(source, dtype=dtype, use_safetensors=True, **parts)
-        except Exception as error:
-            raise _cannot_load(source, error) from error
+    with _loading(source):
+        pipeline = kind.from_pretrained(source, dtype=dtype, use_safetensors=True, **parts)
         if denoiser(pipeline).dtype != dtype:  # diffusers before `dtype=` ignores the argument
             pipeline.to(dtype=dtype)
         pipeline.to(device)
@@ -197,11 +186,9 @@ def load_pipeline(
     return pipeline
 
 
-def _cannot_load(source: str | Path, error: Exception) -> UserError:
-    reason = first_line(error)
-    if isinstance(source, Path):
-        return UserError(f"cannot load the renderer from {source}: {reason}; is the folder complete?")
-    return UserError(f"cannot load the renderer {source!r} from the hub: {HUB_HELP} ({reason})")
+def _loading(source: Path | str) -> AbstractContextManager[None]:
+    """Load silently; a failure is one line that says how to get the weights."""
+    return loading(f"the renderer {source} ({'is the folder complete?' if isinstance(source, Path) else HUB_HELP})")
 
 
 STABLE_DIFFUSION_3 = "StableDiffusion3Pipeline"

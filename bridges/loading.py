@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedModel
 
     from bridges.renderers.stable_diffusion_3 import StableDiffusion3
@@ -68,19 +67,8 @@ def load_part(kind: Any, path: str, part: str = "", **options: object) -> Any:
     `kind` is an Auto class, `part` a name for errors ("" for the whole), `options` are of `from_pretrained`.
     """
     folder = local_folder(path)
-    try:
-        with quiet_loading():
-            return kind.from_pretrained(folder or path, trust_remote_code=False, **options)
-    except Exception as error:
-        raise UserError(f"cannot load {f'the {part} of ' if part else ''}{path}: {first_line(error)}") from error
-
-
-def load_image_processor(path: str) -> Callable[[Image], torch.Tensor]:
-    """Return the function Pillow picture → [3, H, W] of a folder's own image processor."""
-    from transformers import AutoImageProcessor
-
-    processor = load_part(AutoImageProcessor, path, "image processor")
-    return lambda picture: processor(images=picture, return_tensors="pt")["pixel_values"][0]
+    with loading(f"the {part} of {path}" if part else path):
+        return kind.from_pretrained(folder or path, trust_remote_code=False, **options)
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -94,18 +82,6 @@ def check_folder(path: str) -> None:
     """Refuse a folder that is not there or holds no config of transformers; hub ids pass."""
     if local_folder(path) is not None:
         load_config(path)
-
-
-def load_settings(path: str) -> dict[str, Any]:
-    """Read preprocessor_config.json of a folder, or of a model on the hub; UserError if it is missing or no JSON."""
-    from transformers.utils import cached_file
-
-    name = "preprocessor_config.json"
-    folder = local_folder(path)
-    try:
-        return load_json(folder / name if folder is not None else Path(str(cached_file(path, name))))
-    except (OSError, ValueError, UserError) as error:
-        raise UserError(f"cannot read {name} of {path}: {first_line(error)}") from error
 
 
 def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
@@ -123,6 +99,18 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Load silently; whatever fails inside is a UserError of one line that names `what`."""
+    with quiet_loading():
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # files of another version raise what they like
+            raise UserError(f"cannot load {what}: {first_line(error)}") from error
 
 
 @contextmanager
@@ -198,8 +186,8 @@ def pipeline_sizes(path: str) -> tuple[dict[str, int], tuple[int, ...], int]:
     if path in PUBLISHED_PIPELINES:
         return PUBLISHED_PIPELINES[path]
     folder = bundled(path, "renderer") or local_folder(path)
-    if folder is None or not (folder / "model_index.json").is_file():
-        raise UserError(f"renderer {path}: expected a folder with model_index.json and the components' config.json")
+    if folder is None:
+        raise UserError(f"{path}: its size is not known; give a folder with the components' config.json")
     index = load_json(folder / "model_index.json")
     named = {name: index[name] for name in MODELS if index.get(name, [None])[0]}
     sizes = {name: _size(library, kind, folder / name / "config.json") for name, (library, kind) in named.items()}
@@ -242,16 +230,11 @@ def clip_size(model: str) -> int:
     name, folder = model.replace("/", "-"), local_folder(model.removeprefix("local-dir:"))
     if folder is not None:
         config = load_json(folder / "open_clip_config.json")["model_cfg"]
-    elif name in open_clip.list_models():
-        config = open_clip.get_model_config(name)
     else:
-        raise UserError(f"scorer {model}: neither a folder nor a model that open_clip knows")
+        config = open_clip.get_model_config(name) or {}
     config = {name: value for name, value in config.items() if name != "custom_text"}
-    try:
-        with torch.device("meta"):
-            return _count(open_clip.CLIP(**config))
-    except Exception as error:
-        raise UserError(f"scorer {model}: {first_line(error)}") from error
+    with loading(f"the sizes of {model}"), torch.device("meta"):
+        return _count(open_clip.CLIP(**config))
 
 
 def model_size(path: str, auto: str = "AutoModel") -> int:
@@ -262,12 +245,9 @@ def model_size(path: str, auto: str = "AutoModel") -> int:
     if folder is None:
         raise UserError(f"{path}: its size is not known; give a folder with its config.json")
     config = load_json(folder / "config.json")
-    try:
-        with quiet_loading(), torch.device("meta"):
-            typed = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-            return _count(getattr(transformers, auto).from_config(typed))
-    except Exception as error:
-        raise UserError(f"{folder / 'config.json'}: {first_line(error)}") from error
+    with loading(str(folder / "config.json")), torch.device("meta"):
+        typed = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        return _count(getattr(transformers, auto).from_config(typed))
 
 
 def _size(library: str, kind: str, path: Path) -> int:
@@ -275,14 +255,11 @@ def _size(library: str, kind: str, path: Path) -> int:
     import transformers
 
     config = load_json(path)
-    try:
-        with quiet_loading(), torch.device("meta"):
-            if library == "diffusers":
-                return _count(getattr(diffusers, kind).from_config(config))
-            cls = getattr(transformers, kind)
-            return _count(cls(cls.config_class.from_dict(config)))
-    except Exception as error:  # a config of another version raises what it likes
-        raise UserError(f"{path}: {kind} of {library}: {first_line(error)}") from error
+    with loading(f"{path}: {kind} of {library}"), torch.device("meta"):
+        if library == "diffusers":
+            return _count(getattr(diffusers, kind).from_config(config))
+        cls = getattr(transformers, kind)
+        return _count(cls(cls.config_class.from_dict(config)))
 
 
 def _count(model: torch.nn.Module) -> int:

@@ -121,10 +121,9 @@ def x64():
 def cluster():
     """A Ray cluster on this machine, which this process belongs to: started once, and left for the next module."""
     pytest.importorskip("ray")
-    from bridges.ray_pool import cluster
+    from bridges import ray_pool
 
-    cluster.join(None, object_store=256 * 2**20)
-    return cluster
+    ray_pool.join(None, object_store=256 * 2**20)
 
 
 @pytest.fixture(scope="module")

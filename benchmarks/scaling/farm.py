@@ -16,14 +16,13 @@ import os
 import platform
 import statistics
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bridges.ray_pool import cluster
-from bridges.ray_pool.section import Pooled
+from bridges import ray_pool
+from bridges.ray_pool import Pooled
 from bridges.renderers.stable_diffusion_3 import StableDiffusion3
 from grpo_jax.config.judge import PoolSection
 
@@ -92,13 +91,9 @@ def alternated(ways, repeats):
     return {name: statistics.median(spent[1:]) for name, spent in times.items()}
 
 
-@contextmanager
 def pools(judge, replicas):
-    """Pools of one judge by the number of their actors, all there at once: one that is not asked waits."""
-    made = {count: Pooled(judge, PoolSection(replicas=count)).load("cpu") for count in replicas}
-    yield made
-    for pool in made.values():
-        pool.close()
+    """Pools of one judge by the number of their actors, which end when nobody holds them."""
+    return {count: Pooled(judge, PoolSection(replicas=count), "bench").load("cpu") for count in replicas}
 
 
 def measure_waiting(seconds, batches, replicas, repeats):
@@ -107,8 +102,8 @@ def measure_waiting(seconds, batches, replicas, repeats):
     def asking(pool, count):
         return lambda _: pool.score(["x"] * judge.batch_size * batches * count)
 
-    with pools(judge, replicas) as made:
-        taken = alternated({count: asking(pool, count) for count, pool in made.items()}, repeats)
+    made = pools(judge, replicas)
+    taken = alternated({count: asking(pool, count) for count, pool in made.items()}, repeats)
     found = {}
     for count in replicas:
         here = batches * count * seconds  # in one process it takes this long at least
@@ -124,9 +119,9 @@ def measure_waiting(seconds, batches, replicas, repeats):
 
 def measure_overhead(repeats):
     """Milliseconds that a batch of nothing takes, alone and among many."""
-    with pools(Waiting(), [1]) as made:
-        ways = {1: lambda _: made[1].score(["x"] * 4), 50: lambda _: made[1].score(["x"] * 4 * 50)}
-        taken = alternated(ways, 10 * repeats)
+    made = pools(Waiting(), [1])
+    ways = {1: lambda _: made[1].score(["x"] * 4), 50: lambda _: made[1].score(["x"] * 4 * 50)}
+    taken = alternated(ways, 10 * repeats)
     return {"batch_alone_ms": round(1e3 * taken[1], 3), "batch_among_50_ms": round(1e3 * taken[50] / 50, 3)}
 
 
@@ -135,7 +130,7 @@ def measure_pictures(sizes, count, repeats):
     found = {}
     for size in sizes:
         judge = Canvas(size)
-        drawer, looker = (Pooled(judge, PoolSection(replicas=1)).load("cpu") for _ in range(2))
+        drawer, looker = (Pooled(judge, PoolSection(replicas=1), "bench").load("cpu") for _ in range(2))
 
         def work(number, drawer=drawer, looker=looker):
             assert len(looker.look(drawer.draw([str(place) for place in range(count)], [number] * count))) == count
@@ -145,7 +140,6 @@ def measure_pictures(sizes, count, repeats):
                 judge.look(judge.draw([""] * judge.batch_size, [number] * judge.batch_size))
 
         taken = alternated({"in_process": here, "pool": work}, repeats)
-        drawer.close(), looker.close()
         found[str(size)] = {
             "megabytes": round(3 * size * size * 4 / 1e6, 3),
             "in_process_ms": round(1e3 * taken["in_process"] / count, 3),
@@ -170,9 +164,9 @@ def measure_miniature(replicas, pictures, repeats):
         return draw
 
     own = judge.load("cpu")
-    with pools(judge, replicas) as made:
-        ways = {"in_process_one_thread": drawing(own, 1), f"in_process_{threads}_threads": drawing(own)}
-        taken = alternated({**ways, **{str(count): drawing(pool) for count, pool in made.items()}}, repeats)
+    made = pools(judge, replicas)
+    ways = {"in_process_one_thread": drawing(own, 1), f"in_process_{threads}_threads": drawing(own)}
+    taken = alternated({**ways, **{str(count): drawing(pool) for count, pool in made.items()}}, repeats)
     return {
         "pictures": pictures,
         "pictures_a_second": {name: round(pictures / spent, 2) for name, spent in taken.items()},
@@ -191,7 +185,7 @@ def main():
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     began = time.perf_counter()
-    cluster.enter(None)  # one cluster for all pools
+    ray_pool.join(None)  # one cluster for all pools
     report = {
         "benchmark": "farm",
         "python": platform.python_version(),
@@ -207,7 +201,6 @@ def main():
         report["miniature"] = measure_miniature([1, 2], 2 * args.pictures, args.repeats)
     report["seconds"] = round(time.perf_counter() - began)
     report["load_after"] = [round(load, 2) for load in os.getloadavg()]
-    cluster.leave()
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import Count, PositiveCount, require, resume_mutable
+from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, resume_mutable
 from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
@@ -25,20 +25,16 @@ class StableDiffusion3(Judge):
     """Width and height in pixels; 0 takes the model's own."""
     steps: PositiveCount = 10
     """Denoising steps in training."""
-    guidance: float = 1.0
+    guidance: OneOrMore = 1.0
     """Classifier-free guidance scale in training; 1 switches it off."""
     eval_steps: PositiveCount = 10
     """Denoising steps in evaluation."""
-    eval_guidance: float = 1.0
+    eval_guidance: OneOrMore = 1.0
     """Guidance scale in evaluation."""
     batch_size: PositiveCount = resume_mutable(32)
     """Pictures drawn at once."""
     cache_megabytes: Count = resume_mutable(256)
     """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
-
-    def __post_init__(self) -> None:
-        for name in ("guidance", "eval_guidance"):
-            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
 
     def check(self) -> None:
         """Refuse a pipeline that is not there or of another kind; no weight is read."""

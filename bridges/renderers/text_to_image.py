@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import Count, PositiveCount, require, resume_mutable
+from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, require, resume_mutable
 from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError
 
@@ -28,11 +28,11 @@ class TextToImage(Judge):
     """Width and height in pixels; 0 takes the model's own."""
     steps: PositiveCount = 10
     """Denoising steps in training."""
-    guidance: float = 1.0
+    guidance: OneOrMore = 1.0
     """Guidance scale in training; 1 switches it off."""
     eval_steps: PositiveCount = 10
     """Denoising steps in evaluation."""
-    eval_guidance: float = 1.0
+    eval_guidance: OneOrMore = 1.0
     """Guidance scale in evaluation."""
     negative_prompt: str = ""
     """What guidance leads away from, with guidance and eval_guidance above 1; empty is what the pipeline does
@@ -47,8 +47,6 @@ class TextToImage(Judge):
     """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
 
     def __post_init__(self) -> None:
-        for name in ("guidance", "eval_guidance"):
-            require(getattr(self, name) >= 1, name, "a number >= 1", getattr(self, name))
         length = self.max_sequence_length
         require(0 <= length <= 512, "max_sequence_length", "a number from 0 to 512", length)
         guided = not self.negative_prompt or min(self.guidance, self.eval_guidance) > 1
@@ -59,8 +57,8 @@ class TextToImage(Judge):
         _, _, kind = self._find()
         takes = inspect.signature(kind.__call__).parameters
         for name in ("negative_prompt", "max_sequence_length"):
-            if getattr(self, name) and name not in takes:
-                raise UserError(f"{self.path}: a {kind.__name__} takes no {name}: leave it at its default")
+            default = not getattr(self, name) or name in takes
+            require(default, name, f"its default, as a {kind.__name__} takes none", getattr(self, name))
         if self.lora:
             find_lora(self.lora)
 
@@ -93,10 +91,11 @@ class TextToImage(Judge):
         pipeline = load_pipeline(kind, source, target, torch_dtype(self.dtype), **_left_out(kind, index))
         most = max(self.guidance, self.eval_guidance)
         if "true_cfg_scale" in inspect.signature(kind.__call__).parameters:  # FLUX: its network reads guidance, or none
-            if most > 1 and not denoiser(pipeline).config.get("guidance_embeds"):
-                raise UserError(f"{self.path} draws without guidance: set guidance and eval_guidance to 1")
-            if self.negative_prompt:
-                raise UserError(f"{self.path} reads no negative prompt: leave negative_prompt empty")
+            guided = most == 1 or denoiser(pipeline).config.get("guidance_embeds")
+            require(guided, "guidance, eval_guidance", f"1, as {self.path} draws without guidance", most)
+            require(
+                not self.negative_prompt, "negative_prompt", f"none, as {self.path} reads none", self.negative_prompt
+            )
         if self.lora:
             _merge_lora(pipeline, self.lora)
         training = RenderSettings(
@@ -140,9 +139,8 @@ def find_lora(path: str) -> Path | str:
     if folder is None:
         return path
     files = sorted(file.name for file in folder.glob("*.safetensors"))
-    if len(files) != 1 and "pytorch_lora_weights.safetensors" not in files:
-        have = ", ".join(files) or "none"
-        raise UserError(f"lora {path}: expected one safetensors file, found {have}; name the file")
+    clear = len(files) == 1 or "pytorch_lora_weights.safetensors" in files
+    require(clear, f"lora {path}", "a folder with one safetensors file, or the name of a file", files)
     return folder
 
 
@@ -156,19 +154,12 @@ def _left_out(kind: type[DiffusionPipeline], index: dict) -> dict[str, object]:
 
 def _merge_lora(pipeline: DiffusionPipeline, path: str) -> None:
     """Add LoRA weights to those of the pipeline."""
-    from bridges.loading import first_line, quiet_loading
+    from bridges.loading import loading
 
-    if not hasattr(pipeline, "load_lora_weights"):
-        raise UserError(f"lora: a {type(pipeline).__name__} takes no LoRA weights")
-    with quiet_loading():
-        try:
-            pipeline.load_lora_weights(find_lora(path), use_safetensors=True)
-        except UserError:
-            raise
-        except Exception as error:  # weights of another network raise what they like
-            raise UserError(f"cannot load LoRA weights from {path}: {first_line(error)}") from error
+    require(hasattr(pipeline, "load_lora_weights"), "lora", f"none, as a {type(pipeline).__name__} takes none", path)
+    with loading(f"LoRA weights from {path}"):
+        pipeline.load_lora_weights(find_lora(path), use_safetensors=True)
         fitting = pipeline.get_list_adapters()
-        if not fitting:
-            raise UserError(f"lora {path}: none of its weights belongs to a {type(pipeline).__name__}")
+        require(fitting, f"lora {path}", f"weights of a {type(pipeline).__name__}", "those of another")
         pipeline.fuse_lora(components=list(fitting))  # by default FLUX's text encoder is left out
         pipeline.unload_lora_weights()

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(asked: argparse.Namespace) -> int:
     """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
-    from bridges.ray_pool.cluster import answers, cluster_address
+    from bridges.ray_pool import answers, cluster_address
     from bridges.retrieval import service
     from bridges.retrieval.catalogue import read_catalogue_file
     from bridges.retrieval.retriever import Retriever
@@ -42,9 +42,7 @@ def serve(asked: argparse.Namespace) -> int:
 
     section = RetrievalSection(backend="ray", encoder=asked.encoder, service=asked.service, cache=asked.cache)
     resources = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
-    pool = PoolSection(
-        replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0, max_restarts=3
-    )
+    pool = PoolSection(replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0)
     running = service.find_service(section.service)
     if running is not None and answers(running):
         raise UserError(

@@ -16,9 +16,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from bridges.ray_pool import cluster
-from bridges.ray_pool.actor import START_SECONDS
-from bridges.ray_pool.pool import RayPool, described, kill, start_actors
+from bridges import ray_pool
+from bridges.ray_pool import START_SECONDS, RayPool, described, start_actors
 from bridges.retrieval.encoders import load_encoder, resolved_name, titles_digest
 from bridges.retrieval.errors import RetrievalError, ServiceNotFound
 from bridges.retrieval.index import Fingerprint, default_cache, load_index, load_titles, open_index
@@ -65,11 +64,11 @@ class RayBackend:
             with _typed_errors():
                 description = described(actors, max(section.timeout, START_SECONDS))
         except RetrievalError as error:
-            if isinstance(error.__cause__, cluster.ActorLost):  # it keeps its name until whoever started it ends
+            if isinstance(error.__cause__, ray_pool.ActorLost):  # it keeps its name until whoever started it ends
                 why = f"its actor is dead, end its `serve`: {error}"
                 raise ServiceNotFound(_not_found(section.service, why)) from error
             raise
-        replicas = description[0]["replicas"]
+        replicas = description[1]["replicas"]
         if len(actors) < replicas:
             raise ServiceNotFound(_not_found(section.service, f"actor {len(actors)} of {replicas} is gone"))
         self._pool: RayPool | None = RayPool(section.service, actors, description)
@@ -98,7 +97,7 @@ class RayBackend:
         """Find the service, which may have been started again by hand; StopRun if it serves something else."""
         import ray
 
-        if ray.is_initialized() and cluster.is_gone():
+        if ray.is_initialized() and ray_pool.is_gone():
             ray.shutdown()
         found = _found(self._section)
         if found.fingerprint != self.fingerprint:
@@ -110,7 +109,7 @@ class RayBackend:
 
     def close(self) -> None:
         """End the actors if they were started through this object; a service started elsewhere goes on."""
-        kill(self._owned)
+        _kill(self._owned)
 
 
 def connect(titles: Sequence[str], section: RetrievalSection = RetrievalSection(backend="ray")) -> RayBackend:
@@ -139,7 +138,7 @@ def _found(section: RetrievalSection) -> RayBackend:
 def start_service(
     titles: Sequence[str],
     section: RetrievalSection = RetrievalSection(),
-    pool: PoolSection = PoolSection(resources={"num_cpus": 1.0}, batch_timeout=0.0, max_restarts=3),
+    pool: PoolSection = PoolSection(resources={"num_cpus": 1.0}, batch_timeout=0.0),
     *,
     judge: type[RankService] = RankService,
 ) -> RayBackend:
@@ -149,7 +148,7 @@ def start_service(
     no room for it. Every node must see the section's cache (None: `default_cache()`).
     """
     if pool.address is None:
-        cluster.join(None, object_store=256 * 2**20)  # only queries and counts pass through it
+        ray_pool.join(None, object_store=256 * 2**20)  # only queries and counts pass through it
     else:
         join_cluster(pool.address, section.service)
     if _find_actor(section.service, 0) is not None:
@@ -162,7 +161,7 @@ def start_service(
     try:
         return RayBackend(section, actors, owned=True)
     except RetrievalError as error:
-        kill(actors)
+        _kill(actors)
         raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
 
 
@@ -171,16 +170,24 @@ def join_cluster(address: str | None, service: str) -> None:
 
     `address` is HOST:PORT; None or "auto" is where this user's `serve` of that name runs, and nowhere else.
     """
-    if cluster.is_joined():
+    if ray_pool.import_ray().is_initialized():
         return
     if address in (None, "auto") and (address := find_service(service)) is None:
         why = "none of yours runs here, and no other is joined without task.retrieval.address"
         raise ServiceNotFound(_not_found(service, why))
     try:
-        cluster.join(address)
+        ray_pool.join(address)
     except UserError as error:
-        refused = isinstance(error, cluster.TokenRefused)
+        refused = isinstance(error, ray_pool.TokenRefused)
         raise ServiceNotFound(str(error) if refused else _not_found(service, str(error))) from error
+
+
+def _kill(actors: Sequence[Any]) -> None:
+    import ray
+
+    for handle in actors if not ray_pool.is_gone() else ():  # Ray would wait for it to come back
+        with suppress(Exception):
+            ray.kill(handle)
 
 
 @contextmanager
@@ -190,10 +197,10 @@ def _typed_errors() -> Iterator[None]:
         yield
     except RetrievalError:  # raised in an actor
         raise
-    except cluster.PoolLost as error:
+    except ray_pool.PoolLost as error:
         raise RetrievalError(str(error)) from error
     except Exception as error:
-        raise RetrievalError(f"the service failed: {cluster.told(error)}") from error
+        raise RetrievalError(f"the service failed: {ray_pool.told(error)}") from error
 
 
 def _not_found(service: str, reason: str) -> str:
@@ -207,7 +214,7 @@ def _find_actor(service: str, number: int) -> Any | None:
     import ray
 
     with suppress(ValueError):
-        return ray.get_actor(f"{service}-{number}", namespace=cluster.NAMESPACE)
+        return ray.get_actor(f"{service}-{number}", namespace=ray_pool.NAMESPACE)
 
 
 def service_file(service: str) -> Path:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_jax.config.fields import PositiveCount, resume_mutable
+from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.config.judge import Judge
-from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +21,6 @@ PUBLISHED: dict[str, int] = {
 }
 """Parameters of models on the hub."""
 
-BICUBIC, BILINEAR = 3, 2  # Pillow's numbers
-
 
 class ClipModel(Judge):
     """Judges pictures and texts by their cosine in the space of a `CLIPModel` of transformers."""
@@ -36,9 +33,6 @@ class ClipModel(Judge):
     """Pictures or texts encoded at once."""
     quality_head: str | None = None
     """Safetensors file of an aesthetic head on the picture features, for the quality reward."""
-    preprocessing: Literal["library", "tensor"] = "library"
-    """How pictures of another size are resized: "library", by the folder's image processor from 8 bits, or "tensor", as
-    floats on the device, which is faster and differs a little."""
 
     def check(self) -> None:
         """Refuse a folder that is not there or holds another model; no weight is read."""
@@ -56,20 +50,12 @@ class ClipModel(Judge):
         from transformers import AutoTokenizer, CLIPModel
 
         from bridges.clip import Scorer, load_quality_head
-        from bridges.loading import load_complete, load_image_processor, load_part, torch_device, torch_dtype
+        from bridges.loading import load_complete, load_part, torch_device, torch_dtype
 
         config = self._model_config().text_config
         target = torch_device(device)
         tokenizer = load_part(AutoTokenizer, self.path, "tokenizer")
-        highest = max(tokenizer.get_vocab().values(), default=0)
-        if highest >= config.vocab_size:
-            raise UserError(
-                f"{self.path}: its tokenizer has a token {highest}, its model {config.vocab_size} tokens: they do not "
-                "belong together; download the folder again"
-            )
         preprocess = self._preprocess()
-        if self.preprocessing == "library":
-            preprocess = preprocess._replace(library=load_image_processor(self.path))
         model = load_complete(CLIPModel, self.path, dtype=self.dtype).to(target)
         scorer = Scorer(
             _Towers(model),
@@ -95,28 +81,25 @@ class ClipModel(Judge):
         from bridges.loading import load_config
 
         config = load_config(self.path)
-        if config.model_type != "clip":
-            raise UserError(f"{self.path}: expected a CLIPModel of transformers, it is a {config.model_type} model")
+        require(config.model_type == "clip", self.path, "a CLIPModel of transformers", f"a {config.model_type} model")
         return config
 
     def _preprocess(self) -> Preprocess:
-        """The transform of preprocessor_config.json."""
-        from bridges.clip import Preprocess, resize_and_crop
-        from bridges.loading import first_line, load_settings
+        """The transform of the folder's image processor."""
+        from transformers import AutoImageProcessor
 
-        settings = load_settings(self.path)
-        try:
-            size, crop = settings.get("size", 224), settings.get("crop_size", 224)
-            shortest = size.get("shortest_edge") if isinstance(size, dict) else size
-            height, width = (crop["height"], crop["width"]) if isinstance(crop, dict) else (crop, crop)
-            filters = {BICUBIC: "bicubic", BILINEAR: "bilinear"}
-            mean, deviation = (tuple(map(float, settings[name])) for name in ("image_mean", "image_std"))
-            interpolation = filters[settings.get("resample", BICUBIC)]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"cannot read preprocessor_config.json of {self.path}: {first_line(error)}") from error
-        if not shortest == height == width:
-            raise UserError(f"{self.path}: expected pictures resized and cropped to one edge, got {size} and {crop}")
-        return Preprocess((height, width), mean, deviation, resize_and_crop(height, interpolation))
+        from bridges.clip import Preprocess
+        from bridges.loading import load_part
+
+        processor = load_part(AutoImageProcessor, self.path, "image processor")
+        edges = {processor.size.get("shortest_edge"), processor.crop_size["height"], processor.crop_size["width"]}
+        require(len(edges) == 1, self.path, "pictures resized and cropped to one edge", edges)
+        return Preprocess(
+            edges.pop(),
+            tuple(processor.image_mean),
+            tuple(processor.image_std),
+            lambda picture: processor(images=picture, return_tensors="pt")["pixel_values"][0],
+        )
 
 
 class _Towers:

@@ -30,7 +30,3 @@ class Function(Judge):
         """Return the function with its options; the device is not its own."""
         function = load_object(self.name, "name")
         return functools.partial(function, **self.options) if self.options else function
-
-    def memory(self) -> list[tuple[str, int, str]]:
-        """Unknown: 0 bytes are counted."""
-        return [("function", 0, "it does not say")]

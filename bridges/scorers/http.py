@@ -149,8 +149,8 @@ class HttpJudge:
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence) -> list[float | None]:
         """Return a score or None for each of B completions; of the columns, B values each, the config's are sent."""
-        if missing := [name for name in self._config.columns if name not in columns]:
-            raise JudgeError(f"the data have no column {missing[0]}, which is to be sent")
+        missing = [name for name in self._config.columns if name not in columns]
+        require(not missing, "columns", "columns of the data", missing)
         size = self._config.batch_size
         requests = []
         for rows in (slice(start, start + size) for start in range(0, len(completions), size)):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_jax.config.fields import PositiveCount, require, resume_mutable
+from grpo_jax.config.fields import PositiveCount, Share, require, resume_mutable
 from grpo_jax.config.judge import Judge
 from grpo_jax.errors import UserError, short_repr
 
@@ -36,9 +36,9 @@ Box = Sequence[float]
 class ObjectDetection(Judge):
     """Judges a picture by the objects that a detector finds: what is there, how many, where, and of which colour."""
 
-    path: str = ""
+    path: str
     """Folder or hub id of an object-detection model of transformers."""
-    threshold: float = 0.3
+    threshold: Share = 0.3
     """Score that an object must exceed; 0.9 where the prompt's tag is "counting"."""
     partial: bool = False
     """Earn the share of what is asked for that is there, in place of 1 where all is and else 0."""
@@ -46,10 +46,6 @@ class ObjectDetection(Judge):
     """Type of the weights."""
     batch_size: PositiveCount = resume_mutable(8)
     """Pictures looked at at once."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.path), "path", "a folder or hub id", self.path)
-        require(0 <= self.threshold < 1, "threshold", "a number in [0, 1)", self.threshold)
 
     def check(self) -> None:
         """Refuse a folder that is not there; no weight is read."""
@@ -69,8 +65,8 @@ class ObjectDetection(Judge):
 
         target = torch_device(device)
         processor = load_part(AutoImageProcessor, self.path, "image processor")
-        if not hasattr(processor, "post_process_object_detection"):
-            raise UserError(f"{self.path}: expected a model that detects objects, its image processor reads no boxes")
+        detects = hasattr(processor, "post_process_object_detection")
+        require(detects, self.path, "a model that detects objects", f"a {type(processor).__name__}")
         model = load_complete(AutoModelForObjectDetection, self.path, dtype=self.dtype).to(target)
         return Detector(self, model, processor, target)
 

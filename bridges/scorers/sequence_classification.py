@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.config.judge import Judge
-from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +19,7 @@ Message = Mapping[str, str | list[Mapping[str, str]]]
 class SequenceClassification(Judge):
     """Judges an answer to its prompt with a reward model; named among the rewards, it is one."""
 
-    path: str = ""
+    path: str
     """Folder or hub id of an `AutoModelForSequenceClassification`."""
     label: str = ""
     """Which of several outputs is the reward; a reward model has one, and none to name."""
@@ -30,9 +29,6 @@ class SequenceClassification(Judge):
     """Texts read at once."""
     max_tokens: PositiveCount = 4096
     """Tokens of a prompt with its answer; of a longer one the beginning is left out."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.path), "path", "a folder or hub id", self.path)
 
     def check(self) -> None:
         """Refuse a folder that is not there, or has no such label; no weight is read."""
@@ -76,8 +72,7 @@ class SequenceClassification(Judge):
         names = list(config.id2label.values())
         if len(names) == 1 and not self.label:
             return 0
-        if self.label not in names:
-            raise UserError(f"{self.path}: it has {len(names)} outputs; say which as label: one of {', '.join(names)}")
+        require(self.label in names, "label", f"one of the {len(names)} outputs, {', '.join(names)}", self.label)
         return names.index(self.label)
 
 

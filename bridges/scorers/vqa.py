@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.config.judge import Judge
-from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +19,7 @@ PROMPT = "{prompt}"
 class Vqa(Judge):
     """Judges a picture by P("Yes"): the probability that a model's reply to a question about it begins so."""
 
-    path: str = ""
+    path: str
     """Folder or hub id of an image-text-to-text model of transformers with a chat template."""
     question: str = 'Does this picture show "{prompt}"? Please answer Yes or No.'
     """What is asked where a reward compares a picture and a prompt; {prompt} stands for the prompt."""
@@ -32,7 +31,6 @@ class Vqa(Judge):
     """Pictures looked at at once."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path", "a folder or hub id", self.path)
         require(PROMPT in self.question, "question", "a text with {prompt} in it", self.question)
         require(bool(self.answer.strip()), "answer", "a word", self.answer)
 
@@ -51,15 +49,14 @@ class Vqa(Judge):
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        from bridges.loading import load_complete, load_config, load_part, torch_device
+        from bridges.loading import load_complete, load_part, torch_device
 
         target = torch_device(device)
-        load_config(self.path)
         processor = load_part(AutoProcessor, self.path, "processor")
-        if not hasattr(processor, "image_processor"):
-            raise UserError(f"{self.path}: expected a model that sees pictures, its processor takes none")
-        if not processor.chat_template:
-            raise UserError(f"{self.path}: expected a model with a chat template, it holds none")
+        require(
+            hasattr(processor, "image_processor"), self.path, "a model that sees pictures", type(processor).__name__
+        )
+        require(processor.chat_template, self.path, "a model with a chat template", None)
         processor.tokenizer.padding_side = "left"  # all end where the reply begins
         model = load_complete(AutoModelForImageTextToText, self.path, dtype=self.dtype).to(target)
         return Answerer(self, model, processor, target)
@@ -103,23 +100,15 @@ class Answerer:
 
         Returns:
             float32 [B] in [0, 1], among all possible replies: it need not be 1 less that of a "No".
-
-        Raises:
-            ScoreError: A probability is not finite.
         """
         import torch
-
-        from bridges.clip import ScoreError
 
         batches = [torch.zeros(0, device=self.device)]
         for start in range(0, len(questions), self._config.batch_size):
             rows = slice(start, start + self._config.batch_size)
             with torch.no_grad():
                 batches.append(self._probabilities(images[rows], questions[rows]))
-        scores = torch.cat(batches)
-        if not torch.isfinite(scores).all():
-            raise ScoreError(f"{self.name}: the probability of an answer is not finite")
-        return scores
+        return torch.cat(batches)
 
     def _probabilities(self, images: torch.Tensor, questions: list[str]) -> torch.Tensor:
         """`yes` of one batch."""

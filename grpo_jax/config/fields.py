@@ -38,6 +38,7 @@ Coefficient = Annotated[float, Ge(0), Le(COEFFICIENT)]
 NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
+OneOrMore = Annotated[float, Ge(1)]
 _LIST_WIDTH = 155  # characters of an error line
 
 

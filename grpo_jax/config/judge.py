@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-from annotated_types import Ge
-
-from grpo_jax.config.fields import Count, NonNegative, Options, PositiveCount, Section, require, resume_mutable
+from grpo_jax.config.fields import NonNegative, Options, PositiveCount, Section, require, resume_mutable
 
 
 class PoolSection(Section):
@@ -17,19 +15,13 @@ class PoolSection(Section):
     replicas: PositiveCount = resume_mutable(1)
     """Actors that run this judge, a copy of it in each."""
     resources: dict[str, NonNegative] = resume_mutable({})
-    """What each actor is given: num_cpus, num_gpus, memory in bytes, or a resource that the cluster names."""
+    """What each actor is given: num_cpus, num_gpus, memory in bytes."""
     runtime_env: Options = resume_mutable({})
     """Ray's runtime environment of the actors, such as pip or py_executable."""
     address: str | None = resume_mutable(None)
     """HOST:PORT of the cluster; null for one on this machine that the run starts and ends."""
-    batch: Count = resume_mutable(0)
-    """Rows that an actor is given at a time; 0 takes the judge's own batch_size, and 32 where it has none."""
-    batch_attempts: PositiveCount = resume_mutable(3)
-    """Actors that may die over one batch, or be late with it, until the judge has failed on it."""
     batch_timeout: NonNegative = resume_mutable(600.0)
     """Seconds an actor may take for one batch; then it ends, and another gets the batch. 0 for no limit."""
-    max_restarts: Annotated[int, Ge(-1)] = resume_mutable(10)
-    """How often Ray starts each actor again that died; -1 for no limit."""
 
     def __post_init__(self) -> None:
         named = self.address is None or (":" in self.address and self.address.rpartition(":")[2].isdigit())
@@ -65,7 +57,9 @@ class Judge(Section):
         """Return the object that rewards get as the argument NAME, by default the judge itself.
 
         `device` is "cpu" or "gpu:N". A judge takes the next free card, unless its `load` has the default "cpu" or
-        `devices` says otherwise. A `__str__` of the object is its line of the run's opening.
+        `devices` says otherwise. A `__str__` of the object is its line of the run's opening. What draws
+        has `draw(texts, seeds, *, evaluation)` → float [B, 3, H, W] in [0, 1], `count_tokens(texts)`, `window` (tokens
+        of a text that reach the picture) and `device`.
         """
         return self
 

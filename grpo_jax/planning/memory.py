@@ -251,7 +251,7 @@ def plan_devices(
     names = list(dict.fromkeys([*(f"{kind}:{i}" for i in range(len(gib))), *sum(places.values(), ())]))
     cards = {name: DeviceMemory(name, _capacity(name, gib), {}) for name in names}
     lines = {POLICY: policy_lines(config, memory, target)}
-    placed = own_package("bridges", "ray_pool.section").placed
+    placed = own_package("bridges", "ray_pool").placed
     lines |= {name: judge_lines(placed(judge, name)) for name, judge in config.judges.items()}
     for part, where in places.items():
         for name in where:

@@ -163,7 +163,7 @@ def load_parts(
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
     say("rewards", resolved.describe())
-    placed = own_package("bridges", "ray_pool.section").placed
+    placed = own_package("bridges", "ray_pool").placed
     mine = config.judges if is_main_process() else {}
     judge_sections = {name: placed(judge, f"judges.{name}") for name, judge in mine.items()}
 
@@ -200,11 +200,11 @@ def load_parts(
 
     def load_judges() -> dict[str, Any]:
         judges = {}
+        if leaving is not None and config.elsewhere:
+            leaving.callback(own_package("bridges", "ray_pool").leave)
         for name, judge in judge_sections.items():
             with judge_named(name):
                 judges[name] = judge.load(placement[name])
-                if leaving is not None and hasattr(judges[name], "close"):
-                    leaving.callback(judges[name].close)
         return judges
 
     judges = together(load_judges)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from bridges.clip import ScoreError, load_quality_head  # noqa: E402
+from bridges.clip import load_quality_head  # noqa: E402
 from bridges.scorers.open_clip import OpenClip  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
@@ -70,36 +70,6 @@ def test_features_and_similarities_are_those_of_open_clip(scorer, reference, sha
     torch.testing.assert_close(pairs, (text * text.flip(0)).sum(1), atol=1e-5, rtol=0)
     torch.testing.assert_close(scorer.text_text(TEXTS, TEXTS), torch.ones(4))
     assert scorer.image_text(images, TEXTS).std() > 1e-4  # or the comparisons would show nothing
-
-
-def test_pictures_are_compared(scorer):
-    images = pictures(3)
-    expected = (scorer.image_features(images) * scorer.image_features(images.flip(0))).sum(-1)
-    torch.testing.assert_close(scorer.image_image(images, images.flip(0)), expected, atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match="expected pairs, got 3 and 2"):
-        scorer.image_image(images, images[:2])
-
-
-@pytest.mark.parametrize("shape", [(50, 33), (16, 16)])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"resize_mode": "shortest", "mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]},
-        {"resize_mode": "longest", "fill_color": 128},
-        {"resize_mode": "squash", "interpolation": "bilinear"},
-    ],
-    ids=lambda settings: settings["resize_mode"],
-)
-def test_tensors_are_prepared_as_the_folder_says(settings, shape, tmp_path):
-    folder = tiny_models.clip(tmp_path, preprocess=settings)
-    _, theirs = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
-    images = pictures(3, *shape)
-    expected = torch.stack([theirs(to_pil(image)) for image in images])
-    prepared = load_scorer(folder, preprocessing="tensor")._preprocess(images)
-    assert prepared.shape == (3, 3, 24, 24)
-    # Pillow rounds to 8 bits after each of two passes; a level is 1/255/0.26 = 0.015
-    assert (prepared - expected).abs().max() < 0.04
-    assert (prepared - expected).abs().mean() < 0.006
 
 
 def test_scores_do_not_depend_on_their_company(folder):
@@ -165,33 +135,12 @@ def test_wrong_inputs(scorer):
         scorer.text_text(["a"], [])
 
 
-def test_scores_that_are_not_finite_stop_the_run(folder):
-    images = pictures(3, 24, 24)
-    images[1, 0, 0, 0] = float("nan")
-    scorer = load_scorer(folder)
-    with pytest.raises(ScoreError, match="picture 1 is not finite"):
-        scorer.image_features(images)
-    with pytest.raises(ScoreError, match="picture 2 is not finite"):
-        scorer.image_features(images[[0, 0, 1, 1]])
-    with torch.no_grad():
-        scorer.model.text_projection.fill_(float("inf"))
-    with pytest.raises(ScoreError, match="text 'never seen' is not finite"):
-        scorer.text_features(["never seen"])
-
-
-def test_loading_and_scoring_print_nothing(folder, capfd):
-    load_scorer(folder).image_text(pictures(1), ["a " * 300])
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert captured.err == ""
-
-
 @pytest.mark.parametrize(
     ("model", "pretrained", "message"),
     [
         ("ViT-Z-99", None, "neither a folder nor a model"),
-        ("ViT-B-32", None, "say which weights"),
-        ("ViT-B/32", "nowhere", "'nowhere' is neither a safetensors file nor one of openai"),
+        ("ViT-B-32", None, r"judges.scorer.pretrained: expected a safetensors file or weights of ViT-B-32, openai"),
+        ("ViT-B/32", "nowhere", "expected a safetensors file or weights of ViT-B-32, openai.*, got 'nowhere'"),
         ("local-dir:/nowhere/at/all", None, "no such folder"),
         ("laion/some-model", None, "hf-hub:laion/some-model"),
     ],
@@ -209,7 +158,7 @@ def test_weights_that_are_not_here():
 
 
 def test_broken_folders(tmp_path, folder):
-    with pytest.raises(UserError, match=r"no open_clip_config\.json"):
+    with pytest.raises(UserError, match=r"expected open_clip_config\.json and a safetensors"):
         load_scorer(tmp_path)
     copy = shutil.copytree(folder, tmp_path / "copy")
     weights = copy / "open_clip_model.safetensors"
@@ -218,7 +167,7 @@ def test_broken_folders(tmp_path, folder):
         load_scorer(copy)
     torch.save({}, copy / "open_clip_pytorch_model.bin")
     weights.unlink()
-    with pytest.raises(UserError, match="no safetensors file"):
+    with pytest.raises(UserError, match="and a safetensors file"):
         load_scorer(copy)
 
 
@@ -251,27 +200,19 @@ def test_quality_heads(tmp_path, scorer):
         np.testing.assert_allclose(scores.numpy(), expected[:, 0], atol=1e-5)
 
 
-def test_one_linear_layer_is_a_quality_head(tmp_path):
-    save_file({"weight": torch.ones(1, 4), "bias": torch.tensor([2.0])}, tmp_path / "head.safetensors")
-    head = load_quality_head(tmp_path / "head.safetensors", 4)
-    assert head(torch.eye(4)[:2]).tolist() == [3.0, 3.0]
-    with pytest.raises(ScoreError, match="quality of picture 0"):
-        head(torch.full((1, 4), float("inf")))
-
-
 @pytest.mark.parametrize(
     "tensors",
     [{"weight": torch.ones(1, 5), "bias": torch.ones(1)}, {"weight": torch.ones(1, 4)}, {"scale": torch.ones(4)}],
 )
 def test_quality_heads_that_do_not_fit(tmp_path, tensors):
     save_file(tensors, tmp_path / "head.safetensors")
-    with pytest.raises(UserError, match="do not lead from 4 numbers to 1"):
+    with pytest.raises(UserError, match="expected layers with biases from 4 numbers to 1"):
         load_quality_head(tmp_path / "head.safetensors", 4)
 
 
 def test_missing_or_broken_quality_heads(tmp_path):
-    with pytest.raises(UserError, match="cannot read the quality head"):
+    with pytest.raises(UserError, match="cannot load the quality head"):
         load_quality_head(tmp_path / "none.safetensors", 4)
     (tmp_path / "bad.safetensors").write_bytes(b"1234567890")
-    with pytest.raises(UserError, match="cannot read the quality head"):
+    with pytest.raises(UserError, match="cannot load the quality head"):
         load_quality_head(tmp_path / "bad.safetensors", 4)

@@ -93,13 +93,6 @@ def test_without_t5_the_empty_sequence_is_short(folder_without_t5):
     torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
 
 
-def test_t5_can_be_left_out(folder):
-    renderer = load_renderer(folder, use_t5=False)
-    assert renderer.pipeline.text_encoder_3 is None
-    expected = from_diffusers(folder, PROMPTS, SEEDS, guidance=3.0, t5=False, max_sequence_length=1)
-    torch.testing.assert_close(renderer.render(PROMPTS, SEEDS, SETTINGS), expected, atol=1e-5, rtol=0)
-
-
 def test_window_and_token_counts(folder, renderer, folder_without_t5):
     assert renderer.window == 256
     clip_only = load_renderer(folder, use_t5=False)
@@ -134,18 +127,6 @@ def test_cache_returns_the_same_picture_and_keys_on_everything(renderer, counted
     assert len(counted) == 6
 
 
-def test_cache_forgets_the_least_recently_used(renderer, counted):
-    renderer._cache.max_bytes = 2 * 3 * 16 * 16 * 4
-    for prompt in ("a", "b", "a", "c"):
-        renderer.render([prompt], [0], SETTINGS)
-    assert len(counted) == 3
-    renderer.render(["a"], [0], SETTINGS)
-    assert len(counted) == 3
-    renderer.render(["b"], [0], SETTINGS)
-    assert len(counted) == 4
-    assert renderer._cache.bytes <= renderer._cache.max_bytes
-
-
 def test_loading_and_drawing_print_nothing(folder, capfd, monkeypatch):
     # the libraries' own handlers write to the stderr of their import, which pytest replaces: listen at the source
     lines = []
@@ -177,7 +158,7 @@ def test_a_pipeline_that_raises_is_named(renderer, monkeypatch):
 
 @pytest.mark.parametrize("size", [17, 2, 128])
 def test_sizes_the_model_cannot_draw(renderer, size):
-    with pytest.raises(UserError, match=f"picture size {size}: this renderer draws multiples of 4 up to 64"):
+    with pytest.raises(UserError, match=r"size: expected a multiple of 4 up to 64, such as"):
         renderer.render(["a"], [0], RenderSettings(steps=1, guidance=1.0, size=size))
 
 
@@ -189,7 +170,7 @@ def test_folders_that_are_missing_or_other(tmp_path, folder):
     other = tmp_path / "other"
     other.mkdir()
     (other / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(UserError, match="holds a FluxPipeline"):
+    with pytest.raises(UserError, match="expected a StableDiffusion3Pipeline, got"):
         load_renderer(other)
     with pytest.raises(UserError, match="dtype"):
         load_renderer(folder, dtype="float64")
@@ -203,7 +184,7 @@ def test_broken_weights(tmp_path, folder, part, damage):
         weights.write_bytes(weights.read_bytes()[:-100])
     else:
         weights.unlink()
-    with pytest.raises(UserError, match="cannot load the renderer from") as caught:
+    with pytest.raises(UserError, match="cannot load the renderer") as caught:
         load_renderer(copy)
     assert "\n" not in str(caught.value)
 

@@ -107,12 +107,6 @@ def test_a_tensor_is_exported_where_its_card_is_torchs_current_one(monkeypatch):
     assert _lend(tensor) == "exported" and current == [0]
 
 
-def test_inference_tensors_are_taken():
-    with torch.inference_mode():
-        tensor = torch.arange(4.0) + 1
-    np.testing.assert_array_equal(np.asarray(to_jax(tensor)), [1, 2, 3, 4])
-
-
 def test_memory_outlives_its_source():
     tensor = torch.full((1000,), 7.0)
     array = to_jax(tensor)
@@ -147,19 +141,11 @@ def test_wide_dtypes_with_x64(x64):
     assert to_torch(jnp.zeros(2, jnp.float64)).dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    ("hand_over", "error", "message"),
-    [
-        (lambda: to_torch(jnp.zeros(3, jnp.complex64)), TypeError, "complex64"),
-        (lambda: to_jax(torch.zeros(3, dtype=torch.complex64)), TypeError, "complex64"),
-        # jax.dlpack.from_dlpack turns 2^40 into 0 without a word
-        (lambda: to_jax(torch.tensor([2**40])), TypeError, "int64"),
-        (lambda: to_jax(torch.zeros(2, dtype=torch.float64)), TypeError, "float64"),
-    ],
-)
-def test_what_is_refused(hand_over, error, message):
-    with pytest.raises(error, match=message):
-        hand_over()
+@pytest.mark.parametrize("tensor", [torch.tensor([2**40]), torch.zeros(2, dtype=torch.float64)])
+def test_what_jax_would_truncate_is_refused(tensor):
+    """jax.dlpack.from_dlpack turns 2^40 into 0 without a word."""
+    with pytest.raises(TypeError, match="64 needs jax_enable_x64"):
+        to_jax(tensor)
 
 
 DEVICES = """
@@ -190,11 +176,3 @@ def test_several_devices():
     env = os.environ | {"XLA_FLAGS": devices(4), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", DEVICES], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "done", done.stderr
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_tensor_reaches_jax_and_comes_back():
-    tensor = torch.arange(8.0, device="cuda:0")
-    array = to_jax(tensor)
-    np.testing.assert_array_equal(np.asarray(array), np.arange(8.0))
-    assert torch.equal(to_torch(array, "gpu:0"), tensor)

@@ -14,8 +14,6 @@ from bridges import placement  # noqa: E402
 from bridges.placement import (  # noqa: E402
     memory_shares,
     place,
-    policy_cards,
-    policy_devices,
     prepare_jax,
     resolve,
     share_memory,
@@ -76,11 +74,6 @@ def test_every_judge_has_a_place_and_a_policy_may_have_none_beside_it():
     assert resolve(judges, 0)[1] == ["policy, renderer, scorer, second and third share the CPU (no GPU found)"]
 
 
-def test_named_devices_are_not_remarked_upon():
-    assert resolve(asked("gpu:0", "gpu:0", "gpu:0"), 3)[1] == []
-    assert resolve(asked("cpu", "cpu", "cpu"), 0)[1] == []
-
-
 def test_device_that_does_not_exist():
     with pytest.raises(UserError, match=r"devices\.renderer: there is no gpu:5 .* has cpu, gpu:0, gpu:1$"):
         resolve(asked(renderer="gpu:5"), 2)
@@ -101,12 +94,6 @@ def test_library_without_gpu_support():
     assert given(asked(), 2, torch_gpus=False) == ("gpu:0", "cpu", "cpu")
     with pytest.raises(UserError, match="installed jax cannot use gpu:0"):
         resolve(asked(policy="gpu:0"), 1, jax_gpus=False)
-
-
-def test_place_asks_this_machine():
-    assert place(asked("cpu", "cpu", "cpu")) == (asked("cpu", "cpu", "cpu"), [])
-    with pytest.raises(UserError, match="no gpu:99"):
-        place(asked(scorer="gpu:99"))
 
 
 @pytest.mark.parametrize(
@@ -166,12 +153,6 @@ def test_started_backend_is_left_alone_and_said():
     assert prepare_jax(asked("cpu", "cpu", "cpu")) == []
     (note,) = prepare_jax(asked("gpu:7", "cpu", "cpu"))
     assert "already started" in note
-
-
-def test_the_policys_devices_are_jaxs():
-    assert policy_devices(asked("cpu", "cpu", "cpu")) == jax.devices("cpu")
-    assert policy_devices(asked("gpu:7", "cpu", "cpu")) == jax.devices()
-    assert policy_cards({"policy": "gpu:2,gpu:0"}) == (2, 0) and policy_cards({"policy": "cpu"}) == ()
 
 
 def test_a_mesh_takes_the_first_cards(monkeypatch):

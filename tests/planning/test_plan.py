@@ -333,7 +333,7 @@ def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
     memory = policy_memory(config, read_shape("miniature"))
     first, second, third, host = plan.plan_devices(config, memory, (16.0, 16.0, 16.0))
     assert [*first.parts] == ["policy", "runtime"] and [*second.parts] == ["scorer", "runtime"] and not third.parts
-    assert host.name == "cpu" and "4 actors in a Ray cluster" in host.parts["renderer"][0].note
+    assert host.name == "cpu" and "4 actors of a Ray cluster" in host.parts["renderer"][0].note
     places, _ = placement.resolve({name: where for name, where in config.requests.items() if name != "renderer"}, 3)
     assert places == {"policy": "gpu:0", "scorer": "gpu:1"}
     assert main([*pool, "--devices.renderer=gpu:1", "--plan", "--device_memory_gib=16,16"]) == 2

@@ -59,9 +59,6 @@ def test_similarities_are_those_of_transformers(folder, scorer, size):
     expected = of_transformers(folder, images, TEXTS)
     assert expected.std() > 0.03
     torch.testing.assert_close(scorer.image_text(images, TEXTS), expected, atol=1e-5, rtol=0)
-    fast = ClipModel(path=str(folder), batch_size=3, preprocessing="tensor").load("cpu").image_text(images, TEXTS)
-    torch.testing.assert_close(fast, expected, atol=5e-3, rtol=0)
-    assert (size == 24) == torch.equal(fast, scorer.image_text(images, TEXTS))
 
 
 def test_a_score_does_not_depend_on_what_else_is_asked(scorer):
@@ -70,12 +67,6 @@ def test_a_score_does_not_depend_on_what_else_is_asked(scorer):
     scorer._texts.clear()
     alone = [scorer.image_text(images[[row]], [TEXTS[row]]) for row in range(4)]
     assert torch.equal(torch.cat(alone), together)
-
-
-def test_tokens_are_counted_as_they_are_read(scorer):
-    assert scorer.window == 77
-    counts = scorer.count_tokens(["", "red dog", "dog " * 90])
-    assert counts == [2, 4, 92]
 
 
 def test_a_head_reads_its_features(folder, tmp_path):
@@ -110,22 +101,15 @@ def cropped(path):
     (path / "preprocessor_config.json").write_text(json.dumps(settings | {"crop_size": 16}))
 
 
-def with_more_tokens(path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    tokenizer.add_tokens([f"beyond{number}" for number in range(1000)])
-    tokenizer.save_pretrained(path)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (without_a_weight, "as a CLIPModel: its weights lack visual_projection.weight"),
         (pickled, "cannot load .*model.safetensors"),
         (cropped, "expected pictures resized and cropped to one edge"),
-        (with_more_tokens, r"its tokenizer has a token \d+, its model \d+ tokens"),
-        (lambda path: (path / "preprocessor_config.json").unlink(), "cannot read preprocessor_config.json of"),
+        (lambda path: (path / "preprocessor_config.json").unlink(), "cannot load the image processor of"),
     ],
-    ids=["a weight is missing", "a pickle", "another crop", "tokens beyond", "no preprocessor"],
+    ids=["a weight is missing", "a pickle", "another crop", "no preprocessor"],
 )
 def test_broken_folders_are_one_line(folder, tmp_path, change, message):
     with pytest.raises(UserError, match=message) as caught:
@@ -138,7 +122,7 @@ def test_what_is_no_clip_is_refused_before_a_weight_is_read(tmp_path):
         ClipModel(path="/nowhere/at/all").check()
     other = tiny_models.causal_lm(tmp_path / "text")
     (other / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="expected a CLIPModel of transformers, it is a qwen2 model"):
+    with pytest.raises(UserError, match="expected a CLIPModel of transformers, got"):
         ClipModel(path=str(other)).check()
 
 

@@ -205,7 +205,7 @@ def test_what_is_asked_wrongly_is_one_line(folders, tmp_path):
         ObjectDetection(path="/nowhere/at/all").check()
     with pytest.raises(UserError, match="expected a model that detects objects"):
         ObjectDetection(path=str(folders[1])).load("cpu")
-    with pytest.raises(UserError, match=r"judges.d.threshold: expected a number in \[0, 1\)"):
+    with pytest.raises(UserError, match=r"judges.d.threshold: expected a number <= 1"):
         make_config(task="text", judges={"d": {"kind": "object_detection", "path": "x", "threshold": 2}})
 
 
@@ -226,19 +226,23 @@ def test_a_run_is_judged_by_geneval_s_lines(folders, tmp_path):
     ]
     file, run = tmp_path / "evaluation_metadata.jsonl", tmp_path / "run"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    detector = {"detector": {"kind": "object_detection", "path": str(folders[0])}}
-    words = ["--data.prompts", str(file), "--judges", json.dumps(detector), "--rewards", "geneval"]
-    words += [
-        "--eval_rewards",
-        "[]",
-        "--data.held_out",
-        "0.2",
-        "--training.prompts_per_batch",
-        "4",
-        "--report_to",
-        "[]",
-    ]
-    words += ["--training.max_steps", "1", "--evaluation.every", "0", "--training.save_every", "0"]
+    detector = {"kind": "object_detection", "path": str(folders[0])}
+    small = {
+        "data.prompts": file,
+        "data.held_out": 0.2,
+        "judges": json.dumps({"detector": detector}),
+        "rewards": "geneval",
+        "eval_rewards": "[]",
+        "algorithm.kl_coef": 0,
+        "sampling.group_size": 2,
+        "training.prompts_per_batch": 4,
+        "training.inner_epochs": 1,
+        "training.max_steps": 1,
+        "training.save_every": 0,
+        "evaluation.every": 0,
+        "report_to": "[]",
+    }
+    words = [f"--{name}={value}" for name, value in small.items()]
     assert main([*words, "--run_dir", str(run)]) == 0
     (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert 0 <= row["reward/geneval/mean"] <= 1 and row["missing/geneval"] == 0

@@ -95,7 +95,7 @@ def test_without_a_template_the_pair_is_read_and_the_label_says_which_output(enc
     assert expected.std(dim=0).min() > 1e-2
     for column, judge in ((0, judges["bad"]), (2, judges["good"])):
         torch.testing.assert_close(judge.load("cpu")(prompts, answers), expected[:, column], atol=1e-5, rtol=0)
-    with pytest.raises(UserError, match="it has 3 outputs; say which as label: one of bad, fair, good"):
+    with pytest.raises(UserError, match="label: expected one of the 3 outputs, bad, fair, good"):
         SequenceClassification(path=str(encoder)).check()
 
 

@@ -67,11 +67,6 @@ def test_an_answer_of_several_tokens_is_read_whole(folder):
     assert str(yes) == f"{folder}: Qwen2VLForConditionalGeneration, P('Yes'), on cpu"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_answer_is_a_probability(folder, dtype):
-    assert 0 < Vqa(path=str(folder), dtype=dtype).load("cpu").yes(pictures(1), ["Is it?"]) < 1
-
-
 def reward(name, judge):
     """A reward of the picture tasks as a run binds it."""
     sections = make_config(task="text", rewards=[{"name": name}]).rewards

@@ -1,6 +1,6 @@
 """Judges in pools, as a config has them."""
 
-from bridges.ray_pool.section import placed
+from bridges.ray_pool import placed
 from grpo_jax.config import make_config
 from grpo_jax.config.judge import PoolSection
 

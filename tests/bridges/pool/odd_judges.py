@@ -1,11 +1,11 @@
-"""Judges for pools, in a file that nothing can import: they pause, fail, hang and die as their fields say."""
+"""Judges for pools, in a file that nothing can import: they pause, fail, hang and die as files of a folder say."""
 
 import asyncio
 import os
-import random
 import re
 import signal
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,19 @@ from grpo_jax.config.judge import Judge
 from grpo_jax.errors import StopRun
 
 
+def taken(file):
+    """Take a file away; False if another actor was first."""
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 class Odd(Judge):
-    """Leaves a number of each copy in `folder`, and finds there what is to go wrong; the first takes `slow` seconds."""
+    """Leaves a number of each copy in `folder`, and finds there what is to go wrong."""
 
     folder: str = ""
-    slow: float = 0.0
     batch_size: int = 4
 
     def load(self, device):
@@ -28,7 +36,7 @@ class Odd(Judge):
         while True:
             try:
                 (Path(self.folder) / f"copy{number}").mkdir()
-                return Loaded(self, number, device)
+                return Loaded(Path(self.folder), number, device)
             except FileExistsError:
                 number += 1
 
@@ -36,11 +44,11 @@ class Odd(Judge):
 class Loaded:
     window = 77
 
+    def __init__(self, folder, number, device):
+        self.folder, self.number, self.device, self.hidden = folder, number, device, object()
+
     def __str__(self):
         return "an odd judge"
-
-    def __init__(self, judge, number, device):
-        self.judge, self.number, self.device, self.hidden = judge, number, device, object()
 
     def lengths(self, texts, *, times=1):
         return [len(text) * times for text in texts]
@@ -52,8 +60,10 @@ class Loaded:
         return [len(texts)] * len(texts)
 
     def copies(self, texts):
-        if self.number == 0:
-            time.sleep(self.judge.slow)
+        """Number of the copy; each first call of a copy takes as long as a file of the folder says."""
+        for pause in self.folder.glob("pause.*"):
+            if taken(pause):
+                time.sleep(float(pause.suffix[1:]))
         return [self.number for _ in texts]
 
     def cards(self, texts):
@@ -68,27 +78,22 @@ class Loaded:
     def draw(self, texts, seeds):
         return np.array([[ord(text) + seed, len(texts)] for text, seed in zip(texts, seeds, strict=True)], np.float32)
 
-    def runs_out(self, texts):
-        raise MemoryError("no room for pictures")
-
     def harmed(self, texts):
         """Harms its own process in the way that a file of the folder says, and takes that file away."""
-        for harm in Path(self.judge.folder).glob("harm.*"):
-            try:
-                harm.unlink()
-            except FileNotFoundError:  # another actor was first
-                continue
-            if harm.suffix == ".exit":
-                os._exit(137)
-            os.kill(os.getpid(), getattr(signal, harm.suffix.removeprefix(".")))
+        for harm in self.folder.glob("harm.*"):
+            if taken(harm):
+                if harm.suffix == ".exit":
+                    os._exit(137)
+                os.kill(os.getpid(), getattr(signal, harm.suffix.removeprefix(".")))
         return self.lengths(texts)
 
     def total(self, texts):
         return sum(map(len, texts))
 
-    def dies(self, texts):
+    def holds(self, texts):
+        """Hold the interpreter's lock for ever over one text: nothing else in the process runs on."""
         if "poison" in texts:
-            os.kill(os.getpid(), signal.SIGKILL)
+            re.match("(a+)+b", "a" * 64)
         return self.lengths(texts)
 
     async def __call__(self, prompts, completions, *, wish, **columns):
@@ -102,17 +107,21 @@ def letters(prompts, completions, wish, **columns):
 
 
 def deadly(prompts, completions, wish, folder, **columns):
-    """The same by a judge that dies in the middle of every second batch or so, as long as there are deaths left."""
+    """The same by a judge that dies over a batch as long as there are deaths left, over each batch once."""
+    batch = Path(folder) / f"batch{zlib.crc32(repr((prompts, completions)).encode())}"
     for death in sorted(Path(folder).glob("death*"))[:1]:
-        if random.random() < 0.5:
-            death.unlink(missing_ok=True)
+        if not batch.exists() and taken(death):
+            batch.touch()
             os.kill(os.getpid(), signal.SIGKILL)
     return letters(prompts, completions, wish)
 
 
-def holds(prompts, completions, **columns):
-    """Holds the interpreter's lock for ever: nothing else in the process runs on."""
-    return [re.match("(a+)+b", "a" * 64) for _ in completions]
+def last(prompts, completions, wish, folder, **columns):
+    """The same by a judge that takes its file along when it dies: it cannot be started again."""
+    if any(Path(folder).glob("death*")):
+        Path(__file__).unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return letters(prompts, completions, wish)
 
 
 def patient(prompts, completions, wish, **columns):

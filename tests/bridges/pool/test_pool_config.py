@@ -6,16 +6,13 @@ import pickle
 import pytest
 from support.imports import ROOT
 
-from bridges.ray_pool.actor import JudgeActor
-from bridges.ray_pool.section import Pooled, placed
+from bridges.ray_pool import JudgeActor, Pooled, placed
 from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config import make_config, to_dict
 from grpo_jax.config.build import identity
-from grpo_jax.config.command_line import parse
 from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.errors import UserError
 from grpo_jax.planning.memory import judge_lines
-from grpo_jax.train import main
 
 
 class Sized(Judge):
@@ -45,28 +42,12 @@ def test_fields_of_a_pool_make_a_pooled_judge_and_come_back_from_a_file():
     assert identity(config) == identity(make_config(task="text", judges={"a": OpenClip(model="ViT"), "b": "open_clip"}))
 
 
-def test_the_command_line_and_its_help_know_them(capsys):
-    words = [
-        "--judges.scorer.pool.replicas=2",
-        "--judges.scorer.pool.resources.num_cpus",
-        "2",
-        "--judges.scorer.model=x",
-    ]
-    scorer = parse(words).judges["scorer"]
-    assert scorer == OpenClip(model="x", pool=PoolSection(replicas=2, resources={"num_cpus": 2.0}))
-    with pytest.raises(SystemExit):
-        main(["--config=prompt_enhancement_miniature", "--help", "judges.renderer.pool"])
-    shown = capsys.readouterr().out
-    assert all(f"--judges.renderer.pool.{name}  " in shown for name in PoolSection.model_fields)
-    assert "Actors that run this judge" in shown
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"replicaz": 2}, "judges.a.pool.replicaz: no such field; did you mean judges.a.pool.replicas?"),
         ({"replicas": -1}, "judges.a.pool.replicas: expected a number >= 1, got -1"),
-        ({"batch_attempts": 0}, "judges.a.pool.batch_attempts: expected a number >= 1, got 0"),
+        ({"batch_attempts": 2}, "judges.a.pool.batch_attempts: no such field; it is no setting any more: 3"),
         ({"in_flight": 2}, "judges.a.pool.in_flight: no such field; it left: an actor has one batch at a time"),
         (
             {"replicas": 1, "resources": {"num_gpus": "x"}},
@@ -88,10 +69,10 @@ def test_mistakes_are_named(fields, message):
 def test_where_a_pool_is_and_what_it_takes():
     config = make_config(task="text", judges={"a": {"kind": "open_clip", "pool": {"replicas": 2}}, "b": "open_clip"})
     assert config.requests == {"policy": "auto", "a": "cpu", "b": "auto"}
-    (copies,) = judge_lines(Pooled(Sized(), PoolSection(replicas=3)))
+    (copies,) = judge_lines(Pooled(Sized(), PoolSection(replicas=3), "judges.a"))
     assert copies[:3] == ("weights", 30, "float32, in 3 actors")
     (elsewhere,) = judge_lines(pooled(replicas=2, resources={"num_gpus": 1}))
-    assert elsewhere.bytes == 0 and "2 actors in a Ray cluster of the run's own, each with 1 of its" in elsewhere.note
+    assert elsewhere.bytes == 0 and "2 actors of a Ray cluster, each with 1 of its cards" in elsewhere.note
     with pytest.raises(UserError, match="devices: expected none for a judge in a pool"):
         pooled(replicas=2).load("gpu:1")
 
@@ -120,15 +101,13 @@ class Torch:
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_an_actor_rounds_as_the_runs_process_does(tf32):
-    cloudpickle = pytest.importorskip("ray").cloudpickle
     torch = pytest.importorskip("torch")
     parts = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [part.allow_tf32 for part in parts]
     try:
         for part in parts:
             part.allow_tf32 = True
-        settings = {"folder": "", "check": False, "deterministic": False, "tf32": tf32}
-        assert JudgeActor(cloudpickle.dumps(Torch()), "gpu:0", settings)._load() == (tf32, tf32)
+        assert JudgeActor(Torch(), "gpu:0", "", 0.0, (False, tf32))._load() == (tf32, tf32)
     finally:
         for part, allowed in zip(parts, before, strict=True):
             part.allow_tf32 = allowed

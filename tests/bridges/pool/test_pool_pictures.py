@@ -34,7 +34,7 @@ SMALL = {
     "rewards": json.dumps([{"name": "alignment"}, {"name": "faithfulness"}, {"name": "length"}]),
     "report_to": "[]",
 }
-POOLS = {"judges.renderer.pool.replicas": 2, "judges.scorer.pool.replicas": 1, "judges.scorer.pool.max_restarts": 0}
+POOLS = {"judges.renderer.pool.replicas": 2, "judges.scorer.pool.replicas": 1}
 
 
 def train(run, **more):

@@ -15,58 +15,48 @@ from support.text_task import finish, finished_run, rows, start, train_here, wai
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-DEATHS = 4
+ODD = Path(__file__).with_name("odd_judges.py")
 
 
-@pytest.fixture
-def deaths(tmp_path):
-    """deaths(count) leaves so many for the judge in a folder; what is left of them is in it."""
-
-    def leave(count) -> Path:
-        for number in range(count):
-            (tmp_path / f"death{number:02}").touch()
-        return tmp_path
-
-    return leave
+def leave_deaths(folder, count):
+    """Leaves so many for the judge in a folder; what is left of them is in it."""
+    for number in range(count):
+        (folder / f"death{number:02}").touch()
 
 
-def test_a_run_learns_the_same_though_actors_die_at_random(cluster, place, configured, deaths, tmp_path):
-    folder, run = deaths(DEATHS), tmp_path / "run"
-    options = {"options": {"folder": str(folder)}, "batch": 3, "batch_attempts": 50, "max_restarts": -1}
-    assert train_here(configured("deadly", replicas=2, **options), run) == 0
+def test_a_run_learns_the_same_though_actors_die(cluster, place, configured, tmp_path):
+    run = tmp_path / "run"
+    leave_deaths(tmp_path, 2)
+    assert train_here(configured("deadly", replicas=2, options={"folder": str(tmp_path)}), run) == 0
     assert ray.is_initialized()  # the run did not start this cluster
-    assert not list(folder.glob("death*"))
+    assert not list(tmp_path.glob("death*"))
     weights, undisturbed = "policy/model.safetensors", finished_run(place)
     assert rows(run) == rows(undisturbed)
     assert (run / weights).read_bytes() == (undisturbed / weights).read_bytes()
-    assert "2 actors of a Ray cluster, 3 rows at a time" in (run / "train.log").read_text()
+    assert "2 actors of a Ray cluster, 32 rows at a time" in (run / "train.log").read_text()
 
 
-def test_a_judge_that_holds_the_lock_ends_after_its_limit(cluster, configured, tmp_path, capsys):
-    """In a thread it would hold the whole run."""
-    config = configured("holds", replicas=1, batch_timeout=2, batch_attempts=1)
-    assert train_here(config, tmp_path / "run", "--training.max_steps", "2") == 2
-    error = capsys.readouterr().err
-    assert "judges.letters: 1 actors died or took more than 2 s (batch_timeout)" in error
-    assert error.startswith("error: ") and error.count("\n") == 1
+def test_a_cluster_of_the_runs_own_ends_with_the_run(no_cluster, configured, tmp_path):
+    assert train_here(configured(batch_timeout=60), tmp_path / "run", "--training.max_steps", "1") == 0
+    assert not ray.is_initialized()
 
 
 @pytest.mark.wide  # a retrieval service that is lost ends a run in the same way (test_retrieval_ray.py)
 def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_on(
-    cluster, configured, deaths, tmp_path, capsys
+    cluster, configured, tmp_path, capsys
 ):
-    run, folder = tmp_path / "run", tmp_path
-    options = {"options": {"folder": str(folder)}, "batch_attempts": 50, "max_restarts": 0}
-    config = configured("deadly", replicas=1, **options)
+    run, file = tmp_path / "run", tmp_path / "judge.py"
+    file.write_text(ODD.read_text())
+    config = configured(f"{file}:last", options={"folder": str(tmp_path)})
     assert train_here(config, run, "--training.max_steps", "2") == 0
     shutil.rmtree(run / "policy")
-    deaths(9)
+    leave_deaths(tmp_path, 1)
     assert train_here(config, run, "--resume", "--training.max_steps", "6") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "judges.letters: no actor is left" in error and error.count("\n") == 1
     assert re.search("Saved after iteration [2-5]; go on with --resume", error)
-    for death in folder.glob("death*"):
-        death.unlink()
+    (tmp_path / "death00").unlink()
+    file.write_text(ODD.read_text())
     assert train_here(config, run, "--resume", "--training.max_steps", "6") == 0
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
 

@@ -145,22 +145,6 @@ def test_the_window_of_a_pipeline_is_its_own_unless_the_config_says_otherwise(fo
         assert judge_of(kind, folders[kind], max_sequence_length=0, guidance=1.0).load("cpu").window == window
 
 
-@each_kind
-def test_the_plan_counts_the_weights_that_are_loaded(kind, judges, load):
-    pipeline, found = load(kind).pipeline, {name: size for name, size, _ in judges[kind].memory()}
-    encoders = [getattr(pipeline, f"text_encoder{end}", None) for end in ("", "_2", "_3")]
-    network, called = ("transformer",) * 2 if hasattr(pipeline, "transformer") else ("unet", "U-Net")
-    assert found[f"{called} and VAE"] == held(getattr(pipeline, network)) + held(pipeline.vae)
-    assert found["text encoders"] == sum(held(encoder) for encoder in encoders if encoder is not None)
-    assert found["drawing"] == 3 * 4 * 8 * 32 * 32 * 4  # four pictures' features in the VAE's last block
-
-
-def held(model) -> int:
-    """Bytes of a model's weights, and of the buffers that are saved with them."""
-    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # tied ones once
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
 def test_what_paints_over_pictures_is_left_out(load, folders):
     pipeline = load("StableDiffusionPipeline").pipeline
     assert (folders["StableDiffusionPipeline"] / "safety_checker").is_dir() and pipeline.safety_checker is None
@@ -180,7 +164,7 @@ def test_a_negative_prompt_is_that_of_diffusers(folders, load):
 def test_guidance_that_is_an_input_of_the_network(tmp_path):
     """FLUX.1 dev's, where schnell has none."""
     folder = tiny_pipelines.flux(tmp_path, guidance_embeds=True)
-    with pytest.raises(UserError, match="reads no negative prompt: leave negative_prompt empty"):
+    with pytest.raises(UserError, match=r"negative_prompt: expected none, as .* reads none"):
         judge_of("FluxPipeline", folder, guidance=3.5, eval_guidance=2.0, negative_prompt="cats").load("cpu")
     renderer = judge_of("FluxPipeline", folder, guidance=3.5).load("cpu")
     images = renderer.draw(PROMPTS, SEEDS, evaluation=False)
@@ -227,7 +211,11 @@ def test_lora_weights_are_those_of_diffusers(kind, folders, load, tmp_path):
     ("kind", "fields", "message"),
     [
         ("SanaPipeline", {"negative_prompt": "cats"}, "negative_prompt: expected empty, or guidance and eval_guidance"),
-        ("StableDiffusionPipeline", {"max_sequence_length": 99}, "takes no max_sequence_length: leave it"),
+        (
+            "StableDiffusionPipeline",
+            {"max_sequence_length": 99},
+            "max_sequence_length: expected its default",
+        ),
         ("FluxPipeline", {"lora": "./nowhere"}, r"no such folder: \./nowhere"),
         ("FluxPipeline", {"path": "./nowhere"}, r"no such folder: \./nowhere"),
     ],
@@ -241,9 +229,9 @@ def test_what_a_pipeline_ignores_is_refused_before_anything_is_read(kind, fields
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("FluxPipeline", {"eval_guidance": 2.0}, "draws without guidance: set guidance and eval_guidance to 1"),
+        ("FluxPipeline", {"eval_guidance": 2.0}, "guidance, eval_guidance: expected 1, as .* draws without guidance"),
         ("StableDiffusionPipeline", {"size": 30}, "`height` and `width` have to be divisible by 8"),
-        ("FluxPipeline", {"size": 30}, "picture size 30: this renderer draws multiples of 4; try 32"),
+        ("FluxPipeline", {"size": 30}, "size: expected a multiple of 4, such as 32, got 30"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_when_it_is_loaded(kind, fields, message, folders):
@@ -255,9 +243,9 @@ def test_what_does_not_fit_together_is_refused_when_it_is_loaded(kind, fields, m
 def test_lora_weights_that_do_not_fit_are_refused(folders, tmp_path):
     pytest.importorskip("peft")
     lora = lora_of("StableDiffusionXLPipeline", folders["StableDiffusionXLPipeline"], tmp_path / "lora")
-    with pytest.raises(UserError, match="none of its weights belongs to a SanaPipeline"):
+    with pytest.raises(UserError, match="expected weights of a SanaPipeline"):
         judge_of("SanaPipeline", folders["SanaPipeline"], lora=str(lora)).load("cpu")
-    with pytest.raises(UserError, match="a PixArtSigmaPipeline takes no LoRA weights"):
+    with pytest.raises(UserError, match="lora: expected none, as a PixArtSigmaPipeline takes none"):
         judge_of("PixArtSigmaPipeline", folders["PixArtSigmaPipeline"], lora=str(lora)).load("cpu")
     (file,) = lora.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-50])
@@ -265,7 +253,7 @@ def test_lora_weights_that_do_not_fit_are_refused(folders, tmp_path):
         judge_of("FluxPipeline", folders["FluxPipeline"], lora=str(lora)).load("cpu")
     file.rename(lora / "one.safetensors")
     shutil.copy(lora / "one.safetensors", lora / "two.safetensors")
-    with pytest.raises(UserError, match=r"found one\.safetensors, two\.safetensors; name the file"):
+    with pytest.raises(UserError, match=r"or the name of a file, got .*one\.safetensors., .two\.safetensors"):
         judge_of("FluxPipeline", folders["FluxPipeline"], lora=str(lora)).check()
 
 
@@ -275,9 +263,9 @@ def test_folders_of_other_kinds_and_with_code_are_refused(folders, tmp_path):
     trace = tmp_path / "trace"
     (copy / "transformer" / "mine.py").write_text(f"open({str(trace)!r}, 'w')\n")
     for change, message in (
-        ({"transformer": ["mine", "Mine"]}, "transformer would run code that comes with the weights"),
-        ({"_class_name": ["mine", "Mine"]}, "the renderer needs a text-to-image pipeline of diffusers"),
-        ({"_class_name": "StableVideoDiffusionPipeline"}, "holds a StableVideoDiffusionPipeline; the renderer needs"),
+        ({"transformer": ["mine", "Mine"]}, "expected no code that comes with the weights, got .transformer"),
+        ({"_class_name": ["mine", "Mine"]}, "expected a text-to-image pipeline of diffusers, got"),
+        ({"_class_name": "StableVideoDiffusionPipeline"}, "diffusers, got .a StableVideoDiffusionPipeline"),
     ):
         (copy / "model_index.json").write_text(json.dumps(index | change))
         for refused in (judge_of("FluxPipeline", copy).check, lambda: judge_of("FluxPipeline", copy).load("cpu")):
@@ -293,5 +281,5 @@ def test_only_safetensors_are_read(folders, tmp_path):
     (weights,) = (copy / "vae").glob("*.safetensors")
     torch.save(load_file(weights), weights.with_suffix(".bin"))
     weights.unlink()
-    with pytest.raises(UserError, match="cannot load the renderer from"):
+    with pytest.raises(UserError, match="cannot load the renderer"):
         judge_of("PixArtSigmaPipeline", copy).load("cpu")

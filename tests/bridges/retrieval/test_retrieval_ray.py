@@ -63,7 +63,7 @@ def running(cluster, tmp_path_factory):
     orders.write_text("{}")
     section, pool = (
         retrieval.RetrievalSection(cache=str(folder / "cache")),
-        PoolSection(replicas=2, resources=CPU, batch_timeout=0, max_restarts=2),
+        PoolSection(replicas=2, resources=CPU, batch_timeout=0),
     )
     backend = service.start_service(TITLES, section, pool, judge=make_faulty(orders))
     yield backend, orders

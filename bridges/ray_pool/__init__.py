@@ -1,1 +1,0 @@
-"""Judges in actors of a Ray cluster."""

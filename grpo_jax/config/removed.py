@@ -40,6 +40,7 @@ REMOVED: dict[str, str] = {
     "task.semantic_ids": "left: task.writes title or item",
     "task.item_start": "left: items' own words begin as the vectors of their titles",
     "task.training_targets": "left: every position of a history is trained",
+    "task.held_out": "is no setting any more: 64 (evaluation.prompts and validation_prompts say how many are measured)",
     "task.pairs": "left: what SFT teaches follows from task.writes",
     "task.pair_characters": "left with task.pairs",
     "task.exclude_history": "left: rankings leave the history out",

@@ -241,7 +241,8 @@ def test_the_grid_pays_for_steps_that_lead_nearer(tmp_path):
     grid = ROOT / "examples" / "grid"
     small = {name: SMALL[name] for name in ("sampling.group_size", "training.prompts_per_batch", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
-    small |= {"task.environment": f"{grid}/grid.py:Grid", "task.held_out": 2, "report_to": "[]", "run_dir": tmp_path}
+    small |= {"task.environment": f"{grid}/grid.py:Grid", "report_to": "[]", "run_dir": tmp_path}
+    small |= {"evaluation.prompts": 2, "evaluation.validation_prompts": 2}
     assert main(["--config", f"{grid}/grid.yaml", *(f"--{name}={value}" for name, value in small.items())]) == 0
     episodes = {}
     for row in completions(tmp_path, 1):
@@ -268,7 +269,13 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
     monkeypatch.chdir(ROOT)
     small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 2}
-    small |= {"task.held_out": 3, "task.seeds": 12, "training.prompts_per_batch": 12, "report_to": "[]"}
+    small |= {
+        "evaluation.prompts": 3,
+        "evaluation.validation_prompts": 3,
+        "task.seeds": 12,
+        "training.prompts_per_batch": 12,
+        "report_to": "[]",
+    }
     command = ["--config", "examples/grid/with_guess.yaml", "--run_dir", str(tmp_path)]
     assert main([*command, *(f"--{name}={value}" for name, value in small.items())]) == 0
     for step in (1, 2):

@@ -42,7 +42,7 @@ EXCLUDED = 8
 
 def make_data(folder, items, queries):
     """vectors.npy, queries.npy, targets.npy, exclude.npy and the files that make the folder an index."""
-    from bridges.retrieval.index import Fingerprint, _save
+    from bridges.retrieval.index import Fingerprint, save_index
 
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((items, WIDTH), dtype=np.float32)
@@ -50,7 +50,7 @@ def make_data(folder, items, queries):
     targets = rng.integers(0, items, queries)
     wanted = vectors[targets] + NOISE * rng.standard_normal((queries, WIDTH), dtype=np.float32)
     wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
-    _save(folder / "index", [f"item {i}" for i in range(items)], vectors, Fingerprint("random", "given"))
+    save_index(folder / "index", [f"item {i}" for i in range(items)], vectors, Fingerprint("random", "given"))
     np.save(folder / "queries.npy", wanted)
     np.save(folder / "targets.npy", targets)
     np.save(folder / "exclude.npy", rng.integers(0, items, (queries, EXCLUDED)))
@@ -108,10 +108,10 @@ def ask(backend, folder, repeats):
 
 def run_local(folder, repeats, replicas):
     from bridges.retrieval.index import load_index
-    from bridges.retrieval.local import LocalBackend, Space
+    from bridges.retrieval.local import LocalBackend
 
     before = peak_mib()
-    backend = LocalBackend(Space(Given(np.load(folder / "queries.npy")), load_index(folder / "index")))
+    backend = LocalBackend(Given(np.load(folder / "queries.npy")), load_index(folder / "index"))
     warm_up, speed = ask(backend, folder, repeats)
     return [row("local", before, warm_up, speed)]
 
@@ -119,14 +119,14 @@ def run_local(folder, repeats, replicas):
 def bench_service():
     from bridges.retrieval import service
     from bridges.retrieval.index import load_index
-    from bridges.retrieval.local import LocalBackend, Space
+    from bridges.retrieval.local import LocalBackend
 
     class Bench(service.RankService):
         def load(self, device):
             self._before = peak_mib()
             index = load_index(Path(self._folder) / "index")
-            self._backend = LocalBackend(Space(Given(np.load(Path(self._folder) / "queries.npy")), index))
-            self.items, self.fingerprint = self._backend.items, tuple(index.fingerprint)
+            self._backend = LocalBackend(Given(np.load(Path(self._folder) / "queries.npy")), index)
+            self.fingerprint = tuple(index.fingerprint)
             return self
 
         def memory(self):
@@ -143,8 +143,9 @@ def run_ray(folder, repeats, replicas):
 
     ray_pool.join(None, object_store=256 * 2**20)
     judges = [bench_service()(str(folder), "given", replicas)] * replicas
-    actors = ray_pool.start_actors("bench", judges, PoolSection(batch_timeout=0.0))
-    backend = service.RayBackend(RetrievalSection(backend="ray", timeout=600.0), actors, owned=True)
+    names = [f"bench-{number}" for number in range(replicas)]
+    actors = ray_pool.start_actors("bench", judges, PoolSection(batch_timeout=0.0), names)
+    backend = service.RayBackend(RetrievalSection(backend="ray", service="bench", timeout=600.0), actors)
     warm_up, speed = ask(backend, folder, repeats)
     import ray
 
@@ -201,7 +202,7 @@ def tfidf_rows(items, queries, repeats):
     """The same sparse vectors compared as they are, and spread out into dense blocks: why TF-IDF stays sparse."""
     from bridges.retrieval.encoders import TfidfEncoder
     from bridges.retrieval.index import Fingerprint, Index
-    from bridges.retrieval.local import LocalBackend, Space
+    from bridges.retrieval.local import LocalBackend
     from bridges.retrieval.retriever import Retriever
 
     rng = np.random.default_rng(0)
@@ -221,7 +222,7 @@ def tfidf_rows(items, queries, repeats):
 
     rows = []
     for name, kept, encode in (("tf-idf sparse", vectors, encoder), ("tf-idf dense", vectors.toarray(), Spread())):
-        retriever = Retriever(LocalBackend(Space(encode, Index(kept, Fingerprint("words", "tf-idf"), None))))
+        retriever = Retriever(LocalBackend(encode, Index(kept, Fingerprint("words", "tf-idf"), None)))
         call = lambda asked=retriever: asked.score_ranks(texts, targets, [[]] * queries)  # noqa: E731
         found, warm_up, speed = timed(call, repeats, queries)
         stored = kept.data.nbytes + kept.indices.nbytes if name.endswith("sparse") else kept.nbytes

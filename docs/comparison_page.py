@@ -194,8 +194,7 @@ def verdict(results: dict[str, Any]) -> str:
 
 PAGE = """# PPO, GRPO and GDPO on one page
 
-Every number and picture here was made by [`docs/make_comparison.py`](make_comparison.py) from
-[`docs/comparison.json`](comparison.json), which the same script measured.
+[`docs/make_comparison.py`](make_comparison.py) measured and made everything here, from [`docs/comparison.json`](comparison.json):
 
     pip install -e ".[cartpole,figures]"
     python docs/make_comparison.py                                   # trains on CartPole, rewrites this page
@@ -205,85 +204,72 @@ Every number and picture here was made by [`docs/make_comparison.py`](make_compa
 
 ## One objective: CartPole
 
-A policy with one hidden layer plays CartPole-v1; {seeds} seeds learn side by side in one compiled function. PPO has a
-value network and GAE, and plays a fixed number of steps. GRPO plays whole episodes from one start and normalises
-their discounted returns over the group; it has no second network. GDPO's line here is of the run that
-has a second objective, "centred", beside "upright". With one objective GDPO is GRPO and a whitening over the batch,
-which scales up the live groups where others are dead: one live group of 16, with 8 completions each, 4.3 times. Solved
-is a mean return of at least 475 over 100 greedy episodes, measured after every iteration of PPO and every second of
-the others.
+A policy with one hidden layer plays CartPole-v1; {seeds} seeds learn in one compiled function. PPO has a value network and GAE, and
+plays a fixed number of steps. GRPO plays whole episodes from one start and normalises their discounted returns over the group. GDPO has
+a second objective, "centred". Solved is a mean return of at least 475 over 100 greedy episodes.
 
 ![Return over environment steps and seconds](images/comparison_learning.png)
 
-Lines are medians over seeds, bands reach from the lower to the upper quartile.
+Lines are medians over seeds, bands quartiles.
 
 {learning}
 
-Seconds are those of all seeds together. Each algorithm has the settings of its own config: learning rates and batches
-differ. GDPO's lead over GRPO here is its learning rate: with the same one, GRPO on the sum needs {sum_solved}
-environment steps (see below). Optimizer memory is Adam's state of one seed.
+Seconds are those of all seeds together. Each algorithm has its own config's settings. GDPO leads GRPO here by its learning rate: with the
+same one, GRPO on the sum needs {sum_solved} environment steps.
 {speed}
-## Two objectives: what the sum loses, and what GDPO keeps
+## Two objectives
 
-Each step pays 1 for being upright and max(0, 1 - |x| / {width}) for being near the middle, so both objectives reach at
-most 500. All runs below but "upright alone" (`configs/cartpole_grpo.yaml`) have the settings of
-`configs/cartpole_gdpo.yaml` and differ in how the two become one advantage:
+Each step pays 1 for being upright and max(0, 1 - |x| / {width}) for being near the middle, at most 500 each. All runs but "upright
+alone" have the settings of `configs/cartpole_gdpo.yaml`:
 
-- *GRPO on the sum* adds the rewards and normalises the returns of the sum.
-- *GDPO* normalises the returns of each objective, adds them, and whitens.
-- *GDPO, weighted* gives upright twice the weight of centred.
+- *GRPO on the sum* normalises the returns of the summed rewards.
+- *GDPO* normalises each objective's returns, adds them, and whitens.
+- *GDPO, weighted* gives upright twice the weight.
 - *GDPO, conditioned* counts centred only in episodes of at least {condition} steps.
 
 ![Both objectives over environment steps](images/comparison_objectives.png)
 
-Bands are quartiles over seeds; the second and third panel show running means of five measurements. Below: median over
-seeds (quartiles) of the mean of the last seven measurements; "both" is upright ≥ 475 and centred ≥ 400.
+Median over seeds (quartiles) of the mean of the last seven measurements; "both" is upright ≥ 475 and centred ≥ 400.
 
 {objectives}
 
 {verdict}
 
-### The signal itself
+### The signal
 
-The policies of the run on the sum played a group of {group} episodes per seed at every measurement. Here the rewards of
-the same episodes are joined in both ways. *Agreement* is the correlation, within the group, of the joined advantage
-with the advantage of one objective alone: 1 means that the joined signal says what the objective says.
+The policies of the run on the sum played a group of {group} episodes per seed at every measurement. *Agreement* is the correlation, in the
+group, of the joined advantage with that of one objective.
 
 ![Agreement with each objective](images/comparison_signal.png)
 
-While the pole still falls, lengths differ more between episodes than distances do, and the sum follows upright almost
-alone; once most episodes last 500 steps it is the other way round, and the rare fall is what the sum neglects. GDPO
-gives both the same voice at any time. That is what it keeps.
+While the pole still falls, lengths differ more than distances, and the sum follows upright; later it is the reverse, and the sum
+neglects the rare fall. GDPO gives both the same weight at any time.
 
 {signal}
 
-Sums over an episode are almost continuous: hardly two episodes share one. Yes-or-no rewards are at least 475 steps, and
-centred at least 0.6 for each step. A group without signal in one objective can still teach the other; a filter on the
-sum would see only the last figure of each triple.
+Yes-or-no rewards are at least 475 steps, and centred at least 0.6 for each step. A group without signal in one objective can still teach
+the other; a filter on the sum would see only the last figure of each triple.
 {language}"""
 
 LANGUAGE_PART = """
 ## Language: the miniature
 
-The miniature's policy (see the README) from the same start, the same {iterations} iterations of 16 prompts × 8
-completions. PPO has a value head on the policy's states, a KL reward for each token, GAE and a value loss
-(`configs/prompt_enhancement_ppo.yaml`); the other two compare the completions of a prompt. Pixel accuracy is measured
-by a checker that no reward is made of, on the same 128 held-out prompts. All three were trained on pictures of two
-steps (`--judges.renderer.steps 2`), where the default run draws one.
+The same start, {iterations} iterations of 16 prompts × 8 completions. PPO has a value head, a KL reward for each token and GAE
+(`configs/prompt_enhancement_ppo.yaml`). A checker that is no reward measures pixel accuracy on the same 128 held-out prompts. All three
+trained on pictures of two steps (`--judges.renderer.steps 2`); the default run uses one.
 
 ![Pixel accuracy of PPO, GRPO and GDPO](images/comparison_language.png)
 
 {table}
 
-"Gap closed" is (after - before) / (oracle - before). Seconds depend on what else the machine was doing.
+"Gap closed" is (after - before) / (oracle - before). Other work affects the seconds.
 """
 
 SPEED_PART = """
 ### Against a plain PyTorch loop
 
-`python benchmarks/cartpole.py`, {processor}, {cores} cores, {date}: the same algorithm, network, batch and settings in
-a PyTorch loop over gymnasium ([`benchmarks/cartpole_torch.py`](../benchmarks/cartpole_torch.py)), in its fastest form
-on this machine.{busy}
+`python benchmarks/cartpole.py`, {processor}, {cores} cores, {date}: the same algorithm, network, batch and settings in a PyTorch loop over
+gymnasium ([`benchmarks/cartpole_torch.py`](../benchmarks/cartpole_torch.py)), in its fastest form here.{busy}
 
 {table}
 """

@@ -34,20 +34,18 @@ SOURCES = {
 PACKAGES = ("jax", "numpy", "trl", "torch", "transformers", "rlax", "optax", "scipy", "scikit-learn")
 HEADER = """# The maths against outside oracles
 
-Written by `python docs/make_oracles.py`; do not edit. Each line runs one function of grpo_jax and one function of
-somebody else's on the same random numbers, {seeds} draws of every setting, and gives the largest absolute difference
-of a value and of a gradient. "float64" has both sides in float64. "float32" has ours in float32 against the oracle in
-float64 at the same rounded inputs: what rounding costs. Gradients of losses are those with respect to the
-log-probabilities (and entropies), else to all floating inputs; a dash means that the oracle has none to offer.
-Values are of order 1, gradients of losses of order 0.05. (TRL counts clipped tokens in float32.) The tests hold the
-same comparisons to {bounds}.
+`python docs/make_oracles.py` writes this page; do not edit. Each line runs one function of grpo_jax and one of another library on the
+same random numbers, {seeds} draws of every setting (named in `tests/oracles`), and gives the largest absolute difference. "float64" has
+both sides in float64, "float32" ours in float32 against the oracle in float64. Gradients of losses are with respect to log-probabilities
+(and entropies), else to all floating inputs. Values are of order 1, gradients of losses of order 0.05. The tests hold the same
+comparisons to {bounds}.
 
 {date} · Python {python} · {versions} · {machine}
 """
 FOOTER = """
-## Where TRL means something else
+## Differences from TRL
 
-What is compared above is what both can express. The rest is a choice; `tests/core/test_trl.py` shows both sides of it.
+`tests/core/test_trl.py` shows both sides of each.
 
 | subject | TRL | grpo_jax |
 |---|---|---|
@@ -94,7 +92,7 @@ def table(rows):
             for kind in ("value", "gradient")
         ]
         numbers = ["0" if number == "0e+00" else number for number in numbers]
-        settings = "; ".join(dict.fromkeys(row["settings"]))
+        settings = len(set(row["settings"]))
         lines.append(f"| `{function}` | {settings} | `{name}` | {' | '.join(numbers)} |")
     return "\n".join(lines)
 

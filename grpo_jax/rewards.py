@@ -125,12 +125,10 @@ def length_penalty(
 
 
 def _lengths(texts: Sequence[str], ids: Sequence[Sequence[int]] | None, unit: str) -> list[int]:
-    if unit == "tokens":
-        if ids is None:
-            raise ValueError('unit "tokens" counts completion_ids, and there are none')
+    if unit == "tokens" and ids is not None:
         return [len(one) for one in ids]
     if unit not in ("characters", "words"):
-        raise ValueError(f'unit must be "characters", "words" or "tokens", got {short_repr(unit)}')
+        raise ValueError(f'unit must be "characters", "words" or "tokens" (of completion_ids), got {short_repr(unit)}')
     return [len(text.strip()) if unit == "characters" else len(text.split()) for text in texts]
 
 

@@ -6,40 +6,21 @@ Ray cluster that `python -m bridges.retrieval serve` starts.
 
 from collections.abc import Sequence
 
-from bridges.retrieval.errors import NonFiniteScores, RetrievalError, ServiceNotFound
-from bridges.retrieval.index import Fingerprint, default_cache
-from bridges.retrieval.queries import History
-from bridges.retrieval.ranking import Ranks, Scale
+from bridges.retrieval.local import History, local_backend
+from bridges.retrieval.ranking import NonFiniteScores, RetrievalError, ServiceNotFound
 from bridges.retrieval.retriever import Backend, Retriever
 from grpo_jax.config.retrieval import RetrievalSection
 
-__all__ = [
-    "Fingerprint",
-    "History",
-    "NonFiniteScores",
-    "Ranks",
-    "RetrievalError",
-    "RetrievalSection",
-    "Retriever",
-    "Scale",
-    "ServiceNotFound",
-    "default_cache",
-    "open_retriever",
-]
+__all__ = ["History", "NonFiniteScores", "RetrievalError", "ServiceNotFound", "local_backend", "open_retriever"]
 
 
 def open_retriever(
     titles: Sequence[str], section: RetrievalSection = RetrievalSection(), *, self_test: float = 0.9
 ) -> tuple[Retriever, float]:
-    """Make a retriever and run its self-test.
-
-    Args:
-        titles: Of all items, in the order of their rows; "" where an item has none.
-        section: Backend and encoder, the rule for ties, and what becomes of failed calls.
-        self_test: Share of titles that must retrieve themselves.
+    """Make a retriever over titles, in the order of their rows, and run its self-test.
 
     Returns:
-        The retriever, and the share of titles that retrieve themselves.
+        The retriever, and the share of titles that retrieve themselves, at least `self_test`.
 
     Raises:
         UserError: Encoder, cache or service cannot be used, the catalogue differs, or the self-test fails.
@@ -50,8 +31,6 @@ def open_retriever(
 
         backend: Backend = connect(titles, section)
     else:
-        from bridges.retrieval.local import local_backend
-
         backend = local_backend(titles, section)
-    retriever = Retriever(backend, section)
+    retriever = Retriever(backend)
     return retriever, retriever.self_test(titles, required=self_test)

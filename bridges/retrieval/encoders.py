@@ -1,8 +1,7 @@
 """Texts as unit vectors: TF-IDF, which needs no weights, or any sentence-transformers model.
 
-A text's vector may depend, in its last bits, on the texts it is encoded with. `batches` therefore depends on the
-texts of one call alone, nothing is remembered between calls, and every backend encodes the same batches: a resumed
-run sees the scores of an uninterrupted one.
+A text's vector may depend, in its last bits, on the texts it is encoded with. Nothing is remembered between calls, and
+every backend encodes the same batches: a resumed run sees the scores of an uninterrupted one.
 """
 
 import hashlib
@@ -14,8 +13,7 @@ from typing import Protocol
 import numpy as np
 from scipy import sparse
 
-from bridges.retrieval.errors import NonFiniteScores
-from bridges.retrieval.ranking import Vectors
+from bridges.retrieval.ranking import NonFiniteScores, Vectors
 from grpo_jax.config.files import load_json
 from grpo_jax.errors import UserError
 
@@ -56,7 +54,7 @@ class TfidfEncoder:
         except ValueError as error:
             raise UserError(f"encoder tfidf: the titles have no words ({error})") from error
         self.emphasis = np.asarray(self._vectorizer.idf_, np.float32)
-        self.identity = f"tfidf-{_digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
+        self.identity = f"tfidf-{digest([repr(sorted(self._vectorizer.get_params().items(), key=str))])}"
 
     def encode(self, texts: Sequence[str]) -> sparse.csr_matrix:
         """`Encoder.encode`, sparse, a column for each word."""
@@ -67,10 +65,7 @@ def _require_no_code(folder: Path) -> None:
     """Refuse a folder that names classes of its own: library versions differ in whether they would run them."""
     if not (folder / "modules.json").exists():
         return  # of transformers alone
-    try:
-        kinds = [str(module["type"]) for module in load_json(folder / "modules.json", list)]
-    except (UserError, TypeError, KeyError) as error:
-        raise UserError(f"cannot load the encoder {folder}: its modules.json is broken") from error
+    kinds = [str(module["type"]) for module in load_json(folder / "modules.json", list)]
     if custom := [kind for kind in kinds if not kind.startswith("sentence_transformers.")]:
         raise UserError(
             f"encoder {folder}: it comes with code of its own ({custom[0]}), which is not run; take another"
@@ -102,7 +97,7 @@ class SentenceEncoder:
         except Exception as error:
             raise UserError(f"cannot load the encoder {model}: {first_line(error)}") from error
         self._width = int(self._model.encode(["a"], show_progress_bar=False).shape[-1])
-        self.identity = f"sentence-{_digest(_parts_of(self._model))}"
+        self.identity = f"sentence-{digest(_parts_of(self._model))}"
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """`Encoder.encode`, dense."""
@@ -124,26 +119,14 @@ def load_encoder(name: str, titles: Sequence[str], *, device: str = "cpu") -> En
     return TfidfEncoder(titles) if name == "tfidf" else SentenceEncoder(name, device=device)
 
 
-def batches(texts: Iterable[str]) -> list[list[str]]:
-    """The distinct texts, shortest first, in batches of `BATCH`: a function of the set of texts alone."""
-    ordered = sorted(set(texts), key=lambda text: (len(text), text))
-    return [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
-
-
 def encode_titles(encoder: Encoder, titles: Sequence[str]) -> Vectors:
-    """Encode all titles; NonFiniteScores names the first whose vector is NaN or infinite."""
-    groups = batches(titles)
-    place = {text: row for row, text in enumerate(text for group in groups for text in group)}
-    vectors = stacked([encoder.encode(group) for group in groups])
-    check_finite(vectors, [text for group in groups for text in group])
+    """Encode all titles, equal ones once; NonFiniteScores names the first whose vector is NaN or infinite."""
+    texts = sorted(set(titles), key=lambda text: (len(text), text))  # a batch is padded to its longest
+    parts = [encoder.encode(texts[start : start + BATCH]) for start in range(0, len(texts), BATCH)]
+    vectors = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else sparse.vstack(parts, format="csr")
+    check_finite(vectors, texts)
+    place = {text: row for row, text in enumerate(texts)}
     return vectors[[place[title] for title in titles]]
-
-
-def stacked(parts: Sequence[Vectors]) -> Vectors:
-    """Concatenate the vectors of several batches."""
-    if sparse.issparse(parts[0]):
-        return sparse.csr_matrix(sparse.vstack(parts, format="csr"))
-    return np.concatenate(parts)
 
 
 def directions(sums: Vectors) -> Vectors:
@@ -159,14 +142,9 @@ def directions(sums: Vectors) -> Vectors:
 
 def check_finite(vectors: Vectors, texts: Sequence[str]) -> None:
     """Raise NonFiniteScores naming the first text whose vector is not finite."""
-    if sparse.issparse(vectors):
-        bad = np.nonzero(~np.isfinite(vectors.data))[0]
-        row = np.searchsorted(vectors.indptr, bad[0], side="right") - 1 if len(bad) else None
-    else:
-        bad = np.nonzero(~np.isfinite(vectors).all(1))[0]
-        row = bad[0] if len(bad) else None
-    if row is not None:
-        raise NonFiniteScores(f"the encoder's vector of {texts[row]!r} is not finite")
+    finite = np.isfinite(np.asarray(vectors.sum(1)).reshape(-1))
+    if not finite.all():
+        raise NonFiniteScores(f"the encoder's vector of {texts[int(np.argmin(finite))]!r} is not finite")
 
 
 def _parts_of(model) -> Iterable[bytes | str]:
@@ -181,7 +159,7 @@ def _parts_of(model) -> Iterable[bytes | str]:
         yield tensor.detach().cpu().contiguous().float().numpy().tobytes()
 
 
-def _digest(parts: Iterable[bytes | str]) -> str:
+def digest(parts: Iterable[bytes | str]) -> str:
     """Sixteen hexadecimal digits of the SHA-256 of all parts."""
     total = hashlib.sha256()
     for part in parts:
@@ -189,13 +167,3 @@ def _digest(parts: Iterable[bytes | str]) -> str:
         total.update(len(data).to_bytes(8, "little"))
         total.update(data)
     return total.hexdigest()[:16]
-
-
-def titles_digest(titles: Sequence[str]) -> str:
-    """Sixteen digits that identify the titles and their order."""
-    return _digest(titles)
-
-
-def resolved_name(name: str) -> str:
-    """The encoder's name, a folder as its absolute path: processes elsewhere have another working directory."""
-    return str(Path(name).expanduser().resolve()) if name != "tfidf" and Path(name).expanduser().is_dir() else name

@@ -1,9 +1,4 @@
-"""Retrieval in this process, by one encoder or by two.
-
-TF-IDF tells titles apart by their words, a sentence encoder knows words of the same meaning: two at once score
-cos of the one + w · cos of the other. Each keeps its own index (and its own folder of the cache). Queries and histories
-are built in each space separately, so that the lengths of one do not weigh in the other.
-"""
+"""Retrieval in this process: queries of texts and histories, compared with all items block by block."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,131 +6,134 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from bridges.retrieval.encoders import Encoder, Vectors, check_finite, directions, load_encoder, stacked
-from bridges.retrieval.errors import NonFiniteScores
-from bridges.retrieval.index import Fingerprint, Index, open_index
-from bridges.retrieval.queries import Queries
-from bridges.retrieval.ranking import (
-    Counts,
-    Nearest,
-    Scale,
-    count_scores,
-    merge_counts,
-    merge_nearest,
-    nearest_of,
-)
+from bridges.retrieval.encoders import Encoder, check_finite, directions, load_encoder
+from bridges.retrieval.index import Index, open_index
+from bridges.retrieval.ranking import Counts, Vectors, count_scores, leave_out, merge_counts
 from grpo_jax.config.retrieval import RetrievalSection
 
 QUERIES = 64
-"""Compared at once."""
+"""Encoded and compared at once, by every backend: a text's last bits may depend on those beside it."""
 _BLOCK = 65536  # items at a time
 
 
-class Space(NamedTuple):
-    """An encoder, the catalogue as its vectors, and the factor of its cosines beside the first space's, which is 1."""
+class History(NamedTuple):
+    """Items taken before, as a part of queries: q = unit(unit(text) + a · unit(e ⊙ Σ_i decay^age(i) v_i)).
 
-    encoder: Encoder
-    index: Index
-    weight: float = 1.0
+    v_i are the vectors of the items' titles and e the encoder's emphasis (for TF-IDF each word's idf, once more).
+    A query whose text is the zero vector is its history alone.
 
-
-def encoded(encoder: Encoder, queries: Queries) -> Vectors:
-    """Encode the queries' distinct texts; NonFiniteScores if a vector is NaN or infinite."""
-    vectors = stacked([encoder.encode(batch) for batch in queries.texts])
-    check_finite(vectors, [text for batch in queries.texts for text in batch])
-    return vectors
-
-
-def query_vectors(queries: Queries, texts: Vectors, items: Vectors, emphasis: np.ndarray | None) -> Vectors:
-    """Return unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E].
-
-    `texts` are the vectors of the distinct texts, `items` f32 [N, E] those of the whole catalogue.
+    Attributes:
+        rows: B lists of rows of the catalogue, oldest first; the newest has age 0.
+        weight: a, at least 0.
+        decay: In [0, 1].
     """
-    directions_of_texts = directions(queries.mix @ texts)
-    if queries.taken is None:
-        return directions_of_texts
-    taken = queries.taken @ items
-    if emphasis is not None:
-        taken = sparse.csr_matrix(taken.multiply(emphasis))
-    return directions(directions_of_texts + queries.weight * directions(taken))
+
+    rows: Sequence[Sequence[int]]
+    weight: float
+    decay: float
+
+
+class Queries(NamedTuple):
+    """Up to QUERIES queries.
+
+    Attributes:
+        texts: B texts.
+        targets: i32 [B], rows; -1 where no item's rank is asked for.
+        exclude: i32 [B, X], rows that are not ranked, padded with -1; never the target.
+        history: Of the queries; None for texts alone.
+    """
+
+    texts: Sequence[str]
+    targets: np.ndarray
+    exclude: np.ndarray
+    history: History | None
+
+
+def make_queries(
+    texts: Sequence[str],
+    targets: Sequence[int] | None,
+    exclude: Sequence[Sequence[int]],
+    history: History | None = None,
+) -> list[Queries]:
+    """Return a call in parts of QUERIES; `targets` is None where no item's rank is asked for."""
+    rows = np.full(len(texts), -1) if targets is None else np.asarray(targets, np.int64)
+    parts = []
+    for start in range(0, len(texts), QUERIES):
+        part = slice(start, start + QUERIES)
+        others = [sorted({*out} - {int(row)}) for out, row in zip(exclude[part], rows[part], strict=True)]
+        padded = np.full((len(others), max(map(len, others))), -1, np.int32)
+        for line, out in zip(padded, others, strict=True):
+            line[: len(out)] = out
+        taken = history and history._replace(rows=history.rows[part])
+        parts.append(Queries(texts[part], rows[part].astype(np.int32), padded, taken))
+    return parts
 
 
 class LocalBackend:
-    """Encoders and unit vectors on the CPU, sparse ones (TF-IDF), dense ones, or several spaces of them.
+    """An encoder and the catalogue's unit vectors on the CPU, sparse ones (TF-IDF) or dense ones.
 
     See `retriever.Backend`. Products of sparse vectors are sparse too, so inverted lists beat a dense product by far.
     """
 
-    def __init__(self, *spaces: Space, block: int = _BLOCK):
-        """Take spaces over the same titles; how many items are compared at a time does not change results.
+    def __init__(self, encoder: Encoder, index: Index, *, block: int = _BLOCK):
+        """Take an encoder and its index; how many items are compared at a time does not change results."""
+        self._encoder, self._vectors, self.fingerprint = encoder, index.vectors, index.fingerprint
+        starts = range(0, index.vectors.shape[0], block)
+        self._blocks = [(start, _block(index.vectors, start, start + block)) for start in starts]
 
-        NonFiniteScores if a vector is NaN or infinite.
+    def count(self, parts: Sequence[Queries]) -> list[Counts]:
+        """See `retriever.Backend`."""
+        return [self._count(part) for part in parts]
+
+    def _count(self, queries: Queries) -> Counts:
+        vectors, own = self._query_vectors(queries), self._vectors[queries.targets]
+        products = vectors.multiply(own) if sparse.issparse(vectors) else vectors * own
+        score = np.asarray(products.sum(1), np.float64).reshape(-1)
+        out = np.concatenate([queries.targets[:, None], queries.exclude], axis=1)
+        return merge_counts(
+            [count_scores(_dense(vectors @ items), score, out - first) for first, items in self._blocks]
+        )
+
+    def nearest(
+        self, texts: Sequence[str], count: int, exclude: Sequence[Sequence[int]], history: History | None = None
+    ) -> list[list[tuple[int, float]]]:
+        """Return the rows most similar to each text and their cosines, best first; the first of equal ones first.
+
+        Rows in `exclude` are not listed; fewer than `count` come where fewer are left.
         """
-        (first, own), *others = [(space, space.index.fingerprint.encoder) for space in spaces]
-        self.items = first.index.vectors.shape[0]
-        encoders = " + ".join([own, *(f"{space.weight:g} × {other}" for space, other in others)])
-        self.fingerprint = Fingerprint(first.index.fingerprint.catalogue, encoders)
-        self._spaces = spaces
-        self._blocks = [
-            (start, [_block(space.index.vectors, start, start + block) for space in spaces])
-            for start in range(0, self.items, block)
-        ]
+        listed = []
+        for queries in make_queries(texts, None, exclude, history):
+            vectors = self._query_vectors(queries)
+            scores = np.concatenate([_dense(vectors @ items) for _, items in self._blocks], axis=1)
+            leave_out(scores, queries.exclude)
+            best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+            pairs = zip(best.tolist(), np.take_along_axis(scores, best, axis=1).tolist(), strict=True)
+            listed += [[pair for pair in zip(*both, strict=True) if pair[1] > -np.inf] for both in pairs]
+        return listed
 
-    def count(self, queries: Queries, scale: Scale) -> Counts:
-        """See `retriever.Backend`."""
-        wanted = self._wanted(queries)
-        parts = []
-        for start in range(0, len(queries.targets), QUERIES):
-            rows = slice(start, start + QUERIES)
-            asked, targets = [one[rows] for one in wanted], queries.targets[rows]
-            score = self._target_scores(asked, targets)
-            silent = np.all([_is_zero(one) for one in asked], axis=0)
-            out = np.concatenate([targets[:, None], queries.exclude[rows]], axis=1)
-            counts = [
-                Counts(*count_scores(self._scores(asked, block), score, out - first, scale), score, silent)
-                for first, block in self._blocks
-            ]
-            parts.append(merge_counts(counts))
-        return Counts(*map(np.concatenate, zip(*parts, strict=True)))
-
-    def nearest(self, queries: Queries, count: int) -> Nearest:
-        """See `retriever.Backend`."""
-        wanted = self._wanted(queries)
-        parts = [
-            nearest_of(self._scores(wanted, block), queries.exclude - first, count, first=first)
-            for first, block in self._blocks
-        ]
-        return merge_nearest(parts, count)
-
-    def _wanted(self, queries: Queries) -> list[Vectors]:
-        return [
-            query_vectors(queries, encoded(space.encoder, queries), space.index.vectors, space.encoder.emphasis)
-            for space in self._spaces
-        ]
-
-    def _scores(self, asked: Sequence[Vectors], block: Sequence[Vectors]) -> np.ndarray:
-        """Similarities f32 [B, M] of queries, and of a block of items, in each space."""
-        total = _dense(asked[0] @ block[0])
-        for space, one, items in zip(self._spaces[1:], asked[1:], block[1:], strict=True):
-            total += np.float32(space.weight) * _dense(one @ items)
-        return total
-
-    def _target_scores(self, asked: Sequence[Vectors], targets: np.ndarray) -> np.ndarray:
-        """Similarities f64 [B] of queries and their targets, the same for every block."""
-        total = np.zeros(len(targets))
-        for space, one in zip(self._spaces, asked, strict=True):
-            own = space.index.vectors[targets]
-            products = one.multiply(own) if sparse.issparse(one) else one * own
-            total += space.weight * np.asarray(products.sum(1), np.float64).reshape(-1)
-        return total
+    def _query_vectors(self, queries: Queries) -> Vectors:
+        """Return unit(text), or unit(unit(text) + a · unit(history)) where the queries have a history: f32 [B, E]."""
+        texts = self._encoder.encode(queries.texts)
+        check_finite(texts, queries.texts)
+        vectors = directions(texts)
+        if queries.history is None:
+            return vectors
+        rows, weight, decay = queries.history
+        lengths = [len(one) for one in rows]
+        ages = np.concatenate([np.arange(length)[::-1] for length in lengths])
+        places = (np.repeat(np.arange(len(rows)), lengths), np.array([row for one in rows for row in one], np.int64))
+        weights = sparse.csr_matrix(
+            (np.power(decay, ages).astype(np.float32), places), (len(rows), self._vectors.shape[0])
+        )
+        taken = weights @ self._vectors
+        if self._encoder.emphasis is not None:
+            taken = sparse.csr_matrix(taken.multiply(self._encoder.emphasis))
+        return directions(vectors + weight * directions(taken))
 
 
 def _block(vectors: Vectors, start: int, end: int) -> Vectors:
-    """Items from `start` to `end` as columns."""
+    """Return items from `start` to `end` as columns."""
     block = vectors[start:end]
-    finite = np.isfinite(np.asarray(block.sum(1)).reshape(-1))
-    if not finite.all():
-        raise NonFiniteScores(f"the catalogue's vector in row {start + int(np.argmin(finite))} is not finite")
     return block.T.tocsr() if sparse.issparse(block) else block.T
 
 
@@ -143,16 +141,7 @@ def _dense(scores: Vectors) -> np.ndarray:
     return scores.toarray() if sparse.issparse(scores) else np.asarray(scores)
 
 
-def _is_zero(vectors: Vectors) -> np.ndarray:
-    """Whether each row is the zero vector."""
-    return np.diff(vectors.indptr) == 0 if sparse.issparse(vectors) else ~vectors.any(1)
-
-
 def local_backend(titles: Sequence[str], section: RetrievalSection = RetrievalSection()) -> LocalBackend:
-    """Load the encoder, or both, and make or load the catalogue's vectors."""
-    spaces = []
-    for name, weight in ((section.encoder, 1.0), (section.dense, section.dense_weight)):
-        if name is not None:
-            encoder = load_encoder(name, titles, device=section.device)
-            spaces.append(Space(encoder, open_index(titles, encoder, section.cache), weight))
-    return LocalBackend(*spaces)
+    """Load the encoder, and make or load the catalogue's vectors."""
+    encoder = load_encoder(section.encoder, titles, device=section.device)
+    return LocalBackend(encoder, open_index(titles, encoder, section.cache))

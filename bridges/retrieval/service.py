@@ -1,33 +1,26 @@
-"""Retrieval by a service: actors of a Ray cluster, each with the whole catalogue, that share a call's queries.
+"""Retrieval by a service: actors of a Ray cluster, each with the whole catalogue, that share a call's queries."""
 
-Failures that a pool cannot fix arrive here as typed errors. `serve` leaves its cluster's address in a file that only
-the user can write: Ray's own ways to find a cluster (RAY_ADDRESS, "auto") find anybody's.
-"""
-
+import argparse
 import itertools
-import json
-import os
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
-
-import numpy as np
 
 from bridges import ray_pool
 from bridges.ray_pool import START_SECONDS, RayPool, described, start_actors
-from bridges.retrieval.encoders import load_encoder, resolved_name, titles_digest
-from bridges.retrieval.errors import RetrievalError, ServiceNotFound
+from bridges.retrieval.catalogue import read_catalogue_file
+from bridges.retrieval.encoders import digest, load_encoder
 from bridges.retrieval.index import Fingerprint, default_cache, load_index, load_titles, open_index
-from bridges.retrieval.local import QUERIES, LocalBackend, Space
-from bridges.retrieval.queries import Queries, of_rows
-from bridges.retrieval.ranking import Counts, Nearest, Scale
-from grpo_jax.config.files import load_json
+from bridges.retrieval.local import LocalBackend, Queries
+from bridges.retrieval.ranking import Counts, RetrievalError, ServiceNotFound
+from bridges.retrieval.retriever import Retriever
 from grpo_jax.config.judge import PoolSection
 from grpo_jax.config.retrieval import RetrievalSection
-from grpo_jax.errors import StopRun, UserError
+from grpo_jax.errors import StopRun, UserError, extras_named
 
 
 class RankService:
@@ -41,145 +34,109 @@ class RankService:
         encoder, index = load_encoder(self.encoder, load_titles(self._folder), device=device), load_index(self._folder)
         if encoder.identity != index.fingerprint.encoder:
             raise UserError(f"encoder {self.encoder} is not the one that {self._folder} was made with")
-        self._backend = LocalBackend(Space(encoder, index))
-        self.items, self.fingerprint = self._backend.items, tuple(index.fingerprint)
+        self._backend, self.fingerprint = LocalBackend(encoder, index), tuple(index.fingerprint)
         return self
 
-    def count(self, queries: Queries, scale: Scale) -> Counts:
+    def count(self, queries: Queries) -> Counts:
         """Count over the catalogue."""
-        return self._backend.count(queries, scale)
-
-    def nearest(self, queries: Queries, count: int) -> Nearest:
-        """Return the catalogue's best items."""
-        return self._backend.nearest(queries, count)
+        return self._backend.count([queries])[0]
 
 
 class RayBackend:
-    """A running service, as a `retriever.Backend`; `close` ends it if it was started here."""
+    """A running service, as a `retriever.Backend`; `actors` are those that were started here."""
 
-    def __init__(self, section: RetrievalSection, actors: Sequence[Any], *, owned: bool = False):
-        """Wait until actors have loaded; ServiceNotFound if one is dead or missing."""
-        self._section, self._owned = section, actors if owned else ()
-        try:
-            with _typed_errors():
-                description = described(actors, max(section.timeout, START_SECONDS))
-        except RetrievalError as error:
-            if isinstance(error.__cause__, ray_pool.ActorLost):  # it keeps its name until whoever started it ends
-                why = f"its actor is dead, end its `serve`: {error}"
-                raise ServiceNotFound(_not_found(section.service, why)) from error
-            raise
-        replicas = description[1]["replicas"]
-        if len(actors) < replicas:
-            raise ServiceNotFound(_not_found(section.service, f"actor {len(actors)} of {replicas} is gone"))
-        self._pool: RayPool | None = RayPool(section.service, actors, description)
-        self.items, self.encoder = self._pool.items, self._pool.encoder
-        self.fingerprint = Fingerprint(*self._pool.fingerprint)
+    def __init__(self, section: RetrievalSection, actors: Sequence[Any] = ()):
+        """Wait until the service's actors have loaded; ServiceNotFound if one is dead or missing."""
+        self._section, self.actors = section, actors
+        pool = _found(section)
+        self._pool: RayPool | None = pool
+        self.encoder, self.fingerprint = pool.encoder, Fingerprint(*pool.fingerprint)
 
-    def count(self, queries: Queries, scale: Scale) -> Counts:
-        """Count over the whole catalogue within the timeout."""
-        return Counts(*map(np.concatenate, zip(*self._asked("count", queries, scale), strict=True)))
-
-    def nearest(self, queries: Queries, count: int) -> Nearest:
-        """Return the best items of the whole catalogue within the timeout."""
-        return Nearest(*map(np.concatenate, zip(*self._asked("nearest", queries, count), strict=True)))
-
-    def _asked(self, method: str, queries: Queries, argument: Any) -> list[Any]:
-        """Ask about some queries at a time; after a call that failed cluster and actors are looked up again."""
+    def count(self, parts: Sequence[Queries]) -> list[Counts]:
+        """Count within the timeout; after a call that failed cluster and actors are looked up again."""
         pool, self._pool = self._pool or self._found_again(), None
-        starts = range(0, queries.mix.shape[0], QUERIES)
-        requests = [((of_rows(queries, slice(start, start + QUERIES)), argument), {}) for start in starts]
-        with _typed_errors():
-            answers = pool.run(method, requests, self._section.timeout)
+        try:
+            counts = pool.run("count", [((part,), {}) for part in parts], self._section.timeout)
+        except RetrievalError:  # raised in an actor
+            raise
+        except ray_pool.PoolLost as error:
+            raise RetrievalError(str(error)) from error
+        except Exception as error:
+            raise RetrievalError(f"the service failed: {ray_pool.told(error)}") from error
         self._pool = pool
-        return answers
+        return counts
 
     def _found_again(self) -> RayPool:
         """Find the service, which may have been started again by hand; StopRun if it serves something else."""
-        import ray
-
-        if ray.is_initialized() and ray_pool.is_gone():
-            ray.shutdown()
-        found = _found(self._section)
-        if found.fingerprint != self.fingerprint:
-            raise StopRun(
-                f"the retrieval service {self._section.service!r} was started again with something else: "
-                f"{found.fingerprint} instead of {self.fingerprint}"
-            )
-        return found._pool
+        pool = _found(self._section)
+        if Fingerprint(*pool.fingerprint) != self.fingerprint:
+            name = self._section.service
+            raise StopRun(f"the retrieval service {name!r} was started again with {pool.fingerprint}")
+        return pool
 
     def close(self) -> None:
-        """End the actors if they were started through this object; a service started elsewhere goes on."""
-        _kill(self._owned)
+        """End the actors that were started here."""
+        _kill(self.actors)
 
 
-def connect(titles: Sequence[str], section: RetrievalSection = RetrievalSection(backend="ray")) -> RayBackend:
+def _found(section: RetrievalSection) -> RayPool:
+    """Join the cluster of a service, and find its actors by their names."""
+    _join(section.address, section.service)
+    try:
+        actors = list(itertools.takewhile(bool, (_find_actor(section.service, i) for i in itertools.count())))
+        if not actors:
+            raise _not_found(section.service, "the cluster has no such actor")
+        description = described(actors, max(section.timeout, START_SECONDS))
+    except ray_pool.ActorLost as error:  # it keeps its name until the process that started it ends
+        raise _not_found(section.service, f"its actor is dead, end its `serve`: {error}") from error
+    except ray_pool.PoolLost as error:
+        raise RetrievalError(str(error)) from error
+    replicas = description[1]["replicas"]
+    if len(actors) < replicas:
+        raise _not_found(section.service, f"actor {len(actors)} of {replicas} is gone")
+    return RayPool(section.service, actors, description)
+
+
+def connect(titles: Sequence[str], section: RetrievalSection) -> RayBackend:
     """Find a service that was started with `python -m bridges.retrieval serve`; UserError if it serves another run."""
-    backend = _found(section)
-    ours = f"{len(titles)} titles, {titles_digest(titles)}"
+    backend = RayBackend(section)
+    ours = (_absolute(section.encoder), f"{len(titles)} titles, {digest(titles)}")
     theirs = (backend.encoder, backend.fingerprint.catalogue)
-    if theirs != (resolved_name(section.encoder), ours):
-        raise UserError(
-            f"the retrieval service {section.service!r} has the encoder {theirs[0]} and {theirs[1]}; this run has "
-            f"{section.encoder} and {ours}"
-        )
+    if theirs != ours:
+        has, wants = (" and ".join(one) for one in (theirs, ours))
+        raise UserError(f"the retrieval service {section.service!r} has the encoder {has}; this run has {wants}")
     return backend
 
 
-def _found(section: RetrievalSection) -> RayBackend:
-    """Join the cluster of a service, and find its actors by their names."""
-    join_cluster(section.address, section.service)
-    with _typed_errors():
-        actors = list(itertools.takewhile(bool, (_find_actor(section.service, i) for i in itertools.count())))
-    if not actors:
-        raise ServiceNotFound(_not_found(section.service, "the cluster has no such actor"))
-    return RayBackend(section, actors)
+def _find_actor(service: str, number: int) -> Any | None:
+    import ray
+
+    with suppress(ValueError):
+        return ray_pool.attempt(ray.get_actor, f"{service}-{number}", namespace=ray_pool.NAMESPACE)
 
 
-def start_service(
-    titles: Sequence[str],
-    section: RetrievalSection = RetrievalSection(),
-    pool: PoolSection = PoolSection(resources={"num_cpus": 1.0}, batch_timeout=0.0),
-    *,
-    judge: type[RankService] = RankService,
-) -> RayBackend:
-    """Make or find the catalogue's vectors in the cache and start the actors that serve them.
-
-    They live as long as this process, or until `close`. UserError if the service's name is taken, or the cluster has
-    no room for it. Every node must see the section's cache (None: `default_cache()`).
-    """
-    if pool.address is None:
-        ray_pool.join(None, object_store=256 * 2**20)  # only queries and counts pass through it
-    else:
-        join_cluster(pool.address, section.service)
-    if _find_actor(section.service, 0) is not None:
-        raise UserError(f"a retrieval service {section.service!r} runs on this cluster already")
-    name = resolved_name(section.encoder)
-    index = open_index(titles, load_encoder(name, titles), section.cache or default_cache())
-    judges = [judge(str(index.folder), name, pool.replicas)] * pool.replicas
-    names = [f"{section.service}-{number}" for number in range(pool.replicas)]
-    actors = start_actors(section.service, judges, pool, names)
-    try:
-        return RayBackend(section, actors, owned=True)
-    except RetrievalError as error:
-        _kill(actors)
-        raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
+def _absolute(name: str) -> str:
+    """Return an encoder's name, a folder as its absolute path: processes elsewhere have another working directory."""
+    return str(Path(name).expanduser().resolve()) if name != "tfidf" and Path(name).expanduser().is_dir() else name
 
 
-def join_cluster(address: str | None, service: str) -> None:
-    """Connect this process to a service's cluster, or raise ServiceNotFound; keep one that it belongs to.
+def _join(address: str | None, service: str) -> None:
+    """Connect this process to a service's cluster at HOST:PORT, or raise ServiceNotFound; keep one that is there.
 
-    `address` is HOST:PORT; None or "auto" is where this user's `serve` of that name runs, and nowhere else.
+    Ray's own ways to find a cluster (RAY_ADDRESS, "auto") find anybody's.
     """
     if ray_pool.import_ray().is_initialized():
-        return
-    if address in (None, "auto") and (address := find_service(service)) is None:
-        why = "none of yours runs here, and no other is joined without task.retrieval.address"
-        raise ServiceNotFound(_not_found(service, why))
+        if not ray_pool.is_gone():
+            return
+        sys.modules["ray"].shutdown()
+    if address is None:
+        raise _not_found(service, "no cluster is joined without task.retrieval.address")
     try:
         ray_pool.join(address)
+    except ray_pool.TokenRefused as error:
+        raise ServiceNotFound(str(error)) from error
     except UserError as error:
-        refused = isinstance(error, ray_pool.TokenRefused)
-        raise ServiceNotFound(str(error) if refused else _not_found(service, str(error))) from error
+        raise _not_found(service, str(error)) from error
 
 
 def _kill(actors: Sequence[Any]) -> None:
@@ -190,68 +147,77 @@ def _kill(actors: Sequence[Any]) -> None:
             ray.kill(handle)
 
 
-@contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Raise failures of a call as errors of `bridges.retrieval.errors`."""
-    try:
-        yield
-    except RetrievalError:  # raised in an actor
-        raise
-    except ray_pool.PoolLost as error:
-        raise RetrievalError(str(error)) from error
-    except Exception as error:
-        raise RetrievalError(f"the service failed: {ray_pool.told(error)}") from error
-
-
-def _not_found(service: str, reason: str) -> str:
-    return (
+def _not_found(service: str, reason: str) -> ServiceNotFound:
+    return ServiceNotFound(
         f"RetrievalService not found: {service!r} ({reason}); start the service with: "
-        f"python -m bridges.retrieval serve --catalogue FILE --service {service}"
+        f"python -m bridges.retrieval serve --catalogue FILE --service {service}, and give the address that it prints"
     )
 
 
-def _find_actor(service: str, number: int) -> Any | None:
-    import ray
+def start_service(
+    titles: Sequence[str], section: RetrievalSection, pool: PoolSection, *, judge: type[RankService] = RankService
+) -> RayBackend:
+    """Make or find the catalogue's vectors in the cache and start the actors that serve them.
 
-    with suppress(ValueError):
-        return ray.get_actor(f"{service}-{number}", namespace=ray_pool.NAMESPACE)
-
-
-def service_file(service: str) -> Path:
-    """Return the file of a service of this name on this machine."""
-    name = quote(f"{service}@{socket.gethostname()}", safe="@")  # homes are shared, loopbacks are not
-    return default_cache().parent / "services" / f"{name}.json"
-
-
-@contextmanager
-def announced(service: str, address: str) -> Iterator[None]:
-    """Keep the file of a service while the block runs; UserError if it cannot be written."""
-    path = service_file(service)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            json.dump({"address": address}, file)
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}), where training looks for the service") from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def find_service(service: str) -> str | None:
-    """Return the address of this user's service of that name, which may have been killed since; None without one.
-
-    UserError if somebody else can write the file, or it is broken.
+    They live as long as this process, or until `close`. UserError if the service's name is taken, or the cluster has
+    no room for it. Every node must see the section's cache (None: `default_cache()`).
     """
-    path = service_file(service)
-    if not path.exists():
-        return None
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise UserError(f"{path} can be written by others; remove it and start the service again")
+    if pool.address is None:
+        ray_pool.join(None, object_store=256 * 2**20)  # only queries and counts pass through it
+    else:
+        _join(pool.address, section.service)
+    if _find_actor(section.service, 0) is not None:
+        raise UserError(f"a retrieval service {section.service!r} runs on this cluster already")
+    name = _absolute(section.encoder)
+    index = open_index(titles, load_encoder(name, titles), section.cache or default_cache())
+    judges = [judge(str(index.folder), name, pool.replicas)] * pool.replicas
+    actors = start_actors(section.service, judges, pool, [f"{section.service}-{i}" for i in range(pool.replicas)])
     try:
-        return load_json(path)["address"]
-    except (UserError, KeyError) as error:
-        raise UserError(f"{path} cannot be read; remove it and start the service again") from error
+        return RayBackend(section, actors)
+    except RetrievalError as error:
+        _kill(actors)
+        raise UserError(f"the retrieval service did not start: {error} (see `ray status`)") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0 after Ctrl-C or SIGTERM, 2 after a UserError."""
+    parser = argparse.ArgumentParser("python -m bridges.retrieval", description="A retrieval service on Ray.")
+    parser.add_argument("command", choices=["serve"], help="start a service, until Ctrl-C")
+    parser.add_argument("--catalogue", required=True, help="file of the items: .tsv or .csv")
+    parser.add_argument("--blank_titles", choices=("error", "keep"), default="error", help="items without a title")
+    parser.add_argument("--encoder", default="tfidf", help='"tfidf", a sentence-transformers folder, or its name')
+    parser.add_argument("--service", default="retrieval", help="name that training looks for")
+    parser.add_argument("--replicas", type=int, default=1, help="actors that share the queries")
+    parser.add_argument("--cpus", type=float, default=1.0, help="CPUs of each actor")
+    parser.add_argument("--gpus", type=float, default=0.0, help="GPUs of each actor's encoder")
+    parser.add_argument("--cache", help="folder for vectors; every node must see it (default: ~/.cache/grpo_jax)")
+    parser.add_argument("--address", help="HOST:PORT of a Ray cluster to join; by default one is started")
+    try:
+        with extras_named():
+            return serve(parser.parse_args(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def serve(asked: argparse.Namespace) -> int:
+    """Start the service, test it, and wait for Ctrl-C or SIGTERM."""
+    section = RetrievalSection(backend="ray", encoder=asked.encoder, service=asked.service, cache=asked.cache)
+    resources = {"num_cpus": asked.cpus, "num_gpus": asked.gpus}
+    pool = PoolSection(replicas=asked.replicas, resources=resources, address=asked.address, batch_timeout=0.0)
+    stop = threading.Event()
+    titles = read_catalogue_file(asked.catalogue, blank_titles=asked.blank_titles).titles
+    backend = start_service(titles, section, pool)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has started, which has handlers of its own
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        share = Retriever(backend).self_test(titles)
+        print(f"cluster     {ray_pool.cluster_address()}")
+        print(f"catalogue   {backend.fingerprint.catalogue}")
+        print(f"encoder     {section.encoder} ({backend.fingerprint.encoder})")
+        print(f"self-test   {share:.1%} of the titles asked for retrieve themselves")
+        print(f"serving     {section.service!r} in {asked.replicas} actors; Ctrl-C ends it", flush=True)
+        stop.wait()
+    finally:
+        backend.close()
+    return 0

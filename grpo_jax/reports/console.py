@@ -201,7 +201,7 @@ def suspicions(summary: Values) -> list[str]:
         values = summary["evaluation"].get(name, {})
         before, after = (math.nan if (value := values.get(when)) is None else value for when in ("before", "after"))
         lines.append(
-            f"suspect: {name} fell from {before:.3g} to {after:.3g} while the reward rose: the policy may please its "
-            "judge alone; look at what it wrote"
+            f"suspect: {name} fell from {before:.3g} to {after:.3g} while the reward rose: the policy may please the "
+            "reward alone; look at what it wrote"
         )
     return lines

@@ -30,7 +30,6 @@ MARGIN = 0.25
 _STORED_PIXELS = 128  # along the longer side of a picture that is kept beside a run's completions
 
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk|SUkq|TU0A)[A-Za-z0-9+/=\s]{40,}")
-_WEB = re.compile(r"^(?:https?|ftp|s3|gs|hf)://", re.IGNORECASE)
 
 
 class File(NamedTuple):
@@ -75,11 +74,10 @@ def source_of(value: object, base: Path | None) -> Source:
 
 
 def _from_text(text: str, base: Path | None) -> File | bytes:
-    head, _, data = text.partition(",") if text.startswith("data:") else ("", "", text)
-    if not head and _WEB.match(text):
-        raise ValueError(f"{short_name(text, 60)}: pictures are not fetched; download them and give their paths")
-    if not head and not _BASE64.fullmatch(text):
+    is_url = text.startswith("data:")
+    if not is_url and not _BASE64.fullmatch(text):
         return _file(text.removeprefix("file://"), base)
+    data = text.partition(",")[2] if is_url else text
     try:
         content = base64.b64decode("".join(data.split()), validate=True)
     except ValueError as error:
@@ -91,7 +89,10 @@ def _file(name: str, base: Path | None) -> File:
     path = Path(os.path.expanduser(name))
     path = path if base is None or path.is_absolute() else base / path
     if not name or not os.path.isfile(path):
-        raise ValueError(f"there is no picture {short_name(path) if name else 'without a name'}")
+        hint = ": web addresses are not fetched, download them" if "://" in name else ""
+        raise ValueError(
+            f"there is no picture {short_name(name if hint else path) if name else 'without a name'}{hint}"
+        )
     return File(path.absolute(), name)  # a reward may change the current folder
 
 

@@ -66,7 +66,7 @@ class JudgedBatch(NamedTuple):
 _judged_batch: ContextVar[JudgedBatch | None] = ContextVar("judged batch", default=None)
 
 
-class Trainer:
+class RewardProgress:
     """A run's progress, as its rewards ask it: evaluation, except inside `at`."""
 
     def __init__(self, max_steps: int = 0):
@@ -200,7 +200,7 @@ def resolve_rewards(
     judges: Sequence[str],
     functions: Mapping[str, Reward] = MappingProxyType({}),
     *,
-    trainer: Trainer | None = None,
+    trainer: RewardProgress | None = None,
 ) -> ResolvedRewards:
     """Find the rewards of a config and bind their options; UserError if one does not exist.
 
@@ -212,7 +212,7 @@ def resolve_rewards(
     sections = source.conditions(sections or source.defaults)
     if not sections:
         raise UserError("rewards: expected at least one, such as my_rewards.py:function")
-    resolver = _Resolver(source, judges, trainer or Trainer())
+    resolver = _Resolver(source, judges, trainer or RewardProgress())
     maximised = []
     for section in sections:
         function = functions.get(section.called)
@@ -288,7 +288,7 @@ def judge_named(name: str) -> AbstractContextManager[None]:
 class _Resolver(NamedTuple):
     source: TaskRewards
     judges: Sequence[str]
-    trainer: Trainer
+    trainer: RewardProgress
 
     def of_user(self, name: str, function: Reward, options: Mapping[str, object]) -> ResolvedReward:
         check_options(name, function, options, RESERVED_COLUMNS)

@@ -94,10 +94,10 @@ def collect_rewards(
                 if inspect.iscoroutine(returned):
                     waiting[name] = _begin(returned)
                 else:
-                    values[name] = _read(returned, function, name, arguments["completions"], lenient=lenient)
+                    values[name] = _read(returned, name, arguments["completions"], lenient=lenient)
         for name, future in waiting.items():
             with forgiven:
-                values[name] = _read(future, rewards[name], name, arguments["completions"], lenient=lenient)
+                values[name] = _read(future, name, arguments["completions"], lenient=lenient)
     finally:
         for future in waiting.values():
             future.cancel()
@@ -110,10 +110,10 @@ def _call(function: Reward, name: str, arguments: Columns) -> object:
     with _blamed(name):
         # Each gets lists of its own: what one reward does to them is not the next one's input.
         accepted = accepted_arguments(function, arguments)
-        return function(**{argument: _copied(value) for argument, value in accepted.items()})
+        return function(**{name: [*value] if type(value) is list else value for name, value in accepted.items()})
 
 
-def _read(returned: object, function: Reward, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
+def _read(returned: object, name: str, completions: list[str], *, lenient: bool) -> np.ndarray:
     """Return f64 [count] of what a reward returned; NaN for None and, if lenient, for no finite number."""
     at_work(f"reward {name}")
     with _blamed(name):
@@ -176,15 +176,6 @@ def reason_of(error: BaseException) -> str:
     here = f"{os.getcwd()}{os.sep}"
     place = f" ({places[-1][0].removeprefix(here)}:{places[-1][1]})" if places else ""
     return f"it raised {one_line(type(error).__name__, 40)}: {one_line(error, 80)}{place}"
-
-
-def _copied(value: object) -> object:
-    """Copy nested lists and dictionaries; leave everything else as it is."""
-    if type(value) is list:
-        return [_copied(entry) for entry in value]
-    if type(value) is dict:
-        return {key: _copied(entry) for key, entry in value.items()}
-    return value
 
 
 def accepted_arguments(function: Reward, arguments: Columns) -> dict[str, Any]:

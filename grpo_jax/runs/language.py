@@ -55,8 +55,8 @@ class LanguageProgram:
     Its notes are "before", held-out measures of the start by kind of text ("greedy", "sampled", "unchanged", "oracle")
     and of the policy before SFT ("untrained"); "samples", `evaluation.sample_measures` of the start;
     "watched", what was watched of each test and validation prompt then; "remembered", for the task's findings;
-    "absent", the number of consecutive iterations without a reward, by its name; "constant", the only value of a reward
-    and for how many iterations, by its name; and "remark", the task's one remark on completions. `config` also names
+    "absent", the number of consecutive iterations without a reward, by its name; and "constant", the only value of a
+    reward and for how many iterations, by its name. `config` also names
     the Python input; `parts.config` is this machine's.
     """
 
@@ -192,11 +192,8 @@ class LanguageProgram:
         constant = constant_streaks(notes.get("constant", {}), values, self.parts.rewards.weights)
         for warning in constant_rewards(constant):
             self.say(warning)
-        remark = notes.get("remark") or self.parts.config.task.remark(result.completions["completion"])
-        if remark and "remark" not in notes:
-            self.say(f"note: {remark}")
         failure = self._nothing_learned(result.state, iteration + 1) or self._nothing_judged(absent, iteration + 1)
-        noted = {**notes, "absent": absent, "constant": constant} | ({"remark": remark} if remark else {})
+        noted = {**notes, "absent": absent, "constant": constant}
         return Advanced(result.state, [result.row], result.seconds, noted, result.completions, failure)
 
     def _nothing_judged(self, absent: Mapping[str, int], iteration: int) -> str:

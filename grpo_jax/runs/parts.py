@@ -42,7 +42,7 @@ from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_encode_ob
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
-    Trainer,
+    RewardProgress,
     bind,
     judge_named,
     require_columns,
@@ -90,7 +90,7 @@ class RunContext(NamedTuple):
     trie: Trie | None
     key: jax.Array
     devices: dict[str, str]
-    trainer: Trainer
+    trainer: RewardProgress
     stopping: Callable[[], bool] = lambda: False
 
     def is_stopped(self) -> bool:
@@ -151,7 +151,7 @@ def load_parts(
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
-    trainer = Trainer(iterations_in_all(config.training, len(data.prompts.train)))
+    trainer = RewardProgress(iterations_in_all(config.training, len(data.prompts.train)))
     resolved = resolve_rewards(
         config.rewards,
         config.eval_rewards,

@@ -25,7 +25,7 @@ from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.tasks.display import Chart, Curve, Display
-from grpo_jax.tasks.rewriting import names_a_negative, parse_rewrite
+from grpo_jax.tasks.rewriting import parse_rewrite
 from grpo_jax.tasks.task import Task, TaskData
 from grpo_jax.training.estimators import Invalid
 
@@ -268,16 +268,6 @@ class PictureTask(Task):
         """Return the parser of completions."""
         form = config.data.form
         return lambda written, prompt: parse_rewrite(written, form, prompt)
-
-    def remark(self, completions: Sequence[str]) -> str:
-        """Count the completions with a negative prompt, which is never drawn."""
-        count = sum(map(names_a_negative, completions))
-        if not count:
-            return ""
-        return (
-            f"{count} of {len(completions)} completions name a negative prompt, which is left out; "
-            "judges.renderer.negative_prompt is one for all pictures"
-        )
 
 
 def picture_data(

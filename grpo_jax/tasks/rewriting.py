@@ -126,11 +126,6 @@ def parse_rewrite(text: str, form: Form, prompt: str) -> ParsedCompletion:
     return ParsedCompletion(answer, True) if _has_words(answer) else ParsedCompletion(prompt, False)
 
 
-def names_a_negative(text: str) -> bool:
-    """Return whether a completion has a negative prompt, in a line of its own or a member of its JSON."""
-    return any(map(_NEGATIVE.search, re.sub(r'["*]', "", text).splitlines()))
-
-
 def _without_thinking(text: str) -> str:
     """Drop thinking; a block that never closes leaves nothing."""
     text = text.replace("<thinking>", "<think>").replace("</thinking>", "</think>")

@@ -192,10 +192,6 @@ class Task(Section):
         """Return the function (completion, user's prompt) → the text that is judged."""
         return as_is
 
-    def remark(self, completions: Sequence[str]) -> str:
-        """Return a note on parts of completions that are not judged, which a run prints once; "" for none."""
-        return ""
-
     def listed_texts(self, config: Config) -> Sequence[str] | None:
         """Return the texts that a completion may be, where the data have `choices`; None for any text.
 

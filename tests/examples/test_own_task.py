@@ -79,18 +79,6 @@ def test_its_table_and_measures_are_reported(finished):
     assert "40 puzzles of numbers up to 9" in (finished / "train.log").read_text()
 
 
-def test_what_it_remarks_on_completions_is_said_once(tmp_path, capsys):
-    (tmp_path / "remarking.py").write_text(
-        "from grpo_jax.config.named import load_object\n"
-        f"class Remarking(load_object({f'{FILE}:Countdown'!r}, 'task')):\n"
-        "    def remark(self, completions):\n"
-        "        return f'{len(completions)} completions were read'\n"
-    )
-    changes = {"task": f"{tmp_path}/remarking.py:Remarking", "sft.steps": 0, "training.max_steps": 2}
-    assert main(command(tmp_path / "run", **changes)) == 0
-    assert capsys.readouterr().out.count("note: 16 completions were read") == 1
-
-
 def test_its_checks_name_its_fields(tmp_path, capsys):
     assert main([*command(tmp_path / "run"), "--task.largest", "2"]) == 2
     assert capsys.readouterr().err == "error: task.largest: expected a number >= 3, got 2\n"

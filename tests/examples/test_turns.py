@@ -11,6 +11,7 @@ from support.stopping import stopped_after
 from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax import evaluate
+from grpo_jax.config.command_line import load_config
 from grpo_jax.runs.parts import load_parts
 from grpo_jax.runs.policy import run_config
 from grpo_jax.runs.sft import supervised_batch
@@ -236,66 +237,46 @@ def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_the_grid_pays_for_steps_that_lead_nearer(tmp_path):
-    """As its distances say, recomputed from what the policy reads; at the goal an episode ends."""
-    grid = ROOT / "examples" / "grid"
-    small = {name: SMALL[name] for name in ("sampling.group_size", "training.prompts_per_batch", "evaluation.samples")}
-    small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
-    small |= {"task.environment": f"{grid}/grid.py:Grid", "report_to": "[]", "run_dir": tmp_path}
-    small |= {"evaluation.prompts": 2, "evaluation.validation_prompts": 2}
-    assert main(["--config", f"{grid}/grid.yaml", *(f"--{name}={value}" for name, value in small.items())]) == 0
-    episodes = {}
-    for row in completions(tmp_path, 1):
-        episodes.setdefault((row["prompt"], row["episode"]), []).append(row)
-    assert len(episodes) >= 4
-
-    def distance(text):
-        _, row, column, _, goal_row, goal_column = text.split()
-        return abs(int(row) - int(goal_row)) + abs(int(column) - int(goal_column))
-
-    for (prompt, _), turns in episodes.items():
-        seen = prompt
-        for turn in turns:
-            if turn["answer"] is None:  # the last: it reached the goal, or had no more turns
-                reached = distance(seen) == 1 and turn["reward/reward"] == 1
-                assert reached or (turn is turns[-1] and len(turns) == 4)
-                break
-            assert turn["reward/reward"] == 0.5 * (distance(turn["answer"]) < distance(seen))
-            seen = turn["answer"]
+def distance(text):
+    _, row, column, _, goal_row, goal_column = text.split()
+    return abs(int(row) - int(goal_row)) + abs(int(column) - int(goal_column))
 
 
 def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch):
-    """Two prompts in three are walks; what a guess earns follows from what was left, which the policy reads."""
+    """Two prompts in three are walks, paid for steps that lead nearer; what a guess earns follows from what was left.
+
+    Both are recomputed from what the policy reads; an episode ends at its goal.
+    """
     monkeypatch.chdir(ROOT)
+    assert load_config(ROOT / "examples" / "grid" / "grid.yaml").task.environment == ["examples/grid/grid.py:Grid"]
     small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.samples")}
-    small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 2}
-    small |= {
-        "evaluation.prompts": 3,
-        "evaluation.validation_prompts": 3,
-        "task.seeds": 12,
-        "training.prompts_per_batch": 12,
-        "report_to": "[]",
-    }
+    small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
+    small |= {"evaluation.prompts": 3, "evaluation.validation_prompts": 3, "report_to": "[]"}
+    small |= {"task.seeds": 12, "training.prompts_per_batch": 12}
     command = ["--config", "examples/grid/with_guess.yaml", "--run_dir", str(tmp_path)]
     assert main([*command, *(f"--{name}={value}" for name, value in small.items())]) == 0
-    for step in (1, 2):
-        episodes = {}
-        for row in completions(tmp_path, step):
-            episodes.setdefault((row["prompt"], row["episode"]), []).append(row)
-        kinds = [prompt.split()[0] for prompt, _ in episodes]
-        assert kinds.count("at") == 2 * kinds.count("guess") == 8 * small["sampling.group_size"]
-        for (prompt, _), turns in episodes.items():
-            seen = prompt
-            for turn in turns:
-                walk, game = turn["eval_rewards/reward_Grid"], turn["eval_rewards/reward_Guess"]
-                assert math.isnan(game if prompt.startswith("at") else walk)
-                assert turn["reward/reward"] == (walk if prompt.startswith("at") else game)
-                if prompt.startswith("guess") and turn["answer"] is not None:
-                    low, high = (int(seen.split()[place]) for place in (1, 3))
-                    left = [int(turn["answer"].split()[place]) for place in (1, 3)]
-                    guess = int(turn["text"]) if turn["text"].isdigit() else 0
-                    ruled_out = min(guess - low, high - guess) + 1 if low <= guess <= high else 0
-                    assert turn["reward/reward"] == pytest.approx(0.5 * ruled_out / (high - low + 1))
-                    expected = [[guess + 1, high], [low, guess - 1]] if ruled_out else [[low, high]]
-                    assert left in expected
-                seen = turn["answer"]
+    episodes = {}
+    for row in completions(tmp_path, 1):
+        episodes.setdefault((row["prompt"], row["episode"]), []).append(row)
+    kinds = [prompt.split()[0] for prompt, _ in episodes]
+    assert kinds.count("at") == 2 * kinds.count("guess") == 8 * small["sampling.group_size"]
+    for (prompt, _), turns in episodes.items():
+        seen = prompt
+        for turn in turns:
+            walk, game = turn["eval_rewards/reward_Grid"], turn["eval_rewards/reward_Guess"]
+            assert math.isnan(game if prompt.startswith("at") else walk)
+            assert turn["reward/reward"] == (walk if prompt.startswith("at") else game)
+            if prompt.startswith("at") and turn["answer"] is None:  # it reached the goal, or had no more turns
+                reached = distance(seen) == 1 and turn["reward/reward"] == 1
+                assert turn is turns[-1] and (reached or len(turns) == 4)
+            elif prompt.startswith("at"):
+                assert turn["reward/reward"] == 0.5 * (distance(turn["answer"]) < distance(seen))
+            elif turn["answer"] is not None:
+                low, high = (int(seen.split()[place]) for place in (1, 3))
+                left = [int(turn["answer"].split()[place]) for place in (1, 3)]
+                guess = int(turn["text"]) if turn["text"].isdigit() else 0
+                ruled_out = min(guess - low, high - guess) + 1 if low <= guess <= high else 0
+                assert turn["reward/reward"] == pytest.approx(0.5 * ruled_out / (high - low + 1))
+                expected = [[guess + 1, high], [low, guess - 1]] if ruled_out else [[low, high]]
+                assert left in expected
+            seen = turn["answer"]

@@ -85,7 +85,7 @@ WRONG_VALUES = [
 RAISES = [
     _doing(f"raises {name}", text)
     for name, text in {
-        "RuntimeError": "raise RuntimeError('the judge is away')",
+        "RuntimeError": "raise RuntimeError('the reward is away')",
         "ModuleNotFoundError": "import no_such_module",
         "KeyboardInterrupt": "raise KeyboardInterrupt",
         "SystemExit 0": "sys.exit(0)",

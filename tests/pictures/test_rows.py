@@ -156,7 +156,10 @@ def test_data_sets_of_hugging_face(tmp_path):
     ("row", "reason"),
     [
         ({"image": "no.png"}, '"image": there is no picture'),
-        ({"image": "https://a.b/c.png"}, '"image": https://a.b/c.png: pictures are not fetched; download them'),
+        (
+            {"image": "https://a.b/c.png"},
+            '"image": there is no picture https://a.b/c.png: web addresses are not fetched',
+        ),
         (
             {"images": ["seen.png", 3]},
             "\"images\" 2: a picture is given as a path, as base64 text or as {'bytes': …}, got 3",

@@ -53,7 +53,7 @@ class Letters:
     def __call__(self, completions, **columns):
         self.calls += 1
         if self.calls == self.fails_at:
-            raise RuntimeError("the judge is away")
+            raise RuntimeError("the reward is away")
         return [float(sum(map(ord, text)) % 17) for text in completions]
 
 
@@ -91,7 +91,7 @@ def test_adapters_on_a_tower_are_trained(place, tmp_path):
 @pytest.mark.wide
 def test_a_resumed_run_goes_on_with_its_tower(place, trained, tmp_path):
     parts = configured(place, tmp_path / "parts", *TRAINED)
-    with pytest.raises(UserError, match="the judge is away"):
+    with pytest.raises(UserError, match="the reward is away"):
         run(parts, rewards=[Letters(fails_at=2)])
     run(parts.replace(resume=True), rewards=[Letters()])
     one, other = (tensors(folder / "policy") for folder in (trained, tmp_path / "parts"))

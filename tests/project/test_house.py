@@ -17,8 +17,6 @@ ROOMS = (
 COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "demo", "__main__")
 LOOKS_UP = ("grpo_jax.tasks.task", "grpo_jax.tasks.cartpole.program")
 """Modules that still name types of a room after theirs."""
-CIRCLES = ("grpo_jax.tasks.cartpole", "grpo_jax.tasks.recommendation")
-"""Folders with a circle of lazy imports still."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
 KNOWN_BY_BRIDGES = (
     "grpo_jax.config.judge",
@@ -75,14 +73,7 @@ def test_a_room_imports_only_from_the_rooms_before_it():
 
 def test_no_circle_of_modules():
     """Imports inside functions count; types of the own room do not."""
-
-    def counts(name, found):
-        return not (found.lazy and within(name, CIRCLES) and within(found.module, CIRCLES))
-
-    graph = {
-        name: {target(found.module) for found in imports_of(name) if counts(name, found)} & FILES.keys() - {name}
-        for name in FILES
-    }
+    graph = {name: {target(found.module) for found in imports_of(name)} & FILES.keys() - {name} for name in FILES}
     assert not find_circle(graph)
 
 

@@ -15,7 +15,7 @@ from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.rollout.reward_registry import Trainer, TrainerState
+from grpo_jax.rollout.reward_registry import RewardProgress, TrainerState
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 
@@ -192,7 +192,7 @@ def test_a_function_under_another_name_is_found_again(own, monkeypatch):
 
 
 def test_what_is_logged_is_a_number_of_training():
-    trainer = Trainer(5)
+    trainer = RewardProgress(5)
     trainer.now.log_metric("x", 7)  # of held-out prompts
     assert trainer.now.logged == {} and trainer.now.state == TrainerState(5, 5, True)
     with trainer.at(2) as moment:

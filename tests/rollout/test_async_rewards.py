@@ -59,7 +59,7 @@ def test_what_one_keeps_in_the_loop_is_there_in_the_next_call():
 
 
 FAULTS = {
-    "raises": RuntimeError("the judge is away"),
+    "raises": RuntimeError("the reward is away"),
     "exits": SystemExit(3),
     "is cancelled": asyncio.CancelledError(),
     "one value too few": [1.0],
@@ -126,9 +126,9 @@ def test_a_failure_calls_off_what_still_waits(begun):
 
     def fails(completions):
         assert not begun or here.wait(PATIENCE)
-        raise RuntimeError("the judge is away")
+        raise RuntimeError("the reward is away")
 
-    with pytest.raises(RewardError, match="the judge is away"):
+    with pytest.raises(RewardError, match="the reward is away"):
         collect(waits, fails)
     assert not begun or called_off.wait(PATIENCE)
     np.testing.assert_array_equal(collect(lengths), [[1], [2]])

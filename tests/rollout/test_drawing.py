@@ -13,7 +13,7 @@ from grpo_jax.rollout.data import Row, batch_at, further_batch_at
 from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import RolloutFns
 from grpo_jax.rollout.pipeline import Work
-from grpo_jax.rollout.reward_registry import Trainer
+from grpo_jax.rollout.reward_registry import RewardProgress
 from grpo_jax.rollout.texts import ParsedCompletion
 from grpo_jax.runs.iteration import batch_of, sample_groups
 from grpo_jax.runs.parts import objectives_of
@@ -70,7 +70,7 @@ def make_parts(teaches, **algorithm):
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
     parts = SimpleNamespace(
         config=make_config(values), environment=environment, prompts=prompts,
-        key=jax.random.key(0), trainer=Trainer(),
+        key=jax.random.key(0), trainer=RewardProgress(),
         work=lambda chunk_prompts, locks: Work(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),

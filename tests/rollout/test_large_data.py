@@ -6,11 +6,9 @@ import json
 import pickle
 import random
 
-import numpy as np
 import pytest
 from rollout.test_files import written
 from support.encoded_prompts import plain_rows
-from support.tiny_models import chat_tokenizer
 
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
@@ -105,19 +103,6 @@ def test_many_mistakes_are_counted_and_the_first_named(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ encoding
-
-
-def test_of_many_rows_the_longest_set_the_width_and_short_ones_are_not_encoded(monkeypatch):
-    rows = plain_rows(["x" * (10 + i % 7) for i in range(60)] + ["x" * 33])
-    section = DataSection(max_prompt_tokens=200)
-    expected = make_encode(chat_tokenizer(), section, pad_id=0, rows=rows)(rows[:2])
-    monkeypatch.setattr(encoding, "_LONGEST", 4)
-    tokenizer, calls = chat_tokenizer(), []
-    template = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda *of, **options: (calls.append(of), template(*of, **options))[1]
-    encode = make_encode(tokenizer, section, pad_id=0, rows=rows)
-    assert len(calls) < 10  # of 61
-    np.testing.assert_array_equal(encode(rows[:2])[:2], expected[:2])
 
 
 def test_a_prompt_that_is_too_long_is_found_whatever_its_bytes(monkeypatch):

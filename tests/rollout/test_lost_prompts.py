@@ -31,12 +31,6 @@ def with_template_that_ignores(folder):
     (folder / "chat_template.jinja").write_text(IGNORES)
 
 
-def with_normaliser_that_deletes(folder):
-    deletes = {"type": "Replace", "pattern": {"Regex": "[a-z ]"}, "content": ""}
-    edit_json(folder / "tokenizer.json", lambda _: {"normalizer": deletes})
-    edit_json(folder / "config.json", lambda _: {"model_type": "llama"})  # Qwen2's has a normaliser of its own
-
-
 def with_few_positions(folder):
     edit_json(folder / "config.json", lambda _: {"max_position_embeddings": 30})
 
@@ -57,7 +51,6 @@ LARGE = ("--sampling.max_new_tokens=1000000", "--sampling.group_size=4096")
     [
         (without_vocabulary, (), ["makes the same", "tree'"]),
         (with_template_that_ignores, (), ["makes the same", "tree'"]),
-        (with_normaliser_that_deletes, (), ["makes the same", "tree'"]),
         (as_it_is, ["--data.max_prompt_tokens=3"], ["data.max_prompt_tokens is 3: shorten it or raise the limit"]),
         (with_few_positions, (), ["the policy has 30 (max_position_embeddings in its config.json)", "tree'"]),
         (

@@ -5,7 +5,7 @@ from support.encoded_prompts import format_prompt
 from support.marked_tokenizers import TOKENIZERS, spoken_tokens
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.hf.tokens import plain_tokens, render, special_ids, texts_encoder
+from grpo_jax.models.hf.tokens import plain_tokens, special_ids, texts_encoder
 
 ORDINARY = [
     "a red fox",
@@ -131,10 +131,3 @@ def test_prompts_without_tokens_and_tokens_without_a_row():
     encode = texts_encoder(TOKENIZERS["qwen2"](), "".join, 1, add_special_tokens=True, vocab_size=50)
     with pytest.raises(UserError, match="the model has 50"):
         encode(["a fox"])
-
-
-def test_switches_reach_the_template():
-    tokenizer = TOKENIZERS["qwen2"]()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if not thinking %} quietly{% endif %}"
-    messages = [{"role": "user", "content": "think"}]
-    assert render(tokenizer, messages, thinking=False) == "think quietly"

@@ -88,7 +88,7 @@ def test_a_typed_prompt_lacks_only_what_asks_for_columns(asker):
 def test_a_failing_judge_is_an_error_of_a_prompt_that_has_its_columns(asker, monkeypatch):
     monkeypatch.setenv("JUDGE", "raise:0")
     row = asker.parts.test_rows[0]
-    with pytest.raises(Exception, match="the judge is away"):
+    with pytest.raises(Exception, match="the reward is away"):
         asker.write(asker.row(row.prompt, row.id), "final")
 
 

@@ -125,11 +125,11 @@ def test_a_reward_that_raises_is_shown_with_its_line_and_logged_with_its_traceba
     assert train_here(place.config, run, "--resume", judge="raise:0") == 2
     (line,) = capsys.readouterr().err.splitlines()
     source = place.judge.read_text().splitlines()
-    number = 1 + source.index('        raise RuntimeError("the judge is away")')
-    told = f"error: reward letters: it raised RuntimeError: the judge is away ({place.judge}:{number}). Saved after"
+    number = 1 + source.index('        raise RuntimeError("the reward is away")')
+    told = f"error: reward letters: it raised RuntimeError: the reward is away ({place.judge}:{number}). Saved after"
     assert line.startswith(told) and "; fix the reward and go on with --resume" in line
     log = (run / "train.log").read_text().splitlines()
-    assert log[-1] == line and log[-2] == "RuntimeError: the judge is away"
+    assert log[-1] == line and log[-2] == "RuntimeError: the reward is away"
     assert "Traceback (most recent call last):" in log and source[number - 1].strip() in map(str.strip, log)
 
 

@@ -23,7 +23,7 @@ from grpo_jax.runs.measures import require_names, turn_measures
 JUDGE = f"""{DONE}
 def easy(completions):
     if os.environ["JUDGE"] == f"raise:{{done()}}":
-        raise RuntimeError("the judge is away")
+        raise RuntimeError("the reward is away")
     return [(5 if done() >= 2 else 1) + len(text) / 100 for text in completions]
 
 def hard(completions):

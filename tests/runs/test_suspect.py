@@ -14,7 +14,7 @@ from grpo_jax.runs.measures import fallen
 JUDGE = f"""{DONE}
 def pleased(completions):
     if os.environ["JUDGE"] == f"raise:{{done()}}":
-        raise RuntimeError("the judge is away")
+        raise RuntimeError("the reward is away")
     return [done() + len(text) / 1000 for text in completions]
 
 def honest(completions):

@@ -31,7 +31,7 @@ class Probe:
         if len(completions) == 16:
             self.counts.append((copies((272, 32)) - self.before) / 2)
             if len(self.counts) == self.fails_at:
-                raise RuntimeError("the judge is away")
+                raise RuntimeError("the reward is away")
         return [float(len(text)) for text in completions]
 
 
@@ -46,7 +46,7 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
     config = parse(arguments).replace(rewards=())
 
     first = Probe(fails_at=2)
-    with pytest.raises(UserError, match="the judge is away"):
+    with pytest.raises(UserError, match="the reward is away"):
         run(config, rewards=[first])
     assert first.counts == [4] * 2
 

@@ -37,7 +37,7 @@ def letters(prompts, completions, wish, **columns):
         return values
     training = len(completions) == 16
     if action == "raise" or (action == "validation" and not training):
-        raise RuntimeError("the judge is away")
+        raise RuntimeError("the reward is away")
     if action == "hang":
         time.sleep(4)
     if action == "hold":

@@ -195,7 +195,7 @@ def test_exported_policy_is_qwen2_vl_with_its_vision_and_the_adapters_merged(run
 FLAKY = """
 def flaky(prompts, completions):
     if len(prompts[0]) % 2:
-        raise RuntimeError("the judge is away")
+        raise RuntimeError("the reward is away")
     return [float(len(text)) for text in completions]
 """
 

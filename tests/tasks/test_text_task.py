@@ -89,13 +89,13 @@ def test_an_array_with_what_is_no_number_is_refused_as_a_list_is(library):
 
 
 def raises(completions, **_):
-    raise KeyError("the judge is away\nsecond line")
+    raise KeyError("the reward is away\nsecond line")
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises, "mine: it raised KeyError: 'the judge is away"),
+        (raises, "mine: it raised KeyError: 'the reward is away"),
         (lambda **_: [1.0, 2.0], "one value for each of 4 completions, got 2"),
         (lambda **_: [1.0, float("nan"), 1.0, 1.0], r"returned nan for completion 1 \('3'\)"),
         (lambda **_: [1.0, 1.0, float("inf"), 1.0], "returned inf for completion 2"),

@@ -279,24 +279,39 @@ def test_a_run_with_tools_goes_on_as_if_it_had_never_stopped(increments, home, t
     assert_same_run(again, increments)
 
 
-def test_a_class_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_path):
-    given = values(home, ["Countdown", "add"], "take", "add", "end", rewards=["left"])
-    given["data"]["prompts"] = str(home / "rows.jsonl")
-    train_values(given, tmp_path / "run")
+def of_python():
+    """A class and functions that nothing can import, as a session of Python has them."""
+    scope = {"__name__": "<session>"}
+    exec(TOOLS, scope)
+    tools = [scope[name] for name in ("Countdown", "add", "echo")]
+    for tool in tools:
+        tool.__qualname__ = f"session.<locals>.{tool.__name__}"
+    return tools
+
+
+def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(home, tmp_path, capsys):
+    """Beside functions. A result that is too long is said to be; another process finds no such class, in one line."""
+    given = values(home, [], "take", "add", "long", "end", rewards=["left"])
+    given["data"] |= {"prompts": str(home / "rows.jsonl"), "tools": of_python()}
+    given["training"] |= {"max_steps": 1, "prompts_per_batch": 8}
+    run(make_config(given | {"run_dir": str(tmp_path / "run")}))
+    said = {WORDS["add"]: "3", WORDS["long"]: "error: the result is too long to be read"}
     answers = set()
     for turns in episodes_of(tmp_path / "run"):
         left = start = int(turns[0]["prompt"].split()[-1].rstrip("."))
         assert turns[0]["prompt"] == f"Count {start}. From {start}."
         for row in turns:
+            answer = said.get(row["text"])
             if row["text"] == WORDS["take"]:
                 left, answer = (left - 2, f"{left - 2} left") if left >= 2 else (left, "error: so many are not left")
-            else:
-                answer = "3" if row["text"] == WORDS["add"] else None
             assert row["reward/left"] == -left
             if row is not turns[-1]:
                 assert row["answer"] == answer
                 answers.add(answer)
-    assert {"3", "error: so many are not left"} <= answers
+    assert {*said.values(), "error: so many are not left"} <= answers
+    GIVEN_TOOLS.clear()
+    assert main(["evaluate", "--run", str(tmp_path / "run")]) == 2
+    assert "error: data.tools: Countdown was given in Python and nothing here can import it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["environment", "environments", "row_id"])
@@ -306,15 +321,6 @@ def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys, 
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Count.", "start": 1, name: "mine"}) + "\n")
     train_values(given, tmp_path / "run", expected=2)
     assert f"row 1: column '{name}' is a name that tools use: rename it" in capsys.readouterr().err
-
-
-def test_functions_alone_answer_and_what_is_too_long_is_said_to_be(home, tmp_path):
-    given = values(home, ["echo"], "long", "add", "end", rewards=["said"], turns=2)
-    given["data"]["prompts"] = str(home / "rows.jsonl")
-    train_values(given, tmp_path / "run")
-    answers = {turns[0]["text"]: turns[0]["answer"] for turns in episodes_of(tmp_path / "run") if len(turns) > 1}
-    assert answers[WORDS["long"]] == "error: the result is too long to be read"
-    assert answers[WORDS["add"]] == "error: no tool 'add', there are echo"
 
 
 @pytest.mark.parametrize(
@@ -379,53 +385,13 @@ def test_functions_of_all_kinds_are_tools(home):
     assert not {"args", "kwargs", "b"} & set.union(*shown)
     episode = tools.make()
     calls = {
-        call("remembered", a="3"): "6",
+        call("remembered", a=3): "6",
         call("add", a=1): "11",
         call("total", a=3): "3",
         call("half", n=9): "4",
         call("name"): "Sized",
     }
     assert {text: asyncio.run(tools.call(text, episode)).text for text in calls} == calls
-
-
-def test_tools_of_python_are_taken_as_they_are(home, tmp_path, capsys):
-    """A class that nothing can import is not found by another process, in one line."""
-
-    class Here:
-        def reset(self, **row):
-            return "Go."
-
-        def increment(self, step: int) -> str:
-            """
-            Says a step.
-
-            Args:
-                step: The step.
-            """
-            return f"stepped by {step}"
-
-        def get_reward(self) -> float:
-            return 1.0
-
-    def add(a: int) -> str:
-        """
-        Says a number.
-
-        Args:
-            a: The number.
-        """
-        return f"added {a}"
-
-    given = values(home, [], "one", "add", "end")
-    given["data"]["tools"] = [Here, add]
-    given["training"]["max_steps"] = 1
-    run(make_config(given | {"run_dir": str(tmp_path / "run")}))
-    answers = {row["answer"] for turns in episodes_of(tmp_path / "run") for row in turns[:-1]}
-    assert answers == {"stepped by 1", "added 2"}
-    assert main(["evaluate", "--run", str(tmp_path / "run")]) == 0
-    GIVEN_TOOLS.clear()
-    assert main(["evaluate", "--run", str(tmp_path / "run")]) == 2
-    assert "error: data.tools: Here was given in Python and nothing here can import it" in capsys.readouterr().err
 
 
 def test_the_policy_reads_the_schemas_and_replies_as_the_template_has_them(home):

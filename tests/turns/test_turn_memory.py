@@ -10,7 +10,7 @@ from grpo_jax.planning.programs import Report, Work
 from grpo_jax.training.memory import batch_shapes, state_shapes
 from grpo_jax.training.objectives import make_forward
 
-PROMPTS, GROUP, STEPS, ANSWER, TURNS = 4, 3, 6, 11, 3
+PROMPTS, GROUP, STEPS, ANSWER, TURNS = 4, 3, 6, 11, 2
 
 
 def configured(**training):
@@ -30,8 +30,8 @@ def test_an_updates_batch_is_as_long_as_an_episode_may_be():
     config, model = configured()
     policy = Policy(model)
     batch = batch_shapes(config, state_shapes(config, model, None), make_forward(policy, temperature=1.0), None)
-    assert config.sampling.stream_tokens == TURNS * STEPS + (TURNS - 1) * ANSWER == 40
-    shape = (PROMPTS, GROUP, 40)
+    assert config.sampling.stream_tokens == TURNS * STEPS + (TURNS - 1) * ANSWER == 23
+    shape = (PROMPTS, GROUP, 23)
     assert batch.tokens.shape == batch.present.shape == batch.turn.shape == batch.advantages.shape == shape
 
 

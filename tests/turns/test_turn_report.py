@@ -64,12 +64,6 @@ def test_one_turn_has_no_measures_of_turns():
     assert turns_table({name: {"before": 0.5, "after": 1.0} for name in names}) is None
 
 
-def test_nobody_was_right_at_first():
-    turns = np.zeros((2, 1, 2, 1), np.float32)
-    came = turn_measures(rollout_of(turns, turns[..., :0]), ["share"])
-    assert math.isnan(came["share_kept"]) and came["share_peak"] == 0
-
-
 def test_the_table_has_a_line_for_each_measure():
     measures = {"share": 0.6, "score": 3.5, **turn_measures(judged(), ["share", "score"]), "valid": 1.0}
     table = turns_table({name: {"before": 0.0, "after": value} for name, value in measures.items()})

@@ -64,14 +64,6 @@ class Steps(NamedTuple):
     lengths: jax.Array  # i32 [T, B], steps of the episode up to this one
 
 
-class Outcome(NamedTuple):
-    """Results of episodes, `[B]` each: steps (the return of CartPole-v1), sum of "centred", mean distance from 0."""
-
-    length: jax.Array
-    centred: jax.Array
-    distance: jax.Array
-
-
 def reset(key: jax.Array, count: int) -> State:
     """Return `count` carts at the start of an episode: each of the four numbers uniform in ±0.05."""
     draw = jax.vmap(lambda one: jax.random.uniform(one, (FEATURES,), minval=-0.05, maxval=0.05))
@@ -178,10 +170,18 @@ def play_steps(policy: Policy, states: State, key: jax.Array, *, steps: int) -> 
     return jax.lax.scan(turn, states, jax.random.split(key, steps))
 
 
-def play_greedily(policy: Policy, states: State) -> Outcome:
-    """Play one episode from each state with the likelier action."""
+def play_greedily(policy: Policy, states: State) -> dict[str, jax.Array]:
+    """Play one episode from each state with the likelier action.
+
+    Returns:
+        `[B]` each: "episode_return", its steps; "centred", the sum of that objective; "distance", the mean |x|.
+    """
     episodes = play_episodes(policy, states, None)
     length = jnp.sum(episodes.mask, axis=0, dtype=jnp.float32)
     centred = jnp.where(episodes.mask, objective_rewards("centred", episodes.positions), 0)
     distance = jnp.where(episodes.mask, jnp.abs(episodes.positions), 0)
-    return Outcome(length, jnp.sum(centred, axis=0), jnp.sum(distance, axis=0) / length)
+    return {
+        "episode_return": length,
+        "centred": jnp.sum(centred, axis=0),
+        "distance": jnp.sum(distance, axis=0) / length,
+    }

@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS
-from grpo_jax.tasks.cartpole.task import CartPoleConfig
 from grpo_jax.tasks.cartpole.training import (
     ENVIRONMENTS,
     EPISODES,
@@ -33,6 +32,7 @@ from grpo_jax.tasks.task import Advanced, Begun, Finished, Notes, Say, State
 if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
     from grpo_jax.runs.progress import Progress
+    from grpo_jax.tasks.cartpole.task import CartPoleConfig
 
 _ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
 

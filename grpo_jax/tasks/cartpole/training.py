@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,9 @@ from grpo_jax.models.lora import count_weights
 from grpo_jax.models.variables import PyTree
 from grpo_jax.tasks.cartpole import environment
 from grpo_jax.tasks.cartpole.environment import FEATURES, MAX_STEPS, Episodes, Steps, largest, objective_rewards
-from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
+
+if TYPE_CHECKING:
+    from grpo_jax.tasks.cartpole.task import CartPoleAlgorithm, CartPoleConfig
 
 Metrics = dict[str, jax.Array]
 Learned = tuple[PyTree, PyTree, Metrics]  # parameters, Optax's state, metrics of the updates
@@ -357,14 +359,9 @@ def make_train(config: CartPoleConfig) -> Training:
     def evaluate(state: Carry) -> Metrics:
         key = jax.random.fold_in(jax.random.fold_in(state.key, _EVALUATION_STREAM), state.iteration)
         starts = environment.reset(key, EPISODES)
-        outcome = environment.play_greedily(act(state), starts)
-        return {
-            "episode_return": jnp.mean(outcome.length),
-            "centred": jnp.mean(outcome.centred),
-            "distance": jnp.mean(outcome.distance),
-            "iteration": jnp.float32(state.iteration),
-            "environment_steps": jnp.float32(state.steps),
-        }
+        measures = {name: jnp.mean(x) for name, x in environment.play_greedily(act(state), starts).items()}
+        counts = {"iteration": jnp.float32(state.iteration), "environment_steps": jnp.float32(state.steps)}
+        return measures | counts
 
     def block(state: Carry) -> tuple[Carry, Metrics, Metrics]:
         state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=config.evaluation.every)

@@ -3,3 +3,10 @@
 The policy reads a history of titles and writes what to look for; a retriever ranks the whole catalogue against that
 text; rewards and measures are functions of the rank of the item that came next.
 """
+
+FUSED, RANK = "fused", "rank"
+"""Always watched, last, for the tables; the first where there is a prior."""
+PLACES = ("{history}", "{last}", "{items}")
+"""Placeholders of a template; one of them at least."""
+EVENT_COLUMNS = ("user_id", "item_id", "timestamp")
+"""Columns of a CSV of events."""

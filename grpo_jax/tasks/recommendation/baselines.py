@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from scipy import sparse
@@ -22,7 +22,9 @@ from scipy import sparse
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation.catalogue import UserSequence
 from grpo_jax.tasks.recommendation.metrics import RankCounts, count_better, users_at_once
-from grpo_jax.tasks.recommendation.task import PriorSection
+
+if TYPE_CHECKING:
+    from grpo_jax.tasks.recommendation.task import PriorSection
 
 DECAY = 0.7
 """Weight of each older item in the decayed baselines."""
@@ -39,14 +41,6 @@ class Ranks(Protocol):
 
 Ask = Callable[[Sequence[str], Sequence[int], Sequence[Sequence[int]]], Ranks]
 """B texts, target rows and histories (rows, oldest first), which are left out → the targets' ranks."""
-
-
-class Retriever(Protocol):
-    """Ranks targets by texts, without the rows in `exclude`, but never without the target."""
-
-    def score_ranks(self, texts: Sequence[str], targets: Sequence[int], exclude: Sequence[Sequence[int]]) -> Ranks:
-        """Rank by a text each."""
-        ...
 
 
 def rank_all(score: Scores, rows: Sequence[Row], *, items: int) -> RankCounts:
@@ -143,26 +137,23 @@ def count_baselines(users: Sequence[UserSequence], items: int, rows: Sequence[Ro
 
 
 def title_baselines(
-    retriever: Retriever, rows: Sequence[Row], *, ask: Ask | None = None, block: int = 1024
+    ask: Ask, rows: Sequence[Row], *, mixed: Ask | None = None, block: int = 1024
 ) -> dict[str, np.ndarray]:
     """Return the ranks f64 [U] by titles as queries: the last one and the target's own, the retriever's ceiling.
 
-    NaN where the retriever failed; ties are counted by its own rule. With `ask`, which ranks texts as the policy's are
-    ranked, the own title is asked for so, and the empty text and the last title become rows of their own. One call has
-    `block` examples.
+    NaN where the retriever failed. With `mixed`, which ranks texts as the policy's are ranked, the own title is asked
+    for so, and the empty text and the last title become rows of their own. One call has `block` examples.
     """
     parts: list[dict[str, np.ndarray]] = []
     for start in range(0, len(rows), block):
         columns = [row.columns for row in rows[start : start + block]]
         names = ("history", "target_row", "last_title", "target_title")
         histories, targets, last, own_items = ([column[name] for column in columns] for name in names)
-        answers = {"last title": retriever.score_ranks(last, targets, histories)}
-        if ask is None:
-            answers["oracle: own title"] = retriever.score_ranks(own_items, targets, histories)
-        else:
-            answers["prior alone"] = ask([""] * len(columns), targets, histories)
-            answers["last title + prior"] = ask(last, targets, histories)
-            answers["oracle: own title"] = ask(own_items, targets, histories)
+        answers = {"last title": ask(last, targets, histories)}
+        if mixed is not None:
+            answers["prior alone"] = mixed([""] * len(columns), targets, histories)
+            answers["last title + prior"] = mixed(last, targets, histories)
+        answers["oracle: own title"] = (mixed or ask)(own_items, targets, histories)
         parts.append({name: np.asarray(answer.rank, np.float64) for name, answer in answers.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 

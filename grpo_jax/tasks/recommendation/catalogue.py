@@ -14,7 +14,7 @@ import numpy as np
 from grpo_jax.config.named import own_package
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.random_init import NOT_A_WORD
-from grpo_jax.tasks.recommendation.task import EVENT_COLUMNS
+from grpo_jax.tasks.recommendation import EVENT_COLUMNS
 
 if TYPE_CHECKING:
     from bridges.retrieval.catalogue import BlankTitles

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from grpo_jax.tasks.recommendation.catalogue import (
     read_sequences,
 )
 from grpo_jax.tasks.recommendation.dummy import lessons, make_world
-from grpo_jax.tasks.recommendation.task import Recommendation
+
+if TYPE_CHECKING:
+    from grpo_jax.tasks.recommendation.task import Recommendation
 
 
 class Target(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import TaskRewards
+from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK
 from grpo_jax.tasks.recommendation.baselines import Ranks, make_prior, title_vectors
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, item_word, items_of, plain
 from grpo_jax.tasks.recommendation.dataset import load_dataset, sft_pairs
@@ -29,14 +29,10 @@ from grpo_jax.tasks.recommendation.rewards import (
     task_rewards,
     where_ranked,
 )
-from grpo_jax.tasks.recommendation.task import (
-    FUSED,
-    PLACES,
-    RANK,
-    PriorSection,
-    Recommendation,
-)
 from grpo_jax.tasks.task import Choices, TaskData, TaskReport, TaskSetup, Vocabulary
+
+if TYPE_CHECKING:
+    from grpo_jax.tasks.recommendation.task import Recommendation
 
 
 def listed_texts(config: Config) -> Sequence[str]:
@@ -54,9 +50,8 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     setup.say("catalogue", f"{task.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
     for note in dataset.notes:
         setup.say("", note)
-    retrieval = own_package("bridges", "retrieval")
     required = 0.9 if task.writes == "query" else 0.0
-    retriever, share = open_retriever(task.retrieval, catalogue.titles, retrieval, required=required)
+    retrieval, retriever, share = open_retriever(task.retrieval, catalogue.titles, required=required)
     setup.say("retrieval", _retrieval_line(task.retrieval, share))
 
     items = None if task.writes == "query" else items_of(catalogue.written)
@@ -64,7 +59,9 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
 
     def ask(texts: Sequence[str], targets: Sequence[int], histories: Sequence[Sequence[int]]) -> Ranks:
         """Rank by query = unit(text) + a · unit(history), a = `prior.history`."""
-        return retriever.score_ranks(texts, targets, histories, prior_history(task.prior, histories, retrieval))
+        weight, decay = task.prior.history, task.prior.decay
+        history = retrieval.History(histories, weight, decay) if weight else None
+        return retriever.score_ranks(texts, targets, histories, history)
 
     def ranked(completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         if items is not None:
@@ -89,7 +86,15 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
         report=TaskReport(
             references=lambda rows: {"oracle": [catalogue.written[row.columns["target_row"]] for row in rows]},
             remember=functools.partial(policy_ranks, fused=fused),
-            findings=lambda remembered, rows: findings(task, dataset, retriever, rows, remembered, prior, ask),
+            findings=lambda remembered, rows: findings(
+                task,
+                dataset,
+                rows,
+                remembered,
+                ask=retriever.score_ranks,
+                mixed=ask if items is None and task.prior.used else None,
+                prior=prior,
+            ),
             columns={"wanted": "target_title"},
         ),
         pairs=lambda: sft_pairs(task, dataset, config.seed),
@@ -133,12 +138,11 @@ def item_vectors(titles: Sequence[str], width: int) -> dict[str, np.ndarray]:
     return {item_word(row): vector for row, vector in enumerate(vectors)}
 
 
-def open_retriever(
-    section: RetrievalSection, titles: Sequence[str], retrieval: ModuleType, *, required: float = 0.9
-) -> tuple[Any, float]:
-    """Return a `bridges.retrieval.Retriever`, and the share of titles, at least `required`, that find themselves."""
+def open_retriever(section: RetrievalSection, titles: Sequence[str], *, required: float) -> tuple[Any, Any, float]:
+    """Return `bridges.retrieval`, a retriever, and the share of titles, at least `required`, that find themselves."""
+    retrieval = own_package("bridges", "retrieval")
     try:
-        return retrieval.open_retriever(titles, section, self_test=required)
+        return retrieval, *retrieval.open_retriever(titles, section, self_test=required)
     except retrieval.RetrievalError as error:
         if isinstance(error, UserError):
             raise
@@ -147,10 +151,4 @@ def open_retriever(
 
 def _retrieval_line(section: RetrievalSection, share: float) -> str:
     where = "in this process" if section.backend == "local" else f"service {section.service!r} over Ray"
-    encoder = f"{section.encoder} + {section.dense_weight:g} × {section.dense}" if section.dense else section.encoder
-    return f"{encoder}, {where}, ties {section.ties}; self-test: {share:.1%} of titles asked for retrieve themselves"
-
-
-def prior_history(prior: PriorSection, histories: Sequence[Sequence[int]], retrieval: ModuleType) -> Any:
-    """Return the prior's part of queries, a `bridges.retrieval.History`; None where it counts nothing."""
-    return retrieval.History(histories, prior.history, prior.decay) if prior.history else None
+    return f"{section.encoder}, {where}; self-test: {share:.1%} of titles asked for retrieve themselves"

@@ -1,9 +1,8 @@
 """Measures of a ranking with one relevant item, as functions of its rank, and bootstrap intervals of their means.
 
 The rank counts from 1 over the whole catalogue without the user's history; the target is never left out, even if the
-history holds it. Items that score the same as the target are *ties*, and a rule says where the target stands among
-them: behind them all ("against", the default: a query that tells nothing apart earns nothing), before them all
-("favour"), or anywhere with equal chance ("average": the mean over the places, as scikit-learn takes it).
+history holds it. Items that score the same as the target stand before it: a query that tells nothing apart earns
+nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-TieRule = Literal["against", "average", "favour"]
 Measure = Callable[[np.ndarray], np.ndarray]
 
 Gain = Literal["ndcg", "mrr", "hit"]
@@ -51,10 +49,9 @@ def count_better(
     return RankCounts(np.array(above), np.array(others) - above - below)
 
 
-def rank_of(counts: RankCounts, *, rule: TieRule = "against") -> np.ndarray:
-    """Return the target's rank f64 [B], from 1; under "average" the mean place, which may lie between two."""
-    shares = {"against": 1.0, "average": 0.5, "favour": 0.0}
-    return 1.0 + np.asarray(counts.better, np.float64) + shares[rule] * np.asarray(counts.ties, np.float64)
+def rank_of(counts: RankCounts) -> np.ndarray:
+    """Return the target's rank f64 [B], from 1; ties stand before it."""
+    return 1.0 + np.asarray(counts.better, np.float64) + np.asarray(counts.ties, np.float64)
 
 
 def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) -> np.ndarray:

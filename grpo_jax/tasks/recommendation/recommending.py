@@ -25,7 +25,6 @@ from grpo_jax.tasks.recommendation.baselines import (
 )
 from grpo_jax.tasks.recommendation.catalogue import Catalogue, items_of, plain
 from grpo_jax.tasks.recommendation.dataset import Dataset, history_prompt, load_dataset
-from grpo_jax.tasks.recommendation.loading import open_retriever, prior_history
 
 
 class Recommended(NamedTuple):
@@ -157,12 +156,12 @@ def _by_policy(config: Config, policy: Policy, dataset: Dataset) -> BestItems:
 
 def _by_query(config: Config, catalogue: Catalogue, write: Callable[[str], str]) -> BestItems:
     retrieval = own_package("bridges", "retrieval")
-    local = config.task.retrieval.replace(backend="local")  # a question needs no service; equal results
-    retriever, _ = open_retriever(local, catalogue.titles, retrieval)
+    backend = retrieval.local_backend(catalogue.titles, config.task.retrieval)  # a question needs no service
+    prior = config.task.prior
 
     def best(row: Row, count: int) -> list[tuple[int, float]]:
         histories = [row.columns["history"]]
-        history = prior_history(config.task.prior, histories, retrieval)
-        return retriever.nearest([write(row.prompt)], count, histories, history)[0]
+        history = retrieval.History(histories, prior.history, prior.decay) if prior.history else None
+        return backend.nearest([write(row.prompt)], count, histories, history)[0]
 
     return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
     Ask,
     Prior,
-    Retriever,
     count_baselines,
     rank_all,
     taken_counts,
@@ -23,7 +22,9 @@ from grpo_jax.tasks.recommendation.baselines import (
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset
 from grpo_jax.tasks.recommendation.metrics import Interval, rank_of
-from grpo_jax.tasks.recommendation.task import Recommendation
+
+if TYPE_CHECKING:
+    from grpo_jax.tasks.recommendation.task import Recommendation
 
 CUTOFFS = (5, 10, 20, 50, 100)
 MEASURES = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "MRR")
@@ -179,14 +180,24 @@ def policy_ranks(name: str, rollouts: Mapping[str, Rollout], *, fused: bool = Fa
 def findings(
     task: Recommendation,
     dataset: Dataset,
-    retriever: Retriever,
     rows: Sequence[Row],
     policies: Mapping[str, list[float]],
+    *,
+    ask: Ask,
+    mixed: Ask | None = None,
     prior: Prior | None = None,
-    ask: Ask | None = None,
 ) -> Findings:
-    """Return the results of the measured rows as tables, lines and records; arguments as of `_measure_methods`."""
-    ranks = _measure_methods(task, dataset, retriever, rows, policies, prior, ask)
+    """Return the ranks of the measured rows by every baseline and policy, as tables, lines and records.
+
+    `policies` has the results of `policy_ranks` by name; `ask` and `mixed` are those of `title_baselines`.
+    """
+    histories = [row.columns["history"] for row in rows]
+    scores = count_baselines(dataset.known, len(dataset.catalogue), rows)
+    if prior is not None:
+        scores[PRIOR] = lambda start, stop: prior(histories[start:stop])
+    ranks = {name: rank_of(rank_all(score, rows, items=len(dataset.catalogue))) for name, score in scores.items()}
+    ranks |= title_baselines(ask, rows, mixed=mixed)
+    ranks |= {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
     groups = popularity_groups(rows, taken_counts(dataset.known, len(dataset.catalogue)))
     if task.order_column:
         groups = direction_groups(rows, dataset.catalogue, task.order_column) | groups
@@ -208,32 +219,6 @@ def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
     trained = [(name, name.replace("policy, after", "policy, before", 1)) for name in names if "policy, after" in name]
     fused = [(name, PRIOR) for name in names if name.endswith(" + prior")]
     return [pair for pair in (*trained, *fused) if pair[1] in names]
-
-
-def _measure_methods(
-    task: Recommendation,
-    dataset: Dataset,
-    retriever: Retriever,
-    rows: Sequence[Row],
-    policies: Mapping[str, list[float]],
-    prior: Prior | None,
-    ask: Ask | None,
-) -> dict[str, np.ndarray]:
-    """Return the targets' ranks f64 [U] by every baseline and policy; ties as retrieval.ties says.
-
-    `policies` has the results of `policy_ranks` by name; `ask` ranks texts as the policy's are ranked.
-    """
-    histories = [row.columns["history"] for row in rows]
-    scores = count_baselines(dataset.known, len(dataset.catalogue), rows)
-    if prior is not None:
-        scores[PRIOR] = lambda start, stop: prior(histories[start:stop])
-    ranks = {
-        name: rank_of(rank_all(score, rows, items=len(dataset.catalogue)), rule=task.retrieval.ties)
-        for name, score in scores.items()
-    }
-    mixed_ask = ask if task.writes == "query" and task.prior.used else None
-    ranks |= title_baselines(retriever, rows, ask=mixed_ask)
-    return ranks | {f"policy, {name}": np.asarray(one, np.float64) for name, one in policies.items()}
 
 
 def _report_tables(table: Sequence[TableRow], paired: Sequence[TableRow]) -> list[Table]:

@@ -29,11 +29,10 @@ from grpo_jax.rollout.rewards import (
     asks,
     finished,
 )
-from grpo_jax.tasks.recommendation import metrics
+from grpo_jax.tasks.recommendation import FUSED, RANK, metrics
 from grpo_jax.tasks.recommendation.baselines import Prior, item_scores, levelled
 from grpo_jax.tasks.recommendation.catalogue import Items
 from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
-from grpo_jax.tasks.recommendation.task import FUSED, RANK
 
 BUILT_IN = ("ndcg", "hit", "mrr", "mixed", "soft")
 _MEASURES = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}

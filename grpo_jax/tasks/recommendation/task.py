@@ -19,18 +19,12 @@ from grpo_jax.config.fields import (
 from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.config.run import Config
 from grpo_jax.tasks.display import Display
+from grpo_jax.tasks.recommendation import EVENT_COLUMNS, FUSED, PLACES, RANK
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup
 
 if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy
     from grpo_jax.tasks.recommendation.recommending import MakeWriter, Recommender
-
-PLACES = ("{history}", "{last}", "{items}")
-"""Placeholders of a template; one of them at least."""
-FUSED, RANK = "fused", "rank"
-"""Always watched, last, for the tables; the first where there is a prior."""
-EVENT_COLUMNS = ("user_id", "item_id", "timestamp")
-"""Columns of a CSV of events."""
 
 
 class PriorSection(Section):

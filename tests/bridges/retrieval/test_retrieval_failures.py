@@ -1,16 +1,13 @@
-"""Failing calls: attempts, pauses, missing ranks, the budget, and the stop; backends here are plain objects.
-
-Also encoders that tell titles apart, or are none.
-"""
+"""Failing calls: attempts, pauses, missing ranks, the budget, and the stop; backends here are plain objects."""
 
 import numpy as np
 import pytest
 
 from bridges import retrieval
-from bridges.retrieval import encoders
+from bridges.retrieval import retriever as calls
 from bridges.retrieval.local import local_backend
 from bridges.retrieval.retriever import Retriever
-from grpo_jax.errors import StopRun, UserError
+from grpo_jax.errors import StopRun
 from grpo_jax.rollout.rewards import collect_rewards
 
 TITLES = ["red nail polish", "rose hand cream", "shaving brush", "night cream"]
@@ -21,17 +18,17 @@ class Faulty:
 
     def __init__(self, *faults):
         self.inner = local_backend(TITLES)
-        self.items, self.fingerprint = self.inner.items, self.inner.fingerprint
+        self.fingerprint = self.inner.fingerprint
         self.faults = list(faults)
         self.calls = 0
 
-    def count(self, queries, scale):
+    def count(self, parts):
         self.calls += 1
         fault = self.faults.pop(0) if self.faults else None
         if isinstance(fault, Exception):
             raise fault
-        counts = self.inner.count(queries, scale)
-        return fault(counts) if fault else counts
+        counts = self.inner.count(parts)
+        return [fault(one) for one in counts] if fault else counts
 
 
 def ask(retriever):
@@ -42,13 +39,23 @@ def lost():
     return retrieval.RetrievalError("it died")
 
 
-def test_a_failure_is_tried_again_after_longer_and_longer_pauses():
+@pytest.fixture
+def limits(monkeypatch):
+    def change(**values):
+        for name, value in values.items():
+            monkeypatch.setattr(calls, name.upper(), value)
+
+    return change
+
+
+def test_a_failure_is_tried_again_after_longer_and_longer_pauses(limits):
+    limits(attempts=8)
     backend = Faulty(*[lost() for _ in range(6)], retrieval.NonFiniteScores("nan"))
     pauses = []
-    retriever = Retriever(backend, retrieval.RetrievalSection(attempts=8), wait=pauses.append)
+    retriever = Retriever(backend, wait=pauses.append)
     assert ask(retriever).rank == [1]
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
-    assert (backend.calls, retriever.retries, retriever.missing) == (8, 7, 0)
+    assert backend.calls == 8
 
 
 @pytest.mark.parametrize("column", ["score", "log_sum"])
@@ -57,16 +64,15 @@ def test_scores_that_are_not_finite_are_a_failure(column, value):
     def spoil(counts):
         return counts._replace(**{column: np.full(1, value)})
 
-    backend = Faulty(spoil, spoil)
-    retriever = Retriever(backend, retrieval.RetrievalSection(attempts=2), wait=lambda _: None)
+    retriever = Retriever(Faulty(*[spoil] * calls.ATTEMPTS), wait=lambda _: None)
     ranks = ask(retriever)
     assert np.isnan(ranks.rank).all() and np.isnan(ranks.probability).all()
-    assert retriever.missing == 1
     assert ask(retriever).rank == [1]
 
 
-def test_missing_ranks_are_missing_rewards_and_no_zero():
-    retriever = Retriever(Faulty(lost()), retrieval.RetrievalSection(attempts=1))
+def test_missing_ranks_are_missing_rewards_and_no_zero(limits):
+    limits(attempts=1)
+    retriever = Retriever(Faulty(lost()))
 
     def reward(prompts, completions):
         ranks = retriever.score_ranks(completions, [1] * len(completions), [[]] * len(completions))
@@ -78,9 +84,9 @@ def test_missing_ranks_are_missing_rewards_and_no_zero():
     np.testing.assert_allclose(good[0, :, 0], [1, 1 / 4])
 
 
-def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one():
-    section = retrieval.RetrievalSection(attempts=2, budget=2)
-    retriever = Retriever(Faulty(*[lost() for _ in range(6)]), section, wait=lambda _: None)
+def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one(limits):
+    limits(attempts=2, budget=2)
+    retriever = Retriever(Faulty(*[lost() for _ in range(6)]), wait=lambda _: None)
 
     def reward(prompts, completions):
         return list(ask(retriever).rank)
@@ -91,9 +97,9 @@ def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one():
         collect_rewards({"r": reward}, ["p"], ["c"], {}, 1, on_error="missing")
 
 
-def test_old_failures_are_forgotten():
-    section = retrieval.RetrievalSection(attempts=1, budget=1, window=3)
-    retriever = Retriever(Faulty(lost(), None, None, lost(), None, lost()), section)
+def test_old_failures_are_forgotten(limits):
+    limits(attempts=1, budget=1, window=3)
+    retriever = Retriever(Faulty(lost(), None, None, lost(), None, lost()))
     found = [bool(np.isnan(ask(retriever).rank[0])) for _ in range(5)]
     assert found == [True, False, False, True, False]
     with pytest.raises(StopRun, match="2 of the last 3"):
@@ -105,17 +111,3 @@ def test_other_errors_pass_at_once():
     with pytest.raises(ZeroDivisionError):
         ask(Retriever(backend))
     assert backend.calls == 1
-    with pytest.raises(ValueError, match="got 4"):
-        Retriever(backend).score_ranks(["a"], [4], [[]])
-
-
-def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():
-    titles = [f"soap no {n} of the {letter} line" for n in range(9) for letter in "abc"]
-    retriever, share = retrieval.open_retriever(titles)
-    assert share == 1.0
-    assert retriever.score_ranks(titles, range(27), [()] * 27).rank.tolist() == [1.0] * 27
-
-
-def test_a_folder_that_is_no_encoder_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
-        encoders.load_encoder(str(tmp_path), TITLES)

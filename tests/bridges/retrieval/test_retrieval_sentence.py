@@ -11,12 +11,11 @@ pytest.importorskip("sentence_transformers")
 import torch
 from safetensors.torch import load_file
 
-from bridges import retrieval
-from bridges.retrieval import encoders, local
+from bridges.retrieval import encoders
 from bridges.retrieval.index import open_index
+from bridges.retrieval.local import LocalBackend
 from bridges.retrieval.retriever import Retriever
 from grpo_jax.errors import UserError
-from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
 
 WORDS = ["red", "blue", "rose", "nail", "polish", "hand", "cream", "soap", "brush", "night"]
 TITLES = [f"{a} {b}" for a in WORDS for b in WORDS if a != b]
@@ -82,48 +81,18 @@ def test_ranks_do_not_depend_on_blocks_or_the_cache(encoder, tmp_path):
     index = open_index(TITLES, encoder, None)
     queries = ["red cream", "blue", "", "polish nail soap"] * 5
     targets, exclude = list(range(20)), [[i, i + 1] for i in range(20)]
-    one = Retriever(local.LocalBackend(local.Space(encoder, index))).score_ranks(queries, targets, exclude)
-    two = Retriever(local.LocalBackend(local.Space(encoder, open_index(TITLES, encoder, tmp_path)), block=3))
+    one = Retriever(LocalBackend(encoder, index)).score_ranks(queries, targets, exclude)
+    two = Retriever(LocalBackend(encoder, open_index(TITLES, encoder, tmp_path), block=3))
     again = two.score_ranks(queries, targets, exclude)
     np.testing.assert_array_equal(one.rank, again.rank)
     np.testing.assert_allclose(one.probability, again.probability, rtol=1e-5)
 
 
-def unit_or_zero(vector):
-    return vector / max(np.linalg.norm(vector), 1e-12)
-
-
-def test_a_hybrid_scores_with_the_words_cosine_and_the_weighted_sentences(encoder, folder, tmp_path):
-    """Both made by hand, query by query, in float64; each space has a history's direction of its own."""
-    words = encoders.TfidfEncoder(TITLES)
-    queries, taken = ["red cream", "", "polish nail soap", "unknown words"] * 18, [[5, 80], [], [3], [1, 2, 3]] * 18
-    targets, history = list(range(72)), retrieval.History(taken, 0.5, 0.7)
-    scores = np.zeros((72, len(TITLES)))
-    for one, weight, emphasis in ((words, 1.0, words.emphasis), (encoder, 0.3, 1.0)):
-        made = (encoders.encode_titles(one, TITLES), encoders.encode_titles(one, queries))
-        items, texts = (np.asarray(v.todense() if hasattr(v, "todense") else v, np.float64) for v in made)
-        for line, (text, rows) in enumerate(zip(texts, taken, strict=True)):
-            old = sum((0.7**age * items[row] for age, row in enumerate(reversed(rows))), np.zeros(len(text)))
-            asked = unit_or_zero(unit_or_zero(text) + 0.5 * unit_or_zero(emphasis * old))
-            scores[line] += weight * (items @ asked)
-    section = retrieval.RetrievalSection(dense=str(folder), dense_weight=0.3, cache=str(tmp_path))
-    retriever, share = retrieval.open_retriever(TITLES, section)
-    assert share == 1.0
-    expected = rank_of(count_better(scores, np.array(targets), taken, tolerance=1e-6))
-    silent = [not query and not rows for query, rows in zip(queries, taken, strict=True)]
-    expected[silent] = len(TITLES)
-    np.testing.assert_array_equal(retriever.score_ranks(queries, targets, taken, history).rank, expected)
-    for pairs, own, rows in zip(retriever.nearest(queries, 4, taken, history), scores, taken, strict=True):
-        left = [score for row, score in enumerate(own) if row not in rows]
-        np.testing.assert_allclose([score for _, score in pairs], sorted(left, reverse=True)[:4], atol=1e-6)
-    other, _ = retrieval.open_retriever(TITLES, section.replace(dense_weight=0.4))
-    assert other.fingerprint.encoder != retriever.fingerprint.encoder
-    assert words.identity in other.fingerprint.encoder and encoder.identity in other.fingerprint.encoder
-
-
 def test_unknown_models_are_named(tmp_path):
     with pytest.raises(UserError, match=r"no such folder: \./nowhere"):
         encoders.load_encoder("./nowhere", TITLES)
+    with pytest.raises(UserError, match=r"neither modules\.json nor config\.json"):
+        encoders.load_encoder(str(tmp_path), TITLES)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="cannot load the encoder"):
         encoders.load_encoder(str(tmp_path), TITLES)

@@ -1,4 +1,4 @@
-"""The command that serves, in a process of its own: who reaches it, who finds it, what is said where none serves."""
+"""The command that serves, in a process of its own: who reaches it, and what is said where none serves."""
 
 import os
 import signal
@@ -11,9 +11,10 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from bridges import retrieval  # noqa: E402
-from bridges.retrieval import service as whereabouts  # noqa: E402
-from bridges.retrieval.__main__ import main  # noqa: E402
-from grpo_jax.errors import StopRun, UserError  # noqa: E402
+from bridges.retrieval import retriever as calls  # noqa: E402
+from bridges.retrieval.service import main  # noqa: E402
+from grpo_jax.config.retrieval import RetrievalSection  # noqa: E402
+from grpo_jax.errors import StopRun  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
 
@@ -26,7 +27,8 @@ ASK = """
 import sys
 from grpo_jax.errors import run_cli
 from bridges import retrieval
-where = retrieval.RetrievalSection(backend="ray", address=sys.argv[1])
+from grpo_jax.config.retrieval import RetrievalSection
+where = RetrievalSection(backend="ray", address=sys.argv[1])
 sys.exit(run_cli(lambda _: retrieval.open_retriever(["red soap"], where) and None, ()))
 """
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -71,7 +73,7 @@ def served(home, catalogue):
 
 
 def open_service(**fields):
-    return retrieval.open_retriever(TITLES, retrieval.RetrievalSection(backend="ray", **fields))
+    return retrieval.open_retriever(TITLES, RetrievalSection(backend="ray", **fields))
 
 
 def asking(address, environment):
@@ -91,17 +93,9 @@ def test_nothing_outside_this_machine_reaches_the_service(served):
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
-def test_a_service_says_where_it_is_to_its_user_alone(served, catalogue, capsys):
-    file = whereabouts.service_file("retrieval")
-    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
-    assert whereabouts.find_service("retrieval") == served[1]
-    assert main(["serve", "--catalogue", str(catalogue)]) == 2
-    assert f"of yours is at {served[1]} already" in capsys.readouterr().err
-
-
 def test_a_wrong_or_missing_token_is_one_line(served, home):
     none = {"HOME": str(home), "RAY_AUTH_MODE": "token"}  # no ~/.ray/auth_token
-    tokens = (none, {"RAY_AUTH_TOKEN": "wrong"}, {"RAY_AUTH_MODE": "disabled"})
+    tokens = (none, {"RAY_AUTH_TOKEN": "wrong"})
     for process in [asking(served[1], token) for token in tokens]:  # at once
         said, error = process.communicate(timeout=600)
         assert process.returncode == 2 and said == "", (said, error)
@@ -109,50 +103,36 @@ def test_a_wrong_or_missing_token_is_one_line(served, home):
         assert "asks for a token and this process has none or another: set RAY_AUTH_MODE" in error
 
 
-def test_no_cluster_but_ones_own_is_joined(served, home, monkeypatch):
+def test_no_cluster_but_the_named_one_is_joined(served, home, monkeypatch):
     """Neither that of RAY_ADDRESS, nor the one that was started last."""
-    address = served[1]
     (home / "ray").mkdir()
-    (home / "ray" / "ray_current_cluster").write_text(address)
-    message = "none of yours runs here, and no other is joined without task.retrieval.address"
-    for where in (None, "auto"):
-        with pytest.raises(retrieval.ServiceNotFound, match=message):
-            open_service(service="mine", address=where)
+    (home / "ray" / "ray_current_cluster").write_text(served[1])
+    monkeypatch.setenv("RAY_ADDRESS", served[1])
+    with pytest.raises(retrieval.ServiceNotFound, match="no cluster is joined without"):
+        open_service()
     (home / "ray" / "ray_current_cluster").unlink()
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(retrieval.ServiceNotFound, match=message):
-        open_service(service="mine")
     assert not ray.is_initialized()
 
 
-def test_a_file_that_others_can_write_is_refused(home):
-    with whereabouts.announced("shared", "127.0.0.1:1"):
-        whereabouts.service_file("shared").chmod(0o666)
-        with pytest.raises(UserError, match="can be written by others"):
-            open_service(service="shared")
-        whereabouts.service_file("shared").chmod(0o600)
-    assert whereabouts.find_service("shared") is None
-
-
-def test_the_command_serves_until_it_is_told_to_stop(served):
-    """The last test of the service. Training, here this process, finds it, and stops when it is gone."""
-    process, _ = served
-    retriever, _ = open_service(attempts=2, budget=0)
+def test_the_command_serves_until_it_is_told_to_stop(served, monkeypatch):
+    """The last test of the service. Training, here this process, asks it, and stops when it is gone."""
+    process, address = served
+    for name, value in (("ATTEMPTS", 2), ("BUDGET", 0)):
+        monkeypatch.setattr(calls, name, value)
+    retriever, _ = open_service(address=address)
     assert retriever.score_ranks([TITLES[3]], [3], [[]]).rank == [1]
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=600) == 0
-    with pytest.raises(StopRun, match="none of yours runs here"):
+    with pytest.raises(StopRun, match=r"the retrieval failed in 1 of the last 2 calls.*no Ray cluster answers"):
         retriever.score_ranks([TITLES[3]], [3], [[]])
     assert process.stderr.read() == ""
 
 
 def test_without_a_cluster_the_message_says_how_to_start_one(home):
     """Ray itself would try for minutes to reach a cluster that was killed."""
-    with whereabouts.announced("retrieval", "127.0.0.1:1"):
-        for address in ("127.0.0.1:1", None):
-            message = r"no Ray cluster answers at 127\.0\.0\.1:1\); .*python -m bridges\.retrieval serve"
-            with pytest.raises(retrieval.ServiceNotFound, match=message):
-                open_service(address=address)
+    message = r"no Ray cluster answers at 127\.0\.0\.1:1\); .*python -m bridges\.retrieval serve"
+    with pytest.raises(retrieval.ServiceNotFound, match=message):
+        open_service(address="127.0.0.1:1")
 
 
 def test_a_catalogue_that_is_not_there_is_one_line(home, tmp_path, capsys):

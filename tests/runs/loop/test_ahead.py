@@ -29,7 +29,7 @@ def letters(completions, wish, trainer_state, log_metric):
         log_metric("seen", trainer_state.global_step)
         mood = os.environ.get("MOOD")
         if mood == "fails" and trainer_state.global_step == 2:
-            raise RuntimeError("the judge is away")
+            raise RuntimeError("the reward is away")
         if mood == "slow":
             time.sleep(0.3 * (trainer_state.global_step % 2))
     return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
@@ -86,7 +86,7 @@ def test_a_run_that_failed_and_was_slow_is_the_same(config, finished, tmp_path, 
     monkeypatch.setenv("MOOD", "fails")
     assert main(["--config", str(config), "--run_dir", str(run), "--training.save_every=0"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "letters: it raised RuntimeError: the judge is away (" in error
+    assert error.count("\n") == 1 and "letters: it raised RuntimeError: the reward is away (" in error
     assert "Saved after iteration 2;" in error
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.latest_step() == 2

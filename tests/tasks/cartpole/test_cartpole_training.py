@@ -63,11 +63,8 @@ def test_a_second_call_does_not_compile(trained):
     assert not np.array_equal(first[1].iterations["loss"], other[1].iterations["loss"])
 
 
-def test_blocks_are_the_whole_run_and_a_seed_learns_alike_alone(trained):
-    """What the command calls in turn is what `train` does at once, for one seed as for many.
-
-    To rounding, for one seed over two iterations: later ones may draw another action where a last bit differs.
-    """
+def test_blocks_are_the_whole_run(trained):
+    """What the command calls in turn is what `train` does at once, to rounding."""
     training, _, (state, history) = trained
     block = jax.jit(jax.vmap(training.block))
     middle, first, _ = block(jax.vmap(training.init)(seed_keys(0, 3)))
@@ -77,11 +74,6 @@ def test_blocks_are_the_whole_run_and_a_seed_learns_alike_alone(trained):
         joined = np.concatenate([first[name], second[name]], axis=1)
         np.testing.assert_allclose(joined, history.iterations[name], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(measures["episode_return"], history.evaluations["episode_return"][:, -1], rtol=1e-3)
-    one, alone, _ = jax.jit(training.block)(training.init(jax.random.key(2)))
-    assert int(one.steps) == int(middle.steps[2])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[2], rtol=1e-3, atol=1e-4), one.params, middle.params)
-    for name in ("loss", "entropy", "episode_return"):
-        np.testing.assert_allclose(alone[name], first[name][2], rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -128,27 +120,20 @@ def test_the_update_makes_good_actions_likelier(learned):
     assert jnp.sum(jnp.where(batch.mask, gain * batch.advantages, 0)) / jnp.sum(batch.mask) > 1e-4
 
 
-def test_the_perceptron():
-    network = make_mlp(4, hidden=(8, 5), activation="tanh", output_scale=0.01)
-    params = network.init(jax.random.key(0))
+def test_the_perceptron_starts_orthogonal():
+    """Its forward pass is PyTorch's (test_benchmarks.py)."""
+    params = make_mlp(4, hidden=(8, 5), output_scale=0.01).init(jax.random.key(0))
     assert count_weights(params) == 4 * 8 + 8 + 8 * 5 + 5 + 5 + 1
-    x = jax.random.normal(jax.random.key(1), (3, 2, 4))
-    got = network.apply(params, x)
-    layers = [(np.asarray(params[f"Dense_{i}"]["kernel"]), np.asarray(params[f"Dense_{i}"]["bias"])) for i in range(3)]
-    h = np.asarray(x)
-    for kernel, bias in layers[:-1]:
-        h = np.tanh(h @ kernel + bias)
-    expected = (h @ layers[-1][0] + layers[-1][1])[..., 0]
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(layers[0][0] @ layers[0][0].T, 2 * np.eye(4), atol=1e-5)  # orthogonal, gain √2
-    np.testing.assert_allclose(np.linalg.norm(layers[2][0]), 0.01, rtol=1e-5)
+    kernel = np.asarray(params["Dense_0"]["kernel"])
+    np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(4), atol=1e-5)  # gain √2
+    np.testing.assert_allclose(np.linalg.norm(params["Dense_2"]["kernel"]), 0.01, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [
-        pytest.param({"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 50}}, id="grpo"),
+        pytest.param({"optimizer": {"learning_rate": 1e-3}, "training": {"iterations": 40}}, id="grpo"),
         pytest.param(
             {
                 "algorithm": {"name": "ppo", "gamma": 0.99},
@@ -161,17 +146,13 @@ def test_the_perceptron():
     ],
 )
 def test_it_learns(sections):
-    """Three seeds, from falling to standing."""
+    """Two seeds, from falling to standing."""
     config = make_config(sections, task="cartpole", evaluation={"every": 10})
+    training = make_train(config)
     # What runs for long is worth XLA's time.
-    train = jax.jit(jax.vmap(make_train(config).train), compiler_options={"xla_backend_optimization_level": 1})
-    _, history = train(seed_keys(20, 3))
-    assert_measured(history)
-    if config.algorithm.name == "ppo":
-        steps = learning.ENVIRONMENTS * learning.STEPS * np.arange(1, 31)
-        np.testing.assert_array_equal(history.iterations["environment_steps"], [steps] * 3)
-    returns = np.asarray(history.evaluations["episode_return"])
-    assert returns[:, 0].mean() < 150
-    assert np.median(returns[:, -1]) >= 475 and returns[:, -1].min() > 300
-    entropy = np.asarray(history.iterations["entropy"])
-    assert (entropy[:, -1] < entropy[:, 0]).all()
+    block = jax.jit(jax.vmap(training.block), compiler_options={"xla_backend_optimization_level": 1})
+    state, played = jax.vmap(training.init)(seed_keys(20, 2)), []
+    for _ in range(config.training.iterations // 10):
+        state, metrics, measures = block(state)
+        played.append(metrics["episode_return"])
+    assert played[0][:, 0].mean() < 150 and measures["episode_return"].min() > 450

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_jax.rollout.texts import ParsedCompletion
-from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
 from grpo_jax.tasks.rewriting import parse_rewrite
 
 CHAT_ANSWERS = [
@@ -188,20 +187,8 @@ def test_answers_of_chat_models_are_read(written, drawn):
     assert parse_rewrite(written, "rewrite", "the user's") == expected
 
 
-def test_negative_prompts_are_told_of():
-    """They are drawn with the renderer's own: one for all pictures."""
-    task = PromptEnhancement()
-    answers = [
-        "a fox\nNegative prompt: blurry",
-        '{"prompt": "a fox", "negative_prompt": "blurry"}',
-        "film negative, prompt",
-    ]
-    assert task.remark(answers).startswith("2 of 3 completions name a negative prompt, which is left out; judges.rend")
-    assert task.remark(answers[2:]) == ""
-
-
 @given(st.text(alphabet=st.sampled_from("a1 \n\"'`“”*:.-#>Prompt<think>/ü"), max_size=40))
-def test_a_usable_rewrite_is_one_line_with_words(written):
+def test_a_valid_rewrite_is_one_line_with_words(written):
     rewrite = parse_rewrite(written, "rewrite", "P!")
     if not rewrite.valid:
         assert rewrite.text == "P!"

@@ -89,6 +89,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--config=prompt_refinement_sd3",
         f"--policy.path={folders.seeing_folder(tmp_path / 'policy')}",
         "--policy.compute_dtype=float32",
+        "--policy.remat=none",
         f"--judges.renderer.path={tiny_models.stable_diffusion_3(tmp_path / 'renderer')}",
         f"--judges.scorer.model={tiny_models.clip(tmp_path / 'scorer')}",
         "--judges.scorer.pretrained=null",

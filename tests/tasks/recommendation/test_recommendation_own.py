@@ -13,11 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 from support.shop_files import write_shop
 
-from grpo_jax.config.command_line import parse
 from grpo_jax.recommend import load_recommender
 from grpo_jax.recommend import main as recommend_main
 from grpo_jax.tasks.recommendation.catalogue import item_word
-from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.dummy import make_world
 from grpo_jax.tasks.recommendation.loading import item_vectors
 from grpo_jax.train import main
@@ -49,13 +47,7 @@ def shop(tmp_path_factory):
     """The dummy world as a user's files."""
     folder = tmp_path_factory.mktemp("shop")
     write_shop(folder, WORLD)
-    _, *lines = (folder / "items.tsv").read_text().splitlines(keepends=True)
     histories = {user.user: [WORLD.catalogue.ids[row] for row in user.items] for user in WORLD.sequences.users}
-    (folder / "products.csv").write_text("sku,product_name\n" + "".join(lines).replace("\t", ","))
-    bought = [f"{1 + day:02d}T09:00:00+02:00,{user},{item}\n" for user, items in histories.items()
-              for day, item in enumerate([*items, items[0]])]  # fmt: skip
-    table = "".join(f"2026-03-{line}" for line in [*reversed(bought), "01,once,i0\n"])
-    (folder / "purchases.csv").write_text("bought_at,customer,sku\n" + table)
     (folder / "histories.txt").write_text("".join(" | ".join(items[:3]) + "\n" for items in [*histories.values()][:2]))
     return folder
 
@@ -82,20 +74,6 @@ def test_the_commands_of_the_page_recommend(shop, run, monkeypatch, capsys):
     assert sum(title in answered for title in TITLES) >= 5
     assert call(many) == 0
     assert [len(json.loads(line)["items"]) for line in capsys.readouterr().out.splitlines()] == [5, 5]
-
-
-def test_purchases_under_names_of_their_own_are_the_same_histories(shop, monkeypatch):
-    """Its fields are read as the command reads them; who repeats an item, and who took one, is said."""
-    monkeypatch.chdir(shop)
-    sequences, bought = [parse(words[1:]) for words in commands()[:2]]
-    found = load_dataset(bought.task, bought.data.columns)
-    expected = load_dataset(sequences.task)
-    assert {user.user: user.items for user in found.users} == {user.user: user.items for user in expected.users}
-    assert found.catalogue.titles == expected.catalogue.titles
-    assert found.notes[:2] == (
-        "200 events repeat an item of the same user and are left out; the first counts",
-        "1 users with fewer than 2 items are left out",
-    )
 
 
 def test_words_of_items_begin_where_their_titles_lie(run):

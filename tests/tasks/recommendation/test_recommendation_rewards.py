@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax.config.named import load_object
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 from grpo_jax.tasks.recommendation import metrics, rewards
 
@@ -30,6 +29,7 @@ def call(reward, rank=RANK, probability=PROBABILITY):
         ("hit", {}, lambda rank: metrics.hit(rank, items=1000)),
         ("mixed", {"k": 10}, lambda rank: metrics.mixed(rank, k=10)),
         ("mixed", {}, lambda rank: metrics.mixed(rank, items=1000)),
+        ("soft", {}, lambda rank: PROBABILITY),
         ("mixed", {"mrr": 1.0, "ndcg": 3.0}, lambda rank: metrics.mixed(rank, weights={"mrr": 0.25, "ndcg": 0.75})),
     ],
 )
@@ -39,10 +39,6 @@ def test_a_reward_is_its_measure_and_a_missing_rank_a_missing_reward(name, optio
     expected = measure(RANK)
     assert all(type(value) is float for i, value in enumerate(values) if i != 3)
     np.testing.assert_allclose([math.nan if v is None else v for v in values], expected, rtol=1e-12)
-
-
-def test_the_soft_reward_is_the_probability():
-    assert call(rewards.make_reward("soft", 10)) == [0.5, 0.25, 0.125, None, 0.0625, 0.0]
 
 
 def test_a_reward_without_a_cut_off_tells_all_ranks_apart():
@@ -70,33 +66,6 @@ def test_a_reward_without_a_cut_off_tells_all_ranks_apart():
 def test_bad_options_are_refused_before_the_first_step(name, options, message):
     with pytest.raises(ValueError, match=message):
         rewards.make_reward(name, 100, **options)
-
-
-OWN = '''
-def shorter_titles_of_good_ranks(completions, rank, target_title, history, **columns):
-    """A reward of the user's own: sees ranks, titles and histories."""
-    return [
-        None if r != r else 1 / r + (title in text) - 0.01 * len(past)
-        for text, r, title, past in zip(completions, rank, target_title, history)
-    ]
-'''
-
-
-def test_rewards_reach_the_loop_as_objectives(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    own = load_object(f"{tmp_path / 'own.py'}:shorter_titles_of_good_ranks", "reward")
-    functions = {"ndcg": rewards.make_reward("ndcg", 9, k=5), "soft": rewards.make_reward("soft", 9)}
-    columns = {
-        "target_title": ["lamp"] * 6,
-        "history": [(1, 2, 3)] * 6,
-        **rewards.reward_columns(RANK, PROBABILITY),
-    }
-    texts = ["a lamp", "desk", "", "lamp", "lamp", "x"]
-    values = collect_rewards(functions | {"own": own}, ["p"] * 6, texts, columns, 3)
-    assert values.shape == (2, 3, 3) and values.dtype == np.float32
-    assert np.isnan(values[1, 0]).all() and np.isfinite(np.delete(values.reshape(6, 3), 3, 0)).all()
-    np.testing.assert_allclose(values[0, :, 0], [1, 1 / math.log2(3), 0], rtol=1e-6)
-    np.testing.assert_allclose(values[0, :, 2], [2 - 0.03, 0.5 - 0.03, 1 / 7 - 0.03], rtol=1e-6)
 
 
 def test_a_reward_of_the_users_own_never_sees_a_missing_rank():

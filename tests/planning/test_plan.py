@@ -325,7 +325,7 @@ def test_a_policy_that_samples_ahead_is_a_copy(not_compiled):
 
 
 def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
-    """As in a run (`runs.parts`), where it has no part in the placing."""
+    """As in a run (`runs.loading`), where it has no part in the placing."""
     from bridges import placement
 
     pool = ("--judges.renderer.pool.replicas=4", "--judges.renderer.pool.resources={num_gpus: 1}")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
@@ -27,9 +27,9 @@ class Environment(Task):
     environment: dict[str, Any] | list[str] | str = []
     """Classes, package.module:Class or file.py:Class, made without arguments, one for each episode; of several a list,
     or {class: share} of how much of the prompts each has."""
-    seeds: int = 1024
+    seeds: PositiveCount = 1024
     """How many episodes there are to train on, over and over; further ones are held out."""
-    held_out: int = 64
+    held_out: PositiveCount = 64
     """How many episodes each measure the run and choose the best checkpoint."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -42,8 +42,6 @@ class Environment(Task):
         for name, share in self.environment.items() if isinstance(self.environment, dict) else ():
             fits = isinstance(share, int | float) and 0 < share < math.inf
             require(fits, "task.environment", f"a share above 0 of {short_name(name)}", share)
-        for name in ("seeds", "held_out"):
-            require(getattr(self, name) > 0, f"task.{name}", "at least 1", getattr(self, name))
         for name in ("prompts", "validation", "test"):
             given = getattr(config.data, name)
             require(not given, f"data.{name}", "nothing: environments bring their own", given)

@@ -221,13 +221,6 @@ def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names
     assert len(error) == 1 and message.format(home=home) in error[0], error
 
 
-def test_one_named_twice_is_one_line(home, tmp_path, capsys):
-    file = config(home, "Later", "Count", shares=[3, 2])
-    file.write_text(file.read_text().replace("Later: 3", "Count: 3").replace(f"{home}/", ""))
-    assert train_here(file, tmp_path / "run") == 2
-    assert "'worlds.py:Count' stands twice in one section" in capsys.readouterr().err.replace("\n", "")
-
-
 @pytest.mark.parametrize("name", ["prompts", "validation", "test"])
 def test_a_config_is_needed_for_nothing_else(name):
     with pytest.raises(UserError, match=rf"data\.{name}: expected nothing"):

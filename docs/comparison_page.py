@@ -171,7 +171,8 @@ Lines are medians over seeds, bands quartiles.
 {learning}
 
 Seconds are those of all seeds together. Each algorithm has its own config's settings. GDPO leads GRPO here by its
-learning rate: with the same one, GRPO on the sum needs {sum_solved} environment steps. Speed beside a PyTorch loop is in [the results](../benchmarks/RESULTS.md#cartpole).
+learning rate: with the same one, GRPO on the sum needs {sum_solved} environment steps. Speed:
+[results](../benchmarks/RESULTS.md#cartpole).
 
 ## Two objectives
 

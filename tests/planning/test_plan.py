@@ -48,7 +48,7 @@ def configured(*arguments):
 
 def of_tiny(*arguments):
     config = configured(*arguments)
-    return config, hf.model_config("tiny", QWEN2_FIELDS)
+    return config, hf.model_config(Path("tiny"), QWEN2_FIELDS)
 
 
 def policy_memory(*arguments):

@@ -51,22 +51,21 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     from grpo_jax.config.command_line import parse
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.experiment import Run
-    from grpo_jax.runs.iteration import make_learner
-    from grpo_jax.runs.language import LanguageProgram
-    from grpo_jax.runs.parts import load_parts
-    from grpo_jax.runs.stopping import stop_requests
+    from grpo_jax.runs.loading import load
+    from grpo_jax.runs.stopping import Callbacks, stop_requests
+    from grpo_jax.runs.trainer import Trainer
 
     config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
-        parts = load_parts(config, say=output.part)
+        ctx = load(config, say=output.part)
         if variant.endswith("shuffled"):
-            environment = parts.environment._replace(score=shuffled(parts.environment.score, seed))
-            parts = parts._replace(environment=environment)
+            ctx = ctx._replace(fns=ctx.fns._replace(score=shuffled(ctx.fns.score, seed)))
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:
-            program = LanguageProgram(config, parts, make_learner(parts), output.say, clock)
-            Run(program, checkpoints, output, clock, stop).execute()
+            trainer = Trainer(ctx, output, checkpoints, stop, Callbacks(), clock)
+            trainer.begin()
+            trainer.train()
+            trainer.finish()
 
 
 def measure(variant: str, seed: int, folder: Path, extra: list[str]) -> dict:

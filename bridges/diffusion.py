@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bridges import bundled
-from bridges.loading import first_line, loading, local_folder, torch_device, torch_dtype
+from bridges.loading import DTYPES, first_line, loading, local_folder, torch_device
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import load_json
 
@@ -264,6 +264,7 @@ class Renderer:
         self.pipeline = pipeline
         self.device = device
         self.about = describe(pipeline, length)
+        self.window = self.about.window
         self.training = replace(training, size=training.size or self.about.size)
         self.evaluation = replace(evaluation, size=evaluation.size or self.about.size)
         self.name = name
@@ -274,11 +275,6 @@ class Renderer:
         self._cache = _ImageCache(cache_megabytes * 2**20)
         self._negatives: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._lock = threading.Lock()  # the pipeline's scheduler keeps state during a call
-
-    @property
-    def window(self) -> int:
-        """Tokens of a prompt that reach the picture."""
-        return self.about.window
 
     def __str__(self) -> str:
         steps = f"{self.training.steps} step{'s' if self.training.steps > 1 else ''}"
@@ -392,7 +388,7 @@ def load_stable_diffusion_3(
     source, index = find_pipeline(path, STABLE_DIFFUSION_3)
     has_t5 = (index.get("text_encoder_3") or [None, None])[1] is not None
     absent = {} if use_t5 and has_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, torch_dtype(dtype), **absent)
+    pipeline = load_pipeline(StableDiffusion3Pipeline, source, target, DTYPES[dtype], **absent)
     renderer = Renderer(pipeline, target, training, evaluation, name=path, cache_megabytes=cache_megabytes)
     renderer.kind = "Stable Diffusion 3"
     return renderer

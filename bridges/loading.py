@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called "float32", "float16" or "bfloat16"."""
-    return DTYPES[name]
-
-
 def torch_device(name: str | torch.device) -> torch.device:
     """The torch device of "cpu" or "gpu:1" (or torch's own "cuda:1")."""
     if isinstance(name, torch.device):
@@ -86,7 +81,7 @@ def check_folder(path: str) -> None:
 
 def load_complete(kind: Any, path: str, *, dtype: str) -> PreTrainedModel:
     """Load a model in evaluation from a folder or hub id; UserError unless it holds all weights as safetensors."""
-    options = {"dtype": torch_dtype(dtype), "use_safetensors": True, "output_loading_info": True}
+    options = {"dtype": DTYPES[dtype], "use_safetensors": True, "output_loading_info": True}
     model, info = load_part(kind, path, **options)
     if missing := sorted(info["missing_keys"]):  # transformers draws them at random
         raise UserError(f"cannot load {path} as a {type(model).__name__}: its weights lack {missing[0]}")

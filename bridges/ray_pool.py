@@ -29,16 +29,14 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.judge import Judge, PoolSection, title
 from grpo_jax.config.named import FILE
 from grpo_jax.errors import ABANDONED, StopRun, UserError, one_line
 
-START_SECONDS = 600.0
-"""To load a judge: large weights on a slow disk, or a cluster that grows, take minutes."""
-ROWS = 32
-"""Rows of a batch of a judge without a batch_size."""
-ATTEMPTS, RESTARTS = 3, 10
-"""Actors that may be lost over one batch, and times that Ray starts an actor again."""
+START_SECONDS = 600.0  # to load a judge: large weights on a slow disk, or a cluster that grows, take minutes
+ROWS = 32  # of a batch of a judge without a batch_size
+ATTEMPTS, RESTARTS = 3, 10  # actors that may be lost over one batch, and times that Ray starts one again
 NAMESPACE = "grpo_jax"
 _PROBE_SECONDS = 5.0  # without an answer, until the cluster is asked whether it is there
 _END_SECONDS = 60.0  # for ending a cluster; Ray would wait for ever for one that dies just then
@@ -101,8 +99,7 @@ class Pooled:
         from bridges.placement import cards_left
 
         pool, name = self.pool, self.name
-        if device != "cpu":
-            raise UserError(f"devices: expected none for a judge in a pool, which has its resources; got {device}")
+        require(device == "cpu", "devices", "none for a judge in a pool, which has its resources", device)
         try:
             _entered.append(join(pool.address, cards=None if pool.address else cards_left()))
         except UserError as error:
@@ -348,9 +345,8 @@ def start_actors(name: str, judges: Sequence[Any], section: PoolSection, named: 
     there = ray.cluster_resources()
     for kind, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
         wanted, has = len(judges) * resources[kind], there.get(resource, 0.0)
-        if wanted > has and section.address is None:
-            lack = f"{len(judges)} actors need {wanted:g}, the Ray cluster has {has:g}"
-            raise UserError(f"{name}.resources.{kind}: {lack}")
+        enough = section.address is not None or wanted <= has
+        require(enough, f"{name}.resources.{kind}", f"at most the {has:g} of the Ray cluster for all actors", wanted)
     for module in {type(judge).__module__ for judge in judges}:
         if module.startswith(FILE):  # the code of a judge's file, which no import finds, is sent along
             ray.cloudpickle.register_pickle_by_value(sys.modules[module])

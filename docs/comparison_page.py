@@ -194,7 +194,8 @@ def verdict(results: dict[str, Any]) -> str:
 
 PAGE = """# PPO, GRPO and GDPO on one page
 
-[`docs/make_comparison.py`](make_comparison.py) measured and made everything here, from [`docs/comparison.json`](comparison.json):
+[`docs/make_comparison.py`](make_comparison.py) measured and made everything here, from
+[`docs/comparison.json`](comparison.json):
 
     pip install -e ".[cartpole,figures]"
     python docs/make_comparison.py                                   # trains on CartPole, rewrites this page
@@ -204,9 +205,10 @@ PAGE = """# PPO, GRPO and GDPO on one page
 
 ## One objective: CartPole
 
-A policy with one hidden layer plays CartPole-v1; {seeds} seeds learn in one compiled function. PPO has a value network and GAE, and
-plays a fixed number of steps. GRPO plays whole episodes from one start and normalises their discounted returns over the group. GDPO has
-a second objective, "centred". Solved is a mean return of at least 475 over 100 greedy episodes.
+A policy with one hidden layer plays CartPole-v1; {seeds} seeds learn in one compiled function. PPO has a value
+network and GAE, and plays a fixed number of steps. GRPO plays whole episodes from one start and normalises their
+discounted returns over the group. GDPO has a second objective, "centred". Solved is a mean return of at least 475
+over 100 greedy episodes.
 
 ![Return over environment steps and seconds](images/comparison_learning.png)
 
@@ -214,13 +216,12 @@ Lines are medians over seeds, bands quartiles.
 
 {learning}
 
-Seconds are those of all seeds together. Each algorithm has its own config's settings. GDPO leads GRPO here by its learning rate: with the
-same one, GRPO on the sum needs {sum_solved} environment steps.
-{speed}
+Seconds are those of all seeds together. Each algorithm has its own config's settings. GDPO leads GRPO here by its
+learning rate: with the same one, GRPO on the sum needs {sum_solved} environment steps. {speed}
 ## Two objectives
 
-Each step pays 1 for being upright and max(0, 1 - |x| / {width}) for being near the middle, at most 500 each. All runs but "upright
-alone" have the settings of `configs/cartpole_gdpo.yaml`:
+Each step pays 1 for being upright and max(0, 1 - |x| / {width}) for being near the middle, at most 500 each. All
+runs but "upright alone" have the settings of `configs/cartpole_gdpo.yaml`:
 
 - *GRPO on the sum* normalises the returns of the summed rewards.
 - *GDPO* normalises each objective's returns, adds them, and whitens.
@@ -237,26 +238,27 @@ Median over seeds (quartiles) of the mean of the last seven measurements; "both"
 
 ### The signal
 
-The policies of the run on the sum played a group of {group} episodes per seed at every measurement. *Agreement* is the correlation, in the
-group, of the joined advantage with that of one objective.
+The policies of the run on the sum played a group of {group} episodes per seed at every measurement. *Agreement* is
+the correlation, in the group, of the joined advantage with that of one objective.
 
 ![Agreement with each objective](images/comparison_signal.png)
 
-While the pole still falls, lengths differ more than distances, and the sum follows upright; later it is the reverse, and the sum
-neglects the rare fall. GDPO gives both the same weight at any time.
+While the pole still falls, lengths differ more than distances, and the sum follows upright; later it is the
+reverse, and the sum neglects the rare fall. GDPO gives both the same weight at any time.
 
 {signal}
 
-Yes-or-no rewards are at least 475 steps, and centred at least 0.6 for each step. A group without signal in one objective can still teach
-the other; a filter on the sum would see only the last figure of each triple.
+Yes-or-no rewards are at least 475 steps, and centred at least 0.6 for each step. A group without signal in one
+objective can still teach the other; a filter on the sum would see only the last figure of each triple.
 {language}"""
 
 LANGUAGE_PART = """
 ## Language: the miniature
 
-The same start, {iterations} iterations of 16 prompts × 8 completions. PPO has a value head, a KL reward for each token and GAE
-(`configs/prompt_enhancement_ppo.yaml`). A checker that is no reward measures pixel accuracy on the same 128 held-out prompts. All three
-trained on pictures of two steps (`--judges.renderer.steps 2`); the default run uses one.
+The same start, {iterations} iterations of 16 prompts × 8 completions. PPO has a value head, a KL reward for each
+token and GAE (`configs/prompt_enhancement_ppo.yaml`). A checker that is no reward measures pixel accuracy on the
+same 128 held-out prompts. All three trained on pictures of two steps (`--judges.renderer.steps 2`); the default run
+uses one.
 
 ![Pixel accuracy of PPO, GRPO and GDPO](images/comparison_language.png)
 
@@ -268,8 +270,9 @@ trained on pictures of two steps (`--judges.renderer.steps 2`); the default run 
 SPEED_PART = """
 ### Against a plain PyTorch loop
 
-`python benchmarks/cartpole.py`, {processor}, {cores} cores, {date}: the same algorithm, network, batch and settings in a PyTorch loop over
-gymnasium ([`benchmarks/cartpole_torch.py`](../benchmarks/cartpole_torch.py)), in its fastest form here.{busy}
+`python benchmarks/cartpole.py`, {processor}, {cores} cores, {date}: the same algorithm, network, batch and settings
+in a PyTorch loop over gymnasium ([`benchmarks/cartpole_torch.py`](../benchmarks/cartpole_torch.py)), in its fastest
+form here.{busy}
 
 {table}
 """

@@ -34,11 +34,11 @@ SOURCES = {
 PACKAGES = ("jax", "numpy", "trl", "torch", "transformers", "rlax", "optax", "scipy", "scikit-learn")
 HEADER = """# The maths against outside oracles
 
-`python docs/make_oracles.py` writes this page; do not edit. Each line runs one function of grpo_jax and one of another library on the
-same random numbers, {seeds} draws of every setting (named in `tests/oracles`), and gives the largest absolute difference. "float64" has
-both sides in float64, "float32" ours in float32 against the oracle in float64. Gradients of losses are with respect to log-probabilities
-(and entropies), else to all floating inputs. Values are of order 1, gradients of losses of order 0.05. The tests hold the same
-comparisons to {bounds}.
+`python docs/make_oracles.py` writes this page; do not edit. Each line runs one function of grpo_jax and one of
+another library on the same random numbers, {seeds} draws of every setting (named in `tests/oracles`), and gives the
+largest absolute difference. "float64" has both sides in float64, "float32" ours in float32 against the oracle in
+float64. Gradients of losses are with respect to log-probabilities (and entropies), else to all floating inputs.
+Values are of order 1, gradients of losses of order 0.05. The tests hold the same comparisons to {bounds}.
 
 {date} · Python {python} · {versions} · {machine}
 """

@@ -21,8 +21,10 @@ LINK = re.compile(r"docs/(\w+\.md)")
 
 
 def rows(table: Mapping[str, str]) -> str:
-    """A table's lines: fields as code, pages as links."""
-    return "".join(f"| {names} | {_here(text)} |\n" for names, text in table.items())
+    """Return a table's lines: fields as code, pages as links. The names without a place share the last line."""
+    absent = [names for names, text in table.items() if text.startswith(other_names.NOT_HERE)]
+    lines = [f"| {names} | {_here(text)} |\n" for names, text in table.items() if names not in absent]
+    return "".join([*lines, f"| {', '.join(absent)} | not here |\n"] if absent else lines)
 
 
 def with_tables(page: str) -> str:
@@ -35,9 +37,8 @@ def with_tables(page: str) -> str:
 
 
 def _here(text: str) -> str:
-    if not text.startswith(other_names.NOT_HERE):
-        fields, semicolon, rest = text.partition("; ")
-        text = ", ".join(f"`{field}`" for field in fields.split(", ")) + semicolon + rest
+    fields, semicolon, rest = text.partition("; ")
+    text = ", ".join(f"`{field}`" for field in fields.split(", ")) + semicolon + rest
     return LINK.sub(r"[\1](\1)", text)
 
 

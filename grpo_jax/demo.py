@@ -131,7 +131,7 @@ def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> 
     from grpo_jax.reports.page import render, section
     from grpo_jax.runs.results import shown_episode
 
-    row, display = asker.row(prompt, seed), asker.parts.config.task.display
+    row, display = asker.row(prompt, seed), asker.ctx.config.task.display
     greedy = {name: asker.write(row, name)[0] for name in checkpoints}
     plain = asker.unchanged(row)
     judged = {"the prompt as typed": plain, **greedy} if plain is not None else greedy
@@ -162,7 +162,7 @@ def make_page(asker: Asker, options: argparse.Namespace, names: Sequence[str]) -
 
     from grpo_jax.reports.page import style
 
-    examples = [[row.prompt, row.id] for row in asker.parts.test_rows[:_EXAMPLES]]
+    examples = [[row.prompt, row.id] for row in asker.ctx.test_rows[:_EXAMPLES]]
     own = style().replace(":root", ":scope").replace("body {", ":scope {")
     scoped = f"<style>@scope (.answer) {{ {own} {_STYLE} }}</style>"
 

@@ -39,7 +39,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
-    from grpo_jax.runs.parts import load_parts
+    from grpo_jax.runs.loading import load
     from grpo_jax.runs.policy import START, restore_variables, run_config
     from grpo_jax.runs.progress import Progress, require_same_task
     from grpo_jax.runs.python_input import kept_prompts
@@ -61,22 +61,22 @@ def _evaluate(options: argparse.Namespace) -> None:
     say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     prompts = kept_prompts(RunDirectory(options.run)) if config.data.prompts == IN_PYTHON else None
     with ExitStack() as leaving:
-        parts = load_parts(config, say, prompts=prompts, leaving=leaving)
-        if not parts.test_rows:
+        ctx = load(config, say, prompts=prompts, leaving=leaving)
+        if not ctx.test_rows:
             raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
-        variables, meta = restore_variables(parts.policy.variables, options.run, options.checkpoint)
+        variables, meta = restore_variables(ctx.policy.variables, options.run, options.checkpoint)
         folder = RunDirectory(options.run).checkpoints
         if options.checkpoint != START:
             identity = Progress.read(meta, folder).identity["task"]
-            require_same_task(identity, parts.task_data.identity, folder)
-        evaluations = measure_all(parts, variables)
-    findings = find(parts, {}, options.checkpoint, evaluations)
+            require_same_task(identity, ctx.task_data.identity, folder)
+        evaluations = measure_all(ctx, variables)
+    findings = find(ctx, {}, options.checkpoint, evaluations)
     report: dict[str, Any] = {
         "checkpoint": options.checkpoint,
         "step": meta.get("step"),
-        "prompts": len(parts.test_rows),
+        "prompts": len(ctx.test_rows),
         **{kind: evaluation.measures for kind, evaluation in evaluations.items()},
-        **samples_of(parts, {options.checkpoint: statistics_of(evaluations)}),
+        **samples_of(ctx, {options.checkpoint: statistics_of(evaluations)}),
         **findings.entries,
     }
     written = json.dumps(finite(report), indent=2)

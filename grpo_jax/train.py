@@ -11,17 +11,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import Stopped, UserError, exit_process, extras_named, run_cli, version
+from grpo_jax.errors import UserError, exit_process, extras_named, run_cli, version
 from grpo_jax.planning import take_request
 
 if TYPE_CHECKING:
-    from grpo_jax.runs.experiment import Callback, Callbacks
-    from grpo_jax.runs.stopping import StopRequests
+    from grpo_jax.runs.stopping import Callback
 
 
 def run(
@@ -45,7 +44,7 @@ def run(
             config.rewards with that name, if there is one, sets its weight, condition, options and messages;
             otherwise it has weight 1. Every entry must have its function. --resume and evaluate find functions at the
             top level of a module again, others must be given again.
-        on_iteration: Called with a `runs.experiment.IterationEvent` when an iteration's metrics are written. Like the
+        on_iteration: Called with a `runs.stopping.IterationEvent` when an iteration's metrics are written. Like the
             others it returns None or False to go on, or True to stop as a signal does: the state is saved, and
             --resume goes on.
         on_validation: Called after it where the iteration was validated.
@@ -59,53 +58,26 @@ def run(
         UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
             failed; checkpoints stay valid. A run directory in which nothing was saved yet is taken back.
     """
+    callbacks = (on_iteration, on_validation, on_checkpoint)
+    if config.run_dir is None:
+        raise UserError("run_dir: expected a folder for the run, got null")
     try:
-        return _run_together(config, (on_iteration, on_validation, on_checkpoint), prompts=prompts, rewards=rewards)
+        with extras_named():
+            from grpo_jax.config.run import Config
+            from grpo_jax.reports.output import open_output
+            from grpo_jax.runs.stopping import Callbacks
+
+            if isinstance(config, Config):
+                from grpo_jax.runs.trainer import train
+
+                return train(config, open_output, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
+            from grpo_jax.runs.blocks import train_blocks
+
+            return train_blocks(config, open_output, Callbacks(*callbacks))
     except UserError as error:
         if config.debug:
             raise
         raise error.with_traceback(None) from None  # the line alone, not its way through this package
-
-
-@extras_named()
-def _run_together(config: Any, callbacks: tuple[Callback | None, ...], *, prompts: Any, rewards: Any) -> dict[str, Any]:
-    if config.run_dir is None:
-        raise UserError("run_dir: expected a folder for the run, got null")
-    from grpo_jax.runs.compile_cache import enable_compile_cache
-    from grpo_jax.runs.experiment import Callbacks
-    from grpo_jax.runs.processes import ending_together, join
-    from grpo_jax.runs.stopping import stop_requests
-
-    enable_compile_cache()
-    config = join(config)
-    with stop_requests() as stop, ending_together(config.run_dir):
-        return _run(config, Callbacks(*callbacks), stop, prompts=prompts, rewards=rewards)
-
-
-def _run(config: Any, callbacks: Callbacks, stop: StopRequests, *, prompts: Any, rewards: Any) -> dict[str, Any]:
-    from grpo_jax.models.broadcast import is_main_process, together
-    from grpo_jax.reports.output import NoOutput, RunOutput
-    from grpo_jax.runs.checkpoint import Checkpoints
-    from grpo_jax.runs.experiment import Run
-    from grpo_jax.runs.language import load_program
-    from grpo_jax.runs.processes import require_shared
-
-    clock = time.monotonic()
-    opened = together(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
-    with opened as output, ExitStack() as leaving:
-        require_shared(output.directory.path)
-        try:
-            with stop.at_once():
-                program = config.task.program(config, output.part)
-                if program is None:
-                    data = {"prompts": prompts, "rewards": rewards}
-                    program = load_program(config, output, **data, clock=clock, stop=stop, leaving=leaving)
-        except Stopped:
-            output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
-            return {"stopped": True, "iteration": 0}
-        training = config.training
-        with Checkpoints(output.directory.checkpoints, keep=training.keep_checkpoints, note=output.note) as checkpoints:
-            return Run(program, checkpoints, output, clock, stop, callbacks).execute()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

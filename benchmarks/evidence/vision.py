@@ -31,58 +31,58 @@ MEASURE = "pixel_accuracy"
 
 def load(run_dir: Path) -> Any:
     """The parts of a finished run, with the policy that it exported."""
-    from grpo_jax.runs.parts import load_parts
+    from grpo_jax.runs.loading import load
     from grpo_jax.runs.policy import run_config
 
     config = run_config(run_dir)
     policy = config.policy.replace(path=str(run_dir / "policy"))
-    return load_parts(config.replace(policy=policy), say=lambda *_: None)
+    return load(config.replace(policy=policy), say=lambda *_: None)
 
 
-def collected(parts: Any, sample: Any, environment: Any) -> Any:
+def collected(ctx: Any, sample: Any, environment: Any) -> Any:
     """The held-out prompts' rollout with fixed noise."""
     from grpo_jax.rollout.rollout import collect
 
     return collect(
         environment,
         sample,
-        parts.policy.variables,
-        parts.test_rows,
-        key=parts.key,
+        ctx.policy.variables,
+        ctx.test_rows,
+        key=ctx.key,
         iteration=None,
-        work=parts.work(32),
+        work=ctx.work(32),
     )
 
 
 def by_prompt(run_dir: Path) -> dict[str, list[float]]:
     """Pixel accuracy of each held-out prompt, by what was measured."""
-    parts = load(run_dir)
-    environment, place = parts.environment, parts.environment.eval_reward_names.index(MEASURE)
+    ctx = load(run_dir)
+    environment, place = ctx.fns, ctx.fns.eval_reward_names.index(MEASURE)
     found = {}
-    turns = parts.task_data.environment
+    turns = ctx.task_data.environment
     answers = {"end": turns.step, **{f"end_{name}": one for name, one in turns.controls.items()}}
     for name, step in answers.items():
         env = environment.env._replace(step=step)
-        rollout = collected(parts, parts.samplers.greedy, environment._replace(env=env))
+        rollout = collected(ctx, ctx.samplers.greedy, environment._replace(env=env))
         found[name] = rollout.final_eval_rewards[:, 0, place].tolist()
         found["turn_1"] = rollout.eval_rewards[:, 0, 0, place].tolist()
-    return found | best_of_two(parts, environment._replace(env=None), place)
+    return found | best_of_two(ctx, environment._replace(env=None), place)
 
 
-def best_of_two(parts: Any, environment: Any, place: int) -> dict[str, list[float]]:
+def best_of_two(ctx: Any, environment: Any, place: int) -> dict[str, list[float]]:
     """Two samples of the first turn: as many drawings as two turns take."""
     from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 
-    section, loaded = parts.config.sampling, parts.policy.folder
+    section, loaded = ctx.config.sampling, ctx.policy.folder
     sample = make_sampler(
-        parts.policy,
+        ctx.policy,
         SamplingParams(2, section.max_new_tokens, section.temperature),
         eos_ids=loaded.eos_ids,
         pad_id=loaded.pad_id,
-        allowed_tokens=parts.allowed_tokens,
+        allowed_tokens=ctx.allowed_tokens,
     )
-    rollout = collected(parts, sample, environment)
-    weights = np.array([parts.rewards.weights[name] for name in environment.reward_names])
+    rollout = collected(ctx, sample, environment)
+    weights = np.array([ctx.rewards.weights[name] for name in environment.reward_names])
     chosen, pixels = (rollout.final_rewards @ weights).argmax(1), rollout.final_eval_rewards[:, :, place]
     return {
         "best_of_two": np.take_along_axis(pixels, chosen[:, None], 1)[:, 0].tolist(),

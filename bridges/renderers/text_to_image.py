@@ -83,12 +83,12 @@ class TextToImage(Judge):
             UserError: No such pipeline or LoRA; weights that are missing, broken, gated or do not fit.
         """
         from bridges.diffusion import Renderer, RenderError, RenderSettings, denoiser, load_pipeline
-        from bridges.loading import torch_device, torch_dtype
+        from bridges.loading import DTYPES, torch_device
 
         self.check()
         target = torch_device(device)
         source, index, kind = self._find()
-        pipeline = load_pipeline(kind, source, target, torch_dtype(self.dtype), **_left_out(kind, index))
+        pipeline = load_pipeline(kind, source, target, DTYPES[self.dtype], **_left_out(kind, index))
         most = max(self.guidance, self.eval_guidance)
         if "true_cfg_scale" in inspect.signature(kind.__call__).parameters:  # FLUX: its network reads guidance, or none
             guided = most == 1 or denoiser(pipeline).config.get("guidance_embeds")

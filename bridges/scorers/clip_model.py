@@ -50,7 +50,7 @@ class ClipModel(Judge):
         from transformers import AutoTokenizer, CLIPModel
 
         from bridges.clip import Scorer, load_quality_head
-        from bridges.loading import load_complete, load_part, torch_device, torch_dtype
+        from bridges.loading import DTYPES, load_complete, load_part, torch_device
 
         config = self._model_config().text_config
         target = torch_device(device)
@@ -63,7 +63,7 @@ class ClipModel(Judge):
             preprocess,
             name=self.path,
             device=target,
-            dtype=torch_dtype(self.dtype),
+            dtype=DTYPES[self.dtype],
             batch_size=self.batch_size,
         )
         if self.quality_head is not None:

@@ -186,9 +186,8 @@ class HttpJudge:
         try:
             with self._opener.open(post, timeout=self._config.timeout) as answer:
                 body = answer.read(_LONGEST_ANSWER)
-                if post.late:  # what came before the line was cut looks like a whole answer
-                    raise TimeoutError
-                if answer.length and len(body) < _LONGEST_ANSWER:
+                # what came before a late line was cut looks like a whole answer
+                if post.late or (answer.length and len(body) < _LONGEST_ANSWER):
                     raise HTTPException(f"the answer broke off {answer.length} bytes before its end")
                 return body
         except urllib.error.HTTPError as error:
@@ -214,16 +213,12 @@ def pause_after(attempt: int, first: float, retry_after: float) -> float:
 
 
 def _scores(answer: bytes, count: int) -> list[float | None]:
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         scores = parse_json(answer)["scores"]
-    except (ValueError, KeyError) as error:
-        raise JudgeError(
-            f'it answered no JSON {{"scores": [...]}} but {one_line(answer[:60].decode(errors="replace"), 40)}'
-        ) from error
-    if not isinstance(scores, list) or len(scores) != count:
-        came = len(scores) if isinstance(scores, list) else type(scores).__name__
-        raise JudgeError(f"it must answer one score for each of {count} completions, got {came}")
-    return scores
+        if isinstance(scores, list) and len(scores) == count:
+            return scores
+    came = one_line(answer[:60].decode(errors="replace"), 40)
+    raise JudgeError(f'it must answer {{"scores": [...]}}, one for each of {count} completions, got {came}')
 
 
 def read_headers(variable: str) -> dict[str, str]:

@@ -43,10 +43,10 @@ class OpenClip(Judge):
         import open_clip
 
         from bridges.clip import Scorer, load_quality_head
-        from bridges.loading import loading, torch_device, torch_dtype
+        from bridges.loading import DTYPES, loading, torch_device
 
         target = torch_device(device)
-        dtype = torch_dtype(self.dtype)
+        dtype = DTYPES[self.dtype]
         name = self._open_clip_name()
         with loading(f"the scorer {name} ({self.pretrained})" if self.pretrained else f"the scorer {name}"):
             tag = open_clip.get_pretrained_cfg(name, self.pretrained) if self.pretrained else {}

@@ -1,13 +1,12 @@
 # %% [markdown]
 # # 1. The policy gradient
 #
-# A policy draws an action, somebody says how good it was, and the policy should draw better ones. The reward cannot
-# be differentiated: it may come from a person, a game or another program. On this page you will see that the gradient
-# of the *expected* reward can be estimated all the same, check the estimate against the truth, and find out what is
-# wrong with it: it is noisy. The rest of the tutorial is about that noise.
+# A policy samples an action, a reward says how good it was, and the policy should choose better ones. The reward has
+# no gradient: it may come from a person, a game or another program. This page estimates the gradient of the
+# *expected* reward all the same, checks the estimate, and finds its flaw: noise.
 #
-# The smallest such world is a **bandit**: a machine with four arms. Pulling arm `a` pays `PAYS[a]` on average, with
-# some noise. The policy is a softmax over four numbers, its logits. It starts with a liking for the worst arm.
+# The world is a **bandit** with four arms. Pulling arm `a` pays `PAYS[a]` on average, with noise. The policy is a
+# softmax over four logits, and starts with a liking for the worst arm.
 
 # %%
 import jax
@@ -40,14 +39,13 @@ print(f"expected reward {expected_reward(start):.3f}")
 # %% [markdown]
 # ## The log-derivative trick
 #
-# Here we know `PAYS`, so the true gradient is one call away. A learner knows only its own pulls. What helps is that
-# the derivative of a probability is the probability times the derivative of its logarithm:
+# A learner does not know `PAYS`, only its own pulls. But the derivative of a probability is the probability times the
+# derivative of its logarithm:
 #
 #     ∇ E[r] = Σ_a r(a) ∇π(a) = Σ_a π(a) · r(a) ∇log π(a) = E[r ∇log π]
 #
-# The right side is an expectation over the policy's own actions: pull, weigh `∇log π` of what you did by what it
-# paid, average. This is REINFORCE ([Williams, 1992](https://doi.org/10.1007/BF00992696)). The reward is a plain
-# number in it.
+# So pull, weigh `∇log π` of the action by its reward, and average: REINFORCE ([Williams,
+# 1992](https://doi.org/10.1007/BF00992696)).
 
 # %%
 score = jax.vmap(jax.grad(lambda logits, action: jax.nn.log_softmax(logits)[action]), (None, 0))  # ∇log π(a)
@@ -62,12 +60,10 @@ for number in (10, 1_000, 100_000):
 assert jnp.allclose(estimate, truth, atol=0.03)
 
 # %% [markdown]
-# ## The same thing as a loss
+# ## The same as a loss
 #
-# Optimizers want a loss. Its *value* means little here; what counts is that its gradient is the one above, with the
-# sign turned. `grpo_loss` of this library, which every later page uses, is exactly that when the policy that is
-# trained is the one that acted: a completion is then a row of one token, and its advantage is the reward. (Its
-# denominators and clips come on pages 3 to 5. Of one token there is nothing to average and nothing to clip.)
+# Only a loss's gradient matters here. `grpo_loss` has exactly this gradient, with the sign turned, if the trained
+# policy is the one that acted: a completion is a row of one token, and its advantage is the reward.
 
 # %%
 
@@ -84,10 +80,9 @@ assert jnp.allclose(from_loss, estimate, atol=1e-5)
 # %% [markdown]
 # ## Its variance
 #
-# The estimate is right on average: it has no *bias*. But a single pull says nearly nothing. Below is its variance
-# (summed over the four logits), and what happens if every pull pays 10 more. The true gradient is the same, because
-# E[∇log π] = 0: a constant cannot say which arm is better. Each single estimate, though, now says "more of this!" ten
-# times louder, whatever the arm.
+# The estimate is right on average: it has no *bias*. But a single pull says nearly nothing. Now let every pull pay 10
+# more. The true gradient is the same, because E[∇log π] = 0, but each single estimate says "more of this!" ten times
+# louder.
 
 # %%
 actions, rewards = pull(start, jax.random.key(1), 20_000)
@@ -102,9 +97,8 @@ print(f"squared length of the true gradient {float(truth @ truth):.3f}")
 assert variances[10.0] > 20 * variances[0.0]
 
 # %% [markdown]
-# The mean over n pulls has 1/n of that variance, so its error falls with 1/√n: four times the pulls for half the
-# error. Learning feels it too. Twenty learners follow the gradient of 8 pulls per step, and twenty others do so in
-# the world where everything pays 10 more.
+# The mean over n pulls has 1/n of that variance: four times the pulls halve the error. Twenty learners follow the
+# gradient of 8 pulls per step, with and without the bonus.
 
 # %%
 
@@ -145,17 +139,12 @@ for bonus, end in ends.items():
 assert np.std(ends[10.0]) > 2 * np.std(ends[0.0])
 
 # %% [markdown]
-# With the bonus, whatever is pulled first is made likelier, is pulled again, and so on: some learners stay with a
-# poor arm for long. Nothing was added to the world but a constant. So the first thing to do with a reward is to take
-# a constant *away* from it: [page 2](2_advantages.md).
+# With the bonus, the first arm pulled becomes likelier, is pulled again, and so on; some learners stay with a poor
+# arm. So take a constant *away* from the reward: [page 2](2_advantages.md).
 #
 # ## Exercises
 #
 # 1. Which bonus gives the least variance at the start? Try -4 to 4. Why is it near minus the expected reward, and why
-#    not exactly that?
-# 2. Take `pulls=64` and an eighth of the steps: as many pulls in all. Who ends better, with and without the bonus?
-# 3. Start from `jnp.array([6.0, 0.0, 0.0, 0.0])`. How many pulls does it take until the gradient is longer than its
-#    error? What does that say of a task that the policy hardly ever gets right?
-#
-# In the library: `grpo_loss` in [`losses.py`](../../grpo_jax/core/losses.py). The paper: R. J. Williams, "Simple
-# statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+#    not exactly?
+# 2. Take `pulls=64` and an eighth of the steps. Who ends better, with and without the bonus?
+# 3. Start from `jnp.array([6.0, 0.0, 0.0, 0.0])`. How many pulls until the gradient is longer than its error?

@@ -1,12 +1,11 @@
 # %% [markdown]
 # # 2. Advantages
 #
-# A reward of 7 says nothing until you know what was to be expected. An **advantage** is a reward less such an
-# expectation, a *baseline*. On this page you will see four baselines, what each does to the gradient's bias and to
-# its variance, and why a group of answers to one question is a good place to take a baseline from.
+# An **advantage** is a reward less an expectation, a *baseline*. This page compares four baselines by bias and
+# variance, and shows why a group of answers to one question gives a good one.
 #
-# The world is still a bandit, but now there are eight of them, the *prompts*. Some pay well whatever you do, some
-# badly; what matters is the arm. A language policy is in the same place: some questions are easy.
+# The world now has eight bandits, the *prompts*. Some pay well whatever you do; only the arm matters. Language is the
+# same: some questions are easy.
 
 # %%
 import jax
@@ -44,23 +43,22 @@ actions, rewards = pull(jax.random.key(0), 4)
 print("rewards [P, G]:\n" + np.array2string(np.asarray(rewards), precision=1))
 
 # %% [markdown]
-# ## Why a baseline does no harm
+# ## A baseline does no harm
 #
-# Take any number b away that does not depend on the action. Since Σ_a ∇π(a) = ∇1 = 0,
+# Subtract any number b that does not depend on the action. Since Σ_a ∇π(a) = ∇1 = 0,
 #
 #     E[(r - b) ∇log π] = E[r ∇log π] - b · E[∇log π] = E[r ∇log π] - b · Σ_a ∇π(a) = E[r ∇log π]
 #
-# So the expectation stays and only the variance changes. The catch is in the condition: the mean of a group *does*
-# depend on each of its actions, a little.
+# Only the variance changes. But the mean of a group *does* depend on each of its actions, a little.
 #
 # | baseline | taken from | in the library |
 # |---|---|---|
 # | none | | |
-# | batch mean | all prompts' rewards | `batch_whitened_advantages` (and divided by the deviation) |
-# | group mean | the rewards of the same prompt, this one among them | `group_advantages(rewards, scale="none")` |
+# | batch mean | all prompts' rewards | `batch_whitened_advantages` (also divided by the deviation) |
+# | group mean | rewards of the same prompt, this one included | `group_advantages(rewards, scale="none")` |
 # | leave one out | the *other* rewards of the same prompt | `leave_one_out_advantages` |
 #
-# Here are the four on a group that is easy to check: the rewards 1, 2 and 6, with the mean 3.
+# On the rewards 1, 2 and 6, with the mean 3:
 
 # %%
 BASELINES = {
@@ -77,14 +75,13 @@ assert jnp.allclose(leave_one_out_advantages(one_group)[0], jnp.array([1 - 8 / 2
 assert jnp.allclose(leave_one_out_advantages(one_group), 3 / 2 * group_advantages(one_group, scale="none"))
 
 # %% [markdown]
-# The last line holds for every group of G: leaving one out is the group mean times G / (G - 1). Both point the same
-# way.
+# Leaving one out is always the group mean's advantage times G / (G - 1).
 #
 # ## Measured
 #
-# 4000 batches of 8 prompts with 4 pulls each. *Length* is how much of the true gradient the mean estimate has: 1 is
-# unbiased. *Variance* is that of one batch, relative to the squared length of the true gradient: below 1 the estimate
-# is more signal than noise.
+# 4000 batches of 8 prompts with 4 pulls each. *Length* is the share of the true gradient in the mean estimate: 1 is
+# unbiased. *Variance* is one batch's, relative to the squared length of the true gradient: below 1 is more signal
+# than noise.
 
 # %%
 truth = jax.grad(lambda logits: jnp.mean(PAYS @ jax.nn.softmax(logits)))(logits)
@@ -110,10 +107,9 @@ assert variance["none"] > variance["batch mean"] > variance["leave one out"] > v
 assert abs(measured["leave one out"][0] - 1) < 0.03 and abs(measured["group mean"][0] - 3 / 4) < 0.03
 
 # %% [markdown]
-# Most of the variance was never about the arms: it was about which prompts are easy. The batch mean removes what all
-# prompts share; only the prompt's own mean removes its ease. The group mean's gradient is a quarter too short,
-# because each reward is compared with a mean that it is part of: (G - 1) / G of the truth. Its variance is smaller by
-# the square of that and no better for it. With one G for all prompts this is merely another learning rate.
+# Most of the variance came from easy and hard prompts; only the prompt's own mean removes it. The group mean's
+# gradient is a quarter too short, (G - 1) / G, because each reward is compared with a mean that it is part of. With
+# one G this is only another learning rate.
 
 # %%
 groups = (2, 4, 8, 16)
@@ -130,11 +126,10 @@ right.set(title="length of the mean gradient", xlabel="G", xticks=groups, ylim=(
 right.legend(loc="lower right")
 
 # %% [markdown]
-# ## And the deviation
+# ## The deviation
 #
-# GRPO goes on and divides by the group's standard deviation. Below, groups of 8 with yes-or-no rewards, of which k
-# are right. Without the division a right answer of a hard prompt gets 1 - k/8, at most 1. With it, the rarer a
-# success the more it counts, without that bound: rare successes and rare failures shape the policy most.
+# GRPO also divides by the group's standard deviation. Below are groups of 8 yes-or-no rewards, k of them right. With
+# the division, the rarer a success, the more it counts.
 
 # %%
 print(" right   group mean only     divided by the deviation")
@@ -145,17 +140,14 @@ for right_ones in (1, 2, 4, 6, 7):
     assert abs(scaled.std(ddof=1) - 1) < 1e-5
 
 # %% [markdown]
-# Whether that is wanted is a matter of taste and of papers: Dr. GRPO leaves it out, since with it the gradient is not
-# that of the expected reward. [Page 4](4_grpo.md) is about GRPO; [page 3](3_ppo_and_gae.md) has another source of
-# baselines, a network that learns what to expect.
+# Dr. GRPO leaves the division out, because with it the gradient is not that of the expected reward. [Page
+# 3](3_ppo_and_gae.md) has another baseline, a learned network; [page 4](4_grpo.md) is about GRPO.
 #
 # ## Exercises
 #
-# 1. Make all prompts alike (`EASE` of zeros). Which baseline gains now, and which one no longer does?
-# 2. With G pulls of P prompts in each batch, and P · G = 32 pulls: which G has the least variance under leave one
-#    out? What else would speak for more prompts?
-# 3. Let the baseline be the largest reward of the group. It depends on the actions: measure its bias.
+# 1. Make all prompts alike (`EASE` of zeros). Which baseline gains now, and which no longer does?
+# 2. With P · G = 32 pulls in each batch, which G has the least variance under leave one out?
+# 3. Let the baseline be the largest reward of the group, which depends on the actions. Measure its bias.
 #
-# In the library: [`advantages.py`](../../grpo_jax/core/advantages.py). The papers: Williams 1992, on any baseline;
-# Ahmadian and others 2024, ["Back to Basics"](https://arxiv.org/abs/2402.14740), on leaving one out (RLOO); Liu and
-# others 2025, ["Dr. GRPO"](https://arxiv.org/abs/2503.20783), on the deviation.
+# Papers: Williams 1992; Ahmadian and others 2024, ["Back to Basics"](https://arxiv.org/abs/2402.14740) (RLOO); Liu
+# and others 2025, ["Dr. GRPO"](https://arxiv.org/abs/2503.20783).

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 3. PPO and generalised advantages
 #
-# Two things are still missing for worlds that last more than one step. Which of many actions was the good one? And
-# may a batch, which was dear to collect, be learned from more than once? You will see PPO's two answers, a value
-# function with GAE and a clipped ratio, first on three numbers, then on CartPole: a cart must keep a pole upright by
-# pushing left or right, and each step that it does so pays 1, up to 500.
+# Worlds of more than one step ask two questions: which action was the good one, and may a batch be learned from more
+# than once? PPO answers with a value function and GAE, and with a clipped ratio; first on three numbers, then on
+# CartPole, where each step upright pays 1, up to 500.
 
 # %%
 import jax
@@ -25,13 +24,12 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 # %% [markdown]
 # ## Which action was it?
 #
-# What an action can be praised for is what came *after* it: the discounted return R[t] = r[t] + γ R[t+1]. A baseline
-# for it is the value V(s[t]) that a second network, the critic, expects of the state. R - V is unbiased, but it holds
-# the luck of every later step. The other extreme trusts the critic after one step:
+# An action gets credit for what came *after* it: the return R[t] = r[t] + γ R[t+1]. Its baseline is the value V(s[t])
+# of a second network, the critic. R - V is unbiased but noisy. The other extreme trusts the critic after one step:
 #
 #     δ[t] = r[t] + γ V(s[t+1]) - V(s[t])
 #
-# GAE goes between them: A[t] = δ[t] + γ λ A[t+1]. By hand and by the library:
+# GAE interpolates: A[t] = δ[t] + γ λ A[t+1]. By hand and by the library:
 
 # %%
 rewards, values = jnp.array([1.0, 0.0, 2.0]), jnp.array([0.2, 0.5, 0.4, 0.0])  # V after the end is 0
@@ -50,9 +48,8 @@ print("R - V:  ", discounted_returns(rewards, gamma=gamma) - values[:3])
 # %% [markdown]
 # ## How far may one batch carry?
 #
-# After the first update the policy is no longer the one that acted. The ratio ρ = π / π_old corrects for it, but an
-# update that trusts it too far leaves the region that the batch knows anything of. PPO takes the gain away beyond a
-# bound: the objective is min(ρ A, clip(ρ, 0.8, 1.2) A). Its slope, below, is what the policy feels.
+# After the first update the policy is no longer the one that acted. The ratio ρ = π / π_old corrects for it, but only
+# near the old policy. PPO stops the gain at a bound: min(ρ A, clip(ρ, 0.8, 1.2) A). The plot shows the objective.
 
 # %%
 ratios = jnp.linspace(0.5, 1.6, 111)
@@ -77,13 +74,13 @@ for advantage in (1.0, -1.0):
 assert slopes(jnp.array([1.3]), 1.0) == 0 and slopes(jnp.array([1.3]), -1.0) == -1
 
 # %% [markdown]
-# A good action stops being pushed once it is 1.2 times as likely, a bad one once it is 0.8 times. Nothing stops the
-# way *back*: a bad action that became likelier (1.3) is still pushed down. That is what the min is for.
+# A good action is no longer pushed once it is 1.2 times as likely, a bad one once it is 0.8 times. A bad action that
+# became likelier (1.3) is still pushed down: that is the purpose of the min.
 #
 # ## CartPole
 #
-# The policy and the critic are perceptrons with 64 hidden units. The policy's one output is the log-odds of pushing
-# right. An iteration plays 128 steps of 32 carts, estimates advantages, and follows the same batch ten times.
+# Policy and critic are perceptrons with 64 hidden units. An iteration plays 128 steps of 32 carts, estimates
+# advantages, and follows the same batch ten times.
 
 # %%
 policy, critic = make_mlp(4, output_scale=0.01), make_mlp(4, output_scale=1.0)
@@ -144,10 +141,8 @@ for axis, (title, curve) in zip(axes, panels.items(), strict=True):
     axis.set(title=title, xlabel="thousand steps played", ylim=(min(0, float(curve.min())), None))
 
 # %% [markdown]
-# The critic explains nothing at first, and there PPO's advantages are mostly noise; then it catches up. (Later, with
-# hardly a fall, there is little left to explain.) That second network is the price of PPO: it has to be right before
-# it helps, and for a language policy it is as large as the policy, or a head on its states. What λ buys can be read
-# from one batch of the trained policy:
+# The critic explains nothing at first, and PPO's advantages are then mostly noise. It must be right before it helps;
+# for a language policy it is a second large network, or a head. The effect of λ on one batch of the trained policy:
 
 # %% tags=["learned"]
 _, steps = play_steps(lambda x: policy.apply(params["policy"], x), carts, keys[0], steps=128)
@@ -156,15 +151,14 @@ print("deviation of the advantages:", "  ".join(f"λ {gae_lambda}: {std:.2f}" fo
 assert spread[0.0] < spread[0.95] < spread[1.0]
 
 # %% [markdown]
-# The whole algorithm with minibatches, schedules and ten seeds at once is `python -m grpo_jax.train --config
-# cartpole_ppo`. [Page 4](4_grpo.md) throws the critic away.
+# The whole algorithm is `python -m grpo_jax.train --config cartpole_ppo`. [Page 4](4_grpo.md) removes the critic.
 #
 # ## Exercises
 #
-# 1. Do 40 passes in place of 10. What do the clipped share and the return do? And without a clip (`clip_high=1e9`)?
-# 2. Set λ to 0 and to 1 in `judge`. Which one learns at all in 30 iterations, and why?
-# 3. Forget the terminations: give `gamma=gamma` for every step. What does the critic learn to expect of a fall?
+# 1. Do 40 passes instead of 10. What happens to the clipped share and the return? And without a clip
+#    (`clip_high=1e9`)?
+# 2. Set λ to 0 and to 1 in `judge`. Which learns at all in 30 iterations, and why?
+# 3. Give `gamma=gamma` for every step. What does the critic learn to expect of a fall?
 #
-# In the library: [`returns.py`](../../grpo_jax/core/returns.py) and [`ppo.py`](../../grpo_jax/core/ppo.py). The
-# papers: Schulman and others, ["GAE"](https://arxiv.org/abs/1506.02438), 2016, and
+# Papers: Schulman and others, ["GAE"](https://arxiv.org/abs/1506.02438), 2016, and
 # ["PPO"](https://arxiv.org/abs/1707.06347), 2017.

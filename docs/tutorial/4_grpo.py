@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 4. GRPO: groups instead of a critic
 #
-# PPO's critic learns what to expect of a state. GRPO asks the policy itself: let it answer the same question G times;
-# the mean of those rewards *is* what to expect of it. You will work out the advantages of a group to four digits, see
-# how a row's advantage reaches its tokens, and how much each token weighs, and then train CartPole without a critic.
+# GRPO lets the policy answer the same question G times; the mean of those rewards is the baseline. This page computes
+# a group's advantages, shows how a row's advantage reaches its tokens, and trains CartPole without a critic.
 
 # %%
 import jax
@@ -25,12 +24,12 @@ np.set_printoptions(precision=4, floatmode="fixed", suppress=True)
 # %% [markdown]
 # ## A group by hand
 #
-# Three answers to one question got the rewards 1, 2 and 6. Their mean is 3, their deviations from it -2, -1 and 3,
-# the sample standard deviation √((4 + 1 + 9) / 2) = √7 = 2.6458. So
+# Three answers got the rewards 1, 2 and 6: mean 3, deviations -2, -1 and 3, sample standard deviation √((4 + 1 + 9) /
+# 2) = √7 = 2.6458. So
 #
 #     A[g] = (r[g] - mean) / std = -2 / 2.6458, -1 / 2.6458, 3 / 2.6458
 #
-# The library adds a small `eps` to the deviation; here it is 0, for the numbers' sake.
+# The library adds a small `eps` to the deviation; here it is 0.
 
 # %%
 rewards = jnp.array([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]])  # [P, G]: a second question, to which all answers are alike
@@ -41,18 +40,17 @@ assert np.allclose(advantages[0], [-0.7559, -0.3780, 1.1339], atol=5e-5)
 assert not advantages[1].any()
 
 # %% [markdown]
-# A group sums to 0: what is below the mean is pushed down, by comparison alone. And the units are gone: rewards of
-# 10, 20 and 60 give the same. The second group teaches nothing; [page 5](5_what_goes_wrong.md) counts such groups.
+# A group sums to 0, and units vanish: 10, 20 and 60 give the same. The second group teaches nothing; [page
+# 5](5_what_goes_wrong.md) counts such groups.
 #
 # ## From rows to tokens
 #
-# An answer is a row of tokens, and its advantage is that of each of its tokens: nobody says which word was the good
-# one. The loss is PPO's, with a ratio and a clip at each token:
+# All tokens of an answer share its advantage. The loss is PPO's, per token:
 #
 #     loss = -aggregate(min(ρ A, clip(ρ, 0.8, 1.2) A)) + coef · KL(π ‖ reference)
 #
-# How to *aggregate* rows of different length is a choice of its own. Take two rows, of 1 token and of 3, with
-# advantages 1 and 0. On-policy ρ is 1, so the loss tells what the one token of the first row weighs.
+# Rows of different length can be *aggregated* in different ways. Take rows of 1 and 3 tokens with advantages 1 and 0.
+# On-policy ρ is 1, so the loss shows the weight of the first row's token.
 
 # %%
 logprobs = jnp.full((2, 3), -1.0)
@@ -64,13 +62,12 @@ for name in ("grpo", "dapo", "dr_grpo"):
 assert np.allclose(list(weights.values()), [-1 / 2, -1 / 4, -1 / 6])
 
 # %% [markdown]
-# - `grpo`: mean over rows of the mean over a row's tokens. 1/2 of the rows, and the whole of its row.
-# - `dapo`: mean over all tokens. 1 of 4.
-# - `dr_grpo`: sum over all tokens, divided by rows · the longest possible row. 1 of 2 · 3.
+# - `grpo`: mean over rows of the mean over a row's tokens: 1/2.
+# - `dapo`: mean over all tokens: 1/4.
+# - `dr_grpo`: sum over all tokens, divided by rows · the longest possible row: 1 / (2 · 3).
 #
-# What the first one does to lengths is on page 5. Do not look for progress in the loss itself: advantages of a group
-# sum to 0, so at the first pass over a batch the loss of rows of one length is 0, whatever the policy does. Its
-# *gradient* is not:
+# The loss itself shows no progress: a group's advantages sum to 0, so at the first pass it is 0. Its *gradient* is
+# not:
 
 # %%
 rows = jnp.full((1, 3, 2), -1.0)
@@ -82,10 +79,9 @@ assert abs(value) < 1e-6 and jnp.allclose(gradient, -advantages[:1, :, None] / 6
 # %% [markdown]
 # ## CartPole again
 #
-# Sixteen episodes from one and the same start are a group. There is a reward at each step, so a step is compared with
-# all steps of its group by its discounted return (GRPO's "process supervision"): `normalised_returns`. Compare this
-# with page 3: no critic, no targets, no λ. What it needs in return is to play whole episodes, and to start in one
-# place again.
+# Sixteen episodes from the same start form a group. Each step is compared with all steps of its group by its
+# discounted return (GRPO's "process supervision"): `normalised_returns`. There is no critic and no λ, but it must
+# play whole episodes from one start.
 
 # %%
 policy = make_mlp(4, output_scale=0.01)
@@ -147,16 +143,14 @@ for axis, (title, curve) in zip(axes, {"steps upright, greedy": length, "share c
     axis.set(title=title, xlabel="thousand steps played", ylim=(0, None))
 
 # %% [markdown]
-# With ten seeds each, tuned, neither of the two is ahead on CartPole ([comparison.md](../comparison.md)). For a
-# language policy the scales tip: its critic would be a second large network, or a head that is wrong for long, and to
-# ask a question again is easy.
+# With ten seeds each, tuned, neither is ahead on CartPole ([comparison.md](../comparison.md)). For a language policy
+# a critic is expensive, and asking a question again is easy.
 #
 # ## Exercises
 #
 # 1. By hand: the advantages of the rewards 0, 0, 0, 1. And of 0, 0, 0, 100?
-# 2. Make `GROUP` 2, and 64. Compare after equally many steps played, not after equally many iterations.
-# 3. Let each of the sixteen episodes begin at a start of its own. What is the group's mean now a baseline of?
+# 2. Make `GROUP` 2, and 64. Compare after equally many steps played.
+# 3. Let each of the sixteen episodes begin at its own start. What is the group's mean now a baseline of?
 #
-# In the library: [`advantages.py`](../../grpo_jax/core/advantages.py), [`losses.py`](../../grpo_jax/core/losses.py).
-# The paper: Shao and others, ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024. Every choice of the loss with
-# its paper: [algorithms.md](../algorithms.md).
+# Paper: Shao and others, ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024. All choices of the loss:
+# [algorithms.md](../algorithms.md).

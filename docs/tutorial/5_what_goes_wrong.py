@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 5. What goes wrong
 #
-# A wrong policy gradient does not crash. It learns something else, or a little less. You will see five ways, each in
-# a world so small that the cause is plain: lengths that drift, groups that say nothing, a clip that ends learning,
-# distances that are measured wrongly, and a policy that stops looking.
+# A wrong policy gradient does not crash; it learns something else. Five ways, each in a small world: drifting
+# lengths, silent groups, a clip that ends learning, wrong distances, and a policy that stops exploring.
 
 # %%
 import jax
@@ -37,10 +36,9 @@ def lines(axis, curves, title, xlabel, x=None):
 # %% [markdown]
 # ## Lengths that nobody asked for
 #
-# Half of the answers are right, by luck. The policy decides only when to stop, with one number for wrong answers and
-# one for right ones. Length earns nothing, so nothing should change. But in a mean over each row (`grpo`) a token of
-# a long row weighs little: a wrong answer is punished less per token if it rambles, a right one praised more if it is
-# brief. This is Dr. GRPO's finding; a constant in place of the length is its remedy.
+# Half of the answers are right, by luck. The policy only decides when to stop. Length earns nothing, but in a mean
+# over each row (`grpo`) a token of a long row weighs little: wrong answers are punished less if they ramble. This is
+# Dr. GRPO's finding; a constant instead of the length fixes it.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(9, 2.4), sharey=True, num="Lengths of answers under three means")
@@ -63,9 +61,9 @@ for axis, name in zip(axes, ("grpo", "dapo", "dr_grpo"), strict=True):
 # %% [markdown]
 # ## Groups that say nothing
 #
-# With yes-or-no rewards and a share p of right answers, all G of a group agree with probability p^G + (1 - p)^G. Such
-# a group has no gradient. As a policy gets good, most groups end there. Remedies: other questions in their place
-# (DAPO's dynamic sampling, `algorithm.zero_variance_groups: resample`), larger groups, questions of medium difficulty.
+# With a share p of right answers, all G of a group agree with probability p^G + (1 - p)^G, and the group has no
+# gradient. Remedies: resampling (`algorithm.zero_variance_groups: resample`), larger groups, questions of medium
+# difficulty.
 
 # %%
 share = jnp.linspace(0.0, 1.0, 21)
@@ -80,9 +78,8 @@ lines(axis, alive, "share of groups that teach", "share of right answers", share
 # %% [markdown]
 # ## A clip that ends learning
 #
-# The policy gave the right answer, with a chance of 1 in 100. How much of this find can be kept by going over the
-# batch again and again? A clip at 1.2 lets it become 0.012, then its gradient is 0. A wider bound above (DAPO) is a
-# little more. Surrogates that bound a token's *weight* in place of its gradient go on, and so can go too far.
+# The policy found the right answer, with a chance of 1 in 100, and goes over the batch again and again. A clip at 1.2
+# stops at 0.012. Surrogates that bound a token's *weight* instead continue, and can go too far.
 
 # %%
 old, chances = jnp.log(jnp.full((2, 1), 0.01)), {}  # action 0 was right, action 1 was not
@@ -104,9 +101,8 @@ axis.set(yscale="log")
 # %% [markdown]
 # ## Distances that are not what they are called
 #
-# The distance from a reference is estimated from the tokens drawn: with d = log π_ref - log π, k1 = -d, k2 = d² / 2
-# and k3 = e^d - d - 1. Here their means and deviations are summed exactly, over ten tokens, for references further
-# and further away. The gradient of an estimate is another thing again.
+# With d = log π_ref - log π of sampled tokens, k1 = -d, k2 = d² / 2 and k3 = e^d - d - 1. Their means and deviations,
+# summed exactly over ten tokens; the gradient of an estimate is another matter.
 
 # %%
 policy, direction = jax.nn.log_softmax(jax.random.normal(jax.random.key(2), (2, 10)))
@@ -127,14 +123,13 @@ lines(axes[0], means, "mean / true divergence", "true divergence", truth)
 lines(axes[1], deviations, "deviation", "true divergence", truth)
 
 # %% [markdown]
-# As a loss k1 does nothing on average, and k3 pulls along the divergence the other way round; the remedies are in
+# As a loss k1 does nothing on average, and k3 follows the reverse divergence; remedies are in
 # [algorithms.md](../algorithms.md#4-distance-from-a-reference).
 #
-# ## A policy that stops looking
+# ## A policy that stops exploring
 #
-# Nine arms pay nothing, one pays 0.5, and one, which the policy starts out trying once in 75 pulls, pays 1. The
-# second best is found at once. Compared with worse arms it always wins, its probability goes to 1, and the best arm
-# is never tried again. A bonus on the entropy keeps the door open until luck comes through it.
+# Nine arms pay nothing, one pays 0.5, and one, tried once in 75 pulls at first, pays 1. The second best is found at
+# once, its probability goes to 1, and the best is never tried again. An entropy bonus prevents that.
 
 # %%
 PAYS = jnp.zeros(11).at[0].set(1.0).at[1].set(0.5)
@@ -168,8 +163,5 @@ assert found[0] < 0.2 and found[2] > 0.8
 # 2. Start the third world with a chance of 0.6 for the right answer. Does the clip matter now?
 # 3. In the last world, try bonuses up to 1, and groups of 64 without a bonus. What does each cost?
 #
-# In the library: [`aggregation.py`](../../grpo_jax/core/aggregation.py),
-# [`selection.py`](../../grpo_jax/core/selection.py), [`surrogates.py`](../../grpo_jax/core/surrogates.py),
-# [`kl.py`](../../grpo_jax/core/kl.py). The papers: Liu and others 2025, ["Dr.
-# GRPO"](https://arxiv.org/abs/2503.20783); Yu and others 2025, ["DAPO"](https://arxiv.org/abs/2503.14476); J.
+# Papers: ["Dr. GRPO"](https://arxiv.org/abs/2503.20783) and ["DAPO"](https://arxiv.org/abs/2503.14476), 2025; J.
 # Schulman, ["Approximating KL divergence"](http://joschu.net/blog/kl-approx.html), 2020.

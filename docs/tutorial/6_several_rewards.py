@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 6. Several rewards
 #
-# An answer should be right, and brief, and polite. GRPO adds the rewards and compares the sums. GDPO compares each
-# reward in the group by itself and adds the *advantages*. You will see on four digits what the sum forgets, count how
-# much of it is forgotten when rewards are yes or no, and train a policy that finds brief answers easy and right ones
-# hard.
+# An answer should be right and brief. GRPO compares the sums of rewards; GDPO normalises each reward in the group and
+# adds the *advantages*. This page shows what the sum forgets, and trains a policy that finds brief answers easy and
+# right ones hard.
 
 # %%
 import jax
@@ -25,10 +24,9 @@ def of_sum(rewards, **words):
 # %% [markdown]
 # ## One reason or two
 #
-# Two answers, two rewards. For one question the second answer gained one reward, for the other it gained both. By
-# hand: of the sums 0 and 1 the deviation is 0.7071, so A = ∓0.5 / 0.7071 = ∓0.7071. Of the sums 0 and 2 it is 1.4142,
-# and A is ∓1 / 1.4142 = ∓0.7071 again. Taken apart, each reward that differs gives ∓0.7071, and two of them twice
-# that.
+# Two answers, two rewards. In one question the second answer gained one reward, in the other both. The sums 0 and 1
+# give A = ∓0.5 / 0.7071 = ∓0.7071; the sums 0 and 2 give ∓1 / 1.4142, the same. Apart, two rewards that differ give
+# twice as much.
 
 # %%
 one_good = jnp.array([[[0.0, 0.0], [1.0, 0.0]]])  # [P, G, N]
@@ -45,8 +43,8 @@ assert np.allclose(both, [[-0.5477, 0.5477], [-1.0954, 1.0954]], atol=5e-5)
 # %% [markdown]
 # ## Reasons with one sum
 #
-# Within a group, (1, 0) and (0, 1) have the same sum and thus the same advantage. Apart, the rarer reward counts
-# more, since its deviation is smaller. And where *all* sums are equal the sum sees nothing to learn.
+# (1, 0) and (0, 1) have the same sum and the same advantage. Apart, the rarer reward counts more. If *all* sums are
+# equal, the sum sees nothing to learn.
 
 # %%
 rewards = jnp.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
@@ -67,8 +65,8 @@ equal = jnp.array([[[1.0, 0.0], [0.0, 1.0]]])
 print("equal sums teach:", groups_with_signal(sum_rewards(equal))[0], " apart:", groups_with_signal(equal)[0])
 
 # %% [markdown]
-# How much is lost? N yes-or-no rewards have 2^N combinations but only N + 1 sums. Groups of 16, rewards of different
-# difficulty; how many different advantages does a group have on average?
+# N yes-or-no rewards have 2^N combinations but only N + 1 sums. How many different advantages does a group of 16 have
+# on average?
 
 # %%
 counts = {"sum": [], "apart": []}
@@ -92,8 +90,8 @@ axis.legend(counts)
 # %% [markdown]
 # ## Conditions
 #
-# Weights say how much a reward counts. A *condition* says when: brevity only where the answer is right. It is applied
-# to the rewards, before anything is compared.
+# A *condition* says when a reward counts: brevity only if the answer is right. It changes the rewards before anything
+# is compared.
 
 # %%
 rewards = jnp.array([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]])  # brief, right
@@ -104,11 +102,10 @@ print("brief", rewards[0, :, 0], "becomes", conditioned[0, :, 0], "\nadvantages"
 assert np.allclose(advantages, [[-1.3660, 0.3660, 2.3660, -1.3660]], atol=5e-5)
 
 # %% [markdown]
-# ## What is learned first
+# ## The order of learning
 #
-# A policy with four kinds of answers. At the start 85 % are brief and wrong, 4 % right but long, 1 % both, 10 %
-# neither. Both rewards are yes or no; groups of 8, four questions per step, forty seeds for each way to join the
-# rewards.
+# A policy with four kinds of answers: at first 85 % are brief and wrong, 4 % right but long, 1 % both, 10 % neither.
+# Groups of 8, four questions per step, forty seeds for each way.
 
 # %%
 KINDS = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])  # brief, right
@@ -149,19 +146,16 @@ axes[1].legend(fontsize=8, loc="lower right")
 assert ends[0] < ends[1] < ends[3]
 
 # %% [markdown]
-# By the sum, brief and wrong is as good as long and right, and it is what the policy already does: it gets better at
-# it. GDPO hears the rare right answer louder, because few of its group have it. The condition makes the easy reward
-# wait, so that answers are right first and brief afterwards; a weight does much the same. None of this is free:
-# rewards that agree need no GDPO, and a reward that hardly varies is made loud by it.
-# [comparison.md](../comparison.md) has measured cases of both.
+# By the sum, brief and wrong is as good as long and right, and the policy already does it. GDPO weighs the rare right
+# answer more. With the condition, answers are right first and brief afterwards. But rewards that agree need no GDPO,
+# and it amplifies a reward that hardly varies ([measured](../comparison.md)).
 #
 # ## Exercises
 #
 # 1. By hand: three answers with the rewards (1, 0), (1, 0), (0, 1). The advantages by the sum, and apart without
 #    whitening?
-# 2. Give the last run's wrong answers a third reward that nobody asked for (length, say) with ten times the spread.
-#    What do the sum and GDPO make of its scale?
-# 3. Swap the condition: right counts only where brief. What does the policy learn?
+# 2. Give wrong answers a third, unwanted reward (length, say) with ten times the spread. What do the sum and GDPO
+#    make of it?
+# 3. Swap the condition: right counts only if brief. What does the policy learn?
 #
-# In the library: `gdpo_advantages` and `condition_rewards` in [`advantages.py`](../../grpo_jax/core/advantages.py).
-# The paper: NVIDIA, ["GDPO"](https://arxiv.org/abs/2601.05242), 2026.
+# Paper: NVIDIA, ["GDPO"](https://arxiv.org/abs/2601.05242), 2026.

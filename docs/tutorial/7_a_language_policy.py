@@ -1,16 +1,13 @@
 # %% [markdown]
 # # 7. A language policy
 #
-# Now the policy is a transformer and the actions are words. You will write the whole loop in forty lines from the
-# functions that the library's own trainer uses, watch a tiny untrained model learn exactly what its judge says and
-# not what was meant, fix that with a second reward, and read the curves. At the end stand the figures of a run whose
-# judge looks at pictures.
+# Now the policy is a transformer and actions are words. The loop takes forty lines of the trainer's own functions. A
+# tiny untrained model learns exactly what its reward says and not what was meant; a second reward fixes it.
 #
-# ## A policy and a judge
+# ## A policy and a reward
 #
-# `write_policy` makes a Hugging Face folder with random weights in which every word is one token; any other folder of
-# a supported shape loads in the same way. A prompt asks for a word. The judge is plain Python on text, without a
-# gradient: *said* is the share of the answer that is this word, *brief* is 1 for one word, 1/2 for two, and so on.
+# `write_policy` makes a Hugging Face folder with random weights in which every word is a token. A prompt asks for a
+# word. *said* is the share of the answer that is this word; *brief* is 1 for one word, 1/2 for two, and so on.
 
 # %%
 import tempfile
@@ -56,15 +53,12 @@ for text in ("red", "red cup", "cup", ""):
 # %% [markdown]
 # ## The loop
 #
-# 1. `make_sampler` writes G answers to each prompt, at most 6 tokens long. It reads a prompt once for its whole
-#    group.
-# 2. The judge reads the texts: rewards `[P, G, N]`. An estimator makes advantages `[P, G]` of them.
-# 3. `forward_group` and `token_logprobs` give the log-probability of each token that was written, `grpo_loss` the
-#    loss.
+# 1. `make_sampler` writes G answers to each prompt, at most 6 tokens long.
+# 2. The rewards read the texts: `[P, G, N]`; an estimator makes advantages `[P, G]`.
+# 3. `forward_group` and `token_logprobs` give the tokens' log-probabilities, `grpo_loss` the loss.
 # 4. An optimizer of your own follows the gradient.
 #
-# There is one update per batch, so the policy that acted is the one that is trained and the ratio is 1: the old
-# log-probabilities are the same numbers without a gradient.
+# With one update per batch the ratio is 1, and the old log-probabilities are the same numbers without a gradient.
 
 # %%
 sample = make_sampler(
@@ -128,26 +122,22 @@ assert hacked[0] > 0.8 and meant[0] > 0.8  # both do what they are paid for
 assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
 
 # %% [markdown]
-# ## What the curves say
+# ## Reading the curves
 #
-# - *Said* reaches 1 in both runs. By the reward alone the first run is a success; its texts say that it is not. The
-#   judge paid for the share of the right word, and six of six is as good as one of one. Read the completions.
-# - *Tokens*: with a share as the reward, stopping was never worth anything. With the condition, brevity starts to
-#   count where the word is right (page 6), and most answers become two tokens, the word and the end. A word or two
-#   had settled on saying it six times before brevity counted, and stays there.
-# - *Entropy* falls as the policy makes up its mind, and *silent groups* rise with it: all answers alike, nothing to
-#   compare. The first run is then stuck where it is. A second reward that came now would find no two answers that
-#   differ in it.
+# - *Said* reaches 1 in both runs, but six of six is as good as one of one: the first run's texts are not what was
+#   meant. Read the completions.
+# - *Tokens*: with the condition, brevity counts once the word is right, and most answers become the word and the end.
+#   A word or two had settled on six repetitions before, and stays there.
+# - *Entropy* falls and *silent groups* rise. The first run is then stuck: a new reward would find no two answers that
+#   differ.
 #
-# ## The same at full size
+# ## At full size
 #
-# `python -m grpo_jax.train --task text` is this loop with several updates per batch, a reference, checkpoints,
-# devices and a report; [`examples/own_loop.py`](../../examples/own_loop.py) is its one-file twin. In the default run
-# a policy rewrites casual captions for a renderer, and CLIP compares the picture with what the user had asked for.
-# These figures were recorded, not made by this page ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md), means of
-# ten seeds for GDPO and of three for the others; shuffled, one; PPO's pictures drawn in two steps while training, the
-# others' in one): the share of requested attributes that a pixel checker, which no reward is made of, finds on
-# held-out prompts.
+# `python -m grpo_jax.train --task text` is this loop with several updates per batch, a reference, checkpoints and a
+# report; [`examples/own_loop.py`](../../examples/own_loop.py) is a one-file version. In the default run a policy
+# rewrites captions for a renderer, and CLIP scores the picture. Recorded figures
+# ([`benchmarks/RESULTS.md`](../../benchmarks/RESULTS.md); ten seeds for GDPO, three for the others, one shuffled; PPO
+# on pictures of two steps) of a pixel checker that is no reward, on held-out prompts:
 #
 # | run | seed | unchanged | before | after | oracle | gap_closed | alignment_after | seconds |
 # |---|---|---|---|---|---|---|---|---|
@@ -158,19 +148,15 @@ assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
 #
 # ![Pixel accuracy and reward of a recorded default run](../images/curves.png)
 #
-# Look for what you know by now. The checker beside the reward is there because of the six reds above. *Shuffled* pays
-# each answer another one's reward, and nothing is learned: the gain comes from the reward. And the sum does no worse
-# than GDPO where rewards do not pull against each other.
+# *Shuffled* pays each answer another one's reward, and nothing is learned. The sum does no worse than GDPO if rewards
+# do not conflict.
 #
 # ## Exercises
 #
-# 1. Fix the reward in place of adding a reward: `answer == [word]`. Why does the run learn more slowly, or not at
-#    all?
-# 2. Train on six of the words and measure the other two. What would a policy need that this one has not?
-# 3. Do three updates per batch, with the log-probabilities before the first as `old_logprobs`. What do
-#    `metrics.ratio` and `metrics.clip_high` show?
+# 1. Fix the reward instead of adding one: `answer == [word]`. Why does the run learn more slowly, or not at all?
+# 2. Train on six of the words and measure the other two. What would a policy need that this one lacks?
+# 3. Do three updates per batch, with the first log-probabilities as `old_logprobs`. What do `metrics.ratio` and
+#    `metrics.clip_high` show?
 #
-# In the library: [`losses.py`](../../grpo_jax/core/losses.py), [`logprobs.py`](../../grpo_jax/core/logprobs.py),
-# [`sampler.py`](../../grpo_jax/sampling/sampler.py). The papers: Shao and others,
-# ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024, and NVIDIA, ["GDPO"](https://arxiv.org/abs/2601.05242),
-# 2026.
+# Papers: Shao and others, ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024; NVIDIA,
+# ["GDPO"](https://arxiv.org/abs/2601.05242), 2026.

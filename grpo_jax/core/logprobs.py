@@ -23,9 +23,7 @@ def token_logprobs(
     tokens: ArrayLike,
     *,
     temperature: float = 1.0,
-    allowed_tokens: ArrayLike | None = None,
-    trie: Trie | None = None,
-    nodes: ArrayLike | None = None,
+    allowed_tokens: ArrayLike | tuple[Trie, ArrayLike] | None = None,
     softcap: float | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
@@ -45,11 +43,9 @@ def token_logprobs(
         head: `[V, D]`, floating: the unembedding.
         tokens: int `[.., T]`.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
-        allowed_tokens: bool `[V]`; all by default.
-        trie: which tokens exist where, in place of `allowed_tokens`: at each position the children of its
-            node.
-        nodes: int `[.., T]` with a trie, the node before each token (`trie.walk`); -1 where no token is allowed,
-            whose log-probability is then -inf and whose entropy is 0.
+        allowed_tokens: bool `[V]`; all by default. Or a tree of texts and the node before each token, int `[.., T]`
+            (`trie.walk`), whose children are allowed. At a node -1 no token is: its log-probability is -inf, its
+            entropy 0.
         softcap: the cap that products are drawn towards (Gemma 2, arXiv:2408.00118); None for none.
         chunk_size: how many tokens' logits are held at once.
 
@@ -61,7 +57,7 @@ def token_logprobs(
     """
     hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
     _check(hidden, head, tokens, temperature)
-    if allowed_tokens is not None:
+    if allowed_tokens is not None and not isinstance(allowed_tokens, tuple):
         allowed_tokens = as_mask("allowed_tokens", allowed_tokens, head.shape[:1])
     tokens = tokens.astype(jnp.int32)
     number = tokens.size
@@ -74,7 +70,9 @@ def token_logprobs(
         x = jnp.pad(x.reshape(number, *x.shape[tokens.ndim :]), [(0, padding), *[(0, 0)] * (x.ndim - tokens.ndim)])
         return x.reshape(chunk, chunks, *x.shape[1:])
 
-    allowed: Any = allowed_tokens if trie is None else (trie, split(jnp.asarray(nodes)))
+    allowed: Any = allowed_tokens
+    if isinstance(allowed_tokens, tuple):
+        allowed = allowed_tokens[0], split(jnp.asarray(allowed_tokens[1]))
     # The gradient is traced later: it takes its products as precisely as the context of this call asks.
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue] made at run time
     scaling = float(temperature) or 1.0, softcap, precision
@@ -198,7 +196,7 @@ def tree_logprobs(
 
         p = softmax(hidden · headᵀ / temperature) over the children of the node that the tokens before lead to
 
-    The values of `token_logprobs` with `trie` and its nodes, for less work where all nodes below the root are narrow:
+    The values of `token_logprobs` with the tree and its nodes, for less work where all nodes below the root are narrow:
     the whole vocabulary is then scored once for each prompt, at the first token, and only the children's rows of the
     head after it.
 
@@ -218,7 +216,7 @@ def tree_logprobs(
     hidden, head, tokens = jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(tokens)
     nodes, options = walk(trie, tokens), {"temperature": temperature, "softcap": softcap}
     if below > NARROW:
-        return token_logprobs(hidden, head, tokens, trie=trie, nodes=nodes, **options)
+        return token_logprobs(hidden, head, tokens, allowed_tokens=(trie, nodes), **options)
     first = _at_the_root(hidden[:, 0, 0], head, tokens[..., 0], trie, temperature, softcap)
     later = _among_few(hidden[..., 1:, :], head, tokens[..., 1:], trie, nodes[..., 1:], below, temperature, softcap)
     logprobs, entropy = (jnp.concatenate(parts, axis=-1) for parts in zip(first, later, strict=True))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training.dynamic_scale import DynamicScale
 
+from grpo_jax.config.fields import require
 from grpo_jax.config.sections import LoraSection, PolicySection
 from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
 from grpo_jax.core.trie import Trie, widest_below
@@ -27,7 +28,6 @@ from grpo_jax.models.fused_projections import apart_and_joined, join, joined_con
 from grpo_jax.models.hf.chat import Message, conversation_encoder
 from grpo_jax.models.hf.peft import load_adapters, save_adapters
 from grpo_jax.models.hf.tokens import as_user_error
-from grpo_jax.models.hf_config import expect
 from grpo_jax.models.lora import LoraConfig, check_targets, init_adapters, merge, quantise
 from grpo_jax.models.positions import decode_context, extend_context, group_context, packed_context, prompt_context
 from grpo_jax.models.sharding import OverPrompts, gather_columns, make_mesh, shard
@@ -375,11 +375,12 @@ class Policy:
         """
         head = self.head(variables)
         with _precision(self.precision):
-            if trie is None or nodes is not None:
-                options |= {"trie": trie, "nodes": nodes, "softcap": self.softcap}
-                return token_logprobs(hidden, head, tokens, **options)
-            options |= {"below": widest_below(trie), "softcap": self.softcap}
-            return tree_logprobs(hidden, head, tokens, trie, **options)
+            if trie is None:
+                return token_logprobs(hidden, head, tokens, softcap=self.softcap, **options)
+            if nodes is None:
+                options |= {"below": widest_below(trie), "softcap": self.softcap}
+                return tree_logprobs(hidden, head, tokens, trie, **options)
+            return token_logprobs(hidden, head, tokens, allowed_tokens=(trie, nodes), softcap=self.softcap, **options)
 
     def encode(self, prompts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Prompts as left-padded tokens i32 [P, L] and their mask bool [P, L], by the chat template if there is one.
@@ -554,8 +555,9 @@ def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
     if section.rank == 0:
         return None
     projections = tuple(architecture_of(model).projections)
+    words = f"false: this {model.model_type} has no vision tower"
+    require(not section.vision or model.vision is not None, "policy.lora.vision", words, section.vision)
     with as_user_error("policy.lora", ValueError):
-        expect(not section.vision or model.vision is not None, "vision", "false, for there is no vision tower", True)
         tower = tuple(TOWERS[model.vision.model_type].projections) if section.vision else ()
         lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or projections, tower)
         check_targets(lora, projections, model.model_type)

@@ -11,6 +11,7 @@ from grpo_jax.config import Config
 from grpo_jax.config.build import to_dict, to_yaml
 from grpo_jax.config.files import Values
 from grpo_jax.errors import StageError, UserError, one_line
+from grpo_jax.models.broadcast import is_main_process, together
 from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
 from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.page import RunEnd, write_end
@@ -165,6 +166,11 @@ class RunOutput:
     def _end_line(self) -> None:
         self._open_line.close()
         self._show = None
+
+
+def open_output(config: Any) -> RunOutput | NoOutput:
+    """Open a run's output; of several processes process 0 has it."""
+    return together(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
 
 
 class NoOutput:

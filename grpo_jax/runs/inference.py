@@ -15,7 +15,7 @@ from grpo_jax.rollout.rollout import collect
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import evaluate_texts
-from grpo_jax.runs.parts import RunContext, load_parts
+from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.policy import START, restore_variables, run_config
 from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.tasks.task import Say
@@ -36,23 +36,23 @@ class Asker:
     """A run that is loaded once, its judges included; checkpoints are restored when they are asked for.
 
     Attributes:
-        parts: The run. A judge that fails is an error, whatever its config says.
+        ctx: The run. A judge that fails is an error, whatever its config says.
     """
 
     def __init__(self, run_dir: str | Path, say: Say, leaving: ExitStack):
         """Load the run of a directory; `leaving` closes its judges."""
         config = run_config(run_dir).replace(on_judge_error="stop")
         prompts = kept_prompts(RunDirectory(run_dir)) if config.data.prompts == IN_PYTHON else None
-        self.parts = load_parts(config, say, prompts=prompts, leaving=leaving)
-        self._held_out = [*self.parts.test_rows, *self.parts.validation_rows]
-        loaded = self.parts.policy.variables
+        self.ctx = load(config, say, prompts=prompts, leaving=leaving)
+        self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
+        loaded = self.ctx.policy.variables
         restore = functools.lru_cache(_HELD_VARIABLES)(functools.partial(restore_variables, loaded, run_dir))
         self._variables = lambda name: restore(name)[0]
 
     @property
     def draws(self) -> bool:
         """Whether texts are drawn."""
-        return self.parts.environment.render is not None
+        return self.ctx.fns.render is not None
 
     def row(self, prompt: str, seed: int) -> Row:
         """Return the row of a prompt, with the columns and pictures of a held-out one of the same text.
@@ -66,31 +66,31 @@ class Asker:
         same = [row for row in self._held_out if row.prompt == prompt]
         known = next((row for row in same if row.id == seed), same[0] if same else Row(seed, prompt))
         row = dataclasses.replace(known, id=seed)
-        self.parts.environment.encode([row])  # refuses one that is too long
+        self.ctx.fns.encode([row])  # refuses one that is too long
         return row
 
     def write(self, row: Row, checkpoint: str, *, group: bool = False) -> list[Episode]:
         """Return a checkpoint's greedy episode, judged; with `group` those of a group as training samples it."""
-        parts = self._judging(row)
+        ctx = self._judging(row)
         rollout = collect(
-            parts.environment,
-            parts.samplers.training if group else parts.samplers.greedy,
+            ctx.fns,
+            ctx.samplers.training if group else ctx.samplers.greedy,
             self._variables(checkpoint),
             [row],
-            key=parts.key,
+            key=ctx.key,
             iteration=None,
-            work=parts.work(1),
+            work=ctx.work(1),
         )
         return rollout.episodes[0]
 
     def unchanged(self, row: Row) -> Episode | None:
         """Return the prompt as it is, judged in a rewrite's place; None where it is none."""
-        texts = self.parts.task_data.report.references([row]).get("unchanged")
+        texts = self.ctx.task_data.report.references([row]).get("unchanged")
         return evaluate_texts(self._judging(row), [row], texts).episodes[0] if texts else None
 
     def _judging(self, row: Row) -> RunContext:
         """Return the run with pictures kept; rewards that need columns, which a typed prompt lacks, may be missing."""
-        environment = self.parts.environment._replace(gallery=1)
+        fns = self.ctx.fns._replace(gallery=1)
         if not row.columns:
-            environment = environment._replace(score=functools.partial(environment.score, missing=True))
-        return self.parts._replace(environment=environment)
+            fns = fns._replace(score=functools.partial(fns.score, missing=True))
+        return self.ctx._replace(fns=fns)

@@ -12,7 +12,7 @@ from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rollout import Rollout
 from grpo_jax.runs.progress import SCORE
-from grpo_jax.tasks.display import Table, of_turns
+from grpo_jax.tasks.display import of_turns
 from grpo_jax.training.estimators import OVERLONG
 
 TOTAL = "total"
@@ -72,27 +72,6 @@ RIGHT = 1.0
 """A measure's best value: a first turn that reaches it was right."""
 
 
-def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequence[str]) -> dict[str, float]:
-    """A batch's episodes in a metrics row; nothing where the policy writes once.
-
-    Entries "…@turnU" are means over the completions that have turn U, from 1; "turns", "answer_tokens" per episode.
-    """
-    lengths, samples = rollout.lengths, rollout.samples
-    if lengths.shape[2] == 1 or samples is None or samples.present is None:
-        return {}
-    row: dict[str, float] = {}
-    judged = (("reward", rewards, rollout.rewards), ("eval_rewards", eval_rewards, rollout.eval_rewards))
-    for turn in range(lengths.shape[2]):
-        for kind, names, values in judged:
-            row |= {
-                f"{kind}/{name}@turn{turn + 1}": present_mean(values[:, :, turn, n]) for n, name in enumerate(names)
-            }
-        written = lengths[:, :, turn]
-        row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(written > 0, written, np.nan))
-    answered = (samples.present & ~samples.mask).sum(-1)
-    return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(answered.mean())}
-
-
 def present_mean(values: np.ndarray) -> float:
     """Return the mean of the finite values, in float64; NaN without any."""
     present = values[np.isfinite(values)].astype(np.float64)
@@ -127,27 +106,3 @@ def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
         measures[f"{name}_kept"] = present_mean(np.where(right, end >= first, np.nan))
         measures[f"{name}_gain"] = present_mean(end - first)
     return measures
-
-
-def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table | None:
-    """Table of `turn_measures` in a summary's evaluation, before and after training; None without any."""
-    names = [name for name in evaluation if all(f"{name}_{end}" in evaluation for end in ("peak", "kept", "gain"))]
-    if not names:
-        return None
-    last = sum(f"{names[0]}_turn_{turn}" in evaluation for turn in range(1, len(evaluation) + 1)) + 1
-    columns = [*(f"_turn_{turn}" for turn in range(1, last)), "", "_peak", "_kept", "_gain"]
-    rows = [
-        (name, when, *(_cell(evaluation[f"{name}{column}"].get(when)) for column in columns))
-        for name in names
-        for when in ("before", "after")
-    ]
-    heads = [*(f"turn {turn}" for turn in range(1, last + 1)), "peak", "kept", "gain"]
-    note = (
-        "Held-out prompts, greedy: after each turn; at the best of them (peak); how many of those that were right in "
-        "turn 1 ended no worse (kept); the end less turn 1 (gain)."
-    )
-    return Table("Turn by turn", ("measure", "training", *heads), rows, note)
-
-
-def _cell(value: float | None) -> float | str:
-    return "–" if value is None or not np.isfinite(value) else round(value, 4)

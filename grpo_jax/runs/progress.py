@@ -1,15 +1,13 @@
-"""Progress of a run: checkpoint metadata, the check of config and task on resume, early stopping."""
+"""Progress of a run: checkpoint metadata, and the check of config and task on resume."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import differences, identity
-from grpo_jax.config.sections import TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import TRAINING_ROWS
 
@@ -28,9 +26,12 @@ class Progress(NamedTuple):
         seconds: By stage; "total" is that of earlier processes while one runs, and of all until then in a checkpoint.
         starts: Iterations done when a process began: 0, and wherever the run was resumed.
         identity: "config": its fields that change what is learned; "task": what else must be the same on resume.
-        notes: The program's memory, such as the measures of the start.
+        notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
+            "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
+            of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
+            findings; "absent" and "constant", streaks of rewards that are missing or have one value.
         unvalidated: Metrics of the last iteration where its validation was stopped or failed.
-        waited: A `Waited`; None before the first validation.
+        early_stopping: An `EarlyStopping`; None before the first validation.
     """
 
     iteration: int
@@ -42,7 +43,7 @@ class Progress(NamedTuple):
     identity: dict[str, Record]
     notes: Record
     unvalidated: Record | None = None
-    waited: Record | None = None
+    early_stopping: Record | None = None
 
     @classmethod
     def read(cls, meta: Record, where: Path) -> Progress:
@@ -94,36 +95,3 @@ def with_total(seconds: Mapping[str, float], clock: float) -> dict[str, float]:
 def added(total: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
     """Seconds by name, summed."""
     return {name: total.get(name, 0.0) + more.get(name, 0.0) for name in {**total, **more}}
-
-
-class Waited(NamedTuple):
-    """Early stopping's best value (None before the first), its iteration, and the validations since then."""
-
-    best: float | None = None
-    iteration: int = 0
-    validations: int = 0
-
-
-def after_validation(
-    waited: Waited, measures: Mapping[str, float], iteration: int, training: TrainingSection
-) -> Waited:
-    """Count a validation: better is what exceeds the best by more than training.early_stopping_threshold."""
-    value = measures.get(training.early_stopping_metric, math.nan)
-    better = waited.best is None or value > waited.best + training.early_stopping_threshold
-    if math.isfinite(value) and better:
-        return Waited(float(value), iteration)
-    return waited._replace(validations=waited.validations + 1)
-
-
-def reason_to_end(waited: Waited, training: TrainingSection) -> str:
-    """Reason to stop early; "" if there is none."""
-    patience = getattr(training, "early_stopping_patience", 0)  # a program that validates nothing has none
-    if not patience or waited.validations < patience:
-        return ""
-    metric = training.early_stopping_metric
-    if waited.best is None:
-        return f"validation/{metric} was missing in {waited.validations} validations in a row"
-    return (
-        f"validation/{metric} has not exceeded {waited.best:.4g}, of iteration {waited.iteration}, in "
-        f"{waited.validations} validations"
-    )

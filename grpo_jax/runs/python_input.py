@@ -11,17 +11,20 @@ import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.config.build import to_yaml
 from grpo_jax.config.fields import require
 from grpo_jax.config.files import parse_json
 from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
+from grpo_jax.models.broadcast import is_main_process, together
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, size_of_row
 from grpo_jax.rollout.pictures import File, Source, as_text, size_of, source_of
@@ -29,6 +32,7 @@ from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.runs.directory import RunDirectory, write_atomically
+from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.progress import Record
 
 _MOST_KEPT = 256 * 2**20  # bytes of pictures that were given in memory
@@ -51,6 +55,23 @@ def from_python(config: Config, prompts: object, rewards: object) -> PythonInput
     if functions:
         config = config.replace(rewards=_sections(config.rewards, functions))
     return PythonInput(config, taken, functions)
+
+
+def load_given(
+    config: Config, output: Any, prompts: Any, rewards: Any, stopping: Callable[[], bool], leaving: ExitStack
+) -> RunContext:
+    """Load a run; name what was given in Python in its config, and keep prompts beside it."""
+    given = from_python(config, prompts, rewards)
+    if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
+        output.directory.write_config(to_yaml(given.config))
+    together(lambda: keep_prompts(given, output.directory, output.note) if is_main_process() else None)
+    if given.prompts is None and config.data.prompts == IN_PYTHON:
+        given = given._replace(prompts=kept_prompts(output.directory))
+    data = {"prompts": given.prompts, "rewards": given.rewards}
+    ctx = load(given.config, output.part, **data, stopping=stopping, leaving=leaving)
+    if ctx.config != given.config and not config.resume and is_main_process():  # data.template_date is filled in
+        output.directory.write_config(to_yaml(ctx.config))
+    return ctx
 
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[str], None]) -> None:

@@ -1,33 +1,28 @@
-"""The end of a language run: measure again, keep the policy, and show what changed."""
+"""Results of a run: summary, tables, gallery and episodes, from the measures of its start and of its end."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_jax.models.broadcast import is_main_process, process_count
-from grpo_jax.models.sharding import on_host
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.pictures import thumbnail
+from grpo_jax.rollout.rewards import join_names, missing_rewards
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.evaluation import (
     Evaluation,
     Statistics,
     evaluate_texts,
-    measure_all,
     watched_values,
 )
-from grpo_jax.runs.measures import TOTAL, fallen, turns_table
-from grpo_jax.runs.parts import RunContext
-from grpo_jax.runs.progress import Progress, Record, added
+from grpo_jax.runs.loading import RunContext
+from grpo_jax.runs.measures import TOTAL, fallen
+from grpo_jax.runs.progress import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
-from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table
+from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table, of_turns
 from grpo_jax.tasks.task import Finished
-from grpo_jax.training.state import TrainState
 
 _SHOWN_SIZE = 256  # pixels of a prompt's picture in the report
 _PACKAGES = (
@@ -50,42 +45,45 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def finish_language(parts: RunContext, state: TrainState, progress: Progress, directory: RunDirectory) -> Finished:
-    """Measure the held-out prompts after training and write `policy/` and `adapter/`."""
-    started = time.monotonic()
-    after = measure_all(parts, state.variables, references=False)
-    seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
-    policy, variables = parts.policy, state.variables
-    if process_count() > 1:
-        variables = on_host(variables)
-    if is_main_process():
-        policy.save(directory.policy, variables)
-        if policy.lora is not None:
-            policy.save_adapters(directory.adapter, variables)
-    findings = find(parts, progress.notes["remembered"], "after", after)
-    summary: Record = {**summarise(parts, progress, after, seconds), **findings.entries}
-    further = (turns_table(summary["evaluation"]), samples_table(summary.get("samples", {})))
+def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[str]:
+    """Return the measures of the start in a line, and a note on rewards that no completion got."""
+    if not before:
+        return ["no prompts are held out: nothing is measured before and after training"]
+    measured, values = before["greedy"].measures, np.moveaxis(before["greedy"].rollout.final_rewards, -1, 0)
+    listed = "  ".join(f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured))
+    missing = missing_rewards(dict(zip(ctx.fns.reward_names, values, strict=True)), ctx.rewards.weights)
+    notes = [f"note: no held-out completion got the reward {join_names(missing)}"] if missing else []
+    return [*notes, f"baseline on {len(ctx.test_rows)} held-out prompts: {listed}"]
+
+
+def report(
+    ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
+) -> Finished:
+    """Return summary, tables, gallery and episodes of a run, from the measures of its start and of its end."""
+    findings = find(ctx, progress.notes["remembered"], "after", after)
+    summary: Record = {**summarise(ctx, progress, after, seconds), **findings.entries}
+    samples = summary.get("samples", {})
+    further = (turns_table(summary["evaluation"]), samples_table(samples))
     tables = [*findings.tables, *(table for table in further if table is not None)]
-    lines = [*samples_lines(summary.get("samples", {})), *findings.lines]
-    finished = Finished(summary, lines=lines, tables=tables)
+    finished = Finished(summary, lines=[*samples_lines(samples), *findings.lines], tables=tables)
     if not after:
         return finished
     greedy = after["greedy"]
-    gallery, episodes = make_gallery(parts, greedy), shown_episodes(parts, greedy)
-    return finished._replace(gallery=gallery, tables=[*tables, texts_table(parts, greedy)], episodes=episodes)
+    gallery, episodes = make_gallery(ctx, greedy), shown_episodes(ctx, greedy)
+    return finished._replace(gallery=gallery, tables=[*tables, texts_table(ctx, greedy)], episodes=episodes)
 
 
-def find(parts: RunContext, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
+def find(ctx: RunContext, remembered: Record, name: str, evaluations: Mapping[str, Evaluation]) -> Findings:
     """Return the task's findings from measurements, the last of which is called `name`; none without any."""
     if not evaluations:
         return Findings()
     rollouts = {kind: evaluation.rollout for kind, evaluation in evaluations.items()}
-    report = parts.task_data.report
-    return report.findings({**remembered, **report.remember(name, rollouts)}, parts.test_rows)
+    report = ctx.task_data.report
+    return report.findings({**remembered, **report.remember(name, rollouts)}, ctx.test_rows)
 
 
 def summarise(
-    parts: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
+    ctx: RunContext, progress: Progress, after: Mapping[str, Evaluation], seconds: Mapping[str, float]
 ) -> Record:
     """evaluation.<measure>.{before, after, oracle, unchanged}, improvement, times, devices."""
     before, measures = progress.notes["before"], after["greedy"].measures if after else {}
@@ -109,7 +107,7 @@ def summarise(
     improvement = None if baseline is None or reward is None else reward - baseline
     suspect: list[str] = []  # watched measures that fell since the start
     if improvement is not None and improvement > 0:
-        suspect = fallen(progress.notes.get("watched", {}).get("test", {}), watched_values(parts, after["greedy"]))
+        suspect = fallen(progress.notes.get("watched", {}).get("test", {}), watched_values(ctx, after["greedy"]))
     return {
         "evaluation": evaluation,
         "baseline_reward": baseline,
@@ -119,10 +117,10 @@ def summarise(
         "iterations": progress.iteration,
         "suspect": suspect,
         "best": {"iteration": progress.best_iteration, "validation_score": progress.best_score},
-        "prompts": len(parts.test_rows),
+        "prompts": len(ctx.test_rows),
         "seconds": dict(seconds),
-        "devices": parts.devices,
-        **samples_of(parts, {"before": progress.notes.get("samples"), "after": statistics_of(after)}),
+        "devices": ctx.devices,
+        **samples_of(ctx, {"before": progress.notes.get("samples"), "after": statistics_of(after)}),
     }
 
 
@@ -131,13 +129,13 @@ def statistics_of(evaluations: Mapping[str, Evaluation]) -> Statistics | None:
     return evaluations["sampled"].samples if "sampled" in evaluations else None
 
 
-def samples_of(parts: RunContext, measured: Mapping[str, Statistics | None]) -> Record:
+def samples_of(ctx: RunContext, measured: Mapping[str, Statistics | None]) -> Record:
     """samples.measures.<measure>.<statistic>.<when>: [mean, low, high], and how they were drawn."""
     present = {when: by_measure for when, by_measure in measured.items() if by_measure is not None}
     if not present:
         return {}
-    section = parts.config.evaluation
-    drawn = measured_section(parts.config.sampling, section)
+    section = ctx.config.evaluation
+    drawn = measured_section(ctx.config.sampling, section)
     settings = {name: getattr(drawn, name) for name in ("temperature", "top_k", "top_p")}
     measures: dict[str, Record] = {}
     for when, by_measure in present.items():
@@ -183,19 +181,19 @@ def _interval(values: Sequence[float] | None) -> str:
     return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if bounded else f"{mean:.3f}"
 
 
-def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
+def make_gallery(ctx: RunContext, after: Evaluation) -> list[GalleryEntry]:
     """Gallery of the first held-out prompts, not the best ones; before and after are drawn from the same noise."""
-    rows = parts.test_rows[: parts.environment.gallery]
-    drawn = parts.task_data.render is not None  # in all processes: they judge together
+    rows = ctx.test_rows[: ctx.fns.gallery]
+    drawn = ctx.task_data.render is not None  # in all processes: they judge together
     if not rows or not (drawn or any(row.pictures for row in rows)):
         return []
     before = later = [None] * len(rows)
     first = np.full(scores_of(after.rollout).shape, np.nan)
-    plain = parts.task_data.report.references(rows).get("unchanged")
+    plain = ctx.task_data.report.references(rows).get("unchanged")
     if drawn:
         later = _last_images(after, len(rows))
     if drawn and plain is not None:
-        unchanged = evaluate_texts(parts, rows, plain)
+        unchanged = evaluate_texts(ctx, rows, plain)
         before, first = _last_images(unchanged, len(rows)), scores_of(unchanged.rollout)
     needed = [*later, *before] if plain is not None else later
     if drawn and any(image is None for image in needed):  # the renderer failed, and may
@@ -207,7 +205,7 @@ def make_gallery(parts: RunContext, after: Evaluation) -> list[GalleryEntry]:
             after.episodes[index].last.completion,
             before[index],
             later[index],
-            {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(parts.measure_names)},
+            {name: (float(first[index, n]), float(second[index, n])) for n, name in enumerate(ctx.measure_names)},
             shown=[thumbnail(source, _SHOWN_SIZE) for source in row.pictures],
         )
         for index, row in enumerate(rows)
@@ -218,11 +216,11 @@ def _last_images(evaluation: Evaluation, count: int) -> list[np.ndarray | None]:
     return [episode.last.image for episode in evaluation.episodes[:count]]
 
 
-def shown_episodes(parts: RunContext, after: Evaluation) -> list[EpisodeEntry]:
+def shown_episodes(ctx: RunContext, after: Evaluation) -> list[EpisodeEntry]:
     """The episodes of the first held-out prompts, chosen by place and not by result."""
-    if parts.environment.env is None:
+    if ctx.fns.env is None:
         return []
-    rows = parts.test_rows[: parts.environment.gallery]
+    rows = ctx.test_rows[: ctx.fns.gallery]
     return [shown_episode(*pair) for pair in zip(rows, after.episodes[: len(rows)], strict=True)]
 
 
@@ -243,10 +241,10 @@ def scores_of(rollout: Rollout) -> np.ndarray:
     return np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1)[:, 0]
 
 
-def texts_table(parts: RunContext, after: Evaluation) -> Table:
+def texts_table(ctx: RunContext, after: Evaluation) -> Table:
     """One line per held-out prompt: prompt, text, the task's columns, each reward and watched measure."""
     values = scores_of(after.rollout)
-    columns = parts.task_data.report.columns
+    columns = ctx.task_data.report.columns
     rows = [
         (
             row.prompt,
@@ -254,6 +252,30 @@ def texts_table(parts: RunContext, after: Evaluation) -> Table:
             *(row.columns[column] for column in columns.values()),
             *(round(float(value), 4) for value in values[index]),
         )
-        for index, row in enumerate(parts.test_rows)
+        for index, row in enumerate(ctx.test_rows)
     ]
-    return Table("Held-out prompts after training", ("prompt", "completion", *columns, *parts.measure_names), rows)
+    return Table("Held-out prompts after training", ("prompt", "completion", *columns, *ctx.measure_names), rows)
+
+
+def turns_table(evaluation: Mapping[str, Mapping[str, float | None]]) -> Table | None:
+    """Table of `turn_measures` in a summary's evaluation, before and after training; None without any."""
+    names = [name for name in evaluation if all(f"{name}_{end}" in evaluation for end in ("peak", "kept", "gain"))]
+    if not names:
+        return None
+    last = sum(f"{names[0]}_turn_{turn}" in evaluation for turn in range(1, len(evaluation) + 1)) + 1
+    columns = [*(f"_turn_{turn}" for turn in range(1, last)), "", "_peak", "_kept", "_gain"]
+    rows = [
+        (name, when, *(_cell(evaluation[f"{name}{column}"].get(when)) for column in columns))
+        for name in names
+        for when in ("before", "after")
+    ]
+    heads = [*(f"turn {turn}" for turn in range(1, last + 1)), "peak", "kept", "gain"]
+    note = (
+        "Held-out prompts, greedy: after each turn; at the best of them (peak); how many of those that were right in "
+        "turn 1 ended no worse (kept); the end less turn 1 (gain)."
+    )
+    return Table("Turn by turn", ("measure", "training", *heads), rows, note)
+
+
+def _cell(value: float | None) -> float | str:
+    return "–" if value is None or not np.isfinite(value) else round(value, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 from grpo_jax.config.run import Config
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.trie import Trie
-from grpo_jax.errors import UserError
+from grpo_jax.errors import Stopped, UserError
+from grpo_jax.models.broadcast import broadcast
 from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.models.sharding import shard, shard_optimizer
 from grpo_jax.models.variables import Variables
@@ -23,8 +25,9 @@ from grpo_jax.rollout.env import Observation, as_observation
 from grpo_jax.rollout.environment import prepared
 from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.parts import RunContext
-from grpo_jax.runs.progress import Record
+from grpo_jax.runs.evaluation import evaluate
+from grpo_jax.runs.loading import RunContext
+from grpo_jax.runs.progress import Record, identity_of, require_same, with_total
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
@@ -35,37 +38,69 @@ from grpo_jax.training.update import PATIENCE, make_train_step
 Pair = Sequence[Any]
 """A prompt (a text or a row) and the text to write; of an episode then an answer (text or `Observation`), a text, …"""
 
+UNTRAINED = "untrained"
+"""The policy as it was loaded, before SFT."""
 _LINES = 20  # lines on the console
 
 
-def run_sft(
-    parts: RunContext,
-    *,
-    checkpoints: Checkpoints,
-    meta: Callable[[], Record],
-    say: Callable[[str], None],
-) -> tuple[Variables, float] | None:
-    """Train the policy on the task's pairs; the same weights (all, or the adapters) are trained as in the run.
+def warm_up(
+    ctx: RunContext, folder: Path, clock: float, say: Callable[[str], None]
+) -> tuple[Variables, dict[str, Record], dict[str, float]]:
+    """Teach the policy the task's pairs: variables, notes of the run ("before", "remembered"), seconds.
 
-    It goes on after its own last checkpoint, if there is one, as if it had never been interrupted, and saves every
-    `config.training.save_every` updates and when it is stopped. The weights in `parts.policy.variables` are taken
-    over: they cannot be read afterwards.
-    Training follows sampling: the distribution over the allowed tokens, and texts that end as the sampler's do
-    (`supervised_tokens`). A pair whose text has a token that is not allowed is left out, and their number is said.
-    `meta` gives what is saved along with a checkpoint. Returns the variables and the seconds it took, those before an
-    interruption included; None if it was stopped.
+    The policy is measured first. An interrupted SFT goes on after its last checkpoint in `folder`.
     """
-    config, section = parts.config, parts.config.sft
-    if parts.task_data.pairs is None:
+    notes: dict[str, Record] = {"before": {}, "remembered": {}}
+    if not ctx.config.sft.steps:
+        return ctx.policy.variables, notes, {}
+    identity = identity_of(ctx.config, ctx.task_data.identity)
+    meta = None
+    if broadcast(folder.is_dir()):
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            if checkpoints.latest_step() is not None:
+                meta = checkpoints.read_meta("latest")
+                require_same(meta["identity"], ctx.config, ctx.task_data.identity, folder)
+    if meta is None:
+        started = time.monotonic()
+        if ctx.test_rows:
+            untrained = evaluate(ctx, ctx.policy.variables, ctx.test_rows)
+            notes["before"] = {UNTRAINED: untrained.measures}
+            notes["remembered"] = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
+        meta = {"identity": identity, "notes": notes, "seconds": {"evaluate": time.monotonic() - started}}
+    kept = {name: meta[name] for name in ("identity", "notes", "seconds")}
+    with Checkpoints(folder, keep=2, note=lambda line: say(f"note: {line}")) as checkpoints:
+        variables, seconds = run_sft(
+            ctx,
+            checkpoints=checkpoints,
+            meta=lambda: {**kept, "seconds": with_total(kept["seconds"], clock)},
+            say=say,
+        )
+    return variables, kept["notes"], {**kept["seconds"], "sft": seconds}
+
+
+def run_sft(
+    ctx: RunContext, *, checkpoints: Checkpoints, meta: Callable[[], Record], say: Callable[[str], None]
+) -> tuple[Variables, float]:
+    """Train the policy on the task's pairs; return the variables, and the seconds of all processes until then.
+
+    The same weights (all, or the adapters) are trained as in the run. It goes on after its own last checkpoint, as if
+    it had never been interrupted, and saves every `training.save_every` updates and when it is stopped (`Stopped`).
+    The weights in `ctx.policy.variables` are taken over: they cannot be read afterwards. Training follows sampling:
+    the distribution over the allowed tokens, and texts that end as the sampler's do (`supervised_tokens`). A pair whose
+    text has a token that is not allowed is left out, and their number is said. `meta` gives what is saved along with a
+    checkpoint.
+    """
+    config, section = ctx.config, ctx.config.sft
+    if ctx.task_data.pairs is None:
         raise UserError(f"sft.steps: expected 0, this task has nothing to teach; got {section.steps}")
-    pairs = teachable(parts, parts.task_data.pairs(), say)
+    pairs = teachable(ctx, ctx.task_data.pairs(), say)
     if len(pairs) < section.batch:
         raise UserError(
             f"sft.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
         )
-    start, step = make_sft(parts)
-    state = start(parts.policy.variables)
-    batch = _batches(parts, pairs)
+    start, step = make_sft(ctx)
+    state = start(ctx.policy.variables)
+    batch = _batches(ctx, pairs)
     done, seconds = 0, 0.0
     if checkpoints.latest_step() is not None:
         free_buffers(saved_parts(state))
@@ -79,11 +114,11 @@ def run_sft(
 
     line_every, save_every = max(1, section.steps // _LINES), config.training.save_every
     for number in range(done, section.steps):
-        if parts.is_stopped():
+        if ctx.is_stopped():
             save(number, state, wait=True)
-            return None
+            raise Stopped
         places = batch(number)
-        state, report = step(state, supervised_batch(parts, state.variables, [pairs[place] for place in places]))
+        state, report = step(state, supervised_batch(ctx, state.variables, [pairs[place] for place in places]))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:
             say(f"SFT {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
             _require_updates(state, section.steps)
@@ -94,12 +129,12 @@ def run_sft(
 
 
 def make_sft(
-    parts: RunContext,
+    ctx: RunContext,
 ) -> tuple[Callable[[Variables], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Record]]]:
     """Make start(variables) → state and step(state, batch) → (state, report)."""
-    policy = parts.policy
-    allowed = None if parts.allowed_tokens is None else jnp.asarray(parts.allowed_tokens)
-    init, train_step = make_sft_step(parts.config, policy, allowed_tokens=allowed, trie=parts.trie)
+    policy = ctx.policy
+    allowed = None if ctx.allowed_tokens is None else jnp.asarray(ctx.allowed_tokens)
+    init, train_step = make_sft_step(ctx.config, policy, allowed_tokens=allowed, trie=ctx.trie)
 
     def start(variables: Variables) -> TrainState:
         return commit_to_device(shard(init(variables), policy.mesh))
@@ -136,8 +171,8 @@ def make_sft_step(
     return init, train_step
 
 
-def _batches(parts: RunContext, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
-    seed, section = parts.config.seed, parts.config.sft
+def _batches(ctx: RunContext, pairs: Sequence[Pair]) -> Callable[[int], np.ndarray]:
+    seed, section = ctx.config.seed, ctx.config.sft
     if not section.group_by_length:
         return lambda number: batch_at(seed, number, batch_size=section.batch, n=len(pairs))
     lengths = np.array([len(as_row(pair[0]).prompt) for pair in pairs])  # in characters: tokens are as many, nearly
@@ -153,9 +188,9 @@ def _require_updates(state: TrainState, steps: int) -> None:
         )
 
 
-def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
+def teachable(ctx: RunContext, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
     """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
-    allowed, choices = parts.allowed_tokens, parts.task_data.choices
+    allowed, choices = ctx.allowed_tokens, ctx.task_data.choices
     if choices is not None:
         listed = frozenset(choices.texts)
         writable = [pair for pair in pairs if all(text in listed for text in texts_of(pair))]
@@ -164,9 +199,9 @@ def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], Non
         writable = [
             pair
             for pair in pairs
-            if all(allowed[supervised_tokens(parts, as_row(pair[0]).prompt, text)].all() for text in texts_of(pair))
+            if all(allowed[supervised_tokens(ctx, as_row(pair[0]).prompt, text)].all() for text in texts_of(pair))
         ]
-        why = f"hold tokens that data.allowed_tokens = {parts.config.data.allowed_tokens} rules out"
+        why = f"hold tokens that data.allowed_tokens = {ctx.config.data.allowed_tokens} rules out"
     else:
         return pairs
     if len(writable) < len(pairs):
@@ -174,50 +209,50 @@ def teachable(parts: RunContext, pairs: Sequence[Pair], say: Callable[[str], Non
     return writable
 
 
-def supervised_tokens(parts: RunContext, prompt: str, text: str) -> list[int]:
+def supervised_tokens(ctx: RunContext, prompt: str, text: str) -> list[int]:
     """A text as the completion of a prompt (`completion_tokens`), cut to max_new_tokens; cuts have no end."""
-    loaded, config = parts.policy.folder, parts.config
-    listed = parts.task_data.choices is not None  # its texts are the same behind every prompt
+    loaded, config = ctx.policy.folder, ctx.config
+    listed = ctx.task_data.choices is not None  # its texts are the same behind every prompt
     apart = listed or (bool(prompt) and not prompt[-1].isspace())
     gap = follows_text(config, loaded.tokenizer) and apart
     ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
     return ids[: config.sampling.max_new_tokens]
 
 
-def supervised_stream(parts: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
+def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] = ()) -> tuple[list[int], list[bool]]:
     """Tokens after a pair's prompt, as sampling makes them, and which of them the policy is to write."""
-    env, texts, left = parts.environment.env, texts_of(pair), list(grids)
-    if len(texts) > parts.config.sampling.turns:
+    env, texts, left = ctx.fns.env, texts_of(pair), list(grids)
+    if len(texts) > ctx.config.sampling.turns:
         raise UserError(
             f"sft.steps: what this task teaches has {len(texts)} turns, and sampling.turns is "
-            f"{parts.config.sampling.turns}"
+            f"{ctx.config.sampling.turns}"
         )
     ids, learned = [], []
     for number, text in enumerate(texts):
         if number and env is not None:
             answer = answers_of(pair)[number - 1]
             seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
-            ids += env.encode_observation(answer, ids[-1] in parts.policy.eos_ids, seen)
+            ids += env.encode_observation(answer, ids[-1] in ctx.policy.eos_ids, seen)
             learned += [False] * (len(ids) - len(learned))
-        ids += supervised_tokens(parts, as_row(pair[0]).prompt if number == 0 else "", text)
+        ids += supervised_tokens(ctx, as_row(pair[0]).prompt if number == 0 else "", text)
         learned += [True] * (len(ids) - len(learned))
     return ids, learned
 
 
-def supervised_batch(parts: RunContext, variables: Variables, pairs: Sequence[Pair]) -> Batch:
+def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair]) -> Batch:
     """Encode the pairs: prompts and answers as in sampling, with the states of their pictures under `variables`."""
-    environment, section = parts.environment, parts.config.sampling
-    prompts = environment.encode([as_row(pair[0]) for pair in pairs])
+    fns, section = ctx.fns, ctx.config.sampling
+    prompts = fns.encode([as_row(pair[0]) for pair in pairs])
     seen = [[picture for answer in answers_of(pair) for picture in answer.pictures] for pair in pairs]
-    shown = prepared(environment.prepare, seen, [(row, 0) for row in range(len(pairs))], (len(pairs), 1))
-    tokens = np.full((len(pairs), 1, section.stream_tokens), parts.policy.pad_id, np.int32)
+    shown = prepared(fns.prepare, seen, [(row, 0) for row in range(len(pairs))], (len(pairs), 1))
+    tokens = np.full((len(pairs), 1, section.stream_tokens), ctx.policy.pad_id, np.int32)
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
     for row, pair in enumerate(pairs):
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
-        ids, learned = supervised_stream(parts, pair, grids)
+        ids, learned = supervised_stream(ctx, pair, grids)
         tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
     pictures = {"pictures": prompts.pictures, "answers": shown}
-    encode_images = environment.encode_images
+    encode_images = fns.encode_images
     states = {
         name: encode_images(variables, some)[1]
         for name, some in pictures.items()

@@ -1,13 +1,28 @@
-"""Signals that ask a run to stop."""
+"""Ends of a run before its last iteration: signals, callbacks, early stopping, failures."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from grpo_jax.errors import Stopped
+import numpy as np
+
+from grpo_jax.config.sections import TrainingSection
+from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
+from grpo_jax.rollout.rewards import no_reward_lately
+from grpo_jax.training.update import PATIENCE
+
+_AT_FAULT = {"render": "the renderer", "env": "the environment"}  # by stage
+_KILLABLE = (
+    ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
+    "(judges.NAME.pool, docs/judges.md)"
+)
 
 
 class StopRequests:
@@ -66,3 +81,136 @@ def stop_requests() -> Iterator[StopRequests]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class IterationEvent:
+    """Argument of a callback.
+
+    Attributes:
+        step: Iterations done.
+        iterations: Iterations in all.
+        metrics: By name as in metrics.jsonl: on an iteration its row, on a validation that row's "validation/…"; on a
+            checkpoint nothing.
+        checkpoint: The checkpoint that was written; None otherwise.
+    """
+
+    step: int
+    iterations: int
+    metrics: Mapping[str, float]
+    run_dir: Path
+    checkpoint: Path | None = None
+
+
+Callback = Callable[[IterationEvent], bool | None]
+"""callback(event) → True to stop the run as a signal does: saved, and `--resume` goes on; False or None goes on."""
+
+
+class Callbacks(NamedTuple):
+    """The user's functions; None for none.
+
+    Attributes:
+        on_iteration: After each iteration's row of metrics.jsonl is written.
+        on_validation: After on_iteration, where it was validated.
+        on_checkpoint: When a checkpoint of the loop is on disk.
+    """
+
+    on_iteration: Callback | None = None
+    on_validation: Callback | None = None
+    on_checkpoint: Callback | None = None
+
+    def ask(self, name: str, event: IterationEvent) -> bool:
+        """Call the callback of that name; return whether it asks to stop."""
+        callback = getattr(self, name)
+        if callback is None:
+            return False
+        try:
+            answer = callback(event)
+        except Exception as error:
+            raise UserError(f"{name}: {type(error).__name__}: {one_line(error)}") from error
+        if answer is not None and not isinstance(answer, bool | np.bool_):
+            raise UserError(f"{name}: expected it to return True to stop, else False or None, got {one_line(answer)}")
+        return bool(answer)
+
+
+class EarlyStopping(NamedTuple):
+    """Early stopping's best value (None before the first), its iteration, and the validations since then."""
+
+    best: float | None = None
+    iteration: int = 0
+    validations: int = 0
+
+    def after(self, measures: Mapping[str, float], iteration: int, training: TrainingSection) -> EarlyStopping:
+        """Count a validation: better is what exceeds the best by more than training.early_stopping_threshold."""
+        value = measures.get(training.early_stopping_metric, math.nan)
+        better = self.best is None or value > self.best + training.early_stopping_threshold
+        if math.isfinite(value) and better:
+            return EarlyStopping(float(value), iteration)
+        return self._replace(validations=self.validations + 1)
+
+    def reason(self, training: TrainingSection) -> str:
+        """Return the reason to stop early; "" if there is none."""
+        patience, metric = training.early_stopping_patience, training.early_stopping_metric
+        if not patience or self.validations < patience:
+            return ""
+        if self.best is None:
+            return f"validation/{metric} was missing in {self.validations} validations in a row"
+        return (
+            f"validation/{metric} has not exceeded {self.best:.4g}, of iteration {self.iteration}, in "
+            f"{self.validations} validations"
+        )
+
+
+def nothing_judged(absent: Mapping[str, int], iteration: int, iterations: int, run_dir: str) -> str:
+    """Return why a run ends without rewards: none came lately, or none at all in a short run; "" before."""
+    silence = no_reward_lately(absent, iterations)
+    if not silence:
+        return ""
+    again = _again(run_dir, iteration < iterations)
+    return f"{silence}. Saved after iteration {iteration}; fix the rewards, or what they ask, and {again}"
+
+
+def nothing_learned(skipped: int, updates: int, iteration: int, iterations: int, run_dir: str) -> str:
+    """Return why a run ends if every update of a few iterations was skipped, or most of a short run; "" before.
+
+    `updates` is their number in an iteration.
+    """
+    if skipped < max(1, min(PATIENCE * updates, iterations * updates - 1)):
+        return ""
+    return (
+        f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
+        f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, fix it and "
+        f"{_again(run_dir, iteration < iterations)}; else give a new run a lower optimizer.learning_rate, and these "
+        f"weights: python -m grpo_jax.export --run {run_dir} --checkpoint {iteration} --out FOLDER, --policy.path "
+        "FOLDER"
+    )
+
+
+def explained(
+    error: StageError | StopRun, iteration: int | None, run_dir: str, *, resumable: bool, hint: str
+) -> Exception:
+    """Return an error that ended a run as one line that says what to do; `iteration` is the one that was saved.
+
+    An error of the policy's own stage stays as it is.
+    """
+    saved = "Nothing was trained yet" if iteration is None else f"Saved after iteration {iteration}"
+    again = _again(run_dir, resumable)
+    cause = error if isinstance(error, StopRun) else error.__cause__
+    if isinstance(cause, StopRun):
+        return StopRun(f"{_line(cause)}. {saved}; {again} when that is fixed")
+    assert isinstance(error, StageError)
+    if error.stage == "sample":  # no reward is at fault
+        return (
+            UserError(f"{_line(cause)}. {saved}; {again} when that is fixed") if isinstance(cause, UserError) else error
+        )
+    hint = _KILLABLE if isinstance(error, StageTimeout) else hint
+    reason = cause if isinstance(cause, UserError) else error  # a reward names itself
+    return UserError(f"{_line(reason)}. {saved}; fix {_AT_FAULT.get(error.stage, 'the reward')} and {again}{hint}")
+
+
+def _again(run_dir: str, resumable: bool) -> str:
+    return f"go on with --resume --run_dir {run_dir}" if resumable else "start again"
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())

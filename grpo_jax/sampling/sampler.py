@@ -175,9 +175,11 @@ def generate(
 
     Raises:
         TypeError: There is no such field.
-        ValueError: A field is out of range.
+        ValueError: `prompts` is one text, there are none, or a field is out of range.
         UserError: A prompt cannot be encoded.
     """
+    if isinstance(prompts, str) or not prompts:
+        raise ValueError(f"prompts: expected a list of at least one text, got {prompts[:40]!r}")
     settings = SamplingParams(completions, max_new_tokens, temperature, **params)
     sample = _cached_sampler(policy, settings, tuple(policy.eos_ids), policy.pad_id)
     tokens, mask = policy.encode(prompts)

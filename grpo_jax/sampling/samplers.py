@@ -152,11 +152,8 @@ def choices_trie(texts: Sequence[str], loaded: PolicyFolder, *, gap: bool, most:
     numbers: dict[tuple[int, ...], int] = {}
     for number, text in enumerate(texts):
         ids = completion_tokens(loaded.tokenizer, text, loaded.eos_ids, gap=gap)
-        if len(ids) > most:
-            raise UserError(
-                f"sampling.max_new_tokens: expected at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, "
-                f"which may be written; got {most}"
-            )
+        words = f"at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, which may be written"
+        require(len(ids) <= most, "sampling.max_new_tokens", words, most)
         if all(token == unknown for token in ids[:-1]):
             raise UserError(f"{one_line(repr(text), 60)} may be written, and the policy's tokenizer has no word of it")
         numbers.setdefault(tuple(ids), number)

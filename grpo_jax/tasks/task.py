@@ -1,8 +1,8 @@
-"""The protocol of a task: its section of the config, and its data or program.
+"""The protocol of a task: its section of the config, and its data or blocks.
 
 A task is a frozen dataclass that derives from `Task`. Its fields are its config (`--task.FIELD`), with a help line
 each in its docstring. A task of language has a `load` that gives its `TaskData`: prompts, rewards, and what belongs
-to them. Any other task has a `program` instead, which runs its iterations.
+to them. Any other task has `blocks` instead, which run its iterations.
 
     @dataclass(frozen=True)
     class Countdown(Task):
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -41,8 +40,6 @@ from grpo_jax.tasks.display import Display, EpisodeEntry, Findings, GalleryEntry
 from grpo_jax.training.estimators import Invalid
 
 if TYPE_CHECKING:
-    from grpo_jax.runs.directory import RunDirectory
-    from grpo_jax.runs.progress import Progress
     from grpo_jax.tasks.pictures import RenderedImages
 
 Say = Callable[..., None]
@@ -210,46 +207,9 @@ class Task(Section):
         """Load the task's data, but no weights; a UserError if they are missing or bad."""
         raise NotImplementedError
 
-    def program(self, config: Any, say: Say) -> Program | None:
-        """Return the program that runs the iterations; None for a task of language, which `load`s its data."""
-        return None
-
-
-class Begun(NamedTuple):
-    """A start that was measured: the state, notes, seconds by what they were spent on, and a line to print."""
-
-    state: State
-    notes: Notes
-    seconds: dict[str, float]
-    line: str
-
-
-class Advanced(NamedTuple):
-    """One step of a run: an iteration, or a block of several.
-
-    Attributes:
-        state: After it.
-        rows: Metrics of each iteration, with "step".
-        seconds: Spent, by stage.
-        notes: What the program must remember from now on.
-        completions: Columns of completions/, one entry per completion; None where nothing is written.
-        failure: Why it makes no sense to go on, and what helps; the run saves this state and ends with it. "" goes on.
-    """
-
-    state: State
-    rows: list[dict[str, float]]
-    seconds: dict[str, float]
-    notes: Notes
-    completions: Mapping[str, Sequence[object]] | None = None
-    failure: str = ""
-
-
-class Validated(NamedTuple):
-    """A validation: measures by name, what is maximised, and what "best" has most of (NaN: this cannot be it)."""
-
-    measures: dict[str, float]
-    score: float
-    chosen_by: float
+    def blocks(self, config: Any, say: Say) -> Blocks:
+        """Compile the iterations of a task that is not of language, which has a config type of its own."""
+        raise NotImplementedError
 
 
 class Finished(NamedTuple):
@@ -270,46 +230,32 @@ class Finished(NamedTuple):
     episodes: Sequence[EpisodeEntry] = ()
 
 
-class Program(Protocol):
-    """The start, steps and end of a run. Everything random follows from seed and iteration."""
+class Blocks(Protocol):
+    """Compiled blocks of iterations of a task without prompts (`runs.blocks`). All follows from seed and iteration."""
 
-    @property
-    def config(self) -> Any:
-        """The run's config."""
-
-    @property
-    def iterations(self) -> int:
-        """Number of iterations in all."""
-        ...
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """What must be the same on resume, beside the config."""
-        ...
-
-    def template(self) -> State:
-        """Return a state as training begins with, to restore a checkpoint into."""
+    start: State
+    """The state at the start; its shape is that of every checkpoint."""
 
     def saved(self, state: State) -> dict[str, State]:
         """Return the parts of a state in a checkpoint; "variables" is what evaluation needs."""
         ...
 
-    def restored(self, saved: Mapping[str, State], template: State) -> State:
+    def restored(self, saved: Mapping[str, State]) -> State:
         """Invert `saved`."""
 
-    def begin(self, folder: Path) -> Begun | None:
-        """Make and measure the start; None if it was stopped on the way, with what there is in `folder`."""
-
-    def advance(self, state: State, iteration: int, notes: Notes) -> Advanced:
-        """Take the next step after `iteration` iterations; the state is donated."""
+    def measure_start(self) -> tuple[Notes, dict[str, float], str]:
+        """Measure the start: notes, seconds by stage, and a line to print."""
         ...
 
-    def validate(self, state: State, iteration: int, notes: Notes) -> Validated | None:
-        """Measure what chooses the best checkpoint; None where it is not time."""
+    def advance(
+        self, state: State, iteration: int, notes: Notes
+    ) -> tuple[State, list[dict[str, float]], dict[str, float], Notes]:
+        """Take the block after `iteration` iterations; return state, rows of metrics with "step", seconds, notes.
 
-    def finish(self, state: State, progress: Progress, directory: RunDirectory) -> Finished:
-        """Measure the end and write the policy."""
+        The state is donated.
+        """
         ...
 
-    def close(self) -> None:
-        """End what still runs beside it, however the run ends."""
+    def finish(self, state: State, iteration: int, seconds: Mapping[str, float], notes: Notes) -> Finished:
+        """Measure the end."""
+        ...

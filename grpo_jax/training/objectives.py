@@ -104,38 +104,48 @@ def loss_options(section: AlgorithmSection, *, max_new_tokens: int) -> dict[str,
     return options
 
 
-def policy_loss(
-    passed: Forward, batch: Batch, options: dict[str, Any], normaliser: PyTree
-) -> tuple[jax.Array, Metrics]:
-    """`losses.grpo_loss` of a forward pass; without old log-probabilities the policy is its own old one.
+def make_policy_objective(forward: ForwardPass, options: dict[str, Any], ppo: PPOSection | None = None) -> Objective:
+    """Make the policy-gradient objective; `options` are keyword arguments of `losses.grpo_loss`.
 
-    Metrics are "policy" and, where the batch has the sampler's log-probabilities, "sampler_gap": the mean over tokens
-    of |log π_old - log π_sampler|, the same policy as trainer and sampler compute it.
+    Without old log-probabilities the policy is its own old one. Metrics are "policy" and, where the batch has the
+    sampler's log-probabilities, "sampler_gap": the mean over tokens of |log π_old - log π_sampler|, the same policy as
+    trainer and sampler compute it. With `ppo` advantages are by token, and
+
+        loss = policy loss + value_coef · value loss (mean over tokens)
+
+    One forward pass serves both, and both gradients reach the policy's weights. Preset "bnpo" makes the policy loss
+    `ppo.ppo_loss`.
     """
-    old = jax.lax.stop_gradient(passed.logprobs) if batch.old_logprobs is None else batch.old_logprobs
-    loss, policy_metrics = losses.grpo_loss(
-        passed.logprobs,
-        old,
-        required("advantages", batch.advantages),
-        batch.mask,
-        normaliser=normaliser,
-        ref_logprobs=batch.ref_logprobs,
-        entropy=passed.entropy,
-        token_weights=batch.token_weights,
-        **options,
-    )
-    metrics: Metrics = {"policy": policy_metrics}
-    if batch.rollout_logprobs is not None:
-        gap = select(batch.mask, jnp.abs(old - batch.rollout_logprobs))
-        metrics["sampler_gap"] = Mean(jnp.sum(gap), count(batch.mask))
-    return loss, metrics
-
-
-def make_policy_objective(forward: ForwardPass, options: dict[str, Any]) -> Objective:
-    """Make the policy-gradient objective; `options` are keyword arguments of `losses.grpo_loss`."""
 
     def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
-        return policy_loss(forward(variables, batch), batch, options, normaliser)
+        passed = forward(variables, batch)
+        old = jax.lax.stop_gradient(passed.logprobs) if batch.old_logprobs is None else batch.old_logprobs
+        loss, policy_metrics = losses.grpo_loss(
+            passed.logprobs,
+            old,
+            required("advantages", batch.advantages),
+            batch.mask,
+            normaliser=normaliser,
+            ref_logprobs=batch.ref_logprobs,
+            entropy=passed.entropy,
+            token_weights=batch.token_weights,
+            **options,
+        )
+        metrics: Metrics = {"policy": policy_metrics}
+        if batch.rollout_logprobs is not None:
+            gap = select(batch.mask, jnp.abs(old - batch.rollout_logprobs))
+            metrics["sampler_gap"] = Mean(jnp.sum(gap), count(batch.mask))
+        if ppo is None:
+            return loss, metrics
+        value, metrics["value"] = value_loss(
+            required("values", passed.values),
+            batch.old_values,
+            required("returns", batch.returns),
+            batch.mask,
+            clip=ppo.value_clip,
+            normaliser=normaliser,
+        )
+        return loss + ppo.value_coef * value, metrics
 
     return objective
 
@@ -146,31 +156,6 @@ def make_supervised_objective(forward: ForwardPass) -> Objective:
     def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
         loss, metrics = losses.sft_loss(forward(variables, batch).logprobs, batch.mask, normaliser=normaliser)
         return loss, {"supervised": metrics}
-
-    return objective
-
-
-def make_ppo_objective(forward: ForwardPass, options: dict[str, Any], section: PPOSection) -> Objective:
-    """PPO's objective: the policy loss of a preset with an advantage for each token, and the value loss.
-
-        loss = policy loss + value_coef · value loss (mean over tokens)
-
-    One forward pass serves both, and both gradients reach the policy's weights. `options` are keyword arguments of
-    `losses.grpo_loss`; preset "bnpo" makes its policy loss `ppo.ppo_loss`.
-    """
-
-    def objective(variables: Variables, batch: Batch, normaliser: PyTree) -> tuple[jax.Array, Metrics]:
-        passed = forward(variables, batch)
-        loss, metrics = policy_loss(passed, batch, options, normaliser)
-        value, value_metrics = value_loss(
-            required("values", passed.values),
-            batch.old_values,
-            required("returns", batch.returns),
-            batch.mask,
-            clip=section.value_clip,
-            normaliser=normaliser,
-        )
-        return loss + section.value_coef * value, {**metrics, "value": value_metrics}
 
     return objective
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from grpo_jax.config.run import Config
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.masking import masked_mean
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights
-from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import on_host
+from grpo_jax.core.trie import Trie
+from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.sharding import on_host, shard, shard_optimizer
 from grpo_jax.models.variables import PyTree, Variables
 from grpo_jax.training.batch import Batch, micro_batches, minibatches, required
 from grpo_jax.training.objectives import (
@@ -26,9 +30,19 @@ from grpo_jax.training.objectives import (
     make_estimates,
     make_forward,
     make_policy_objective,
-    make_ppo_objective,
 )
-from grpo_jax.training.state import TrainState, free_buffers, needs_reference, reference_variables, trained_weights
+from grpo_jax.training.optimizer import make_optimizer, make_schedule
+from grpo_jax.training.state import (
+    TrainState,
+    commit_to_device,
+    free_buffers,
+    init_state,
+    needs_reference,
+    reference_variables,
+    refresh_reference,
+    rollout_copy,
+    trained_weights,
+)
 
 PATIENCE = 3
 """A run ends when as many updates in a row were left out as so many iterations make: one batch may be at fault."""
@@ -59,9 +73,9 @@ def make_train_step(
             loss, metrics = objective({**frozen, **trained}, micro, whole)
             return loss if scale is None else loss * scale.scale, (loss, metrics)
 
-        gradient = jax.value_and_grad(scaled, has_aux=True)
-        (_, (loss, metrics)), grads = _accumulate(
-            lambda micro: gradient(trained, micro), batch, grad_accumulation_steps
+        gradient = partial(jax.value_and_grad(scaled, has_aux=True), trained)
+        (_, (loss, metrics)), grads = (
+            gradient(batch) if grad_accumulation_steps == 1 else _accumulate(gradient, batch, grad_accumulation_steps)
         )
         if scale is not None:
             grads = jax.tree.map(lambda leaf: leaf / scale.scale, grads)
@@ -104,8 +118,6 @@ def _where_finite(finite: jax.Array, after: TrainState, before: TrainState) -> T
 
 def _accumulate(function: Callable[[Batch], PyTree], batch: Batch, parts: int) -> PyTree:
     """Sum function(part) over `parts` equal parts of the batch along P, one at a time."""
-    if parts == 1:
-        return function(batch)
     split = micro_batches(batch, parts)
     # From zeros rather than from the first part: the program is there once.
     shapes = jax.eval_shape(function, jax.tree.map(lambda array: array[0], split))
@@ -218,11 +230,7 @@ def make_configured_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Make the train step of the configured objective; `max_new_tokens` is the longest possible completion."""
     options = loss_options(algorithm, max_new_tokens=max_new_tokens)
-    objective = (
-        make_ppo_objective(forward, options, ppo)
-        if algorithm.learns_values
-        else make_policy_objective(forward, options)
-    )
+    objective = make_policy_objective(forward, options, ppo if algorithm.learns_values else None)
     return make_train_step(
         objective,
         optimizer,
@@ -244,8 +252,8 @@ def make_update(
     """Make update(state, batch, key) → (state, report): inner epochs of minibatches, one compiled step each.
 
     `distribution` is temperature, allowed_tokens and trie of `make_forward`. The report has "loss" and
-    "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, and "measured"
-    (`make_preparation`).
+    "grad_norm" averaged over the steps, "skipped" steps, "metrics" by part of the loss, "measured"
+    (`make_preparation`), and "advantages" [P, G] or [P, G, T].
     """
     forward = make_forward(policy, **distribution)
     step = make_configured_step(forward, optimizer, algorithm, training, ppo, max_new_tokens=max_new_tokens)
@@ -258,7 +266,9 @@ def make_update(
             for part in minibatches(batch, training.minibatches, jax.random.fold_in(key, epoch)):
                 state, report = step(state, part)
                 reports.append(report)
-        return state, {**_average(on_host(reports)), "measured": on_host(measured)}
+        estimates = measured.get("estimates")
+        advantages = on_host(batch.advantages if estimates is None else estimates.advantages)
+        return state, {**_average(on_host(reports)), "measured": on_host(measured), "advantages": advantages}
 
     return update
 
@@ -268,3 +278,76 @@ def _average(reports: list[Metrics]) -> Metrics:
     count, skipped = len(reports), sum(int(report["skipped"]) for report in reports)
     scalars = {name: sum(float(report[name]) for report in reports) / count for name in ("loss", "grad_norm")}
     return {**scalars, "skipped": skipped, "metrics": joined}
+
+
+class Learner(NamedTuple):
+    """The compiled parts of training.
+
+    Attributes:
+        start: start(variables) → initial state. It takes the trained weights over: where they are not the reference,
+            they can be read until the first update only.
+        update: update(state, batch, key) → (state, report), of `make_update`.
+        refresh: refresh(state, iteration) → the state with the current policy as its reference where that is due.
+        learning_rate: learning_rate(state) → that of the next update.
+        updates_per_iteration: Number of optimizer steps.
+    """
+
+    start: Callable[[Variables], TrainState]
+    update: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
+    refresh: Callable[[TrainState, int], TrainState]
+    learning_rate: Callable[[TrainState], float]
+    updates_per_iteration: int
+
+
+def make_learner(
+    config: Config,
+    policy: Policy,
+    iterations: int,
+    *,
+    allowed_tokens: np.ndarray | None = None,
+    trie: Trie | None = None,
+) -> Learner:
+    """Make optimizer, schedule, start and update from a run's config."""
+    algorithm, training, ppo = config.algorithm, config.training, config.ppo
+    per_iteration = training.inner_epochs * training.minibatches
+    section = config.optimizer.replace(learning_rate=config.learning_rate)
+    schedule = make_schedule(section, iterations * per_iteration)
+    optimizer = shard_optimizer(make_optimizer(section, schedule), policy.mesh)
+    update = make_update(
+        policy,
+        optimizer,
+        algorithm,
+        training,
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.written_tokens,
+        allowed_tokens=None if allowed_tokens is None else jnp.asarray(allowed_tokens),
+        trie=trie,
+        ppo=ppo,
+    )
+    keeps_reference, every = needs_reference(algorithm, ppo), algorithm.update_ref_every
+    # New adapters change nothing: the base is the policy at the start, and stays the reference if none replaces it.
+    base_reference = config.policy.lora.path is None and config.sft.steps == 0 and every == 0
+
+    def start(variables: Variables) -> TrainState:
+        state = init_state(
+            variables,
+            optimizer,
+            keep_reference=keeps_reference,
+            base_reference=base_reference,
+            loss_scale=make_loss_scale(config.policy.compute_dtype),
+            take_over=True,
+        )
+        state = commit_to_device(shard(state, policy.mesh))
+        return state._replace(rollout_weights=rollout_copy(state)) if training.async_level else state
+
+    def learning_rate(state: TrainState) -> float:  # by updates that were made: a skipped one is not counted
+        return float(np.asarray(schedule(int(state.step))))
+
+    def refresh(state: TrainState, iteration: int) -> TrainState:
+        if not keeps_reference or every == 0 or (iteration + 1) % every:
+            return state
+        before, state = state.reference, refresh_reference(state)
+        free_buffers(before)
+        return state
+
+    return Learner(start, update, refresh, learning_rate, per_iteration)

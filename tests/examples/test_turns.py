@@ -12,7 +12,7 @@ from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax import evaluate
 from grpo_jax.config.command_line import load_config
-from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.loading import load
 from grpo_jax.runs.policy import run_config
 from grpo_jax.runs.sft import supervised_batch
 from grpo_jax.train import main
@@ -95,10 +95,10 @@ def test_the_calculator_is_asked_and_answers(calculated):
 
 def test_a_lesson_is_an_episode_as_it_is_sampled(calculated):
     """The teacher's texts are learned with their ends, the tool's answer is read."""
-    parts = load_parts(run_config(calculated), lambda *_: None)
-    lesson = next(pair for pair in parts.task_data.pairs() if len(pair) == 4)
-    batch = supervised_batch(parts, parts.policy.variables, [lesson, lesson[:2]])
-    words = parts.policy.tokenizer.convert_ids_to_tokens
+    ctx = load(run_config(calculated), lambda *_: None)
+    lesson = next(pair for pair in ctx.task_data.pairs() if len(pair) == 4)
+    batch = supervised_batch(ctx, ctx.policy.variables, [lesson, lesson[:2]])
+    words = ctx.policy.tokenizer.convert_ids_to_tokens
     present, mask = batch.present[0, 0], batch.mask[0, 0]
     first, answer, second = lesson[1].split(), lesson[2], lesson[3]
     expected = [*first, "<|end|>"][:5]

@@ -22,19 +22,19 @@ from faults.outcome import Outcome
 from faults.runs import NAMES, Tried, differences, make_runs, outcome_of
 
 PHASES = {
-    "load": ("grpo_jax.runs.language:load_parts", "grpo_jax.tasks.cartpole.program:make_train"),
-    "baseline": ("grpo_jax.runs.language:measure_all", "grpo_jax.tasks.cartpole.program:CartPoleProgram._measure"),
-    "SFT": ("grpo_jax.runs.language:sft",),
-    "iteration": ("grpo_jax.runs.language:run_iteration", "grpo_jax.tasks.cartpole.program:CartPoleProgram.advance"),
+    "load": ("grpo_jax.runs.python_input:load", "grpo_jax.tasks.cartpole.program:make_train"),
+    "baseline": ("grpo_jax.runs.trainer:measure_all", "grpo_jax.tasks.cartpole.program:CartPoleBlocks._measure"),
+    "SFT": ("grpo_jax.runs.trainer:warm_up",),
+    "iteration": ("grpo_jax.runs.batches:draw", "grpo_jax.tasks.cartpole.program:CartPoleBlocks.advance"),
     "records": ("grpo_jax.reports.output:RunOutput.iteration",),
-    "validation": ("grpo_jax.runs.experiment:Run._measured",),
+    "validation": ("grpo_jax.runs.trainer:Trainer.validate",),
     "save": ("grpo_jax.runs.checkpoint:Checkpoints.save",),
     "seal": ("grpo_jax.runs.checkpoint:Checkpoints._seal",),
     "name": ("grpo_jax.runs.checkpoint:Checkpoints.save_as",),
     "export": ("grpo_jax.models.policy:Policy.save",),
     "images": ("grpo_jax.runs.directory:RunDirectory.write_images",),
     "report": ("grpo_jax.reports.output:write_final_report",),
-    "resume": ("grpo_jax.runs.experiment:Run.resume",),
+    "resume": ("grpo_jax.runs.trainer:Trainer.resume",),
 }
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

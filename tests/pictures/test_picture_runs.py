@@ -7,15 +7,15 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import yaml
+from support.rollouts import drawn
 from support.text_task import assert_same_run, rewound, rows, train_here
 from support.vision.folders import picture, seeing_folder, write_rows
 
 from grpo_jax.config.command_line import load_config
 from grpo_jax.core.losses import PRESETS, grpo_loss
 from grpo_jax.rollout.rollout import collect
-from grpo_jax.runs.evaluation import evaluate_policy
-from grpo_jax.runs.iteration import batch_of, sample_groups
-from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.evaluation import evaluate
+from grpo_jax.runs.loading import load
 from grpo_jax.runs.policy import restore_variables
 from grpo_jax.training.objectives import make_forward
 
@@ -63,8 +63,8 @@ def run(home):
 
 
 @pytest.fixture(scope="module")
-def parts(home):
-    return load_parts(load_config(home / "config.yaml"), lambda *_: None)
+def ctx(home):
+    return load(load_config(home / "config.yaml"), lambda *_: None)
 
 
 def test_sampler_and_update_see_the_same(run):
@@ -102,7 +102,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(run, tmp_path):
     assert_same_run(again, run)
 
 
-def test_a_checkpoint_is_measured_and_asked(run, home, capsys, parts):
+def test_a_checkpoint_is_measured_and_asked(run, home, capsys, ctx):
     from grpo_jax import load_rewriter
     from grpo_jax.evaluate import main
 
@@ -111,10 +111,10 @@ def test_a_checkpoint_is_measured_and_asked(run, home, capsys, parts):
     summary = json.loads((run / "summary.json").read_text())["evaluation"]
     assert measured["greedy"]["bright"] == pytest.approx(summary["bright"]["after"], abs=1e-6)
     assert measured["greedy"]["bright"] > 0  # the light of the pictures at least
-    variables, _ = restore_variables(parts.policy.variables, run, "final")
-    written = evaluate_policy(parts, variables, parts.test_rows).texts
+    variables, _ = restore_variables(ctx.policy.variables, run, "final")
+    written = evaluate(ctx, variables, ctx.test_rows).texts
     rewrite = load_rewriter(run)
-    for row, text in zip(parts.test_rows, written, strict=True):
+    for row, text in zip(ctx.test_rows, written, strict=True):
         assert rewrite(row.prompt, pictures=[row.pictures[0].path]) == text
     assert isinstance(rewrite("what is this?"), str)
 
@@ -124,17 +124,17 @@ def test_swapped_pictures_change_log_probabilities_and_loss(architecture, vision
     config = yaml.safe_load((home / "config.yaml").read_text())
     config["policy"] = {"path": str(seeing_folder(tmp_path / "policy", architecture)), "vision": vision}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    parts = load_parts(load_config(tmp_path / "config.yaml"), lambda *_: None)
-    batch = batch_of(parts, sample_groups(parts, parts.policy.variables, 0))
+    ctx = load(load_config(tmp_path / "config.yaml"), lambda *_: None)
+    _, batch = drawn(ctx, ctx.policy.variables)
     # frozen: what the sampler was shown; trained: patches, so that the update sees them with gradient
     kind = {"frozen": "PictureStates", "train": "Pictures"}[vision]
     (pictures,) = batch.pictures.values()
     assert type(pictures).__name__ == kind and pictures.grid.shape == (SIZE, 1, 2)
-    forward = jax.jit(make_forward(parts.policy, temperature=1.0, allowed_tokens=parts.allowed_tokens))
+    forward = jax.jit(make_forward(ctx.policy, temperature=1.0, allowed_tokens=ctx.allowed_tokens))
     mask = np.asarray(batch.mask)
 
     def logprobs(pictures):
-        return np.asarray(forward(parts.policy.variables, batch._replace(pictures=pictures)).logprobs)
+        return np.asarray(forward(ctx.policy.variables, batch._replace(pictures=pictures)).logprobs)
 
     def loss(new):
         return float(grpo_loss(new, batch.rollout_logprobs, advantages, mask, **PRESETS["grpo"])[0])
@@ -148,17 +148,17 @@ def test_swapped_pictures_change_log_probabilities_and_loss(architecture, vision
     assert np.abs(logprobs({}) - own)[mask].mean() > 1e-4
 
 
-def test_placeholders_are_never_sampled(parts):
+def test_placeholders_are_never_sampled(ctx):
     """What policies sample there has no picture behind it, and the counts of a next turn no longer fit."""
-    vision = parts.policy.config.vision
+    vision = ctx.policy.config.vision
     tokens = [vision.image_token, vision.vision_start_token, vision.vision_end_token, vision.video_token]
-    assert not parts.allowed_tokens[tokens].any() and parts.allowed_tokens.sum() == len(parts.allowed_tokens) - 4
-    params = dict(parts.policy.variables["params"])
+    assert not ctx.allowed_tokens[tokens].any() and ctx.allowed_tokens.sum() == len(ctx.allowed_tokens) - 4
+    params = dict(ctx.policy.variables["params"])
     head = np.array(params["lm_head"])
     head[tokens] *= 1e4  # a policy that wants nothing else
-    variables = parts.policy.variables | {"params": params | {"lm_head": head}}
-    prompts = parts.prompts.train[:2]
-    rollout = collect(parts.environment, parts.samplers.training, variables, prompts, key=parts.key, iteration=0)
+    variables = ctx.policy.variables | {"params": params | {"lm_head": head}}
+    prompts = ctx.prompts.train[:2]
+    rollout = collect(ctx.fns, ctx.samplers.training, variables, prompts, key=ctx.key, iteration=0)
     assert not np.isin(rollout.samples.tokens[rollout.samples.mask], tokens).any()
 
 

@@ -48,7 +48,7 @@ def configured(*arguments):
 
 def of_tiny(*arguments):
     config = configured(*arguments)
-    return config, hf.model_config("tiny", QWEN2_FIELDS)
+    return config, hf.model_config(Path("tiny"), QWEN2_FIELDS)
 
 
 def policy_memory(*arguments):
@@ -325,7 +325,7 @@ def test_a_policy_that_samples_ahead_is_a_copy(not_compiled):
 
 
 def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
-    """As in a run (`runs.parts`), where it has no part in the placing."""
+    """As in a run (`runs.loading`), where it has no part in the placing."""
     from bridges import placement
 
     pool = ("--judges.renderer.pool.replicas=4", "--judges.renderer.pool.resources={num_gpus: 1}")

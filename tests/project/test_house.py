@@ -175,7 +175,7 @@ assert not {{"jax", "flax", *{HEAVY}}} & set(sys.modules), "import grpo_jax"
 for name in {judges}:
     importlib.import_module(name)
 assert not {{"jax", "flax", *{HEAVY}}} & set(sys.modules), "judges"
-import grpo_jax.training.update, grpo_jax.sampling.sampler, grpo_jax.train, grpo_jax.runs.experiment
+import grpo_jax.training.update, grpo_jax.sampling.sampler, grpo_jax.train, grpo_jax.runs.trainer
 assert not {{*{HEAVY}, "bridges.placement"}} & set(sys.modules), "commands"
 from jax._src import xla_bridge
 assert not xla_bridge._backends, "a backend"

@@ -14,13 +14,11 @@ from grpo_jax.reports.output import RunOutput
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.runs.directory import RunDirectory, read_metrics
-from grpo_jax.runs.iteration import completion_columns
+from grpo_jax.runs.metrics import completion_columns
 from grpo_jax.tasks.display import GalleryEntry, Table
 from grpo_jax.tasks.task import Finished
 
-PARTS = SimpleNamespace(
-    environment=SimpleNamespace(reward_names=("alignment", "length"), eval_reward_names=("pixel_accuracy",))
-)
+CTX = SimpleNamespace(fns=SimpleNamespace(reward_names=("alignment", "length"), eval_reward_names=("pixel_accuracy",)))
 
 
 def iteration(step, prompts=2, group=3):
@@ -50,7 +48,7 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
             output.start(6, 2 if resume else 0)
             for step in range(3 if resume else 1, stop + 1):
                 row, judged = iteration(step)
-                output.completions(step, completion_columns(PARTS, *judged))
+                output.completions(step, completion_columns(CTX, *judged))
                 output.iteration(row)
         return stream.getvalue()
 

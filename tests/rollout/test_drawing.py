@@ -15,8 +15,7 @@ from grpo_jax.rollout.environment import RolloutFns
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import RewardProgress
 from grpo_jax.rollout.texts import ParsedCompletion
-from grpo_jax.runs.iteration import batch_of, sample_groups
-from grpo_jax.runs.parts import objectives_of
+from grpo_jax.runs.batches import batch_of, draw, weigh
 from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.estimators import informative_groups
 
@@ -34,7 +33,7 @@ def test_a_draw_is_a_function_of_seed_iteration_and_number(iteration):
     assert not np.array_equal(draws[1], further_batch_at(4, iteration, 1, batch_size=4, n=14))
 
 
-def make_parts(teaches, **algorithm):
+def make_ctx(teaches, **algorithm):
     """Parts whose judge gives two rewards that vary in the groups of the prompts `teaches` alone."""
 
     def sample(variables, tokens, mask, keys):
@@ -53,7 +52,7 @@ def make_parts(teaches, **algorithm):
         return np.stack([spread, sign * spread], -1).astype(np.float32), np.zeros((len(prompts), GROUP, 0), np.float32)
 
     judged: list[list[int]] = []
-    environment = RolloutFns(
+    fns = RolloutFns(
         encode=lambda rows: Encoded(np.ones((len(rows), 2), np.int32), np.ones((len(rows), 2), bool)),
         decode=lambda tokens, prompt: (text := f"{prompt}:{tokens[0]}", ParsedCompletion(text, True)),
         render=None,
@@ -68,29 +67,32 @@ def make_parts(teaches, **algorithm):
         "algorithm": {"zero_variance_groups": "resample", **algorithm},
     }
     prompts = SimpleNamespace(train=[Row(number, f"p{number}") for number in range(ROWS)])
-    parts = SimpleNamespace(
-        config=make_config(values), environment=environment, prompts=prompts,
-        key=jax.random.key(0), trainer=RewardProgress(),
+    ctx = SimpleNamespace(
+        config=make_config(values), fns=fns, prompts=prompts,
+        key=jax.random.key(0), reward_state=RewardProgress(),
         work=lambda chunk_prompts, locks: Work(chunk_prompts),
         samplers=SimpleNamespace(training=sample), rewards=SimpleNamespace(weights={"a": 1.0, "b": 1.0}, conditions=()),
         policy=SimpleNamespace(variables={"params": jax.numpy.zeros(1)}, mesh=None),
         task_data=SimpleNamespace(report=SimpleNamespace(statistics=lambda *of: {}), invalid="prompt"),
     )  # fmt: skip
-    return parts, judged
+    return ctx, judged
 
 
-def drawn_of(parts, iteration=0):
-    """What an iteration draws, as `run_iteration` asks for it."""
-    return sample_groups(parts, None, iteration)
+def drawn_of(ctx, iteration=0):
+    """What an iteration draws: its rollout, its objectives, which groups are informative, and its row."""
+    rollout, row = draw(ctx, None, iteration)
+    objectives = weigh(ctx, rollout, training=True)
+    informative = informative_groups(objectives, ctx.config.algorithm)
+    return SimpleNamespace(rollout=rollout, objectives=objectives, informative=informative, row=row)
 
 
-def learned_from(parts, rewards):
+def learned_from(ctx, rewards):
     """The batch of an iteration with rewards [P, G, N], or [G, N] in each group; which groups are informative."""
-    drawn = drawn_of(parts)
+    drawn = drawn_of(ctx)
     rewards = np.broadcast_to(np.array(rewards, np.float32), (SIZE, GROUP, 2))
-    objectives = objectives_of(parts, rewards[:, :, None], drawn.rollout.lengths)
-    informative = informative_groups(objectives, parts.config.algorithm)
-    return batch_of(parts, drawn._replace(objectives=objectives, informative=informative)), informative
+    rollout = drawn.rollout._replace(rewards=rewards[:, :, None])
+    objectives = weigh(ctx, rollout)
+    return batch_of(ctx, rollout, objectives), informative_groups(objectives, ctx.config.algorithm)
 
 
 def ids(drawn):
@@ -104,36 +106,36 @@ def order(iteration=0):
 @pytest.mark.parametrize("cap", [2.0, 0.0])
 def test_a_batch_that_teaches_is_the_batch(cap):
     """The sampler's own probabilities travel only when asked for."""
-    parts, judged = make_parts(range(ROWS), importance_cap=cap)
-    drawn = drawn_of(parts, 2)
+    ctx, judged = make_ctx(range(ROWS), importance_cap=cap)
+    drawn = drawn_of(ctx, 2)
     assert ids(drawn) == list(batch_at(0, 2, batch_size=SIZE, n=ROWS))
     assert drawn.row["draws"] == 1 and len(judged) == 1
-    assert (batch_of(parts, drawn).sampler_logprobs is not None) == bool(cap)
+    assert (batch_of(ctx, drawn.rollout, drawn.objectives).sampler_logprobs is not None) == bool(cap)
 
 
 def test_further_prompts_take_the_places_of_dead_groups():
     own, further = order()[:SIZE], order()[SIZE : 2 * SIZE]
     teaches = {own[1], *further[1:]}
-    parts, judged = make_parts(teaches)
-    drawn = drawn_of(parts)
+    ctx, judged = make_ctx(teaches)
+    drawn = drawn_of(ctx)
     assert drawn.row["draws"] == 2 and judged == [own, further]
     assert ids(drawn) == [own[1], *further[1:]]
     assert drawn.row["reward/a/mean"] == pytest.approx(0.5 / SIZE)  # of the first draw
     assert drawn.rollout.episodes[1][0].last.raw_completion.startswith(
         f"p{further[1]}:"
     )  # texts went along with their rows
-    batch = batch_of(parts, drawn)
+    batch = batch_of(ctx, drawn.rollout, drawn.objectives)
     assert drawn.informative.all() and batch.mask.any(-1).all()
     np.testing.assert_array_equal(drawn.objectives.rewards, drawn.rollout.final_rewards)
 
 
 def test_too_few_groups_are_filled_up_with_masked_ones():
     own, further = order()[:SIZE], order()[SIZE:]
-    parts, judged = make_parts({own[2], further[0]}, resample_rounds=2)
-    drawn = drawn_of(parts)
+    ctx, judged = make_ctx({own[2], further[0]}, resample_rounds=2)
+    drawn = drawn_of(ctx)
     assert drawn.row["draws"] == 3 and len(judged) == 3  # the bound
     assert ids(drawn) == [own[2], further[0], own[0], own[1]]
-    batch = batch_of(parts, drawn)
+    batch = batch_of(ctx, drawn.rollout, drawn.objectives)
     assert drawn.informative.tolist() == [True, True, False, False] and drawn.row["groups_kept"] == 2
     np.testing.assert_array_equal(batch.mask.any((1, 2)), [True, True, False, False])
     assert not np.asarray(batch.advantages)[2:].any() and np.asarray(batch.advantages)[:2].any()
@@ -142,10 +144,10 @@ def test_too_few_groups_are_filled_up_with_masked_ones():
 def test_the_sum_and_the_objectives_judge_differently():
     """Odd prompts' objectives cancel: GDPO learns from them, GRPO has to look on."""
     for advantage, draws in (("gdpo", 1), ("grpo", 2)):
-        parts, _ = make_parts(range(ROWS), advantage=advantage, resample_rounds=1)
+        ctx, _ = make_ctx(range(ROWS), advantage=advantage, resample_rounds=1)
         own = order(1)[:SIZE]
         assert any(number % 2 for number in own)
-        drawn = drawn_of(parts, 1)
+        drawn = drawn_of(ctx, 1)
         assert drawn.row["draws"] == draws, advantage
         if advantage == "grpo":
             kept = drawn.informative.sum()
@@ -153,43 +155,43 @@ def test_the_sum_and_the_objectives_judge_differently():
 
 
 def test_a_prompt_that_comes_again_gets_other_completions():
-    parts, judged = make_parts((), resample_rounds=4)
-    parts.prompts.train = parts.prompts.train[:SIZE]
-    drawn_of(parts)
+    ctx, judged = make_ctx((), resample_rounds=4)
+    ctx.prompts.train = ctx.prompts.train[:SIZE]
+    drawn_of(ctx)
     assert len(judged) == 5 and all(sorted(numbers) == sorted(judged[0]) for numbers in judged)
-    parts, _ = make_parts((), resample_rounds=1)
-    parts.prompts.train = parts.prompts.train[:SIZE]
+    ctx, _ = make_ctx((), resample_rounds=1)
+    ctx.prompts.train = ctx.prompts.train[:SIZE]
     keys = []
-    sample = parts.samplers.training
-    parts.samplers.training = lambda *given: (keys.append(jax.random.key_data(given[-1])), sample(*given))[1]
-    drawn_of(parts)
+    sample = ctx.samplers.training
+    ctx.samplers.training = lambda *given: (keys.append(jax.random.key_data(given[-1])), sample(*given))[1]
+    drawn_of(ctx)
     assert not (keys[0] == keys[1]).all(-1).any()
 
 
 def test_dropped_groups_are_as_if_they_had_not_been():
     own = order()[:SIZE]
-    parts, judged = make_parts(set(own[:2]), zero_variance_groups="drop")
-    drawn = drawn_of(parts)
+    ctx, judged = make_ctx(set(own[:2]), zero_variance_groups="drop")
+    drawn = drawn_of(ctx)
     assert drawn.row["draws"] == 1 and len(judged) == 1
-    batch = batch_of(parts, drawn)
+    batch = batch_of(ctx, drawn.rollout, drawn.objectives)
     assert drawn.informative.sum() == 2 and not batch.mask[2:].any() and batch.mask[:2].any((1, 2)).all()
     # whitening sees the two groups alone: their deviation is 1, which the zeros of the others would lower
     alive = np.asarray(batch.advantages)[:2]
     assert alive.std(ddof=1) == pytest.approx(1, abs=1e-3)
-    parts, _ = make_parts(set(own[:2]), zero_variance_groups="keep")
-    drawn = drawn_of(parts)
-    kept_zeros = batch_of(parts, drawn)
+    ctx, _ = make_ctx(set(own[:2]), zero_variance_groups="keep")
+    drawn = drawn_of(ctx)
+    kept_zeros = batch_of(ctx, drawn.rollout, drawn.objectives)
     assert drawn.informative.sum() == 2 and kept_zeros.mask.any((1, 2)).all()
     np.testing.assert_array_equal(np.asarray(kept_zeros.advantages)[2:], 0)
     assert np.asarray(kept_zeros.advantages).std(ddof=1) == pytest.approx(1, abs=1e-3)
 
 
 def test_a_completion_without_a_reward_takes_no_part_in_ppo():
-    parts, _ = make_parts(range(ROWS), zero_variance_groups="keep", advantage="gae")
-    rewards = drawn_of(parts).rollout.final_rewards.copy()
+    ctx, _ = make_ctx(range(ROWS), zero_variance_groups="keep", advantage="gae")
+    rewards = drawn_of(ctx).rollout.final_rewards.copy()
     rewards[1, 2] = np.nan  # all of it is missing
     rewards[2, 0, 1] = np.nan  # one of two
-    batch, _ = learned_from(parts, rewards)
+    batch, _ = learned_from(ctx, rewards)
     rows_with_tokens = np.asarray(batch.mask.any(-1))
     assert not rows_with_tokens[1, 2] and rows_with_tokens.sum() == SIZE * GROUP - 1
     assert batch.advantages is None and np.isnan(batch.scores[1, 2])
@@ -200,10 +202,10 @@ def test_a_completion_without_a_reward_takes_no_part_in_ppo():
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "batch", "gae"])
 def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(advantage):
     """Of (1, 1), (1, missing), (0, 1) the second is as good as the first: that a judge failed is no punishment."""
-    parts, _ = make_parts(range(ROWS), zero_variance_groups="keep", advantage=advantage)
+    ctx, _ = make_ctx(range(ROWS), zero_variance_groups="keep", advantage=advantage)
 
     def learned(rewards):
-        batch, _ = learned_from(parts, rewards)
+        batch, _ = learned_from(ctx, rewards)
         return np.asarray(batch.scores if advantage == "gae" else batch.advantages)
 
     whole = np.array([[1, 1], [1, 1], [0, 1]], np.float32)
@@ -222,8 +224,8 @@ def test_a_missing_reward_is_the_mean_of_its_group_where_objectives_are_summed(a
 
 
 def test_a_missing_reward_does_not_make_a_dead_group_teach():
-    parts, _ = make_parts(range(ROWS), zero_variance_groups="drop", advantage="grpo")
-    batch, informative = learned_from(parts, [[1, 0.1], [1, np.nan], [1, 0.1]])
+    ctx, _ = make_ctx(range(ROWS), zero_variance_groups="drop", advantage="grpo")
+    batch, informative = learned_from(ctx, [[1, 0.1], [1, np.nan], [1, 0.1]])
     assert not informative.any() and not batch.mask.any()
 
 

@@ -1,13 +1,12 @@
 """No step of training compiles twice."""
 
-from functools import partial
-
 import jax
 import pytest
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.runs.iteration import SampledAhead, make_learner, run_iteration
-from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.batches import Rollouts, batch_of, draw, weigh
+from grpo_jax.runs.loading import load
+from grpo_jax.training.update import make_learner
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -34,14 +33,24 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
         choices = ["--algorithm.kl_coef=0", "--algorithm.update_ref_every=0"]
         choices += ["--training.inner_epochs=1", "--training.minibatches=1"]
     config = parse([f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", *choices])
-    parts = load_parts(config, say=lambda *_: None)
-    learner, ahead = make_learner(parts), SampledAhead(parts)
-    iterate = partial(run_iteration, parts, learner, ahead=None if updates == "one" else ahead)
-    state = iterate(learner.start(parts.policy.variables), 0).state
+    ctx = load(config, say=lambda *_: None)
+    learner = make_learner(config, ctx.policy, ctx.iterations, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie)
+    ahead = Rollouts(ctx)
+
+    def iterate(state, iteration):
+        if updates == "one":
+            rollout, _ = draw(ctx, state.variables, iteration)
+        else:
+            rollout, _, state = ahead.draw(state, iteration)
+        batch = batch_of(ctx, rollout, weigh(ctx, rollout, training=True))
+        state, _ = learner.update(state, batch, jax.random.key(iteration))
+        return learner.refresh(state, iteration)
+
+    state = iterate(learner.start(ctx.policy.variables), 0)
     ahead.settle()
     first = len(compiled)
     assert first > 3  # the sampler, the reference, the update
     for iteration in (1, 2):
-        state = iterate(state, iteration).state
+        state = iterate(state, iteration)
     ahead.settle()
     assert len(compiled) == first

@@ -66,7 +66,7 @@ def test_the_start_is_measured_as_the_run_measured_it(finished, capsys):
 
 @pytest.mark.parametrize("checkpoint", ["start", "final"])
 def test_held_out_prompts_get_the_scores_of_evaluate(finished, asker, capsys, checkpoint):
-    rows = asker.parts.test_rows
+    rows = asker.ctx.test_rows
     each = [asker.write(asker.row(row.prompt, row.id), checkpoint)[0].last.rewards for row in rows]
     expected = measured(capsys, finished, "--checkpoint", checkpoint)
     for name in ("letters", "brief"):
@@ -87,7 +87,7 @@ def test_a_typed_prompt_lacks_only_what_asks_for_columns(asker):
 
 def test_a_failing_judge_is_an_error_of_a_prompt_that_has_its_columns(asker, monkeypatch):
     monkeypatch.setenv("JUDGE", "raise:0")
-    row = asker.parts.test_rows[0]
+    row = asker.ctx.test_rows[0]
     with pytest.raises(Exception, match="the reward is away"):
         asker.write(asker.row(row.prompt, row.id), "final")
 

@@ -1,7 +1,6 @@
 """A run's folder: written whole or not at all, never overwritten, cut back exactly."""
 
 import errno
-import io
 import json
 import math
 import os
@@ -23,7 +22,6 @@ from grpo_jax.runs.directory import (
     truncate_metrics,
     write_atomically,
 )
-from grpo_jax.tasks.display import GalleryEntry, encode_png
 
 
 def test_a_run_directory_is_not_overwritten(tmp_path):
@@ -119,18 +117,6 @@ def test_a_folder_that_was_deleted_is_named(tmp_path):
     run.close()
 
 
-def test_a_stray_file_among_the_completions_stays(tmp_path):
-    run = RunDirectory.open(tmp_path / "run")
-    for step in (1, 2):
-        run.write_completions(step, {"prompt": ["a"]})
-    (run.completions / "step_old.parquet").touch()
-    (run.completions / "step_².parquet").touch()
-    run.forget_completions(1)
-    assert sorted(path.name for path in run.completions.iterdir()) == [
-        "step_000001.parquet", "step_old.parquet", "step_².parquet",
-    ]  # fmt: skip
-
-
 def test_nothing_to_resume_a_file_and_an_unwritable_place(tmp_path):
     with pytest.raises(UserError, match="holds no run to resume"):
         RunDirectory.open(tmp_path / "none", resume=True)
@@ -178,24 +164,6 @@ def test_completions_are_one_whole_file_per_iteration(tmp_path):
     with pytest.raises(ValueError, match="expected equal lengths"):
         run.write_completions(8, {"prompt": ["a"], "length": [1, 2]})
     assert [path.name for path in run.completions.iterdir()] == ["step_000007.parquet"]
-
-
-def test_png_is_the_picture(tmp_path):
-    from PIL import Image
-
-    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(encode_png(image)))), image)
-    with pytest.raises(ValueError, match=r"expected uint8 \[H, W, 3\], got float64 \[5, 7, 3\]"):
-        encode_png(image / 255)
-
-
-def test_images_are_written_with_their_texts(tmp_path):
-    run = RunDirectory.open(tmp_path / "run")
-    image = np.full((4, 4, 3), 7, np.uint8)
-    run.write_images([GalleryEntry("p", "r", image, image, {"x": (0.1, 0.2)})])
-    assert sorted(path.name for path in run.images.iterdir()) == ["000_after.png", "000_before.png", "gallery.json"]
-    expected = [{"prompt": "p", "rewrite": "r", "scores": {"x": [0.1, 0.2]}}]
-    assert json.loads((run.images / "gallery.json").read_text()) == expected
 
 
 def test_metrics_are_cut_back_byte_for_byte(tmp_path):

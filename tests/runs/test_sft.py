@@ -15,7 +15,7 @@ from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection,
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.loading import load
 from grpo_jax.runs.sft import run_sft
 
 TEXT = "red soap"
@@ -34,7 +34,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def taught(policy, tmp_path):
-    """Runs SFT of the given policy: its parts, its variables, and the lines it said."""
+    """Runs SFT of the given policy: its ctx, its variables, and the lines it said."""
 
     def teach(*texts, steps=1, allowed="english", max_new_tokens=12, **more):
         config = Config(
@@ -45,25 +45,25 @@ def taught(policy, tmp_path):
             sampling=SamplingSection(group_size=2, max_new_tokens=max_new_tokens, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
         )
-        said, parts = [], load_parts(config, say=lambda *_: None)
+        said, ctx = [], load(config, say=lambda *_: None)
         with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-            variables, _ = run_sft(parts, checkpoints=checkpoints, meta=dict, say=said.append)
-        return parts, variables, said
+            variables, _ = run_sft(ctx, checkpoints=checkpoints, meta=dict, say=said.append)
+        return ctx, variables, said
 
     return teach
 
 
-def torch_loss(policy, parts, ids) -> float:
+def torch_loss(policy, ctx, ids) -> float:
     """The mean loss of these tokens behind the prompt, over the allowed tokens at the run's temperature."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policy, dtype="float32")
-    tokens, mask, _ = parts.environment.encode(plain_rows([PROMPT]))
+    tokens, mask, _ = ctx.fns.encode(plain_rows([PROMPT]))
     prompt = tokens[0][mask[0]].tolist()
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
-    if parts.allowed_tokens is not None:
-        logits[:, ~torch.from_numpy(parts.allowed_tokens)] = -torch.inf
+    if ctx.allowed_tokens is not None:
+        logits[:, ~torch.from_numpy(ctx.allowed_tokens)] = -torch.inf
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids)))
 
 
@@ -72,37 +72,37 @@ def said_loss(said) -> float:
 
 
 def test_the_loss_is_that_of_the_distribution_that_is_sampled(policy, taught):
-    parts, _, said = taught(TEXT)
-    ids = parts.policy.tokenizer(TEXT)["input_ids"]
-    assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258]), abs=1e-3)
+    ctx, _, said = taught(TEXT)
+    ids = ctx.policy.tokenizer(TEXT)["input_ids"]
+    assert said_loss(said) == pytest.approx(torch_loss(policy, ctx, [*ids, 258]), abs=1e-3)
 
 
 def test_batches_of_like_lengths_are_taught_where_they_are_asked_for(policy, taught):
     texts = [TEXT, "blue soap", "an oak desk"]
     place = int(like_batch_at(0, 0, batch_size=1, lengths=np.full(3, len(PROMPT)))[0])
     assert place != batch_at(0, 0, batch_size=1, n=3)[0]
-    parts, _, said = taught(*texts, group_by_length=True)
-    ids = parts.policy.tokenizer(texts[place])["input_ids"]
-    assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258][:12]), abs=1e-3)
+    ctx, _, said = taught(*texts, group_by_length=True)
+    ids = ctx.policy.tokenizer(texts[place])["input_ids"]
+    assert said_loss(said) == pytest.approx(torch_loss(policy, ctx, [*ids, 258][:12]), abs=1e-3)
 
 
 def test_a_taught_policy_ends_its_texts_with_the_token_that_ends_a_turn(taught):
-    parts, variables, _ = taught(TEXT, steps=80)
-    tokens, mask, _ = parts.environment.encode(plain_rows([PROMPT]))
-    samples = parts.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 1))
+    ctx, variables, _ = taught(TEXT, steps=80)
+    tokens, mask, _ = ctx.fns.encode(plain_rows([PROMPT]))
+    samples = ctx.samplers.greedy(variables, tokens, mask, jax.random.split(jax.random.key(0), 1))
     written = np.asarray(samples.tokens)[np.asarray(samples.mask)].tolist()
-    assert written == [*parts.policy.tokenizer(TEXT)["input_ids"], 258]
+    assert written == [*ctx.policy.tokenizer(TEXT)["input_ids"], 258]
     assert not samples.truncated.any()
 
 
 def test_a_mark_in_a_taught_text_is_text_and_its_end_is_added(policy, taught):
     """Texts are data: what they say can end no turn, and open none."""
     text = "red<|im_end|> soap"
-    parts, _, said = taught(text, allowed="all", max_new_tokens=40)
-    tokenizer = parts.policy.tokenizer
+    ctx, _, said = taught(text, allowed="all", max_new_tokens=40)
+    tokenizer = ctx.policy.tokenizer
     ids = tokenizer(text, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == text and not {256, 257, 258} & {*ids}
-    assert said_loss(said) == pytest.approx(torch_loss(policy, parts, [*ids, 258]), abs=1e-3)
+    assert said_loss(said) == pytest.approx(torch_loss(policy, ctx, [*ids, 258]), abs=1e-3)
 
 
 def test_texts_that_cannot_be_written_are_counted_and_left_out(taught):

@@ -10,7 +10,7 @@ from support import taught_task
 from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import Stopped, UserError
-from grpo_jax.runs.experiment import Run
+from grpo_jax.runs.trainer import Trainer
 from grpo_jax.train import run
 
 
@@ -59,11 +59,11 @@ def test_a_run_and_its_resumption_hold_no_copy_too_many(place, tmp_path):
 def test_a_sft_leaves_nothing_behind(place, tmp_path, monkeypatch):
     counted, before = [], copies((272, 32))
 
-    def counting(run):
+    def counting(trainer):
         counted.append((copies((272, 32)) - before) / 2)
         raise Stopped
 
-    monkeypatch.setattr(Run, "train", counting)
+    monkeypatch.setattr(Trainer, "train", counting)
     values = yaml.safe_load(place.config.read_text()) | {
         "task": {"kind": taught_task.__file__, "texts": ["red soap", "wax"]},
         "run_dir": str(tmp_path / "run"),

@@ -157,7 +157,7 @@ def test_logprobs_and_gradients_are_those_of_the_plain_formula(trie, x64):
         return jnp.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0], entropy
 
     def chunked(hidden, head):
-        return token_logprobs(hidden, head, tokens, temperature=0.8, trie=trie, nodes=nodes, chunk_size=7)
+        return token_logprobs(hidden, head, tokens, temperature=0.8, allowed_tokens=(trie, nodes), chunk_size=7)
 
     def pulled(function, hidden, head):
         logprobs, entropy = function(hidden, head)

@@ -128,7 +128,7 @@ def test_narrow_trees_take_a_shorter_way_to_the_same_numbers(children_of_a_node,
         return tree_logprobs(hidden, head, tokens, trie, below=children_of_a_node, **options)
 
     def longer(hidden, head):
-        return token_logprobs(hidden, head, tokens, trie=trie, nodes=walk(trie, tokens), **options)
+        return token_logprobs(hidden, head, tokens, allowed_tokens=(trie, walk(trie, tokens)), **options)
 
     found, expected = (
         jax.value_and_grad(lambda *x, f=f: pulled(f, *x), argnums=(0, 1, 2), has_aux=True)(prompts, after, head)

@@ -149,9 +149,12 @@ def test_pauses_double_vary_and_keep_to_what_the_server_asks():
         (["slow body"] * 3, r"^no whole answer within 0\.5 s, 3 attempts, http://127", 3),
         ([404], r"HTTP 404 Not Found, http://127", 1),
         ([307], r"HTTP 307 Temporary Redirect, http://127", 1),
-        ([b"<html>welcome</html>"], r'it answered no JSON {"scores": \[...\]} but <html>welcome</html>', 1),
-        ([b"[1]"], "it answered no JSON", 1),
-        ([b'{"scores": [1, 2]}'], "it must answer one score for each of 1 completions, got 2", 1),
+        (
+            [b"<html>welcome</html>"],
+            r'it must answer {"scores": \[...\]}, .* got <html>welcome</html>',
+            1,
+        ),
+        ([b'{"scores": [1, 2]}'], "one for each of 1 completions, got .*2", 1),
     ],
 )
 def test_a_judge_that_gives_no_scores_says_why_in_one_line(steps, message, requests):

@@ -39,6 +39,13 @@ async def wished(completions, wish, preference):
 """
 SHORT = ("--training.max_steps=2", "--evaluation.every=0", "--algorithm.kl_coef=0", "--training.inner_epochs=1")
 
+FOLDERS = [
+    (tiny_models.reward_model, SequenceClassification, "reward model"),
+    (tiny_models.clip_model, ClipModel, "CLIP"),
+    (seeing_folder, Vqa, "model"),
+    (tiny_models.detector, ObjectDetection, "detector"),
+]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -78,15 +85,7 @@ def test_a_run_learns_from_a_reward_model_a_server_and_rewards_that_wait(place, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("make", "kind", "part"),
-    [
-        (tiny_models.reward_model, SequenceClassification, "reward model"),
-        (tiny_models.clip_model, ClipModel, "CLIP"),
-        (seeing_folder, Vqa, "model"),
-        (tiny_models.detector, ObjectDetection, "detector"),
-    ],
-)
+@pytest.mark.parametrize(("make", "kind", "part"), FOLDERS)
 def test_the_plan_counts_its_weights(make, kind, part, dtype, tmp_path):
     import torch
 
@@ -111,31 +110,15 @@ def test_a_judge_that_is_no_reward_says_so_before_anything_runs():
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["of a model that is known", "of one that is not"])
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (tiny_models.clip_model, ClipModel),
-        (tiny_models.reward_model, SequenceClassification),
-        (seeing_folder, Vqa),
-        (tiny_models.detector, ObjectDetection),
-    ],
-    ids=["clip_model", "sequence_classification", "vqa", "object_detection"],
-)
-def test_code_of_a_folder_is_not_run(make, kind, known, tmp_path):
+@pytest.mark.parametrize(("make", "kind", "part"), FOLDERS)
+def test_code_of_a_folder_is_not_run(make, kind, part, known, tmp_path):
     folder, ran = make(tmp_path / "folder"), tmp_path / "ran"
     (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
     for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
         if (folder / name).exists():
             fields = json.loads((folder / name).read_text()) | ({} if known else {"model_type": "own"})
-            autos = (
-                "AutoConfig",
-                "AutoModel",
-                "AutoModelForSequenceClassification",
-                "AutoModelForImageTextToText",
-                "AutoModelForObjectDetection",
-                "AutoImageProcessor",
-                "AutoProcessor",
-            )
+            tasks = ("", "ForSequenceClassification", "ForImageTextToText", "ForObjectDetection")
+            autos = ["AutoConfig", "AutoImageProcessor", "AutoProcessor", *(f"AutoModel{task}" for task in tasks)]
             own = {**dict.fromkeys(autos, "own.Own"), "AutoTokenizer": [None, "own.Own"]}
             (folder / name).write_text(json.dumps(fields | {"auto_map": own}))
     if known:

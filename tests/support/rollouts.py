@@ -7,6 +7,7 @@ import numpy as np
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.rollout.rollout import Rollout
+from grpo_jax.runs.batches import batch_of, draw, weigh
 
 
 def rollout_of(rewards, eval_rewards, last=None, columns=MappingProxyType({})):
@@ -16,3 +17,9 @@ def rollout_of(rewards, eval_rewards, last=None, columns=MappingProxyType({})):
     episodes = [[Episode((Turn(""),) * (last[p, g] + 1)) for g in range(group)] for p in range(prompts)]
     rows = [Row(p, f"prompt {p}") for p in range(prompts)]
     return Rollout(rows, episodes, rewards, eval_rewards, columns=columns)
+
+
+def drawn(ctx, variables, iteration=0):
+    """The rollout of an iteration and the update's batch, as the trainer makes them."""
+    rollout, _ = draw(ctx, variables, iteration)
+    return rollout, batch_of(ctx, rollout, weigh(ctx, rollout, training=True))

@@ -22,7 +22,7 @@ from grpo_jax.training.estimators import (
     make_objectives,
     signal_metrics,
 )
-from grpo_jax.training.objectives import Forward, loss_options, policy_loss
+from grpo_jax.training.objectives import Forward, loss_options, make_policy_objective
 from grpo_jax.training.update import make_token_weights
 
 MASK = jnp.ones((3, 4, 2), bool)
@@ -173,9 +173,12 @@ def gradient(seen, batch, **choices):
     section = AlgorithmSection(**choices)
     forward, options = seen, loss_options(section, max_new_tokens=tiny_update.STEPS)
     whole = losses.loss_normaliser(batch.mask, options["aggregation"])
-    return np.asarray(
-        jax.grad(lambda x: policy_loss(forward._replace(logprobs=x), batch, options, whole)[0])(forward.logprobs)
-    )
+
+    def loss(logprobs):
+        objective = make_policy_objective(lambda variables, batch: forward._replace(logprobs=logprobs), options)
+        return objective({}, batch, whole)[0]
+
+    return np.asarray(jax.grad(loss)(forward.logprobs))
 
 
 def test_only_tokens_of_high_entropy_have_a_gradient(seen):
@@ -211,7 +214,8 @@ def test_the_gap_is_that_of_trainer_and_sampler_alone(seen):
     forward, batch = seen
     gap = np.abs(np.random.default_rng(0).normal(size=batch.mask.shape)).astype(np.float32)
     batch = batch._replace(rollout_logprobs=batch.old_logprobs - gap, sampler_logprobs=jnp.zeros(batch.mask.shape))
-    _, metrics = policy_loss(forward, batch, loss_options(AlgorithmSection(), max_new_tokens=tiny_update.STEPS), None)
+    options = loss_options(AlgorithmSection(), max_new_tokens=tiny_update.STEPS)
+    _, metrics = make_policy_objective(lambda variables, batch: forward, options)({}, batch, None)
     expected = gap[np.asarray(batch.mask)].mean()
     assert float(metrics["sampler_gap"].value()) == pytest.approx(expected, rel=1e-5)
 

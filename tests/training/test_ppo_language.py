@@ -15,7 +15,7 @@ from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE, init_value_head, token_values
 from grpo_jax.training.batch import Batch
-from grpo_jax.training.objectives import loss_options, make_estimates, make_forward, make_ppo_objective
+from grpo_jax.training.objectives import loss_options, make_estimates, make_forward, make_policy_objective
 from grpo_jax.training.state import reference_variables, refresh_reference, restored_state, saved_parts
 
 SECTION = AlgorithmSection(preset="bnpo", advantage="gae", entropy_coef=0.05)
@@ -123,7 +123,7 @@ def test_the_value_loss_reaches_head_and_trunk(batch):
         old_values=jnp.zeros(batch.mask.shape), old_logprobs=jnp.full(batch.mask.shape, -1.0),
     )  # fmt: skip
 
-    objective = make_ppo_objective(forward, options, PPOSection(value_coef=1.0, value_clip=None))
+    objective = make_policy_objective(forward, options, PPOSection(value_coef=1.0, value_clip=None))
     gradient = jax.jit(jax.grad(lambda v: objective(v, flat, None)[0]))
     variables = tiny_update.make_variables(value=True)
     grads = gradient(variables)
@@ -145,7 +145,7 @@ def test_preset_bnpo_is_ppo(batch):
         advantages=jax.random.normal(jax.random.key(3), batch.mask.shape), old_logprobs=seen.logprobs - 0.3,
         old_values=seen.values, returns=seen.values + 2.0, scores=None,
     )  # fmt: skip
-    objective = make_ppo_objective(forward, loss_options(SECTION, max_new_tokens=STEPS), PPO)
+    objective = make_policy_objective(forward, loss_options(SECTION, max_new_tokens=STEPS), PPO)
     loss, _ = objective(variables, batch, None)
     policy, _ = ppo_loss(
         seen.logprobs, batch.old_logprobs, batch.advantages, batch.mask, entropy=seen.entropy, entropy_coef=0.05

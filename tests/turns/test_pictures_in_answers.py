@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.rollouts import drawn
 from support.vision.folders import picture, seeing_folder
 
 from grpo_jax.config import make_config
@@ -13,8 +14,7 @@ from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import StageError
 from grpo_jax.models.vision.pictures import PictureStates
 from grpo_jax.rollout.prompts import make_prompt_set
-from grpo_jax.runs.iteration import batch_of, sample_groups
-from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.loading import load
 from grpo_jax.training.objectives import make_forward
 
 ENVIRONMENT = """
@@ -62,16 +62,15 @@ def played(request, tmp_path_factory):
     """A batch of three turns, and all that it was made with."""
     folder = tmp_path_factory.mktemp(request.param)
     seeing_folder(folder / "policy", request.param)
-    parts = load_parts(configured(folder), lambda *_: None, prompts=make_prompt_set(RECORDS))
+    ctx = load(configured(folder), lambda *_: None, prompts=make_prompt_set(RECORDS))
     moved = partial(jax.tree.map, lambda leaf: leaf + 0.02 * jnp.cos(jnp.arange(leaf.size).reshape(leaf.shape)))
-    variables = moved(parts.policy.variables)
-    sampled = sample_groups(parts, variables, 0)
-    return parts, variables, sampled.rollout, batch_of(parts, sampled)
+    variables = moved(ctx.policy.variables)
+    return ctx, variables, *drawn(ctx, variables)
 
 
 def test_pictures_stand_in_the_stream_as_their_tokens(played):
-    parts, _, episodes, batch = played
-    image = parts.policy.config.vision.image_token
+    ctx, _, episodes, batch = played
+    image = ctx.policy.config.vision.image_token
     samples = episodes.samples
     for p, row in enumerate(episodes.rows):
         for g in range(2):
@@ -83,10 +82,10 @@ def test_pictures_stand_in_the_stream_as_their_tokens(played):
 
 
 def test_the_updates_logprobs_are_the_samplers(played):
-    parts, variables, _, batch = played
+    ctx, variables, _, batch = played
     mask = np.asarray(batch.mask)
-    allowed = np.asarray(parts.allowed_tokens)
-    forward = jax.jit(make_forward(parts.policy, temperature=1.0, allowed_tokens=jnp.asarray(allowed)))
+    allowed = np.asarray(ctx.allowed_tokens)
+    forward = jax.jit(make_forward(ctx.policy, temperature=1.0, allowed_tokens=jnp.asarray(allowed)))
     came = np.asarray(forward(variables, batch).logprobs)
     np.testing.assert_allclose(came[mask], np.asarray(batch.rollout_logprobs)[mask], atol=5e-5)
     other = batch._replace(
@@ -108,8 +107,8 @@ def beside(a, b):
 
 def test_it_is_the_long_prompts_logprobs_and_gradients(played):
     """Each turn behind all that stood before it, prompt's pictures and answers' together, as a prompt of its own."""
-    parts, variables, episodes, batch = played
-    policy, samples = parts.policy, episodes.samples
+    ctx, variables, episodes, batch = played
+    policy, samples = ctx.policy, episodes.samples
     width = batch.tokens.shape[-1]
     apart = []
     for p, g in np.ndindex(3, 2):
@@ -159,9 +158,9 @@ def test_pictures_that_nobody_would_look_at_are_refused(tmp_path):
 
     def loaded(**task):
         config = configured(tmp_path, turns=2, environment=f"{tmp_path}/mine.py:drawn", **task)
-        return load_parts(config, lambda *_: None, prompts=prompts)
+        return load(config, lambda *_: None, prompts=prompts)
 
-    parts = loaded()
+    ctx = loaded()
     with pytest.raises(StageError, match=r"vision tower is not loaded \(task.pictures\)"):
-        sample_groups(parts, parts.policy.variables, 0)
-    assert "visual" not in parts.policy.variables and "visual" in loaded(pictures=True).policy.variables
+        drawn(ctx, ctx.policy.variables)
+    assert "visual" not in ctx.policy.variables and "visual" in loaded(pictures=True).policy.variables

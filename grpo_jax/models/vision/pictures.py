@@ -65,11 +65,6 @@ def bucket_patches(patches: int, config: VisionConfig) -> int:
     return bucketed(-(-patches // config.merged)) * config.merged
 
 
-def placeholders(grid: tuple[int, int], config: VisionConfig) -> int:
-    """Number of placeholder tokens of a picture of this grid."""
-    return grid[0] // config.merge * (grid[1] // config.merge)
-
-
 def pack_pictures(
     rows: Sequence[Sequence[Picture]],
     config: VisionConfig,
@@ -141,14 +136,11 @@ def pack_windows(grids: np.ndarray, patches: int, config: VisionConfig) -> np.nd
 Shown = TypeVar("Shown", bound=Pictures | PictureStates)
 
 
-def joined(parts: Sequence[Shown | None]) -> Shown | None:
-    """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None where none has any."""
-    some = [part for part in parts if part is not None]
-    return _concatenate(some, 0) if some else None
-
-
 def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown | None:
-    """Join as `joined`; chunks may have no pictures: their rows, `counts` of each, get empty slots."""
+    """Join `Pictures` or `PictureStates` of several chunks of rows, padded to one size; None where none has any.
+
+    Rows of chunks without pictures, `counts` of each, get empty slots.
+    """
     some = next((part for part in parts if part is not None), None)
     if some is None:
         return None
@@ -158,18 +150,13 @@ def joined_some(parts: Sequence[Shown | None], counts: Sequence[int]) -> Shown |
             lambda array, fill: np.full((count, *array.shape[1:]), fill, array.dtype), some, _fills(some)
         )
 
-    return joined([empty(count) if part is None else part for part, count in zip(parts, counts, strict=True)])
+    return _concatenate([empty(n) if part is None else part for part, n in zip(parts, counts, strict=True)], 0)
 
 
 def chained(parts: Sequence[Shown | None]) -> Shown | None:
     """Join pictures [P, G, I, ..] of the same completions, one behind the other; None where there are none."""
     some = [part for part in parts if part is not None]
     return _concatenate(some, 2) if some else None
-
-
-def taken(pictures: Shown | None, places: slice | np.ndarray) -> Shown | None:
-    """Select rows of `Pictures` or `PictureStates`, by a slice or by indices; None stays None."""
-    return None if pictures is None else jax.tree.map(lambda array: array[places], pictures)
 
 
 def placed(pictures: Pictures, owners: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Pictures:

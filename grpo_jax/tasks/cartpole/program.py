@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -27,18 +26,16 @@ from grpo_jax.tasks.cartpole.training import (
     make_train,
 )
 from grpo_jax.tasks.display import Table
-from grpo_jax.tasks.task import Advanced, Begun, Finished, Notes, Say, State
+from grpo_jax.tasks.task import Finished, Notes, Say, State
 
 if TYPE_CHECKING:
-    from grpo_jax.runs.directory import RunDirectory
-    from grpo_jax.runs.progress import Progress
     from grpo_jax.tasks.cartpole.task import CartPoleConfig
 
 _ORACLE = {"episode_return": float(MAX_STEPS), "centred": None, "distance": 0.0}
 
 
 @dataclass(frozen=True)
-class CartPoleProgram:
+class CartPoleBlocks:
     """Every seed of a config side by side; its notes are each measure before training and when a seed was solved.
 
     `start` and `block` have the seeds as first axis, and `devices` share them.
@@ -51,37 +48,25 @@ class CartPoleProgram:
     block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
     compile_seconds: float
 
-    @property
-    def iterations(self) -> int:
-        """Number of iterations."""
-        return self.config.training.iterations
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """Nothing beside the config."""
-        return {}
-
-    def template(self) -> Carry:
-        """Return the start."""
-        return self.start
-
     def saved(self, state: Carry) -> dict[str, State]:
         """Return a state as checkpoints take it."""
         return {"variables": state.params, **{name: x for name, x in state._asdict().items() if name != "params"}}
 
-    def restored(self, saved: Mapping[str, State], template: Carry) -> Carry:
+    def restored(self, saved: Mapping[str, State]) -> Carry:
         """Invert `saved`."""
         return Carry(params=saved["variables"], **{name: x for name, x in saved.items() if name != "variables"})
 
-    def begin(self, folder: Path) -> Begun:
-        """Measure the start."""
+    def measure_start(self) -> tuple[Notes, dict[str, float], str]:
+        """Measure the start: notes, seconds, and a line to print."""
         before = self._measure(self.start)
         notes = {"before": before, "solved_at": [None] * self.config.num_seeds}
         line = f"before training: mean return {np.mean(before['episode_return']):.1f} of {MAX_STEPS}"
-        return Begun(self.start, notes, {"compile": self.compile_seconds, "train": 0.0}, line)
+        return notes, {"compile": self.compile_seconds, "train": 0.0}, line
 
-    def advance(self, state: Carry, iteration: int, notes: Notes) -> Advanced:
-        """Run `evaluation.every` iterations of every seed, and measure."""
+    def advance(
+        self, state: Carry, iteration: int, notes: Notes
+    ) -> tuple[Carry, list[dict[str, float]], dict[str, float], Notes]:
+        """Run `evaluation.every` iterations of every seed, and measure: state, rows of metrics, seconds, notes."""
         steps_before = np.asarray(state.steps, np.int64).sum()
         started = time.monotonic()
         state, metrics, measures = jax.block_until_ready(self.block(state))
@@ -98,17 +83,14 @@ class CartPoleProgram:
             int(steps[index]) if first is None and solved[index] else first
             for index, first in enumerate(notes["solved_at"])
         ]
-        return Advanced(state, rows, {"train": seconds}, {**notes, "solved_at": solved_at})
+        return state, rows, {"train": seconds}, {**notes, "solved_at": solved_at}
 
-    def validate(self, state: Carry, iteration: int, notes: Notes) -> None:
-        """Return None: every block is measured, and no checkpoint is chosen."""
-
-    def finish(self, state: Carry, progress: Progress, directory: RunDirectory) -> Finished:
+    def finish(self, state: Carry, iteration: int, seconds: Mapping[str, float], notes: Notes) -> Finished:
         """Measure all seeds on fresh starts: evaluation.<measure>.{before, after, oracle}, seeds solved, pace."""
         # One more than the last measurement's: starts that chose nothing.
         after = self._measure(state._replace(iteration=state.iteration + 1))
-        before = progress.notes["before"]
-        solved_at = progress.notes["solved_at"]
+        before = notes["before"]
+        solved_at = notes["solved_at"]
         config = self.config
         steps = int(np.asarray(state.steps, np.int64).sum())
         summary = {
@@ -122,11 +104,11 @@ class CartPoleProgram:
             "solved": sum(value >= SOLVED for value in after["episode_return"]),
             "returns": after["episode_return"],
             "solved_at": solved_at,
-            "iterations": progress.iteration,
+            "iterations": iteration,
             "environment_steps": steps,
-            "environment_steps_per_second": steps / progress.seconds["train"],
+            "environment_steps_per_second": steps / seconds["train"],
             "parameters": self.training.parameters,
-            "seconds": progress.seconds,
+            "seconds": seconds,
             "devices": {"policy": ", ".join(map(str, self.devices))},
         }
         first = [count for count in solved_at if count is not None]
@@ -134,9 +116,9 @@ class CartPoleProgram:
         lines = [
             f"solved (mean return >= {SOLVED:g} over {EPISODES} episodes): "
             f"{summary['solved']} of {config.num_seeds} seeds{when}",
-            f"{steps:,} environment steps in {progress.seconds['train']:.1f} s: "
+            f"{steps:,} environment steps in {seconds['train']:.1f} s: "
             f"{summary['environment_steps_per_second']:,.0f} per second; "
-            f"compiled in {progress.seconds['compile']:.1f} s",
+            f"compiled in {seconds['compile']:.1f} s",
         ]
         columns = ("seed", "return before", "return after", "distance from the centre", "steps until first solved")
         seeds = range(config.seed, config.seed + config.num_seeds)
@@ -145,9 +127,6 @@ class CartPoleProgram:
             zip(seeds, before["episode_return"], after["episode_return"], after["distance"], until, strict=True)
         )
         return Finished(summary, lines, tables=[Table("Seeds", columns, rows)])
-
-    def close(self) -> None:
-        """Nothing runs beside it."""
 
     def _measure(self, state: Carry) -> dict[str, list[float]]:
         measured = over_seeds(self.training.evaluate, self.devices)(state)
@@ -164,7 +143,7 @@ def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[d
     return [{"step": done + number, **row, **common} for number, row in enumerate(rows, start=1)]
 
 
-def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
+def make_blocks(config: CartPoleConfig, say: Say) -> CartPoleBlocks:
     """Compile a config's training, and say what is trained, on what, by which algorithm."""
     split_processor()
     training = make_train(config)
@@ -180,7 +159,7 @@ def make_program(config: CartPoleConfig, say: Say) -> CartPoleProgram:
     start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
     started = time.monotonic()
     block = over_seeds(training.block, devices).lower(start).compile()
-    return CartPoleProgram(config, training, devices, start, block, time.monotonic() - started)
+    return CartPoleBlocks(config, training, devices, start, block, time.monotonic() - started)
 
 
 def seed_keys(seed: int, number: int) -> jax.Array:

@@ -26,7 +26,7 @@ from grpo_jax.config.fields import (
 )
 from grpo_jax.config.run import TASKS
 from grpo_jax.tasks.display import Chart, Curve, Display
-from grpo_jax.tasks.task import Program, Say, Task
+from grpo_jax.tasks.task import Blocks, Say, Task
 
 
 class CartPoleAlgorithm(Section):
@@ -139,8 +139,8 @@ class CartPole(Task):
         ),
     )
 
-    def program(self, config: CartPoleConfig, say: Say) -> Program:
+    def blocks(self, config: CartPoleConfig, say: Say) -> Blocks:
         """Compile all seeds into one function."""
-        from grpo_jax.tasks.cartpole.program import make_program  # starts JAX
+        from grpo_jax.tasks.cartpole.program import make_blocks  # starts JAX
 
-        return make_program(config, say)
+        return make_blocks(config, say)

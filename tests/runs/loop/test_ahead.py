@@ -12,14 +12,14 @@ from support.text_task import assert_same_bits, final_state, rows
 from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
+from grpo_jax.runs.batches import Rollouts, batch_of, draw, weigh
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.iteration import SampledAhead, make_learner, run_iteration, sample_batch
-from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.loading import load
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward
 from grpo_jax.training.state import rollout_copy, rollout_variables
-from grpo_jax.training.update import make_preparation
+from grpo_jax.training.update import make_learner, make_preparation
 
 JUDGE = """
 import os, time
@@ -97,45 +97,47 @@ def test_a_run_that_failed_and_was_slow_is_the_same(config, finished, tmp_path, 
 
 
 def loaded(config, *arguments):
-    parts = load_parts(parse([f"--config={config}", "--evaluation.every=0", *arguments]), say=lambda *_: None)
-    return parts, make_learner(parts)
+    ctx = load(parse([f"--config={config}", "--evaluation.every=0", *arguments]), say=lambda *_: None)
+    return ctx, make_learner(ctx.config, ctx.policy, ctx.iterations)
+
+
+def learn(ctx, learner, state, iteration, rollout):
+    batch = batch_of(ctx, rollout, weigh(ctx, rollout, training=True))
+    return learner.update(state, batch, jax.random.key(iteration))
 
 
 def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     """The importance weight is a NumPy loop's over what was sampled before the update and what the update is given."""
     choices = ["--algorithm.importance_cap=1.02", "--optimizer.warmup_steps=0"]
-    parts, learner = loaded(config, "--training.async_level=0", *choices)
-    expected = run_iteration(parts, learner, learner.start(parts.policy.variables), 0).row
+    ctx, learner = loaded(config, "--training.async_level=0", *choices)
+    expected, row = draw(ctx, ctx.policy.variables, 0)
 
-    parts, learner = loaded(config, *choices)
-    ahead, state = SampledAhead(parts), learner.start(parts.policy.variables)
+    ctx, learner = loaded(config, *choices)
+    ahead, state = Rollouts(ctx), learner.start(ctx.policy.variables)
     # What is left behind is a copy, not what an update frees.
     mine = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(rollout_copy(state))}
     assert not mine & {array.unsafe_buffer_pointer() for array in jax.tree.leaves(state._replace(rollout_weights=None))}
-    first = run_iteration(parts, learner, state, 0, ahead)
-    timed = ("seconds/", "tokens_per_second")
-    told = {name: value for name, value in first.row.items() if not name.startswith(timed)}
-    assert told == {
-        **{name: value for name, value in expected.items() if not name.startswith(timed)},
-        "staleness": 0,
-        "importance_clipped": told["importance_clipped"],
-    }
+    first, told, state = ahead.draw(state, 0)
+    assert told == {**row, "staleness": 0}
+    jax.tree.map(np.testing.assert_array_equal, first.samples, expected.samples)
 
-    state = first.state
-    rollout = sample_batch(parts, rollout_variables(state, state.rollout_weights), 1)
+    state, _ = learn(ctx, learner, state, 0, first)
+    rollout, _ = draw(ctx, rollout_variables(state, state.rollout_weights), 1)
     samples = rollout.samples
     batch = Batch(rollout.prompt_tokens, rollout.prompt_mask, samples.tokens, samples.mask)
-    forward = jax.jit(make_forward(parts.policy, temperature=parts.config.sampling.temperature))
+    forward = jax.jit(make_forward(ctx.policy, temperature=ctx.config.sampling.temperature))
     logprobs, mask = np.asarray(forward(state.variables, batch).logprobs), samples.mask
     ratios = [
         np.exp(float(new) - float(old)) for new, old in zip(logprobs[mask], samples.sampler_logprobs[mask], strict=True)
     ]
-    second = run_iteration(parts, learner, state, 1, ahead)
+    second, _, state = ahead.draw(state, 1)
+    np.testing.assert_array_equal(second.rewards, rollout.rewards)
+    _, report = learn(ctx, learner, state, 1, second)
     ahead.close()
-    assert second.row["importance_weight"] == pytest.approx(np.mean([min(ratio, 1.02) for ratio in ratios]), rel=1e-4)
+    measured = report["measured"]
+    assert measured["importance_weight"] == pytest.approx(np.mean([min(ratio, 1.02) for ratio in ratios]), rel=1e-4)
     clipped = np.mean([ratio >= 1.02 for ratio in ratios])
-    assert 0.05 < clipped < 0.95 and second.row["importance_clipped"] == pytest.approx(clipped, abs=0.02)
-    np.testing.assert_array_equal(second.rewards, rollout.final_rewards)
+    assert 0.05 < clipped < 0.95 and measured["importance_clipped"] == pytest.approx(clipped, abs=0.02)
 
 
 @pytest.mark.wide  # dynamic sampling and early stopping have tests of their own; this is all of them at once

@@ -14,8 +14,7 @@ from grpo_jax import evaluate, export
 from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.experiment import Callbacks, IterationEvent
-from grpo_jax.runs.progress import Waited, after_validation, reason_to_end
+from grpo_jax.runs.stopping import Callbacks, EarlyStopping, IterationEvent
 from grpo_jax.train import run
 
 STEPS = 4  # of six: nothing exceeds the first validation by so much, and three more are waited for
@@ -138,16 +137,16 @@ def test_waiting_counts_what_is_no_better():
     training = make_config(
         task="text", training={"early_stopping_patience": 2, "early_stopping_threshold": 0.1}
     ).training
-    waited, ended = Waited(), []
+    waited, ended = EarlyStopping(), []
     for iteration, score in enumerate([1.0, 1.05, 1.2, float("nan"), 1.25, 1.31], 1):
-        waited = after_validation(waited, {"score": score}, iteration, training)
-        ended.append((waited.best, waited.validations, bool(reason_to_end(waited, training))))
+        waited = waited.after({"score": score}, iteration, training)
+        ended.append((waited.best, waited.validations, bool(waited.reason(training))))
     assert ended == [
         *((1.0, 0, False), (1.0, 1, False), (1.2, 0, False)),
         *((1.2, 1, False), (1.2, 2, True), (1.31, 0, False)),  # a missing score is no better
     ]
-    missing = after_validation(Waited(), {}, 1, training)
-    assert "was missing in 2 validations" in reason_to_end(after_validation(missing, {}, 2, training), training)
+    missing = EarlyStopping().after({}, 1, training).after({}, 2, training)
+    assert "was missing in 2 validations" in missing.reason(training)
 
 
 @pytest.mark.parametrize("answer", [1, "stop", []])

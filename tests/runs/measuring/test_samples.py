@@ -13,7 +13,7 @@ from grpo_jax.config import make_config
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.rollout import collect
-from grpo_jax.runs.parts import load_parts
+from grpo_jax.runs.loading import load
 from grpo_jax.runs.policy import run_config
 
 COUNT, LOW = 6, 0.375
@@ -53,10 +53,10 @@ def test_a_run_tells_what_its_samples_come_to(run, monkeypatch):
     monkeypatch.setenv("JUDGE_RUN", str(run))
     config = run_config(run)
     by_hand = config.sampling.replace(group_size=COUNT, temperature=0.7)
-    parts = load_parts(config.replace(sampling=by_hand), lambda *_: None)
+    ctx = load(config.replace(sampling=by_hand), lambda *_: None)
     rollout = collect(
-        *(parts.environment, parts.samplers.training, parts.policy.variables, parts.test_rows),
-        key=parts.key,
+        *(ctx.fns, ctx.samplers.training, ctx.policy.variables, ctx.test_rows),
+        key=ctx.key,
         iteration=None,
     )
     letters, brief = np.moveaxis(rollout.final_rewards.astype(float), -1, 0)

@@ -1,4 +1,4 @@
-"""The parts that a config names, loaded: first whatever can fail without weights, then policy and judges."""
+"""Load what a config names: first whatever can fail without weights, then policy and judges."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ from grpo_jax.runs.processes import require_same
 from grpo_jax.runs.progress import SCORE
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
-from grpo_jax.training.estimators import Objectives, make_turn_objectives
 from grpo_jax.training.memory import machine_memory, require_memory
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
@@ -73,24 +72,30 @@ _GALLERY = 12  # held-out prompts whose pictures are kept
 
 
 class RunContext(NamedTuple):
-    """Everything a config names, loaded.
+    """Everything a config names, loaded; it stays in this room.
 
-    `allowed_tokens` is bool [V], or None for all; `trie` has the texts of which each completion is one
-    (`TaskData.choices`), or their form, or is None, also where completions are lists of them; `devices` has the device
-    name of each part; `trainer` is the run as rewards see it.
+    Attributes:
+        allowed_tokens: bool [V], or None for all.
+        trie: The texts of which each completion is one (`TaskData.choices`), or None.
+        iterations: Number of iterations in all.
+        key: The run's key, that all others are folded from.
+        devices: Device names of policy and judges.
+        reward_state: The run as rewards see it.
+        stopping: Whether a stop was asked for.
     """
 
     config: Config
     task_data: TaskData
     policy: Policy
-    environment: RolloutFns
+    fns: RolloutFns
     rewards: ResolvedRewards
     samplers: Samplers
     allowed_tokens: np.ndarray | None
     trie: Trie | None
     key: jax.Array
     devices: dict[str, str]
-    trainer: RewardProgress
+    iterations: int
+    reward_state: RewardProgress
     stopping: Callable[[], bool] = lambda: False
 
     def is_stopped(self) -> bool:
@@ -115,7 +120,7 @@ class RunContext(NamedTuple):
     @property
     def measure_names(self) -> tuple[str, ...]:
         """Names of rewards and watched measures, N + W."""
-        return self.environment.reward_names + self.environment.eval_reward_names
+        return self.fns.reward_names + self.fns.eval_reward_names
 
     def work(self, chunk_prompts: int, locks: defaultdict[str, threading.Lock] | None = None) -> Work:
         """A batch's way through sampler and judges, some prompts at a time (0: all)."""
@@ -123,7 +128,7 @@ class RunContext(NamedTuple):
         return Work(chunk_prompts, self.config.judge_timeout or None, stopping, locks)
 
 
-def load_parts(
+def load(
     config: Config,
     say: Say,
     *,
@@ -151,14 +156,15 @@ def load_parts(
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
-    trainer = RewardProgress(iterations_in_all(config.training, len(data.prompts.train)))
+    iterations = iterations_in_all(config.training, len(data.prompts.train))
+    reward_state = RewardProgress(iterations)
     resolved = resolve_rewards(
         config.rewards,
         config.eval_rewards,
         data.rewards,
         tuple(config.judges),
         rewards,
-        trainer=trainer,
+        trainer=reward_state,
     )
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
@@ -212,24 +218,25 @@ def load_parts(
         say(name, title(judge))
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}
     device = devices[0] if policy.mesh is None else None
-    environment = make_environment(config, data, policy.folder, resolved, judges, encode, device=device)
+    fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
     allowed, trie = policy_tokens(config, policy.folder), listed_trie(config, texts, policy.folder)
-    _check_measures(config, data.prompts, environment)
+    _check_measures(config, data.prompts, fns)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     return RunContext(
         config=config,
         task_data=data,
         policy=policy,
-        environment=environment._replace(encode_images=make_see(policy) if pictures else None),
+        fns=fns._replace(encode_images=make_see(policy) if pictures else None),
         rewards=resolved,
         samplers=samplers,
         allowed_tokens=allowed,
         trie=trie,
         key=jax.random.key(config.seed),
         devices={**placement, **pools} if judges else {POLICY: listed(devices)},
-        trainer=trainer,
+        iterations=iterations,
+        reward_state=reward_state,
         stopping=stopping,
     )
 
@@ -295,7 +302,7 @@ def listed(devices: Sequence[jax.Device]) -> str:
     return ", ".join(map(str, devices))
 
 
-def make_environment(
+def make_rollout_fns(
     config: Config,
     data: TaskData,
     loaded: hf.PolicyFolder,
@@ -360,32 +367,9 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
     )
 
 
-def objectives_of(
-    parts: RunContext, rewards: np.ndarray, lengths: np.ndarray, valid: np.ndarray | None = None
-) -> Objectives:
-    """Objectives of judged rewards f32 [P, G, U, N] and lengths i32 [P, G, U] tokens, on the policy's device.
-
-    With `valid` bool [P, G, U] those that could not be read earn what the task says; without it what was judged.
-    """
-    leaf = jax.tree.leaves(parts.policy.variables)[0]
-    device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
-    judged, counts = jax.device_put((rewards, lengths), device)
-    return make_turn_objectives(
-        judged,
-        counts,
-        parts.config.algorithm,
-        weights=parts.rewards.weights,
-        conditions=parts.rewards.conditions,
-        overlong_buffer=parts.config.algorithm.overlong_buffer,
-        max_new_tokens=parts.config.sampling.max_new_tokens,
-        valid=None if parts.task_data.invalid == "prompt" else valid,
-        fill=parts.task_data.invalid == "worst",
-    )
-
-
-def _check_measures(config: Config, prompts: PromptSet, environment: RolloutFns) -> None:
+def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None:
     """Refuse a best checkpoint, and early stopping, by what no validation measures, and kinds that prompts have not."""
-    training, names = config.training, (SCORE, *environment.reward_names, *environment.eval_reward_names)
+    training, names = config.training, (SCORE, *fns.reward_names, *fns.eval_reward_names)
     chosen_by = config.evaluation.best_by
     require(chosen_by in names, "evaluation.best_by", f"one of {', '.join(names)}{metric_hint(chosen_by)}", chosen_by)
     column, rows = config.evaluation.by, prompts.test[: config.evaluation.prompts or None]

@@ -1,0 +1,182 @@
+"""The batch of an iteration: its rollout, what is maximised, and the arrays that the update takes.
+
+With training.async_level 1 the next batch is on its way while one is judged and learned from (`Rollouts`):
+
+    weights     θ0        θ1        θ2
+    learn       batch 0 ─►batch 1 ─►batch 2
+    sample      batch 1   batch 2   batch 3      with the weights above it, those before the update
+
+The weights that sample a batch follow from the iteration alone: θ0 for batches 0 and 1, then θn for batch n+1.
+Nothing that is learned depends on how long anything takes, and a resumed run begins again what was on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from concurrent.futures import Future, wait
+
+import jax
+import numpy as np
+
+from grpo_jax.errors import ABANDONED
+from grpo_jax.models.broadcast import process_count
+from grpo_jax.models.sharding import shard_batch
+from grpo_jax.models.variables import Variables
+from grpo_jax.rollout.data import further_batch_at
+from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
+from grpo_jax.runs.loading import RunContext
+from grpo_jax.runs.metrics import rollout_metrics
+from grpo_jax.runs.progress import Record
+from grpo_jax.training.batch import Batch, make_batch
+from grpo_jax.training.estimators import Objectives, informative_groups, make_turn_objectives
+from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, rollout_variables
+
+Locks = defaultdict[str, threading.Lock]
+"""Of the stages of batches that are on their way at once."""
+_DRAW_STREAM = 2**31 - 5
+_AHEAD = "rollout ahead"
+_GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
+
+
+def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | None = None) -> tuple[Rollout, Record]:
+    """Sample and judge the batch of an iteration; return it and its part of the metrics row.
+
+    With zero_variance_groups "resample" further batches are drawn until P groups are informative, at most
+    `resample_rounds`: DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come
+    first, in the order they were drawn. The metrics are of the first batch.
+    """
+    algorithm = ctx.config.algorithm
+    further = algorithm.resample_rounds if algorithm.zero_variance_groups == "resample" else 0
+    with ctx.reward_state.at(iteration) as moment:
+        rollout, draws = _collect(ctx, variables, iteration, 0, locks), 1
+        objectives = weigh(ctx, rollout, training=True)
+        row, size = rollout_metrics(ctx, rollout, objectives), len(rollout.rows)
+        informative = informative_groups(objectives, algorithm)
+        while informative.sum() < size and draws <= further:
+            rollout = join_rollouts([rollout, _collect(ctx, variables, iteration, draws, locks)])
+            informative = informative_groups(weigh(ctx, rollout, training=True), algorithm)
+            draws += 1
+    if draws > 1:
+        places = np.argsort(~informative, kind="stable")[:size]
+        rollout, informative = rollout.pick(places), informative[places]
+    if algorithm.zero_variance_groups != "keep":
+        row |= {"draws": draws, "groups_kept": int(informative.sum())}
+    return rollout, row | moment.logged
+
+
+def _collect(ctx: RunContext, variables: Variables, iteration: int, number: int, locks: Locks | None) -> Rollout:
+    """Collect one draw: its rows and random numbers are functions of (seed, iteration, number)."""
+    config, rows = ctx.config, ctx.prompts.train
+    size = config.training.prompts_per_batch
+    places = further_batch_at(config.seed, iteration, number, batch_size=size, n=len(rows))
+    return collect(
+        ctx.fns,
+        ctx.samplers.training,
+        variables,
+        [rows[place] for place in places],
+        # A prompt that comes twice in an iteration, when prompts run out, gets other completions.
+        key=jax.random.fold_in(jax.random.fold_in(ctx.key, _DRAW_STREAM), number) if number else ctx.key,
+        iteration=iteration,
+        work=ctx.work(config.training.chunk_prompts, locks),
+    )
+
+
+def weigh(ctx: RunContext, rollout: Rollout, *, training: bool = False) -> Objectives:
+    """Return what is maximised, on the policy's device: conditions applied, length penalty added.
+
+    In training completions that could not be read earn what the task says.
+    """
+    algorithm, invalid = ctx.config.algorithm, ctx.task_data.invalid
+    leaf = jax.tree.leaves(ctx.policy.variables)[0]
+    device = min(leaf.sharding.addressable_devices, key=lambda device: device.id)
+    rewards, lengths = jax.device_put((rollout.rewards, rollout.lengths), device)
+    return make_turn_objectives(
+        rewards,
+        lengths,
+        algorithm,
+        weights=ctx.rewards.weights,
+        conditions=ctx.rewards.conditions,
+        overlong_buffer=algorithm.overlong_buffer,
+        max_new_tokens=ctx.config.sampling.max_new_tokens,
+        valid=rollout.valid_turns if training and invalid != "prompt" else None,
+        fill=invalid == "worst",
+    )
+
+
+def batch_of(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> Batch:
+    """Return the update's batch, with advantages, on the policy's devices."""
+    assert rollout.samples is not None and rollout.prompt_tokens is not None and rollout.prompt_mask is not None
+    mesh = ctx.policy.mesh
+    batch = make_batch(
+        (rollout.prompt_tokens, rollout.prompt_mask),
+        rollout.samples,
+        objectives,
+        informative_groups(objectives, ctx.config.algorithm),
+        ctx.config.algorithm,
+        pictures=rollout.pictures,
+        mesh=mesh if process_count() == 1 else None,  # each process takes its share
+    )
+    return shard_batch(batch, mesh)
+
+
+class Rollouts:
+    """The rollouts of a run; with training.async_level 1 sampled ahead.
+
+    On their way are then the batch that is learned from next and the one behind it. Each stage works for one batch at
+    a time, so a slow judge holds up no sampling. A batch of several passes (turns, further draws) begins after the one
+    before.
+    """
+
+    def __init__(self, ctx: RunContext):
+        self._is_ahead = ctx.config.training.async_level > 0
+        self._one_pass = ctx.config.sampling.turns == 1 and ctx.config.algorithm.zero_variance_groups != "resample"
+        self._closed = threading.Event()
+        self._ctx = ctx._replace(stopping=lambda: self._closed.is_set() or ctx.stopping())
+        self._locks: Locks = defaultdict(threading.Lock)
+        self._drawn: dict[int, Future[tuple[Rollout, Record]]] = {}
+
+    def draw(self, state: TrainState, iteration: int) -> tuple[Rollout, Record, TrainState]:
+        """Return `draw` of a batch, and the state; sampled ahead, it holds the weights that sample the next batch."""
+        if not self._is_ahead:
+            return *draw(self._ctx, state.variables, iteration), state
+        copied = state.rollout_weights
+        assert copied is not None  # `Learner.start` and checkpoints have it
+        self._begin(iteration, rollout_variables(state, copied))  # the first of this process; others are on their way
+        now = rollout_copy(state)
+        if iteration + 1 < self._ctx.iterations:
+            self._begin(iteration + 1, rollout_variables(state, now))
+        rollout, row = self._drawn[iteration].result()
+        del self._drawn[iteration]
+        row = {**row, "staleness": int(state.step) - int(copied.step)}
+        free_buffers(copied)
+        return rollout, row, state._replace(rollout_weights=now)
+
+    def _begin(self, iteration: int, variables: Variables) -> None:
+        if iteration in self._drawn:
+            return
+        before = None if self._one_pass else self._drawn.get(iteration - 1)
+        drawn = self._drawn[iteration] = Future()
+
+        def work() -> None:
+            try:
+                if before is not None:
+                    wait([before])
+                drawn.set_result(draw(self._ctx, variables, iteration, self._locks))
+            except BaseException as error:  # raised where the batch is taken
+                drawn.set_exception(error)
+
+        threading.Thread(target=work, name=_AHEAD, daemon=True).start()
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way, so that sampler and judges are free. `draw` raises failures."""
+        wait(self._drawn.values())
+
+    def close(self) -> None:
+        """Stop what is on its way. A call that does not return is left behind."""
+        self._closed.set()
+        wait(self._drawn.values(), _GRACE_SECONDS)
+        for thread in threading.enumerate():
+            if thread.name == _AHEAD:
+                thread.name = ABANDONED + thread.name
+        self._drawn.clear()

@@ -1,0 +1,175 @@
+"""An iteration in numbers: its row of metrics.jsonl, and the columns of its completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from grpo_jax.rollout.data import batches_per_epoch
+from grpo_jax.rollout.pictures import pictures_column
+from grpo_jax.rollout.rewards import constant_rewards, constant_streaks, missing_streaks, no_reward_yet
+from grpo_jax.rollout.rollout import Rollout
+from grpo_jax.runs.loading import RunContext
+from grpo_jax.runs.measures import present_mean
+from grpo_jax.runs.progress import Record
+from grpo_jax.training.estimators import OVERLONG, Objectives, signal_metrics, total_rewards
+from grpo_jax.training.state import TrainState
+
+
+def iteration_row(
+    ctx: RunContext, iteration: int, drawn: Record, learned: Record, seconds: Mapping[str, float], started: float
+) -> Record:
+    """Return an iteration's row from `draw`'s and the update's metrics; `started` is on time.monotonic()."""
+    config = ctx.config
+    row = {
+        "step": iteration + 1,
+        "epoch": (iteration + 1) / batches_per_epoch(len(ctx.prompts.train), config.training.prompts_per_batch),
+        **learned,
+        **drawn,
+    }
+    written = config.training.prompts_per_batch * row.get("draws", 1) * config.sampling.group_size
+    row |= {f"seconds/{name}": value for name, value in seconds.items()}
+    row["seconds/total"] = time.monotonic() - started
+    row["tokens_per_second"] = row["completion_tokens"] * written / max(seconds["sample"], 1e-9)
+    return row
+
+
+def update_metrics(report: Record, learning_rate: float, state: TrainState) -> Record:
+    """Return the update's part of a metrics row, with a value head's measures if there is one."""
+    parts, measured = report["metrics"], report["measured"]
+    policy = {name: float(mean.value()) for name, mean in parts["policy"]._asdict().items()}
+    row = {
+        "loss": report["loss"],
+        "policy_loss": policy["policy_loss"],
+        "kl": policy["kl"],
+        "entropy": policy["entropy"],
+        "mean_advantage": policy["advantage"],
+        "grad_norm": report["grad_norm"],
+        "clip_low": policy["clip_low"],
+        "clip_high": policy["clip_high"],
+        "mean_ratio": policy["ratio"],
+        "old_kl": policy["old_kl"],
+        "sampler_gap": float(parts["sampler_gap"].value()),
+        "skipped_updates": report["skipped"],
+    }
+    if "value" in parts:
+        estimates = measured["estimates"]
+        row |= {
+            "value/loss": float(parts["value"].loss.value()),
+            "value/clipped": float(parts["value"].clip_fraction.value()),
+            "value/mean": float(estimates.value),
+            "value/return": float(estimates.returns),
+            "value/explained_variance": float(estimates.explained_variance),
+            "completion_kl": float(estimates.completion_kl),
+        }
+    named = ("importance_weight", "importance_clipped")
+    row |= {name: float(measured[name]) for name in named if name in measured}
+    row["learning_rate"] = learning_rate
+    return row if state.loss_scale is None else {**row, "loss_scale": float(state.loss_scale.scale)}
+
+
+def rollout_metrics(ctx: RunContext, rollout: Rollout, objectives: Objectives) -> dict[str, float]:
+    """The batch's part of a metrics row: rewards as judged, total as maximised, signal, lengths, texts."""
+    samples, rewards, watched = rollout.samples, rollout.final_rewards, rollout.final_eval_rewards
+    assert samples is not None
+    row: dict[str, float] = {}
+    for index, name in enumerate(ctx.fns.reward_names):
+        row |= _spread(f"reward/{name}", rewards[..., index])
+        row[f"missing/{name}"] = float(np.isnan(rewards[..., index]).mean())
+    row |= _spread("reward/total", total_rewards(objectives))
+    if OVERLONG in objectives.names:
+        row |= _spread(f"reward/{OVERLONG}", np.asarray(objectives.rewards[..., -1]))
+    row |= signal_metrics(objectives)
+    for index, name in enumerate(ctx.fns.eval_reward_names):
+        row |= _spread(f"eval_rewards/{name}", watched[..., index])
+    lengths = samples.mask.sum(-1)
+    row |= {
+        "completion_tokens": float(lengths.mean()),
+        "completion_tokens_max": float(lengths.max()),
+        "truncated": float(samples.truncated.mean()),
+    }
+    row |= turn_metrics(rollout, ctx.fns.reward_names, ctx.fns.eval_reward_names)
+    prompts = [row.prompt for row in rollout.rows]
+    return row | ctx.task_data.report.statistics(prompts, rollout.texts, rollout.valid.tolist())
+
+
+def turn_metrics(rollout: Rollout, rewards: Sequence[str], eval_rewards: Sequence[str]) -> dict[str, float]:
+    """A batch's episodes in a metrics row; nothing where the policy writes once.
+
+    Entries "…@turnU" are means over the completions that have turn U, from 1; "turns", "answer_tokens" per episode.
+    """
+    lengths, samples = rollout.lengths, rollout.samples
+    if lengths.shape[2] == 1 or samples is None or samples.present is None:
+        return {}
+    row: dict[str, float] = {}
+    judged = (("reward", rewards, rollout.rewards), ("eval_rewards", eval_rewards, rollout.eval_rewards))
+    for turn in range(lengths.shape[2]):
+        for kind, names, values in judged:
+            row |= {
+                f"{kind}/{name}@turn{turn + 1}": present_mean(values[:, :, turn, n]) for n, name in enumerate(names)
+            }
+        written = lengths[:, :, turn]
+        row[f"completion_tokens@turn{turn + 1}"] = present_mean(np.where(written > 0, written, np.nan))
+    answered = (samples.present & ~samples.mask).sum(-1)
+    return row | {"turns": float((lengths > 0).sum(-1).mean()), "answer_tokens": float(answered.mean())}
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    present = values[np.isfinite(values)].astype(np.float64)
+    return {f"{name}/mean": present_mean(values), f"{name}/std": float(present.std()) if present.size else float("nan")}
+
+
+def completion_columns(ctx: RunContext, rollout: Rollout, advantages: np.ndarray) -> Record:
+    """Columns of a batch's completions, one entry each, group after group; of episodes one for each turn.
+
+    `advantages` are f32 [P, G] (of PPO the mean over each completion's tokens), or [P, G, T] by turn.
+    """
+    samples, lengths = rollout.samples, rollout.lengths
+    assert samples is not None
+    _, group, turns = lengths.shape
+    names = [f"reward/{name}" for name in ctx.fns.reward_names]
+    names += [f"eval_rewards/{name}" for name in ctx.fns.eval_reward_names]
+    values = np.concatenate([rollout.rewards, rollout.eval_rewards], axis=-1)
+    entries: list[Record] = []
+    pictures = []
+    for p, g in np.ndindex(advantages.shape[:2]):
+        for number, turn in enumerate(rollout.episodes[p][g].turns):
+            advantage = advantages[p, g]
+            if advantages.ndim == 3 and samples.turn is not None:
+                in_turn = samples.mask[p, g] & (samples.turn[p, g] == number)
+                in_turn = in_turn[: advantages.shape[2]]
+                advantage = advantage[in_turn].mean() if in_turn.any() else 0
+            entry = {"prompt": rollout.rows[p].prompt, "completion": turn.raw_completion, "text": turn.completion}
+            if turns > 1:
+                answer = None if turn.observation is None or turn.observation.done else turn.observation.text
+                entry |= {"episode": p * group + g, "turn": number + 1, "answer": answer}
+            entry |= dict(zip(names, values[p, g, number], strict=True))
+            entry |= {
+                "advantage": np.float32(advantage),
+                "length": int(lengths[p, g, number]),
+                "truncated": turn.truncated,
+                "valid": turn.valid,
+            }
+            entries.append(entry)
+            pictures.append(rollout.rows[p].pictures)
+    return {name: [entry[name] for entry in entries] for name in entries[0]} | pictures_column(pictures)
+
+
+def epoch_line(rows: list[Record]) -> str:
+    """Return the line about an epoch: means over its iterations."""
+    shown = {"reward": "reward/total/mean", "loss": "loss", "kl": "kl"}
+    values = {label: [row[name] for row in rows if row.get(name) is not None] for label, name in shown.items()}
+    means = [f"{label} {sum(found) / len(found):.4g}" for label, found in values.items() if found]
+    return f"epoch {rows[-1]['epoch']:.0f} ends, means of {len(rows)} iterations: {', '.join(means)}"
+
+
+def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) -> tuple[Record, list[str]]:
+    """Count the iterations in a row in which rewards were missing, or had one value; return also lines about them."""
+    values = dict(zip(ctx.fns.reward_names, np.moveaxis(rollout.final_rewards, -1, 0), strict=True))
+    absent = missing_streaks(notes.get("absent", {}), values, ctx.rewards.weights)
+    constant = constant_streaks(notes.get("constant", {}), values, ctx.rewards.weights)
+    line = no_reward_yet(absent, done, ctx.iterations)
+    lines = [*([f"note: {line}"] if line else ()), *constant_rewards(constant)]
+    return {"absent": absent, "constant": constant}, lines

@@ -57,7 +57,8 @@ def ppo_loss(
 
     It is `grpo_loss` with a clip, token ratios and a token mean: what makes PPO is where the advantages come
     from (`gae_advantages`). They are taken as they are: normalise them before, over a batch or a minibatch, with
-    `masking.masked_whiten`. PPO's distance from a reference is in its rewards (`kl_penalised_rewards`).
+    `masking.masked_whiten`. PPO's distance from a reference is in its rewards (`kl_penalised_rewards`). The arguments
+    that are not named below are those of `grpo_loss`.
 
     Args:
         logprobs: `[.., T]`, floating.
@@ -67,7 +68,6 @@ def ppo_loss(
         clip_low: how far below 1 the ratio pays.
         clip_high: how far above 1.
         dual_clip: bound of the ratio where the advantage is negative, as in `Clip`.
-        aggregation, normaliser, entropy, entropy_coef, token_weights: as in `grpo_loss`.
 
     Returns:
         (loss, metrics); the loss a scalar of at least float32. `metrics.old_kl` is what others call approx_kl.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
@@ -20,6 +20,8 @@ from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
 
+_HELD_OUT = 64  # episodes that choose the best checkpoint, and as many that measure the run
+
 
 class Environment(Task):
     """Episodes of environments of your own: reset(seed) → prompt, step(text) → (reply, reward, done)."""
@@ -27,10 +29,8 @@ class Environment(Task):
     environment: dict[str, Any] | list[str] | str = []
     """Classes, package.module:Class or file.py:Class, made without arguments, one for each episode; of several a list,
     or {class: share} of how much of the prompts each has."""
-    seeds: int = 1024
+    seeds: PositiveCount = 1024
     """How many episodes there are to train on, over and over; further ones are held out."""
-    held_out: int = 64
-    """How many episodes each measure the run and choose the best checkpoint."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "sampling": {"turns": 4, "max_new_tokens": 64, "max_answer_tokens": 64},
@@ -42,8 +42,6 @@ class Environment(Task):
         for name, share in self.environment.items() if isinstance(self.environment, dict) else ():
             fits = isinstance(share, int | float) and 0 < share < math.inf
             require(fits, "task.environment", f"a share above 0 of {short_name(name)}", share)
-        for name in ("seeds", "held_out"):
-            require(getattr(self, name) > 0, f"task.{name}", "at least 1", getattr(self, name))
         for name in ("prompts", "validation", "test"):
             given = getattr(config.data, name)
             require(not given, f"data.{name}", "nothing: environments bring their own", given)
@@ -58,7 +56,7 @@ class Environment(Task):
         if len(classes) < len(names):
             raise UserError(f"task.environment: expected classes of different names, got {', '.join(names)}")
         runner = EnvRunner(classes)
-        counts = (self.seeds, self.held_out, self.held_out)
+        counts = (self.seeds, _HELD_OUT, _HELD_OUT)
         kinds, seeds = [*classes], itertools.count()
         parts = [[_row(runner, kinds[kind], next(seeds)) for kind in self._kinds(count)] for count in counts]
         words = [word for made in classes.values() for word in getattr(made, "words", ())]

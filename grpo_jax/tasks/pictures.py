@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -270,44 +271,32 @@ class PictureTask(Task):
         return lambda written, prompt: parse_rewrite(written, form, prompt)
 
 
-def picture_data(
-    config: Config, prompts: PromptSet, rewards: Mapping[str, Callable], defaults: Sequence[RewardSection]
-) -> TaskData:
+def picture_data(config: Config, prompts: PromptSet, defaults: Sequence[RewardSection]) -> TaskData:
     """Return prompts, rewards and renderer of a task whose texts are drawn; the judges come later."""
     return TaskData(
         prompts,
-        TaskRewards(rewards, defaults=defaults, conditions=conditioned),
+        TaskRewards(REWARDS, defaults=defaults, conditions=conditioned),
         render=lambda judges, asked: make_render(judges, config, baselines="baseline_images" in asked),
         invalid=config.task.invalid,
     )
 
 
-def picture_prompts(
-    config: Config, makers: Mapping[str, Callable[[str, int], Iterable[Mapping[str, Any]]]], files: str
-) -> PromptSet:
-    """Return the prompts that data.prompts names: a maker's, (split, how many) → records, or those of files.
+Make = Callable[[str, int], Iterable[Mapping[str, Any]]]
+"""(split, how many) → records of prompts."""
 
-    `files` says in the error message what else may be named. A UserError if nothing is named or it cannot be read.
-    """
-    name = config.data.prompts
-    if name not in makers:
-        require(bool(name), "data.prompts", files, name)
+
+def picture_prompts(config: Config, makers: Mapping[str, Make] = MappingProxyType({})) -> PromptSet:
+    """Return the prompts that data.prompts names: those of the miniature's worlds, of a maker, or of files."""
+    name, worlds = config.data.prompts, {MINIATURE: "world", SCENES: "scenes"}
+    if name not in worlds and name not in makers:
+        require(bool(name), "data.prompts", "a .jsonl or .txt file, or builtin", name)
         return prompts_of(config.data)
     for field in ("columns", "validation", "test"):
         value = getattr(config.data, field)
         require(not value, f"data.{field}", f'nothing with data.prompts "{name}", which is made', value)
+    make = own_package("bridges", f"miniature.{worlds[name]}").prompts if name in worlds else makers[name]
     counts = (TRAINING_PROMPTS, config.evaluation.validation_prompts or 1, config.evaluation.prompts or TEST_PROMPTS)
-    return make_prompt_set(*map(makers[name], SPLITS, counts))
-
-
-def miniature_prompts(split: str, count: int) -> list[dict[str, Any]]:
-    """Return records of requests in the miniature's world."""
-    return own_package("bridges", "miniature.world").prompts(split, count)
-
-
-def scene_prompts(split: str, count: int) -> list[dict[str, Any]]:
-    """Return records of requests in the miniature's harder world."""
-    return own_package("bridges", "miniature.scenes").prompts(split, count)
+    return make_prompt_set(*map(make, SPLITS, counts))
 
 
 class RenderedImages(NamedTuple):

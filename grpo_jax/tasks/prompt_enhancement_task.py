@@ -13,16 +13,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import PromptSet
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.tasks.pictures import (
-    MINIATURE,
-    REWARDS,
-    SCENES,
-    PictureTask,
-    miniature_prompts,
-    picture_data,
-    picture_prompts,
-    scene_prompts,
-)
+from grpo_jax.tasks.pictures import PictureTask, picture_data, picture_prompts
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, oracle_column
 
 COMPOSITIONAL = "compositional"
@@ -46,15 +37,14 @@ class PromptEnhancement(PictureTask):
         config = setup.config
         prompts = setup.prompts or _prompts(config)
         return replace(
-            picture_data(config, prompts, REWARDS, DEFAULT_REWARDS),
+            picture_data(config, prompts, DEFAULT_REWARDS),
             report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **oracle_column(rows)}),
         )
 
 
 def _prompts(config: Config) -> PromptSet:
-    makers = {MINIATURE: miniature_prompts, SCENES: scene_prompts, COMPOSITIONAL: compositional_records}
-    makers[BOTH] = partial(_both_records, config.data.held_out)
-    return picture_prompts(config, makers, "a .jsonl or .txt file, or builtin")
+    both = partial(_both_records, config.data.held_out)
+    return picture_prompts(config, {COMPOSITIONAL: compositional_records, BOTH: both})
 
 
 def _both_records(held_out: float, split: str, count: int) -> list[dict[str, Any]]:

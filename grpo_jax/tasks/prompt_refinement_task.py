@@ -13,16 +13,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import Row, noise_seed
 from grpo_jax.rollout.env import Env, Episode, Observation
-from grpo_jax.tasks.pictures import (
-    MINIATURE,
-    REWARDS,
-    SCENES,
-    PictureTask,
-    miniature_prompts,
-    picture_data,
-    picture_prompts,
-    scene_prompts,
-)
+from grpo_jax.tasks.pictures import PictureTask, picture_data, picture_prompts
 from grpo_jax.tasks.task import TaskData, TaskReport, TaskSetup, TurnEnvironment, oracle_column
 
 Shown = Literal["drawn", "none", "other"]
@@ -69,11 +60,10 @@ class PromptRefinement(PictureTask):
         """Load the prompts, the renderer and the answer between two turns."""
         config = setup.config
         instruction = self.answer or INSTRUCTION
-        files = "a .jsonl or .txt file, or builtin"
-        prompts = setup.prompts or picture_prompts(config, {MINIATURE: miniature_prompts, SCENES: scene_prompts}, files)
+        prompts = setup.prompts or picture_prompts(config)
         controls = {name: make_step(instruction, shown) for name, shown in CONTROLS.items() if shown != self.shown}
         return replace(
-            picture_data(config, prompts, REWARDS, DEFAULT_REWARDS),
+            picture_data(config, prompts, DEFAULT_REWARDS),
             environment=TurnEnvironment(make_step(instruction, self.shown), controls, shows_pictures=True),
             report=TaskReport(lambda rows: {"unchanged": [row.prompt for row in rows], **_oracle(rows, config)}),
         )

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
@@ -29,7 +29,7 @@ class Text(Task):
     answer by themselves."""
     pictures: bool = False
     """Whether the environment shows pictures, which prompts need not: loads the policy's vision tower."""
-    seeds: int = 1024
+    seeds: PositiveCount = 1024
     """Without data.prompts, how often a class of data.tools is asked for a prompt; a sixteenth as often for held-out
     ones."""
 
@@ -48,7 +48,6 @@ class Text(Task):
             None,
         )
         require(not (self.environment and tools), "task.environment", "nothing with data.tools by name", tools)
-        require(self.seeds > 0, "task.seeds", "at least 1", self.seeds)
 
     def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return completions as they are; a continuation with its prompt."""

@@ -141,7 +141,6 @@ def everything(parts):
 
 QUICK = {"xla_backend_optimization_level": 0}  # these run a few times each: compiling is what takes long
 RUN = jax.jit(everything, compiler_options=QUICK)
-MAPPED = jax.jit(jax.vmap(everything), compiler_options=QUICK)
 
 
 def assert_same(got, expected, rtol=1e-5, atol=1e-5):
@@ -216,14 +215,6 @@ def test_padding_with_undefined_numbers(seed):
 
     expected = RUN(parts)
     assert_same(jax.tree.map(cut, RUN(wide), expected), expected)
-
-
-@settings(max_examples=5)
-@given(seeds, seeds)
-def test_a_mapped_axis_is_a_loop(first, second):
-    both = [batch(seed) for seed in (first, second)]
-    mapped = MAPPED(jax.tree.map(lambda *leaves: np.stack(leaves), *both))
-    assert_same(mapped, jax.tree.map(lambda *leaves: np.stack(leaves), *map(RUN, both)))
 
 
 @settings(max_examples=5)

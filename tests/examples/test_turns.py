@@ -184,29 +184,6 @@ def test_stopped_and_resumed_is_uninterrupted(guessed, tmp_path):
     assert progress == other_progress
 
 
-def test_any_policy_uses_the_tool_by_its_import_path(calculated, tmp_path):
-    (tmp_path / "sums.txt").write_text("".join(f"{n} plus {n + 1}\n" for n in range(8)))
-    (tmp_path / "mine.py").write_text("def brief(completions, episodes):\n    return [-len(t) for t in completions]\n")
-    options = {
-        "task.environment": f"{CALCULATOR}:step",
-        "algorithm.turn_advantage": "return",
-        "algorithm.zero_variance_groups": "resample",
-        "policy.path": calculated / "policy",
-        "data.prompts": tmp_path / "sums.txt",
-        "sampling.turns": 2,
-        "sampling.max_new_tokens": 5,
-        "sampling.max_answer_tokens": 4,
-        "sft.steps": 0,
-        "training.max_steps": 1,
-        "evaluation.every": 0,
-        "rewards": json.dumps([{"name": f"{tmp_path}/mine.py:brief"}]),
-    }
-    assert main(command("text", tmp_path / "run", **options)) == 0
-    table = episodes(tmp_path / "run", 1)
-    assert {len(turns) for turns in table} == {1, 2}
-    assert all(turns[0]["answer"].lstrip("-").isdigit() for turns in table if len(turns) == 2)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -251,7 +228,8 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
     assert load_config(ROOT / "examples" / "grid" / "grid.yaml").task.environment == ["examples/grid/grid.py:Grid"]
     small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
-    small |= {"task.held_out": 3, "task.seeds": 12, "training.prompts_per_batch": 12, "report_to": "[]"}
+    small |= {"evaluation.prompts": 3, "evaluation.validation_prompts": 3, "report_to": "[]"}
+    small |= {"task.seeds": 12, "training.prompts_per_batch": 12}
     command = ["--config", "examples/grid/with_guess.yaml", "--run_dir", str(tmp_path)]
     assert main([*command, *(f"--{name}={value}" for name, value in small.items())]) == 0
     episodes = {}

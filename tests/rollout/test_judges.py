@@ -61,23 +61,21 @@ def test_quality_goes_with_alignment_unless_told_otherwise():
         make_config(task="text", rewards=[alignment, RewardSection(name="quality", condition_on="beauty")])
 
 
-@pytest.mark.parametrize(("cache_megabytes", "evaluation"), [(0, True), (16, False)])
-def test_a_rewrite_that_changes_nothing_gains_exactly_nothing(load, cache_megabytes, evaluation):
+def test_a_rewrite_that_changes_nothing_gains_exactly_nothing(load):
     """Rewrites and the unchanged prompt are drawn from one noise: with the same words, the same picture."""
-    judges = load(cache_megabytes)
+    judges = load(16)
     render = make_render(judges, CONFIG, baselines=True)
     score = make_score({"gain": bind(ResolvedReward("gain", alignment_gain), judges)}, {}, missing=False)
     texts = [[row.prompt, f"{row.prompt}, painted in oil, dog of red", row.prompt] for row in ROWS]
-    pictures = render(ROWS, texts, 5, evaluation)
+    pictures = render(ROWS, texts, 5, False)
     rewards, watched = score(ROWS, texts, pictures)
     assert rewards.shape == (2, 3, 1) and watched.shape == (2, 3, 0)
     np.testing.assert_array_equal(rewards[:, ::2], 0)
     assert (np.abs(rewards[:, 1]) > 1e-6).all()
     # The noise is the prompt's own and, in training, fresh at each visit.
     assert len(set(pictures.seeds)) == 2
-    again = render(ROWS, texts, 6, evaluation)
-    assert (again.seeds == pictures.seeds) == evaluation
-    assert torch.equal(again.images, pictures.images) == evaluation
+    again = render(ROWS, texts, 6, False)
+    assert again.seeds != pictures.seeds and not torch.equal(again.images, pictures.images)
 
 
 def test_a_picture_that_cannot_be_drawn_is_missing_or_an_error(load):

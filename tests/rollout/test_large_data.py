@@ -13,10 +13,9 @@ from support.encoded_prompts import plain_rows
 from grpo_jax.config import DataSection, make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout import encoding
-from grpo_jax.rollout.data import SPLITS, Row, Rows, all_rows, row_sizes
+from grpo_jax.rollout.data import SPLITS, Row
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.prompts import load_prompts
-from grpo_jax.rollout.records import read_records
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
 
@@ -74,15 +73,6 @@ def test_parts_are_those_of_a_slow_loop_over_lists(held_out):
     assert [{row.prompt for row in part} for part in again] == [{row.prompt for row in part} for part in parts]
 
 
-def test_lines_are_those_of_python(tmp_path):
-    path = tmp_path / "p.txt"
-    content = b"\na\n\r\nbc\r \rb \n\n\nbc"
-    path.write_bytes(content)
-    found = [(number, record) for number, record in read_records(str(path)).all() if record is not None]
-    expected = [(n, line.strip().decode()) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
-    assert found == [(number, {"prompt": text}) for number, text in expected]
-
-
 def test_lines_of_json_keep_their_types(tmp_path):
     values = [1, 2.5, "2024-01-01", True, None, [], [1, "a"], {"b": 1}, {"a": {"c": None}}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": "p", "value": v}) + "\n" for v in values))
@@ -122,12 +112,3 @@ def word_tokenizer():
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-
-
-def test_sizes_of_rows_in_memory_and_of_those_that_lie_elsewhere():
-    talk = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "été"}]
-    parts = load_prompts([{"prompt": "ab"}, {"prompt": talk}, {"prompt": talk[1:]}], held_out=0)
-    assert isinstance(parts.train, Rows)
-    for sizes in (parts.train.sizes, row_sizes([*parts.train]), all_rows(parts).sizes):
-        assert sizes.tolist() == [(2, 0, 0), (10, 0, 2), (5, 0, 1)]
-    assert [*all_rows(parts._replace(test=parts.train))] == [*parts.train, *parts.train]

@@ -34,7 +34,7 @@ def test_it_earns_the_worst_of_its_group_by_objective_or_nothing():
     assert lengths.names[-1] == OVERLONG and np.isnan(lengths.rewards[1]).all()
     np.testing.assert_allclose(lengths.rewards[0, 2], [0.3, 2.0, -1.0])  # its own length counts
     for advantage in ("gdpo", "grpo", "rloo", "raft", "batch"):
-        section = AlgorithmSection(advantage=advantage, whiten="none")
+        section = AlgorithmSection(advantage=advantage)
         found = estimate_advantages(jnp.asarray(worst), np.ones((2, 4, 1), bool), section, (1.0, 0.5))
         assert (np.asarray(found[1]) == 0).all()  # no pull
 

@@ -51,14 +51,14 @@ class Broken(Count):
         return "seen"
 '''
 SMALL = {
-    "task": {"kind": "environment", "seeds": 8, "held_out": 4},
+    "task": {"kind": "environment", "seeds": 8},
     "report_to": [],
     "policy": {"path": "new", "new": {"width": 16, "heads": 2, "layers": 1, "window": 32}, "remat": "none"},
     "data": {"max_prompt_tokens": 4},
     "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 4},
     "algorithm": {"advantage": "grpo"},
     "training": {"prompts_per_batch": 8, "max_steps": 2, "save_every": 1},
-    "evaluation": {"every": 1, "samples": 0},
+    "evaluation": {"every": 1, "samples": 0, "prompts": 4, "validation_prompts": 4},
 }
 
 
@@ -219,13 +219,6 @@ def test_what_an_environment_cannot_be_is_one_line(home, tmp_path, capsys, names
     assert train_here(config(home, *names, shares=shares), tmp_path / "run") == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and message.format(home=home) in error[0], error
-
-
-def test_one_named_twice_is_one_line(home, tmp_path, capsys):
-    file = config(home, "Later", "Count", shares=[3, 2])
-    file.write_text(file.read_text().replace("Later: 3", "Count: 3").replace(f"{home}/", ""))
-    assert train_here(file, tmp_path / "run") == 2
-    assert "'worlds.py:Count' stands twice in one section" in capsys.readouterr().err.replace("\n", "")
 
 
 @pytest.mark.parametrize("name", ["prompts", "validation", "test"])

@@ -204,8 +204,7 @@ reverse, and the sum neglects the rare fall. GDPO gives both the same weight at 
 
 {signal}
 
-Yes-or-no rewards are at least 475 steps, and centred at least 0.6 for each step. A group without signal in one
-objective can still teach the other; a filter on the sum would see only the last figure of each triple.
+Yes-or-no rewards are at least 475 steps, and centred at least 0.6 for each step.
 """
 
 

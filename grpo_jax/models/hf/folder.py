@@ -201,7 +201,7 @@ def _from_hub(name: str) -> Path:
 def model_config(folder: Path, raw: Fields) -> ModelConfig:
     """The decoder's config from a ``config.json``; UserError names a field that is not supported."""
     kinds = ValueError, TypeError, LookupError, ArithmeticError, AttributeError
-    with as_user_error(f"{folder / 'config.json'}", *kinds):
+    with as_user_error(f"{folder}/config.json", *kinds):
         return read_config(raw)
 
 

@@ -1,4 +1,4 @@
-"""The fault campaign: runs are killed, checkpoints damaged, and everything must be as promised.
+"""The fault campaign: runs are killed, checkpoints damaged, inputs mutated, and everything must be as promised.
 
     python benchmarks/campaign.py                                        # the whole
     python benchmarks/campaign.py --seed 7 --kinds kills:5               # a part of it
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WHOLE = ("kills:20", "corruption:60")
+WHOLE = ("kills:20", "corruption:60", "fuzz.config:400", "fuzz.prompts:500", "fuzz.folders:100")
+FORKING = ("kills", "corruption")  # before the others start a device of JAX
 
 
 def main() -> int:
@@ -38,7 +39,7 @@ def main() -> int:
         os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/programs"  # the runs' programs are the same
         sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-        for wanted in options.kinds:
+        for wanted in sorted(options.kinds, key=lambda wanted: wanted.partition(":")[0] not in FORKING):
             kind, count, *names = wanted.split(":")
             campaign = importlib.import_module(f"faults.{kind}").campaign
             more = {"names": tuple(names[0].split(","))} if names else {}

@@ -286,10 +286,11 @@ class RayPool:
                 raise PoolLost(f"no actor is left; the last: {self._last}")
             left = max(deadline - time.monotonic(), 0.0)
             came, _ = attempt(ray.wait, [*sent, *self._away], timeout=min(_PROBE_SECONDS, left))
-            if not came and is_gone():
-                raise PoolLost("nothing answers any more where the Ray cluster was")
-            if not came and not left:
-                raise PoolLost(f"no answer within {seconds:g} s")
+            gone = not came and is_gone()
+            if gone or not (came or left):
+                raise PoolLost(
+                    "nothing answers where the Ray cluster was" if gone else f"no answer within {seconds:g} s"
+                )
             for reference in came:
                 number, handle = sent.pop(reference, None) or (None, self._away.pop(reference))
                 try:
@@ -401,10 +402,9 @@ def join(address: str | None, *, cards: Sequence[str] | None = None, object_stor
         if address is not None and [address] != _joined:
             raise UserError(f"expected the cluster that this process is on already, {cluster_address()}")
         return False
-    if address is not None and not answers(address):
-        raise UserError(f"no Ray cluster answers at {address}")
     if address is not None and not answers(address, http2=True):
-        raise UserError(f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts")
+        other = f"what answers at {address} is no Ray cluster; its owner sees HOST:PORT when it starts"
+        raise UserError(other if answers(address) else f"no Ray cluster answers at {address}")
     from ray._private import ray_constants
 
     on_loopback = address is None or address.startswith(("127.", "localhost:"))
@@ -505,12 +505,10 @@ def attempt(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             cause = RuntimeError(last_line(error))
         cause.add_note(f"In the actor:\n{error}")
         raise cause from None
-    except exceptions.GetTimeoutError:
-        raise
     except Exception as error:
         if is_gone():
             raise PoolLost(f"the Ray cluster is gone: {last_line(error)}") from error
-        if isinstance(error, exceptions.RayError | ConnectionError):
+        if isinstance(error, exceptions.RayError | ConnectionError) and not isinstance(error, TimeoutError):
             raise ActorLost(f"an actor died: {last_line(error)}") from error
         raise
 

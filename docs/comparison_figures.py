@@ -144,28 +144,3 @@ def _over_seeds(x: np.ndarray, values: np.ndarray) -> Band:
     some = ~np.isnan(values).all(axis=0)
     low, median, high = np.nanquantile(values[:, some], [0.25, 0.5, 0.75], axis=0)
     return Band(x[some], median, low, high)
-
-
-def draw_language(runs: list[dict[str, Any]], target: Path) -> None:
-    """The miniature: pixel accuracy while training, and on held-out prompts before and after."""
-    figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.5), width_ratios=(3, 2))
-    names = [name for name in LEARNING if any(run["name"] == name for run in runs)]
-    for place, name in enumerate(names):
-        mine = [run for run in runs if run["name"] == name]
-        draw(axes[0], name, band([r["steps"] for r in mine], [smoothed(r["pixel_accuracy"], 5) for r in mine]))
-        colour, _ = STYLES[name]
-        after = [run["after"] for run in mine]
-        axes[1].bar(place, np.mean(after), width=0.55, color=colour, alpha=0.35)
-        axes[1].plot(
-            place + 0.12 * (np.arange(len(after)) - (len(after) - 1) / 2), after, "o", color=colour, markersize=5
-        )
-        axes[1].annotate(f"{np.mean(after):.3f}", (place, 1.03), ha="center", color=colour)
-    before, oracle = (np.mean([run[key] for run in runs]) for key in ("before", "oracle"))
-    axes[1].axhline(before, color=GREY, linestyle=":", linewidth=1)
-    side = (len(names) - 0.62, before)
-    axes[1].annotate(f"before:\n{before:.2f}", side, ha="left", va="bottom", color=GREY, fontsize=9)
-    axes[1].set(title=f"held-out prompts, greedy (oracle {oracle:.2f})", ylim=(0, 1.1), xlim=(-0.5, len(names)))
-    axes[1].set_xticks(range(len(names)), names)
-    axes[0].set(title="training batches, sampled (mean of 5)", ylim=(0, 1.1), xlim=(0, None), xlabel="iteration")
-    axes[0].set_ylabel("pixel accuracy")
-    finish(figure, [axes[0]], target)

@@ -62,7 +62,6 @@ def learning(results: dict[str, Any]) -> list[str]:
     for name in LEARNING:
         run = results[name]
         steps, seconds = solved_at(run), seconds_at(run)
-        values = run["parameters"].get("value", 0)
         rows.append(
             [
                 name,
@@ -74,12 +73,10 @@ def learning(results: dict[str, Any]) -> list[str]:
                 run["learning_rate"],
                 f"{run['seconds']:.1f}",
                 f"{run['compile_seconds']:.0f}",
-                f"{run['parameters']['policy']} + {values}" if values else f"{run['parameters']['policy']}",
-                f"{run['optimizer_bytes'] / 1024:.1f}",
             ]
         )
     head = ["", "solved", "still at the end", "env steps to 475: median (range)", "seconds to 475, median"]
-    head += ["iterations", "learning rate", "seconds of the run", "compiling, s", "parameters", "optimizer, KiB"]
+    head += ["iterations", "learning rate", "seconds of the run", "compiling, s"]
     return table(head, rows)
 
 
@@ -132,52 +129,6 @@ def signal(results: dict[str, Any]) -> list[str]:
     return table(["part of the run", *thirds], body)
 
 
-def language(runs: list[dict[str, Any]]) -> list[str]:
-    """The miniature."""
-    rows = []
-    for name in LEARNING:
-        mine = [run for run in runs if run["name"] == name]
-        if not mine:
-            continue
-        closed = [(r["after"] - r["before"]) / (r["oracle"] - r["before"]) for r in mine]
-        figures = {key: [run[key] for run in mine] for key in ("before", "after", "after_sampled", "alignment_after")}
-        spread = f"{np.mean(figures['after']):.3f} ({min(figures['after']):.3f}–{max(figures['after']):.3f})"
-        rows.append(
-            [
-                name,
-                ", ".join(str(run["seed"]) for run in mine),
-                f"{np.mean(figures['before']):.3f}",
-                spread,
-                f"{np.mean(figures['after_sampled']):.3f}",
-                f"{np.mean(closed):.3f}",
-                f"{np.mean(figures['alignment_after']):.3f}",
-                f"{np.mean([run['seconds'] for run in mine]):.0f}",
-            ]
-        )
-    head = ["", "seeds", "before", "after, greedy: mean (range)", "after, sampled", "gap closed",
-            "CLIP score after", "seconds"]  # fmt: skip
-    return table(head, rows)
-
-
-def speed(report: dict[str, Any]) -> list[str]:
-    """Against the PyTorch loop."""
-    rows = []
-    for name, result in report["results"].items():
-        figures, way = result["summary"], result["torch"]
-        rows.append(
-            [
-                name.removeprefix("cartpole_").upper(),
-                f"{figures['torch']['steps_per_second']:,.0f} ({way['stepping']}, {way['threads']} thread)",
-                f"{figures['jax_one']['steps_per_second']:,.0f} ({figures['one_against_one']:.1f} ×)",
-                f"{figures['jax_together']['steps_per_second']:,.0f} ({figures['together_against_one']:.1f} ×)",
-                f"{figures['together_against_two_processes_at_best']:.1f} ×",
-            ]
-        )
-    head = ["env steps per second, updates included", "PyTorch, one seed", "grpo_jax, one seed",
-            "grpo_jax, all seeds vmapped", "against two PyTorch processes at best"]  # fmt: skip
-    return table(head, rows)
-
-
 def verdict(results: dict[str, Any]) -> str:
     """What the last measurements say of the sum and of GDPO; a difference counts where the quartiles do not meet."""
     parts = []
@@ -199,7 +150,7 @@ PAGE = """# PPO, GRPO and GDPO on one page
 
     pip install -e ".[cartpole,figures]"
     python docs/make_comparison.py                                   # trains on CartPole, rewrites this page
-    python docs/make_comparison.py --draw_only --language_runs DIR … # takes up finished runs of the miniature
+    python docs/make_comparison.py --draw_only                       # from the kept figures
 
 {where}
 
@@ -217,7 +168,9 @@ Lines are medians over seeds, bands quartiles.
 {learning}
 
 Seconds are those of all seeds together. Each algorithm has its own config's settings. GDPO leads GRPO here by its
-learning rate: with the same one, GRPO on the sum needs {sum_solved} environment steps. {speed}
+learning rate: with the same one, GRPO on the sum needs {sum_solved} environment steps. Speed:
+[results](../benchmarks/RESULTS.md#cartpole).
+
 ## Two objectives
 
 Each step pays 1 for being upright and max(0, 1 - |x| / {width}) for being near the middle, at most 500 each. All
@@ -248,33 +201,7 @@ reverse, and the sum neglects the rare fall. GDPO gives both the same weight at 
 
 {signal}
 
-Yes-or-no rewards are at least 475 steps, and centred at least 0.6 for each step. A group without signal in one
-objective can still teach the other; a filter on the sum would see only the last figure of each triple.
-{language}"""
-
-LANGUAGE_PART = """
-## Language: the miniature
-
-The same start, {iterations} iterations of 16 prompts × 8 completions. PPO has a value head, a KL reward for each
-token and GAE (`configs/prompt_enhancement_ppo.yaml`). A checker that is no reward measures pixel accuracy on the
-same 128 held-out prompts. All three trained on pictures of two steps (`--judges.renderer.steps 2`); the default run
-uses one.
-
-![Pixel accuracy of PPO, GRPO and GDPO](images/comparison_language.png)
-
-{table}
-
-"Gap closed" is (after - before) / (oracle - before). Other work affects the seconds.
-"""
-
-SPEED_PART = """
-### Against a plain PyTorch loop
-
-`python benchmarks/cartpole.py`, {processor}, {cores} cores, {date}: the same algorithm, network, batch and settings
-in a PyTorch loop over gymnasium ([`benchmarks/cartpole_torch.py`](../benchmarks/cartpole_torch.py)), in its fastest
-form here.{busy}
-
-{table}
+Yes-or-no rewards are at least 475 steps, and centred at least 0.6 for each step.
 """
 
 
@@ -286,25 +213,16 @@ def busy(runs: dict[str, Any]) -> str:
     return f" Other work was running (load {load:.1f} before the start), so the seconds are too high; the rest is not."
 
 
-def write_page(target: Path, results: dict[str, Any], report: dict[str, Any] | None, *, group: int) -> None:
-    """Fills in the page."""
-    runs, spoken = results["cartpole"], results["language"]
+def write_page(target: Path, results: dict[str, Any], *, group: int) -> None:
+    """Fill in the page."""
+    runs = results["cartpole"]
     made = runs["GRPO"]
     versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
-    language_part, speed_part = "", ""
-    if spoken:
-        iterations = " or ".join(sorted({str(run["iterations"]) for run in spoken}))
-        language_part = LANGUAGE_PART.format(iterations=iterations, table="\n".join(language(spoken)))
-    if report:
-        named = {key: report[key] for key in ("processor", "cores", "date")}
-        busy_then = f" Other work was running (load {report['load_before']})." if report["load_before"] > 0.5 else ""
-        speed_part = SPEED_PART.format(**named, busy=busy_then, table="\n".join(speed(report)))
     target.write_text(
         PAGE.format(
             where=f"CartPole: {made['machine']}, {made['date']}; {versions}.{busy(runs)}",
             seeds=len(made["curves"]["episode_return"]),
             learning="\n".join(learning(runs)),
-            speed=speed_part,
             width=runs["GDPO"]["width"],
             condition=runs["GDPO, conditioned"]["condition"],
             objectives="\n".join(objectives(runs)),
@@ -312,6 +230,5 @@ def write_page(target: Path, results: dict[str, Any], report: dict[str, Any] | N
             group=group,
             sum_solved=number(middle(solved_at(runs["GRPO on the sum"]))),
             signal="\n".join(signal(runs)),
-            language=language_part,
         )
     )

@@ -1,7 +1,6 @@
-"""Makes docs/comparison.md: PPO, GRPO and GDPO on CartPole and on the miniature, measured, drawn and told.
+"""Makes docs/comparison.md: PPO, GRPO and GDPO on CartPole, measured, drawn and told.
 
     python docs/make_comparison.py                              # trains on CartPole and rewrites the page
-    python docs/make_comparison.py --language_runs runs/a …     # takes up finished runs of the miniature as well
     python docs/make_comparison.py --draw_only                  # page and pictures again, from docs/comparison.json
 
 All figures are kept in docs/comparison.json; a part that is not measured anew stays as it is there. Needs matplotlib
@@ -23,8 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
-from comparison_figures import draw_language, draw_learning, draw_objectives, draw_signal
+from comparison_figures import draw_learning, draw_objectives, draw_signal
 from comparison_page import write_page
 
 from grpo_jax.config.command_line import load_config
@@ -52,7 +50,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "GDPO, weighted": ("cartpole_gdpo", {"weights": [2.0, 1.0]}),
     "GDPO, conditioned": ("cartpole_gdpo_conditioned", {}),
 }
-LANGUAGE = {"gae": "PPO", "grpo": "GRPO", "gdpo": "GDPO"}
 
 
 class Measured(NamedTuple):
@@ -165,30 +162,6 @@ def stacked(rows: list[dict[str, jax.Array]], key: str) -> list[list[float | Non
     return [[round(x, 3) if math.isfinite(x) else None for x in seed] for seed in values]
 
 
-def read_language(folder: Path) -> dict[str, Any]:
-    """What the page needs of a finished run of the miniature."""
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    summary = json.loads((folder / "summary.json").read_text())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    pixels, reward = summary["evaluation"]["pixel_accuracy"], summary["evaluation"]["alignment"]
-    advantage = config["algorithm"]["advantage"]
-    return {
-        "name": LANGUAGE[advantage],
-        "seed": summary["seed"],
-        "iterations": summary["iterations"],
-        "steps": [row["step"] for row in rows],
-        "pixel_accuracy": [round(row["eval_rewards/pixel_accuracy/mean"], 4) for row in rows],
-        "alignment": [round(row["reward/alignment/mean"], 4) for row in rows],
-        "before": pixels["before"],
-        "after": pixels["after"],
-        "after_sampled": pixels["after_sampled"],
-        "oracle": pixels["oracle"],
-        "alignment_after": reward["after"],
-        "seconds": summary["seconds"]["total"],
-        "update_seconds": summary["seconds"].get("update"),
-    }
-
-
 def machine() -> dict[str, Any]:
     """Where and when CartPole was measured."""
     names = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -204,33 +177,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draw_only", action="store_true", help="Train nothing.")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="Train these anew.")
-    parser.add_argument("--language_runs", type=Path, nargs="+", default=[], help="Run directories of the miniature.")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--iterations", type=int, help="Instead of the configs', for a quick look.")
     parser.add_argument("--out", type=Path, default=HERE, help="Folder of comparison.json, comparison.md and images/.")
     options = parser.parse_args()
     split_processor()
     kept = options.out / "comparison.json"
-    results = json.loads(kept.read_text()) if kept.exists() else {"cartpole": {}, "language": []}
+    results = json.loads(kept.read_text()) if kept.exists() else {"cartpole": {}}
     load = os.getloadavg()[0]  # of others: this script has done nothing yet
     for name in [] if options.draw_only else options.only:
         measured = train(name, options.seeds, options.iterations)
         results["cartpole"][name] = {**measured.figures, "curves": measured.curves, "load": load} | machine()
         print(f"{name}: {measured.figures['seconds']:.1f} s", flush=True)
-    if options.language_runs:
-        results["language"] = [read_language(folder) for folder in options.language_runs]
-    if not options.draw_only or options.language_runs:
+    if not options.draw_only:
         kept.write_text(json.dumps(results, separators=(",", ":")).replace("],[", "],\n[") + "\n")
     images = options.out / "images"
     images.mkdir(exist_ok=True)
     draw_learning(results["cartpole"], images / "comparison_learning.png")
     draw_objectives(results["cartpole"], images / "comparison_objectives.png")
     draw_signal(results["cartpole"], images / "comparison_signal.png")
-    if results["language"]:
-        draw_language(results["language"], images / "comparison_language.png")
-    benchmark = ROOT / "benchmarks" / "cartpole.json"
-    speed = json.loads(benchmark.read_text()) if benchmark.exists() else None
-    write_page(options.out / "comparison.md", results, speed, group=GROUP)
+    write_page(options.out / "comparison.md", results, group=GROUP)
 
 
 if __name__ == "__main__":

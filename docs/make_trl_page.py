@@ -17,11 +17,10 @@ TITLES = {
     "## Of transformers' `TrainingArguments`": other_names.TRAINING_ARGUMENTS,
     "## Of its command line": other_names.COMMAND,
 }
-LINK = re.compile(r"docs/(\w+\.md)")
 
 
 def rows(table: Mapping[str, str]) -> str:
-    """Return a table's lines: fields as code, pages as links. The names without a place share the last line."""
+    """Return a table's lines: fields as code. The names without a place share the last line."""
     absent = [names for names, text in table.items() if text.startswith(other_names.NOT_HERE)]
     lines = [f"| {names} | {_here(text)} |\n" for names, text in table.items() if names not in absent]
     return "".join([*lines, f"| {', '.join(absent)} | not here |\n"] if absent else lines)
@@ -37,9 +36,8 @@ def with_tables(page: str) -> str:
 
 
 def _here(text: str) -> str:
-    fields, semicolon, rest = text.partition("; ")
-    text = ", ".join(f"`{field}`" for field in fields.split(", ")) + semicolon + rest
-    return LINK.sub(r"[\1](\1)", text)
+    """Return the fields of an entry as code; what it says of them is for the error of a command."""
+    return ", ".join(f"`{field}`" for field in text.partition("; ")[0].split(", "))
 
 
 if __name__ == "__main__":

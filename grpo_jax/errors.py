@@ -197,7 +197,7 @@ def run_cli(
     --debug lets tracebacks through. `silent` says that another process prints the line.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words or "--debug=true" in words
+    debug = "--debug" in words
     try:
         with extras_named():
             result = act(words)

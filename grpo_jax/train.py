@@ -58,26 +58,29 @@ def run(
         UserError: A mistake in the config or the files it names, a package that is missing for it, or a judge that
             failed; checkpoints stay valid. A run directory in which nothing was saved yet is taken back.
     """
-    callbacks = (on_iteration, on_validation, on_checkpoint)
+    try:
+        return _run(config, (on_iteration, on_validation, on_checkpoint), prompts, rewards)
+    except UserError as error:
+        raise error.with_traceback(None) from None  # the line alone, not its way through this package
+
+
+@extras_named()
+def _run(
+    config: Any, callbacks: tuple[Callback | None, ...] = (), prompts: Any = None, rewards: Any = None
+) -> dict[str, Any]:
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
-    try:
-        with extras_named():
-            from grpo_jax.config.run import Config
-            from grpo_jax.reports.output import open_output
-            from grpo_jax.runs.stopping import Callbacks
+    from grpo_jax.config.run import Config
+    from grpo_jax.reports.output import open_output
+    from grpo_jax.runs.stopping import Callbacks
 
-            if isinstance(config, Config):
-                from grpo_jax.runs.trainer import train
+    if isinstance(config, Config):
+        from grpo_jax.runs.trainer import train
 
-                return train(config, open_output, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
-            from grpo_jax.runs.blocks import train_blocks
+        return train(config, open_output, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
+    from grpo_jax.runs.blocks import train_blocks
 
-            return train_blocks(config, open_output, Callbacks(*callbacks))
-    except UserError as error:
-        if config.debug:
-            raise
-        raise error.with_traceback(None) from None  # the line alone, not its way through this package
+    return train_blocks(config, open_output, Callbacks(*callbacks))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.run_dir is None:
             name = to_dict(config)["task"]["kind"].rpartition(":")[2]
             config = config.replace(run_dir=f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run(config)
+        _run(config)
         return 0
 
     return run_cli(act, words, silent=_is_other_process)

@@ -42,8 +42,6 @@ def default_cache() -> Path:
 
 def open_index(titles: Sequence[str], encoder: Encoder, cache: str | Path | None) -> Index:
     """Load the vectors of titles, in the order of their rows, from the cache, or make and store them there."""
-    if not len(titles):
-        raise UserError("the catalogue has no items")
     own = digest(titles)
     fingerprint = Fingerprint(f"{len(titles)} titles, {own}", encoder.identity)
     if cache is None:

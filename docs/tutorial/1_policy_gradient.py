@@ -147,4 +147,3 @@ assert np.std(ends[10.0]) > 2 * np.std(ends[0.0])
 # 1. Which bonus gives the least variance at the start? Try -4 to 4. Why is it near minus the expected reward, and why
 #    not exactly?
 # 2. Take `pulls=64` and an eighth of the steps. Who ends better, with and without the bonus?
-# 3. Start from `jnp.array([6.0, 0.0, 0.0, 0.0])`. How many pulls until the gradient is longer than its error?

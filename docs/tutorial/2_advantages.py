@@ -147,7 +147,6 @@ for right_ones in (1, 2, 4, 6, 7):
 #
 # 1. Make all prompts alike (`EASE` of zeros). Which baseline gains now, and which no longer does?
 # 2. With P · G = 32 pulls in each batch, which G has the least variance under leave one out?
-# 3. Let the baseline be the largest reward of the group, which depends on the actions. Measure its bias.
 #
 # Papers: Williams 1992; Ahmadian and others 2024, ["Back to Basics"](https://arxiv.org/abs/2402.14740) (RLOO); Liu
 # and others 2025, ["Dr. GRPO"](https://arxiv.org/abs/2503.20783).

@@ -158,7 +158,6 @@ assert spread[0.0] < spread[0.95] < spread[1.0]
 # 1. Do 40 passes instead of 10. What happens to the clipped share and the return? And without a clip
 #    (`clip_high=1e9`)?
 # 2. Set λ to 0 and to 1 in `judge`. Which learns at all in 30 iterations, and why?
-# 3. Give `gamma=gamma` for every step. What does the critic learn to expect of a fall?
 #
 # Papers: Schulman and others, ["GAE"](https://arxiv.org/abs/1506.02438), 2016, and
 # ["PPO"](https://arxiv.org/abs/1707.06347), 2017.

@@ -150,7 +150,6 @@ for axis, (title, curve) in zip(axes, {"steps upright, greedy": length, "share c
 #
 # 1. By hand: the advantages of the rewards 0, 0, 0, 1. And of 0, 0, 0, 100?
 # 2. Make `GROUP` 2, and 64. Compare after equally many steps played.
-# 3. Let each of the sixteen episodes begin at its own start. What is the group's mean now a baseline of?
 #
 # Paper: Shao and others, ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024. All choices of the loss:
 # [algorithms.md](../algorithms.md).

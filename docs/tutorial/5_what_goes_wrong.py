@@ -161,7 +161,6 @@ assert found[0] < 0.2 and found[2] > 0.8
 #
 # 1. Give right answers 1 + 0.01 · length. From which price on does `grpo` lengthen right answers?
 # 2. Start the third world with a chance of 0.6 for the right answer. Does the clip matter now?
-# 3. In the last world, try bonuses up to 1, and groups of 64 without a bonus. What does each cost?
 #
 # Papers: ["Dr. GRPO"](https://arxiv.org/abs/2503.20783) and ["DAPO"](https://arxiv.org/abs/2503.14476), 2025; J.
 # Schulman, ["Approximating KL divergence"](http://joschu.net/blog/kl-approx.html), 2020.

@@ -156,6 +156,5 @@ assert ends[0] < ends[1] < ends[3]
 #    whitening?
 # 2. Give wrong answers a third, unwanted reward (length, say) with ten times the spread. What do the sum and GDPO
 #    make of it?
-# 3. Swap the condition: right counts only if brief. What does the policy learn?
 #
 # Paper: NVIDIA, ["GDPO"](https://arxiv.org/abs/2601.05242), 2026.

@@ -155,8 +155,6 @@ assert hacked[1] > 5 and meant[1] < 4.5  # and only one of them tends to stop
 #
 # 1. Fix the reward instead of adding one: `answer == [word]`. Why does the run learn more slowly, or not at all?
 # 2. Train on six of the words and measure the other two. What would a policy need that this one lacks?
-# 3. Do three updates per batch, with the first log-probabilities as `old_logprobs`. What do `metrics.ratio` and
-#    `metrics.clip_high` show?
 #
 # Papers: Shao and others, ["DeepSeekMath"](https://arxiv.org/abs/2402.03300), 2024; NVIDIA,
 # ["GDPO"](https://arxiv.org/abs/2601.05242), 2026.

@@ -19,9 +19,12 @@ from grpo_jax.config.run import find_task, with_defaults
 from grpo_jax.errors import UserError, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
-FLAGS = ("--resume", "--deterministic", "--debug")
+FLAGS = ("--resume", "--deterministic")
 """Options that may stand without a value: `--resume` is `--resume=true`."""
-_OTHERS = ("--print_config", "--plan", "--version", "--help")
+_ALONE = ("--print_config", "--debug")
+_OTHERS = (*_ALONE, "--plan", "--version", "--help")
+_ASKED = ("config", "help", "print_config", "debug")
+"""Options that are no fields."""
 _JUDGE = re.compile(rf"judges\.\w+(\.{KEY})?")
 """An option that says the kind of a judge."""
 _SEVERAL = "--rewards"
@@ -36,7 +39,7 @@ def parse(arguments: Sequence[str], command: str = "train") -> Any:
     Raises UserError, with each mistake in one line, and SystemExit after --help and --print_config.
     """
     given = list(_options(arguments))
-    asked = {name: [value for other, value in given if other == name] for name in ("config", "help", "print_config")}
+    asked = {name: [value for other, value in given if other == name] for name in _ASKED}
     own = [(name, value) for name, value in given if name not in asked]
     files = [find_config(name) for name in asked["config"]] or _default_files(dict(own), bool(asked["help"]))
     neutral = {"task": "text"} if asked["help"] and not files else {}
@@ -123,7 +126,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             value = "" if alone else pending.pop(0)
         elif not equals and name in FLAGS:
             value = pending.pop(0).lower() if pending and pending[0].lower() in ("true", "false") else "true"
-        elif not equals and name != "--print_config":
+        elif not equals and name not in _ALONE:
             if alone:
                 raise UserError(_without_value(name))
             words = [pending.pop(0)]

@@ -133,7 +133,7 @@ TRAINING_ARGUMENTS = {
     "load_best_model_at_end": (
         f"{NOT_HERE}checkpoints/best is always kept, and --checkpoint best of evaluate and export takes it"
     ),
-    "metric_for_best_model": "evaluation.best_by; training.early_stopping_metric decides the end",
+    "metric_for_best_model": "evaluation.best_by; for early stopping too",
     "greater_is_better": f"{NOT_HERE}of every measure more is better",
     "early_stopping_patience": "training.early_stopping_patience; in validations",
     "resume_from_checkpoint": "resume",

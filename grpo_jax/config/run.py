@@ -52,8 +52,6 @@ class Config(Section):
     """Continue the run in run_dir from its last checkpoint."""
     deterministic: bool = resume_mutable(False)
     """Ask GPUs for repeatable kernels (slower); the CPU always is."""
-    debug: bool = resume_mutable(False)
-    """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/runs.md)."""
     push_to_hub: str = resume_mutable("")

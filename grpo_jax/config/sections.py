@@ -297,9 +297,7 @@ class AlgorithmSection(Section):
     called "overlong"; 0 for no penalty."""
     zero_variance_groups: Literal["keep", "drop", "resample"] = "keep"
     """Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep" them as zeros, "drop"
-    them out of the loss and its denominators, or "resample" other prompts for them."""
-    resample_rounds: PositiveCount = 3
-    """Further draws of one iteration, at most, with zero_variance_groups "resample"."""
+    them out of the loss and its denominators, or "resample" other prompts for them, three times at most."""
     turn_advantage: Literal["last", "return"] = "last"
     """What weighs the tokens of an episode: "last", the rewards of its last turn alone, alike for all turns; "return",
     of each turn the rewards from there on, compared with the same turn of the group."""
@@ -400,9 +398,6 @@ class TrainingSection(Section):
     """End training after so many validations in a row without a better one; 0 for never."""
     early_stopping_threshold: NonNegative = 0.0
     """What is better exceeds the best validation so far by more than this."""
-    early_stopping_metric: str = "score"
-    """Of a validation, what must get better: "score", which is maximised, or the name of a reward or of a watched
-    measure."""
 
     def __post_init__(self) -> None:
         """Check the ranges and that batches divide."""
@@ -461,8 +456,9 @@ class EvaluationSection(Section):
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    """What the best checkpoint has most of in validation: "score", which is maximised, or the name of a reward or of a
-    watched measure. One whose watched measures fell below the start's is never the best."""
+    """What the best checkpoint has most of in validation, and what early stopping looks at: "score", which is
+    maximised, or the name of a reward or of a watched measure. One whose watched measures fell below the start's is
+    never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
     """Sampled completions of each test prompt beside the greedy one (k); 0 for none. Above 1 their mean@k and pass@k
     are reported, with 95 % intervals."""

@@ -25,7 +25,7 @@ class Decoder(nn.Module):
     remat: str = "products"  # see `Policy`
     lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
     stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
-    # lays the states [P, S, D] that enter a stacked layer over a mesh of devices; None for one device
+    # lays the states [P, S, D] that enter a layer over a mesh of devices; None for one device
     spread: OverPrompts | None = None
     attention: str = "rows"  # see `attend_streams`
     apart: bool = False  # see `Projection`
@@ -33,37 +33,32 @@ class Decoder(nn.Module):
     def setup(self):
         """Declare the weights."""
         c, architecture = self.config, architecture_of(self.config)
-        self.embed_tokens = self._embedding("embed_tokens", c.vocab_size)
+        self.embed_tokens = self._table("embed_tokens", c.vocab_size)
         if architecture.learned_positions:
-            self.embed_positions = self._embedding("embed_positions", c.max_positions)
+            self.embed_positions = self._table("embed_positions", c.max_positions)
         if not c.tie_word_embeddings:
-            self.lm_head = self._embedding("lm_head", c.vocab_size)
-        self.layers = self._stack(architecture.block) if self.stacked else self._sequence(architecture.block)
+            self.lm_head = self._table("lm_head", c.vocab_size)
+        block = remat_block(architecture.block, self.remat, scanned=self.stacked)
+        settings = c, self.dtype, self.param_dtype, self.lora, self.spread, self.attention, self.apart
+        if self.stacked:
+            stack = nn.scan(
+                block,
+                variable_axes={"params": 0, "lora": 0},
+                split_rngs={"params": True},
+                in_axes=(0, nn.broadcast),
+                length=c.num_layers,
+            )
+            self.layers = stack(*settings)
+        else:
+            self.layers = [block(*settings) for _ in range(c.num_layers)]
         self.norm = architecture.final_norm(c, self.param_dtype)
 
-    def _stack(self, block: type[nn.Module]) -> nn.Module:
-        stack = nn.scan(
-            remat_block(block, self.remat),
-            variable_axes={"params": 0, "lora": 0},
-            split_rngs={"params": True},
-            in_axes=(0, nn.broadcast),
-            length=self.config.num_layers,
-        )
-        return stack(*self._settings(), self.spread, self.attention, self.apart)
-
-    def _sequence(self, block: type[nn.Module]) -> list[nn.Module]:
-        settings = *self._settings(), None, self.attention, self.apart
-        layer = remat_block(block, self.remat, scanned=False)
-        return [layer(*settings) for _ in range(self.config.num_layers)]
+    def _table(self, name: str, rows: int) -> jax.Array:
+        """Declare a table [rows, D]."""
+        return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size), self.param_dtype)
 
     def _recomputed(self, layer: nn.Module) -> Callable[..., PyTree]:
         return partial(recomputed(layer.clone(parent=None)), layer.variables["params"], layer.variables.get("lora", {}))
-
-    def _settings(self) -> tuple[ModelConfig, jax.typing.DTypeLike, jax.typing.DTypeLike, LoraConfig | None]:
-        return self.config, self.dtype, self.param_dtype, self.lora
-
-    def _embedding(self, name: str, rows: int) -> jax.Array:
-        return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size), self.param_dtype)
 
     def __call__(
         self,
@@ -78,7 +73,7 @@ class Decoder(nn.Module):
         """
         architecture = architecture_of(self.config)
         x = jnp.take(self.embed_tokens, tokens, axis=0, mode="clip").astype(self.dtype)
-        x = x if self.spread is None or not self.stacked else self.spread.embedded(x)
+        x = x if self.spread is None else self.spread.embedded(x)
         scale = getattr(self.config, "embedding_scale", 1.0)
         x = embed_pictures(x if scale == 1 else x * jnp.asarray(scale, self.dtype), context.vision)
         if architecture.learned_positions:

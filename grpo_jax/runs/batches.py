@@ -35,6 +35,7 @@ from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, roll
 Locks = defaultdict[str, threading.Lock]
 """Of the stages of batches that are on their way at once."""
 _DRAW_STREAM = 2**31 - 5
+_RESAMPLE_ROUNDS = 3  # further draws of one iteration
 _AHEAD = "rollout ahead"
 _GRACE_SECONDS = 5.0  # how long batches that nobody wants any more are waited for
 
@@ -43,11 +44,11 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
     """Sample and judge the batch of an iteration; return it and its part of the metrics row.
 
     With zero_variance_groups "resample" further batches are drawn until P groups are informative, at most
-    `resample_rounds`: DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come
+    three: DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476) with a bound. Informative groups come
     first, in the order they were drawn. The metrics are of the first batch.
     """
     algorithm = ctx.config.algorithm
-    further = algorithm.resample_rounds if algorithm.zero_variance_groups == "resample" else 0
+    further = _RESAMPLE_ROUNDS if algorithm.zero_variance_groups == "resample" else 0
     with ctx.reward_state.at(iteration) as moment:
         rollout, draws = _collect(ctx, variables, iteration, 0, locks), 1
         objectives = weigh(ctx, rollout, training=True)

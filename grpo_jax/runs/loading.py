@@ -382,8 +382,6 @@ def _check_measures(config: Config, prompts: PromptSet, fns: RolloutFns) -> None
             "training.early_stopping_patience: expected 0, for there are no validation prompts (data.held_out, "
             f"evaluation.validation_prompts); got {training.early_stopping_patience}"
         )
-    metric = training.early_stopping_metric
-    require(metric in names, "training.early_stopping_metric", f"one of {', '.join(names)}", metric)
 
 
 def ask_for_determinism(*, torch_too: bool) -> None:

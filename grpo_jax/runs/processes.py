@@ -32,7 +32,6 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 HEARTBEAT_SECONDS = 20
 _LEAVING_SECONDS = 10
 _SHARED_SECONDS = 10.0  # how long a network file system may hide a new file
-_OWN = ("run_dir", "debug")  # fields that may differ
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 _BLOCK = 2**20
 
@@ -120,7 +119,7 @@ def require_same(facts: Mapping[str, str]) -> None:
 
 def start_facts(config: object) -> dict[str, str]:
     """Return the config, with the digest of a file or folder in place of its path, the code and the packages."""
-    facts = {name: _fact(value) for name, value in _flat(to_dict(config)) if name not in _OWN}
+    facts = {name: _fact(value) for name, value in _flat(to_dict(config)) if name != "run_dir"}
     facts["the code of grpo_jax"] = _digest(Path(__file__).parents[1].rglob("*.py"))
     return facts | {f"the version of {d.name}": d.version for d in metadata.distributions() if d.name in _PACKAGES}
 

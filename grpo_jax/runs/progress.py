@@ -14,7 +14,7 @@ from grpo_jax.rollout.data import TRAINING_ROWS
 Record = dict[str, Any]
 """A JSON object."""
 SCORE = "score"
-"""As training.early_stopping_metric: the maximised measure, by which the best checkpoint is chosen."""
+"""As evaluation.best_by: the maximised measure."""
 
 
 class Progress(NamedTuple):

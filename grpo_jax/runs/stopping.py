@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.sections import TrainingSection
+from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
 from grpo_jax.rollout.rewards import no_reward_lately
 from grpo_jax.training.update import PATIENCE
@@ -140,17 +140,17 @@ class EarlyStopping(NamedTuple):
     iteration: int = 0
     validations: int = 0
 
-    def after(self, measures: Mapping[str, float], iteration: int, training: TrainingSection) -> EarlyStopping:
+    def after(self, measures: Mapping[str, float], iteration: int, config: Config) -> EarlyStopping:
         """Count a validation: better is what exceeds the best by more than training.early_stopping_threshold."""
-        value = measures.get(training.early_stopping_metric, math.nan)
-        better = self.best is None or value > self.best + training.early_stopping_threshold
+        value = measures.get(config.evaluation.best_by, math.nan)
+        better = self.best is None or value > self.best + config.training.early_stopping_threshold
         if math.isfinite(value) and better:
             return EarlyStopping(float(value), iteration)
         return self._replace(validations=self.validations + 1)
 
-    def reason(self, training: TrainingSection) -> str:
+    def reason(self, config: Config) -> str:
         """Return the reason to stop early; "" if there is none."""
-        patience, metric = training.early_stopping_patience, training.early_stopping_metric
+        patience, metric = config.training.early_stopping_patience, config.evaluation.best_by
         if not patience or self.validations < patience:
             return ""
         if self.best is None:

@@ -274,7 +274,7 @@ class Trainer:
         if fell := fallen(progress.notes["watched"].get("validation", {}), watched_values(ctx, evaluation)):
             self.output.say(f"validation after iteration {done}: {join_names(fell)} fell below the start: not the best")
             score = math.nan
-        waited = EarlyStopping(**(progress.early_stopping or {})).after(measures, done, self.config.training)
+        waited = EarlyStopping(**(progress.early_stopping or {})).after(measures, done, self.config)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
         progress = progress._replace(seconds=seconds, early_stopping=waited._asdict(), unvalidated=None)
         score = broadcast(float(score))
@@ -364,7 +364,7 @@ class Trainer:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _early_end(self) -> str:
-        return EarlyStopping(**(self.progress.early_stopping or {})).reason(self.config.training)
+        return EarlyStopping(**(self.progress.early_stopping or {})).reason(self.config)
 
     def _is_over(self) -> bool:
         return self.progress.iteration >= self.iterations or bool(self._early_end())

@@ -20,6 +20,8 @@ from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup, TurnEnvironment, Vocabulary
 
+_HELD_OUT = 64  # episodes that choose the best checkpoint, and as many that measure the run
+
 
 class Environment(Task):
     """Episodes of environments of your own: reset(seed) → prompt, step(text) → (reply, reward, done)."""
@@ -29,8 +31,6 @@ class Environment(Task):
     or {class: share} of how much of the prompts each has."""
     seeds: PositiveCount = 1024
     """How many episodes there are to train on, over and over; further ones are held out."""
-    held_out: PositiveCount = 64
-    """How many episodes each measure the run and choose the best checkpoint."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "sampling": {"turns": 4, "max_new_tokens": 64, "max_answer_tokens": 64},
@@ -56,7 +56,7 @@ class Environment(Task):
         if len(classes) < len(names):
             raise UserError(f"task.environment: expected classes of different names, got {', '.join(names)}")
         runner = EnvRunner(classes)
-        counts = (self.seeds, self.held_out, self.held_out)
+        counts = (self.seeds, _HELD_OUT, _HELD_OUT)
         kinds, seeds = [*classes], itertools.count()
         parts = [[_row(runner, kinds[kind], next(seeds)) for kind in self._kinds(count)] for count in counts]
         words = [word for made in classes.values() for word in getattr(made, "words", ())]

@@ -23,9 +23,8 @@ from grpo_jax.core.advantages import (
     raft_advantages,
     sum_rewards,
 )
-from grpo_jax.core.returns import last_turn, turn_advantages, turn_returns
+from grpo_jax.core.returns import last_turn, overlong_penalty, turn_advantages, turn_returns
 from grpo_jax.core.selection import groups_with_signal
-from grpo_jax.core.shaping import overlong_penalty
 
 OVERLONG = "overlong"
 """Name of the soft length penalty's objective."""

@@ -21,8 +21,7 @@ from grpo_jax.core.aggregation import FixedLength, Mean
 from grpo_jax.core.kl import kl_divergence
 from grpo_jax.core.masking import count, masked_mean, masked_std, masked_whiten, safe_divide, select
 from grpo_jax.core.ppo import value_loss
-from grpo_jax.core.returns import gae_advantages
-from grpo_jax.core.shaping import kl_penalised_rewards
+from grpo_jax.core.returns import gae_advantages, kl_penalised_rewards
 from grpo_jax.core.trie import Trie, walk
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VALUE, PyTree, Variables, token_values

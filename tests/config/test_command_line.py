@@ -31,11 +31,11 @@ def test_arguments_override_files_which_override_defaults(tmp_path):
     path, other = tmp_path / "c.yaml", tmp_path / "d.yaml"
     path.write_text("seed: 1\ntask: text\ntraining: {max_steps: 9, save_every: 4}\n")
     other.write_text("training: {save_every: 5, keep_checkpoints: 3}\n")
-    flags = ["--resume", "--debug", "false", "--policy.lora.rank=2", "--report_to", "[]"]
+    flags = ["--resume", "--debug", "--policy.lora.rank=2", "--report_to", "[]"]
     rewards = ["--rewards", '[{"name": "m:f", "weight": 2}]']
     config = parse(["--config", str(path), "--training.max_steps", "7", *flags, *rewards, "--config", str(other)])
     assert config.training == config.training.replace(max_steps=7, save_every=5, keep_checkpoints=3)
-    assert (config.seed, config.task) == (1, Text()) and config.resume and not config.debug and config.report_to == []
+    assert (config.seed, config.task) == (1, Text()) and config.resume and config.report_to == []
     assert config.policy.lora.rank == 2 and config.rewards == [RewardSection(name="m:f", weight=2.0)]
     assert parse(["--config", str(path), "--seed", "2"]).seed == 2
 

@@ -15,7 +15,6 @@ from grpo_jax.errors import UserError
         ({"policy": {"lora": {"rank": -1}}}, "policy.lora.rank: expected a number >= 0, got -1"),
         ({"sampling": {"top_p": 0.0}}, "sampling.top_p: expected a number > 0, got 0.0"),
         ({"algorithm": {"clip_low": 2.0}}, "algorithm.clip_low: expected a number <= 1, got 2.0"),
-        ({"algorithm": {"resample_rounds": 0}}, "algorithm.resample_rounds: expected a number >= 1, got 0"),
         ({"ppo": {"gae_lambda": float("nan")}}, "ppo.gae_lambda: expected a finite number"),
         ({"ppo": {"value_coef": 1e308}}, "ppo.value_coef: expected a number <= 1000000000000"),
         (

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from grpo_jax.core import advantages, kl, losses, ppo, returns, selection, shaping
+from grpo_jax.core import advantages, kl, losses, ppo, returns, selection
 from grpo_jax.core.advantages import Condition
 from grpo_jax.core.kl import KLPenalty
 from grpo_jax.core.logprobs import token_logprobs
@@ -121,10 +121,10 @@ TABLE = {
         p["steps"], p["values"], gamma=0.9, gae_lambda=0.8, mask=p["mask"]
     ),
     "normalised_returns": lambda p: returns.normalised_returns(p["steps"], mask=p["mask"]),
-    "kl_penalised_rewards": lambda p: shaping.kl_penalised_rewards(
+    "kl_penalised_rewards": lambda p: returns.kl_penalised_rewards(
         p["scores"], p["logprobs"], p["ref"], p["mask"], kl_coef=0.3
     ),
-    "overlong_penalty": lambda p: shaping.overlong_penalty(p["lengths"], limit=30, buffer=16),
+    "overlong_penalty": lambda p: returns.overlong_penalty(p["lengths"], limit=30, buffer=16),
     **{f"kl_divergence {e}": lambda p, e=e: kl.kl_divergence(p["logprobs"], p["ref"], estimator=e)
        for e in kl.ESTIMATORS},
     **LOSSES,
@@ -141,7 +141,6 @@ def everything(parts):
 
 QUICK = {"xla_backend_optimization_level": 0}  # these run a few times each: compiling is what takes long
 RUN = jax.jit(everything, compiler_options=QUICK)
-MAPPED = jax.jit(jax.vmap(everything), compiler_options=QUICK)
 
 
 def assert_same(got, expected, rtol=1e-5, atol=1e-5):
@@ -158,7 +157,7 @@ def test_the_table_holds_every_public_function():
     # Checks of arguments, a step of several functions, and those of tests/turns/test_turn_advantages.py.
     not_arrays = {"check_choice", "check_shape", "as_objective_weights", "group_mean"}
     not_arrays |= {"last_turn", "turn_returns", "turn_advantages"}
-    for module in (advantages, kl, losses, ppo, returns, selection, shaping):
+    for module in (advantages, kl, losses, ppo, returns, selection):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_") and name not in not_arrays:
                 assert any(key.split()[0] == name for key in TABLE), f"{module.__name__}.{name}"
@@ -216,14 +215,6 @@ def test_padding_with_undefined_numbers(seed):
 
     expected = RUN(parts)
     assert_same(jax.tree.map(cut, RUN(wide), expected), expected)
-
-
-@settings(max_examples=5)
-@given(seeds, seeds)
-def test_a_mapped_axis_is_a_loop(first, second):
-    both = [batch(seed) for seed in (first, second)]
-    mapped = MAPPED(jax.tree.map(lambda *leaves: np.stack(leaves), *both))
-    assert_same(mapped, jax.tree.map(lambda *leaves: np.stack(leaves), *map(RUN, both)))
 
 
 @settings(max_examples=5)

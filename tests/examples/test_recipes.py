@@ -7,11 +7,9 @@ are refused, each with its line of the `text` block behind them. Trainings are c
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -35,14 +33,11 @@ SHORT = {
     "report_to": "[]",
 }
 SMALLER = {
-    "own_task.md": {"sft.steps": 5, "sft.batch": 16, "training.prompts_per_batch": 4},
-    "picture_input.md": {"training.prompts_per_batch": 4},
     "arithmetic.md": {"policy.lora.rank": 2, "training.prompts_per_batch": 4},
     "tool_use.md": {"policy.lora.rank": 2, "sampling.group_size": 2, "training.prompts_per_batch": 2},
 }
-FROM = dict.fromkeys(("short_answers.md", "after_a_crash.md", "reading_the_report.md"), "own_reward.md")
+FROM = dict.fromkeys(("short_answers.md", "reading_the_report.md"), "own_reward.md")
 """Pages that use the files of another."""
-UNCUT = ("after_a_crash.md",)
 
 
 class Block(NamedTuple):
@@ -73,7 +68,6 @@ def folders(tmp_path_factory):
 def desk(folders, tmp_path, monkeypatch):
     """A folder in which a reader stands."""
     (tmp_path / "smollm2").symlink_to(folders / "smollm2")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -110,8 +104,6 @@ class Reader:
         if line.startswith("pip install") or line == "python unpack.py":
             return ""
         words = shlex.split(line)
-        if words[0] == "bash":
-            words = ["python", *self.what_a_script_calls(line)]
         with pytest.MonkeyPatch.context() as patch:
             ended = self.call([*words[1:], *(self.cut(words) if code == 0 else [])], patch)
         said = self.capsys.readouterr()
@@ -131,21 +123,9 @@ class Reader:
 
     def cut(self, words: list[str]) -> list[str]:
         """Options that make a training short."""
-        if "grpo_jax.train" not in words or self.page in UNCUT:
+        if "grpo_jax.train" not in words:
             return []
-        if "--resume" in words:
-            return ["--training.max_steps=3"]
         return [f"--{name}={value}" for name, value in (SHORT | SMALLER.get(self.page, {})).items()]
-
-    def what_a_script_calls(self, line: str) -> list[str]:
-        """The words behind `python` that a shell script comes to."""
-        python = self.desk / "bin" / "python"
-        python.parent.mkdir(exist_ok=True)
-        python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" > called\n")
-        python.chmod(0o755)
-        path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
-        subprocess.run(shlex.split(line), env=os.environ | {"PATH": path}, check=True)
-        return (self.desk / "called").read_text().splitlines()
 
 
 def errors(text: str) -> list[str]:

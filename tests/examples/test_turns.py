@@ -228,7 +228,8 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
     assert load_config(ROOT / "examples" / "grid" / "grid.yaml").task.environment == ["examples/grid/grid.py:Grid"]
     small = {name: SMALL[name] for name in ("sampling.group_size", "evaluation.samples")}
     small |= {"policy.new.width": 16, "policy.new.layers": 1, "policy.remat": "none", "training.max_steps": 1}
-    small |= {"task.held_out": 3, "task.seeds": 12, "training.prompts_per_batch": 12, "report_to": "[]"}
+    small |= {"evaluation.prompts": 3, "evaluation.validation_prompts": 3, "report_to": "[]"}
+    small |= {"task.seeds": 12, "training.prompts_per_batch": 12}
     command = ["--config", "examples/grid/with_guess.yaml", "--run_dir", str(tmp_path)]
     assert main([*command, *(f"--{name}={value}" for name, value in small.items())]) == 0
     episodes = {}

@@ -12,7 +12,7 @@ from grpo_jax.models.random_init import write_policy
 from grpo_jax.tasks.recommendation import dummy
 
 CATALOGUE = dummy.make_catalogue_of_words(560)
-WORDS = dummy.vocabulary(CATALOGUE)
+WORDS = tuple(dict.fromkeys(" ".join(CATALOGUE.titles).split()))
 
 
 @pytest.fixture(scope="module")

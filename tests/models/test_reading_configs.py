@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.tiny_decoders import LLAMA as TINY
 from support.tiny_decoders import compiled
+from support.tiny_decoders import drawn as weights
 
 from grpo_jax.models.architectures import ARCHITECTURES, llama, read_config
 from grpo_jax.models.decoder import init_variables
@@ -229,7 +230,7 @@ def test_a_new_architecture_is_its_row(monkeypatch, tmp_path):
     monkeypatch.setitem(ARCHITECTURES, "placed_llama", new)
     config = dataclasses.replace(TINY, model_type="placed_llama", max_positions=8)
     lora = LoraConfig(2, 4.0, ("q_proj",))
-    variables = init_variables(config, jax.random.key(0), lora=lora)
+    variables = weights(config, lora)
     assert variables["params"]["embed_positions"].shape == (8, 32)
 
     policy = compiled(Policy(config, lora=lora))

@@ -10,8 +10,8 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from grpo_jax.core.advantages import batch_whitened_advantages, leave_one_out_advantages
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.core.losses import PRESETS, KLPenalty
+from grpo_jax.core.returns import kl_penalised_rewards, overlong_penalty
 from grpo_jax.core.selection import high_entropy_mask, truncated_importance_weights, without_truncated
-from grpo_jax.core.shaping import kl_penalised_rewards, overlong_penalty
 
 SAMPLER = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 RLOO_SCORES = "RLOOTrainer._generate_and_score_completions"

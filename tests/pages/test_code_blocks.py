@@ -1,16 +1,12 @@
 """Python in the pages runs: the blocks of a page one after the other, where a reader stands who has what they name."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.tiny_models import causal_lm
-from support.xla import known_flags
 
 from grpo_jax.config import run as config
 from grpo_jax.rollout.env import Episode, Turn
@@ -24,10 +20,8 @@ ELSEWHERE = {
 WHOLE = ("tutorial", "recipes")
 """Folders of docs/ whose pages other tests run whole, with their files, commands and what they print."""
 SMALL = {"sampling": {"group_size": 2, "max_new_tokens": 4}, "training": {"max_steps": 1, "prompts_per_batch": 2}}
-DEVICES = {"docs/scaling.md": 8}
-"""Pages that need several."""
-WIDE = ("docs/scaling.md", "docs/runs.md", "docs/rewards.md", "docs/coming_from_trl.md")
-"""Pages whose calls the tests of meshes, runs, rewards and of the page itself make too."""
+WIDE = ("docs/runs.md", "docs/coming_from_trl.md")
+"""Pages whose calls the tests of runs and of the page itself make too."""
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 NAME = "path/to/Qwen2.5-0.5B-Instruct"
 
@@ -76,18 +70,8 @@ def desk(things, tmp_path, monkeypatch):
     return tmp_path
 
 
-def in_a_process(code: str, devices: int) -> dict:
-    flags = f"{known_flags()} --xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return {}
-
-
 def scope_of(page: str) -> dict:
     """What a page's blocks leave when they have run."""
-    if page in DEVICES:
-        return in_a_process("\n".join(blocks(page)), DEVICES[page])
     scope: dict = {"__name__": "__main__"}
     for block in blocks(page):
         exec(compile(block, page, "exec"), scope)

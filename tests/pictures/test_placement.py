@@ -184,7 +184,7 @@ def test_folders_of_2024_keep_the_template_with_pictures_apart(own, loaded, tmp_
     usual = encoder(loaded, rows)(rows).tokens
     np.testing.assert_array_equal(encoder(loaded, rows, hf.load_tokenizer(folder))(rows).tokens, usual)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": 3}))
-    with pytest.raises(UserError, match=r"chat_template\.json: chat_template must be text, got 3"):
+    with pytest.raises(UserError, match=r"chat_template\.json: chat_template: expected text, got 3"):
         hf.load_tokenizer(folder)
 
 

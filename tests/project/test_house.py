@@ -15,10 +15,6 @@ ROOMS = (
 )
 """From the ground up: each imports only from those before it."""
 COMMANDS = ("train", "evaluate", "export", "report", "predict", "recommend", "demo", "__main__")
-LOOKS_UP = ("grpo_jax.tasks.task", "grpo_jax.tasks.cartpole.program")
-"""Modules that still name types of a room after theirs."""
-CIRCLES = ("grpo_jax.tasks.cartpole", "grpo_jax.tasks.recommendation")
-"""Folders with a circle of lazy imports still."""
 HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "accelerate")
 KNOWN_BY_BRIDGES = (
     "grpo_jax.config.judge",
@@ -70,19 +66,12 @@ def test_a_room_imports_only_from_the_rooms_before_it():
         other = room_of(target(found.module))
         return other == "" or ROOMS.index(other) > ROOMS.index(room_of(name))
 
-    refuse([name for name in OURS if name not in LOOKS_UP], wrong, types=True)
+    refuse(OURS, wrong, types=True)
 
 
 def test_no_circle_of_modules():
     """Imports inside functions count; types of the own room do not."""
-
-    def counts(name, found):
-        return not (found.lazy and within(name, CIRCLES) and within(found.module, CIRCLES))
-
-    graph = {
-        name: {target(found.module) for found in imports_of(name) if counts(name, found)} & FILES.keys() - {name}
-        for name in FILES
-    }
+    graph = {name: {target(found.module) for found in imports_of(name)} & FILES.keys() - {name} for name in FILES}
     assert not find_circle(graph)
 
 

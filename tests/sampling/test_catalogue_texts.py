@@ -41,7 +41,7 @@ NUMBER = {text: number for number, text in enumerate(TEXTS)}
 @pytest.fixture(scope="module")
 def model():
     policy = Policy(ONE_HEAD)
-    return policy, init_variables(ONE_HEAD, jax.random.key(0))
+    return policy, jax.jit(partial(init_variables, ONE_HEAD))(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def logits(model):
     tokens = np.array([[*text, *[PAD] * (LENGTH - len(text))] for text in TEXTS], np.int32)
     mask = np.array([[True] * len(text) + [False] * (LENGTH - len(text)) for text in TEXTS])
     both = [np.stack([x, x]) for x in (tokens, mask)]
-    hidden = policy.forward_group(variables, PROMPTS, MASK, *both)
+    hidden = jax.jit(policy.forward_group)(variables, PROMPTS, MASK, *both)
     return np.asarray(hidden @ policy.head(variables).T, np.float64)
 
 

@@ -1,5 +1,7 @@
 """The tree of a catalogue's texts against dictionaries of dictionaries."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,7 +133,7 @@ def test_narrow_trees_take_a_shorter_way_to_the_same_numbers(children_of_a_node,
         return token_logprobs(hidden, head, tokens, allowed_tokens=(trie, walk(trie, tokens)), **options)
 
     found, expected = (
-        jax.value_and_grad(lambda *x, f=f: pulled(f, *x), argnums=(0, 1, 2), has_aux=True)(prompts, after, head)
+        jax.jit(jax.value_and_grad(partial(pulled, f), argnums=(0, 1, 2), has_aux=True))(prompts, after, head)
         for f in (shorter, longer)
     )
     jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-4, atol=1e-5), found, expected)

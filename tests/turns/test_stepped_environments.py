@@ -51,14 +51,14 @@ class Broken(Count):
         return "seen"
 '''
 SMALL = {
-    "task": {"kind": "environment", "seeds": 8, "held_out": 4},
+    "task": {"kind": "environment", "seeds": 8},
     "report_to": [],
     "policy": {"path": "new", "new": {"width": 16, "heads": 2, "layers": 1, "window": 32}, "remat": "none"},
     "data": {"max_prompt_tokens": 4},
     "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 4},
     "algorithm": {"advantage": "grpo"},
     "training": {"prompts_per_batch": 8, "max_steps": 2, "save_every": 1},
-    "evaluation": {"every": 1, "samples": 0},
+    "evaluation": {"every": 1, "samples": 0, "prompts": 4, "validation_prompts": 4},
 }
 
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from grpo_jax.models.hf.weights import (
     weight_files,
     write_shard,
 )
-from grpo_jax.models.hf_config import Fields
+from grpo_jax.models.hf_config import Fields, expect
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -119,7 +120,10 @@ def _processor_template(folder: Path) -> str | None:
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
-    return str(read_json(path).get("chat_template") or "") or None
+    template = read_json(path).get("chat_template")
+    with as_user_error(str(path), ValueError):
+        expect(isinstance(template, str), "chat_template", "text", template)
+    return template
 
 
 def save_folder(
@@ -197,7 +201,7 @@ def _from_hub(name: str) -> Path:
 def model_config(folder: Path, raw: Fields) -> ModelConfig:
     """The decoder's config from a ``config.json``; UserError names a field that is not supported."""
     kinds = ValueError, TypeError, LookupError, ArithmeticError, AttributeError
-    with as_user_error(f"{folder / 'config.json'}", *kinds):
+    with as_user_error(f"{folder}/config.json", *kinds):
         return read_config(raw)
 
 
@@ -258,15 +262,15 @@ def require_hub(repo: str) -> None:
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import validate_repo_id
 
-    with as_user_error(f"push_to_hub: expected OWNER/NAME of a repository, got {short_name(repo)}", ValueError):
+    problem = f"expected OWNER/NAME of a repository, got {short_name(repo)}"
+    with suppress(ValueError):
         validate_repo_id(repo)
         _, _ = repo.split("/")  # `true`, as it is elsewhere, would be a name
-    if constants.HF_HUB_OFFLINE or get_token() is None:
-        raise UserError(
-            "push_to_hub: the hub is switched off here (HF_HUB_OFFLINE); unset it"
-            if constants.HF_HUB_OFFLINE
-            else "push_to_hub: nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN"
-        )
+        problem = "" if get_token() else "nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN"
+        if constants.HF_HUB_OFFLINE:
+            problem = "the hub is switched off here (HF_HUB_OFFLINE); unset it"
+    if problem:
+        raise UserError(f"push_to_hub: {problem}")
 
 
 def write_card(folder: str | Path, *, base: str, adapters: bool = False) -> None:

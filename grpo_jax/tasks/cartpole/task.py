@@ -99,8 +99,6 @@ class CartPoleConfig(Section):
     """Folder of the run; null makes runs/TASK-TIME."""
     resume: bool = resume_mutable(False)
     """Continue the run in run_dir from its last checkpoint."""
-    debug: bool = resume_mutable(False)
-    """Show tracebacks of user errors."""
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], Each] = resume_mutable(["tensorboard"])
     """Metric writers beside metrics.jsonl (docs/runs.md)."""
     algorithm: CartPoleAlgorithm = Field(default_factory=CartPoleAlgorithm)

@@ -56,11 +56,6 @@ def make_catalogue_of_words(items: int) -> Catalogue:
     return make_catalogue([f"i{row}" for row in range(len(words))], [" ".join(title) for title in words], columns)
 
 
-def vocabulary(catalogue: Catalogue) -> tuple[str, ...]:
-    """Return every word of the titles, each once."""
-    return tuple(dict.fromkeys(word for title in catalogue.titles for word in title.split()))
-
-
 def lessons(rows: Sequence[Row], catalogue: Catalogue, *, seed: int = 0) -> list[tuple[str, str]]:
     """Return (prompt, title) pairs that teach the form of a title and nothing of the rules.
 

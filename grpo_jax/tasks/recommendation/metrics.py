@@ -37,8 +37,6 @@ def count_better(
     is not ranked by a rounding.
     """
     scores = np.asarray(scores)
-    if np.isnan(scores).any():
-        raise ValueError("scores must not be NaN")
     target_scores = scores[np.arange(len(scores)), targets][:, None]
     better, worse = scores > target_scores + tolerance, scores < target_scores - tolerance
     # What is left out is taken off again, which is less work than masking all that stays.

@@ -145,13 +145,13 @@ def test_other_prompts_for_silent_groups_and_an_early_end(config, tmp_path, caps
     """Each batch then begins when the one before is whole; what is on its way at the end is waited for."""
     judge = config.parent / "judge.py"
     run = tmp_path / "run"
-    words = [f"--run_dir={run}", "--algorithm.zero_variance_groups=resample", "--algorithm.resample_rounds=1"]
+    words = [f"--run_dir={run}", "--algorithm.zero_variance_groups=resample"]
     words += ["--training.early_stopping_patience=1", "--training.early_stopping_threshold=1000"]
     words += ["--evaluation.every=1", "--data.held_out=0.25"]
     rewards = [{"name": f"{judge}:alike"}, {"name": f"{judge}:letters", "weight": 0}]
     assert main(["--config", str(config), *words, "--rewards", json.dumps(rewards)]) == 0
     assert "early stopping after iteration 2" in capsys.readouterr().out
-    assert [(row["draws"], row["staleness"], row["log/seen"]) for row in rows(run)] == [(2, 0, 0), (2, UPDATES, 1)]
+    assert [(row["draws"], row["staleness"], row["log/seen"]) for row in rows(run)] == [(4, 0, 0), (4, UPDATES, 1)]
 
 
 def test_without_a_weight_the_ratio_is_taken_against_the_sampler(config):

@@ -25,8 +25,7 @@ def config(place):
     values = yaml.safe_load(place.config.read_text())
     values["training"] = {"prompts_per_batch": 4, "max_steps": 6, "save_every": 2, "inner_epochs": 2, "minibatches": 2}
     values["training"] |= {"early_stopping_patience": 3, "early_stopping_threshold": 1e3}
-    values["training"] |= {"early_stopping_metric": "letters"}
-    values["evaluation"] = {"every": 1, "samples": 0}
+    values["evaluation"] = {"every": 1, "samples": 0, "best_by": "letters"}
     return make_config(values)
 
 
@@ -134,19 +133,17 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
 
 
 def test_waiting_counts_what_is_no_better():
-    training = make_config(
-        task="text", training={"early_stopping_patience": 2, "early_stopping_threshold": 0.1}
-    ).training
+    config = make_config(task="text", training={"early_stopping_patience": 2, "early_stopping_threshold": 0.1})
     waited, ended = EarlyStopping(), []
     for iteration, score in enumerate([1.0, 1.05, 1.2, float("nan"), 1.25, 1.31], 1):
-        waited = waited.after({"score": score}, iteration, training)
-        ended.append((waited.best, waited.validations, bool(waited.reason(training))))
+        waited = waited.after({"score": score}, iteration, config)
+        ended.append((waited.best, waited.validations, bool(waited.reason(config))))
     assert ended == [
         *((1.0, 0, False), (1.0, 1, False), (1.2, 0, False)),
         *((1.2, 1, False), (1.2, 2, True), (1.31, 0, False)),  # a missing score is no better
     ]
-    missing = EarlyStopping().after({}, 1, training).after({}, 2, training)
-    assert "was missing in 2 validations" in missing.reason(training)
+    missing = EarlyStopping().after({}, 1, config).after({}, 2, config)
+    assert "was missing in 2 validations" in missing.reason(config)
 
 
 @pytest.mark.parametrize("answer", [1, "stop", []])
@@ -161,10 +158,7 @@ def test_what_a_callback_returns_is_true_false_or_nothing(answer, tmp_path):
     [
         ({"evaluation": {"every": 0}}, "early_stopping_patience: expected 0 with evaluation.every 0"),
         ({"data": {"held_out": 0}}, "early_stopping_patience: expected 0, for there are no validation prompts"),
-        (
-            {"training": {"early_stopping_metric": "lettres"}},
-            "early_stopping_metric: expected one of score, letters, brief",
-        ),
+        ({"evaluation": {"best_by": "lettres"}}, "evaluation.best_by: expected one of score, letters, brief"),
         ({"training": {"max_hours": -1}}, "max_hours: expected a number >= 0"),
     ],
 )
@@ -173,5 +167,5 @@ def test_settings_that_make_no_sense(place, changes, message, tmp_path):
     values["training"] = {"prompts_per_batch": 4, "early_stopping_patience": 2} | changes.get("training", {})
     for name in ("evaluation", "data"):
         values[name] |= changes.get(name, {})
-    with pytest.raises(UserError, match=f"training.{message}"):
+    with pytest.raises(UserError, match=message):
         run(make_config(values))

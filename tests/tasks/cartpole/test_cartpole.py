@@ -91,19 +91,6 @@ def test_actions_are_drawn_from_the_policy():
     assert abs(steps.actions.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / 20000)
 
 
-def test_log_probabilities_and_entropy_of_an_action():
-    log_odds = jnp.array([-3.0, 0.0, 0.4, 30.0])
-    right = 1 / (1 + np.exp(-np.asarray(log_odds, np.float64)))
-    np.testing.assert_allclose(
-        training.action_logprobs(log_odds, jnp.ones(4, bool)), np.log(right), rtol=1e-6, atol=1e-12
-    )
-    np.testing.assert_allclose(
-        training.action_logprobs(log_odds[:3], jnp.zeros(3, bool)), np.log1p(-right[:3]), rtol=1e-6
-    )
-    entropy = -(right * np.log(right) + (1 - right) * np.log1p(-right))[:3]
-    np.testing.assert_allclose(training.action_entropy(log_odds)[:3], entropy, rtol=1e-6)
-
-
 def balance(observations):
     """Holds the pole for hundreds of steps."""
     return 50 * (observations @ jnp.array([0.3, 0.7, 6.0, 2.0]))

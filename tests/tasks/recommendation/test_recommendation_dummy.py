@@ -1,32 +1,16 @@
-"""The generated world: its size, its rules, what its prompts give away and what simple queries earn in it."""
+"""The generated world: its size, its rules, and what its prompts give away."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from grpo_jax.tasks.recommendation import dummy, metrics
+from grpo_jax.tasks.recommendation import dummy
 from grpo_jax.tasks.recommendation.dataset import last_split, load_dataset, split_examples
 from grpo_jax.tasks.recommendation.task import Recommendation
 
 WORLD = dummy.make_world(users=300, seed=1)
 TITLES = WORLD.catalogue.titles
-
-
-def shared_words_ranks(texts, rows):
-    """Ranks by the number of words in common: a retriever for titles of four different words."""
-    words = dummy.vocabulary(WORLD.catalogue)
-    place = {word: i for i, word in enumerate(words)}
-
-    def count(text):
-        vector = np.zeros(len(words))
-        vector[[place[word] for word in set(text.split()) if word in place]] = 1
-        return vector
-
-    items = np.stack([count(title) for title in TITLES])
-    scores = np.stack([count(text) for text in texts]) @ items.T
-    targets = np.array([row.columns["target_row"] for row in rows])
-    return metrics.rank_of(metrics.count_better(scores, targets, [row.columns["history"] for row in rows]))
 
 
 def test_every_combination_of_words_is_an_item():
@@ -35,7 +19,7 @@ def test_every_combination_of_words_is_an_item():
     assert all(len(set(title.split())) == 4 for title in TITLES)
     assert len(dummy.make_catalogue_of_words(1)) == 280
     assert len(dummy.make_catalogue_of_words(281)) == 560
-    assert len(set(dummy.vocabulary(dummy.make_catalogue_of_words(280 * 20)))) == 20 + 7 + 5 + 8
+    assert len(set(" ".join(dummy.make_catalogue_of_words(280 * 20).titles).split())) == 20 + 7 + 5 + 8
 
 
 def test_a_seed_is_a_world():
@@ -68,21 +52,6 @@ def test_no_title_repeats_and_no_prompt_holds_the_target(noise):
     task = Recommendation(history_items=19, separator=" , ")
     for part in split_examples(last_split(world.sequences.users), world.catalogue, task):
         assert not any(row.columns["target_title"] in row.prompt for row in part)
-
-
-def test_copying_is_worth_little_and_the_rules_nearly_everything():
-    rows = split_examples(last_split(WORLD.sequences.users), WORLD.catalogue, Recommendation()).test
-
-    def ndcg_at_10(texts):
-        return metrics.ndcg(shared_words_ranks(texts, rows), k=10).mean()
-
-    oracle = ndcg_at_10([row.columns["target_title"] for row in rows])
-    assert oracle == 1.0
-    assert ndcg_at_10([row.columns["last_title"] for row in rows]) <= 0.02 * oracle
-    expected = {user.user: rule for user, rule in zip(WORLD.sequences.users, WORLD.expected, strict=True)}
-    assert ndcg_at_10([TITLES[expected[row.columns["user"]]] for row in rows]) >= 0.95 * oracle
-    rng = np.random.default_rng(0)
-    assert ndcg_at_10([TITLES[rng.integers(len(TITLES))] for _ in rows]) <= 0.05 * oracle
 
 
 def test_lessons_teach_the_form_of_a_title_and_its_likeliest_word_is_the_last_titles():

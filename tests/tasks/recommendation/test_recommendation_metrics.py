@@ -48,11 +48,6 @@ def test_items_before_and_level_with_the_target_by_hand(scores, target, history,
     assert metrics.rank_of(counts).tolist() == [1 + sum(expected)]
 
 
-def test_scores_that_are_no_numbers_are_refused():
-    with pytest.raises(ValueError, match="must not be NaN"):
-        metrics.count_better(np.array([[np.nan, 0.0]]), np.array([0]), [[]])
-
-
 MEASURES = {
     "ndcg": metrics.ndcg,
     "ndcg@5": lambda rank: metrics.ndcg(rank, k=5),

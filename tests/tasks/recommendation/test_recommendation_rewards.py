@@ -54,7 +54,6 @@ def test_a_reward_without_a_cut_off_tells_all_ranks_apart():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("map", {}, "name must be one of ndcg"),
         ("ndcg", {"K": 10}, "ndcg has no option 'K'"),
         ("soft", {"k": 10}, "soft has no option 'k'"),
         ("mixed", {"k": 3, "map": 1.0}, "mixed has no option 'map'"),

@@ -3,6 +3,7 @@
 import json
 import math
 
+import jax
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
@@ -36,7 +37,7 @@ RUN = {
     "algorithm": {"preset": "grpo"},
     "training": {"prompts_per_batch": 16, "max_steps": 1, "save_every": 0},
     "rewards": [{"name": "hit", "options": {"k": 1}}],
-    "evaluation": {"prompts": 0, "validation_prompts": 8, "every": 0, "samples": 0},
+    "evaluation": {"prompts": 16, "validation_prompts": 8, "every": 0, "samples": 0},
 }
 
 
@@ -65,7 +66,7 @@ def test_every_completion_is_an_item_and_is_rewarded_as_a_hit(run, restored):
 def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, restored):
     """Against a forward pass over each title alone."""
     config, policy, dataset = restored
-    loaded, rows, titles = policy.folder, dataset.prompts.test, dataset.catalogue.titles
+    loaded, rows, titles = policy.folder, dataset.prompts.test[:16], dataset.catalogue.titles
     trie = listed_trie(config, config.task.listed_texts(config), loaded)
     encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size,
                          rows=rows, image_processor=None)  # fmt: skip
@@ -73,13 +74,14 @@ def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, 
     prompt = encode(rows)
     tokens = np.broadcast_to(ids, (len(rows), *ids.shape))
     batch = Batch(prompt.tokens, prompt.mask, tokens, np.ones(tokens.shape, bool))
-    scores = np.asarray(make_forward(policy, temperature=1.0, trie=trie)(policy.variables, batch).logprobs).sum(-1)
+    forward = jax.jit(make_forward(policy, temperature=1.0, trie=trie))
+    scores = np.asarray(forward(policy.variables, batch).logprobs).sum(-1)
     np.testing.assert_allclose(policy_ranking(config, policy, dataset.catalogue, rows)(rows), scores, atol=1e-4)
     columns = [row.columns for row in rows]
     targets, histories = ([one[name] for one in columns] for name in ("target_row", "history"))
     ranks = rank_of(count_better(scores, np.array(targets), histories))
     measured = json.loads((run / "summary.json").read_text())["evaluation"]["mrr"]["after"]
-    assert measured == pytest.approx(np.mean(1 / ranks), abs=2e-3) and max(ranks) > 200
+    assert measured == pytest.approx(np.mean(1 / ranks), abs=2e-3) and max(ranks) > 100
 
 
 def test_scores_of_what_is_recommended_are_probabilities_of_the_whole_catalogue(run, restored):

@@ -1,0 +1,113 @@
+"""Configs and command lines of every task, valid ones mutated: parsed, or refused in one line."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from faults.fuzz.mutations import ODD_TEXTS, mutated_bytes, odd_value, tried
+from faults.outcome import Outcome
+
+from grpo_jax.config import to_dict, to_yaml
+from grpo_jax.config.command_line import load_config, parse
+
+TASKS = ("text", "prompt_enhancement", "recommendation", "cartpole")
+TEXTS = (
+    "",
+    "[]",
+    "text",
+    "task: text\ntask: cartpole\n",
+    "task: text\nsampling: {top_k: 1, top_k: 2}\n",
+    "a: &a [x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b, *b]\n"
+    "d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c]\ntask: [*d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d]\n",
+    "&a [*a]",
+    "task: text\nwatch: " + "[" * 3000,
+    "task: text\nseed: " + "9" * 5000,
+    "task: text\ndata: {prompts: 2001-99-99}\n",
+    "task: !!python/object/apply:os.system [true]\n",
+    "task: text\n<<: 3\n",
+    "? [a, b]\n: c\n",
+)
+
+
+def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
+    """Parses `count` files and command lines, one outcome each."""
+    rng = random.Random(seed)
+    valid = {task: to_dict(parse(["--task", task])) for task in TASKS}
+    for number in range(count):
+        yield tried(*_case(folder, rng, valid, f"{seed}/{number}"), folder)
+
+
+def _case(folder: Path, rng: random.Random, valid: dict[str, dict], number: str):
+    task = rng.choice(TASKS)
+    path = folder / "config.yaml"
+    how = rng.randrange(4)
+    if how == 0:
+        words = _words(rng, valid[task])
+        return f"{number} {task} {str(words)[:120]}", lambda: _used(parse(["--task", task, *words]))
+    if how == 1:
+        path.write_bytes(_text(rng, valid[task]))
+        loads = rng.random() < 0.5
+        return f"{number} bytes of {task}", lambda: _used(load_config(path) if loads else parse([f"--config={path}"]))
+    values = _changed(rng, valid[task])
+    path.write_bytes(yaml.safe_dump(values, allow_unicode=rng.random() < 0.5).encode("utf-8", "surrogatepass"))
+    words = _words(rng, valid[task]) if how == 3 else []
+    return f"{number} {task} file and {str(words)[:80]}", lambda: _used(parse([f"--config={path}", *words]))
+
+
+def _used(config: Any) -> None:
+    """What is accepted can be written and read again."""
+    text = to_yaml(config)
+    text.encode()
+
+
+def _text(rng: random.Random, values: dict) -> bytes:
+    data = rng.choice(TEXTS).encode() if rng.random() < 0.1 else yaml.safe_dump(values).encode()
+    if rng.random() < 0.1:
+        return data.decode().encode(rng.choice(["utf-16", "utf-32", "latin-1"]))
+    return mutated_bytes(rng, data) if rng.random() < 0.8 else data
+
+
+def _places(values: Any, path: tuple = ()) -> list[tuple]:
+    """Paths to all entries of nested mappings and lists."""
+    entries = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [place for key, value in entries for place in ((*path, key), *_places(value, (*path, key)))]
+
+
+def _copied(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _copied(value) for key, value in values.items()}
+    return [_copied(value) for value in values] if isinstance(values, list) else values
+
+
+def _changed(rng: random.Random, values: dict) -> dict:
+    values = _copied(values)
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        *path, last = rng.choice(_places(values))
+        inner: Any = values
+        for key in path:
+            inner = inner[key]
+        how = rng.randrange(5)
+        if how == 0:
+            del inner[last]
+        elif how == 1 and isinstance(inner, dict):
+            inner[odd_value(rng, 9) if rng.random() < 0.5 else f"{last}s"] = inner.pop(last)
+        else:
+            inner[last] = odd_value(rng)
+    return values
+
+
+def _words(rng: random.Random, values: dict) -> list[str]:
+    words: list[str] = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        place = ".".join(map(str, rng.choice(_places(values))))
+        place = rng.choice([place] * 6 + [f"{place}+", f"{place}.x", place[:-1], f".{place}", place.upper()])
+        place = rng.choice(ODD_TEXTS) if rng.random() < 0.05 else place
+        if rng.random() < 0.02:
+            place = "a." * 3000 + "b"
+        value = yaml.safe_dump(odd_value(rng), default_flow_style=True) if rng.random() < 0.5 else rng.choice(ODD_TEXTS)
+        words += [f"--{place}={value}"] if rng.random() < 0.5 else [f"--{place}", value]
+    return [*words, *rng.choice([[]] * 20 + [["--print_config"], ["--resume"], ["-h"], ["--"], ["--config"]])]

@@ -1,17 +1,12 @@
 """Training on CartPole: one compiled function, alike for one seed and for many, and it learns."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpo_jax.config import make_config
-from grpo_jax.models.layers import make_mlp
-from grpo_jax.models.lora import count_weights
-from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole import training as learning
 from grpo_jax.tasks.cartpole.program import seed_keys
-from grpo_jax.tasks.cartpole.training import make_optimizer, make_train
+from grpo_jax.tasks.cartpole.training import make_train
 
 SMALL = {
     "optimizer": {"learning_rate": 3e-3},
@@ -74,59 +69,6 @@ def test_blocks_are_the_whole_run(trained):
         joined = np.concatenate([first[name], second[name]], axis=1)
         np.testing.assert_allclose(joined, history.iterations[name], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(measures["episode_return"], history.evaluations["episode_return"][:, -1], rtol=1e-3)
-
-
-@pytest.fixture(scope="module")
-def learned():
-    """A batch of groups, and what one update makes of it, by the number of steps in a chunk."""
-    config = small({"epochs": 1, "group_size": 4})
-    policy = make_mlp(task.FEATURES, hidden=(16,))
-    optimizer, _ = make_optimizer(config)
-    params = {"policy": policy.init(jax.random.key(0))}
-    starts = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), task.reset(jax.random.key(1), 2))
-
-    @jax.jit
-    def play(params):
-        act = lambda x: policy.apply(params["policy"], x)  # noqa: E731
-        return learning.group_batch(config, task.play_episodes(act, starts, jax.random.key(2)))[0]
-
-    batch, by_chunk = play(params), {}
-    with pytest.MonkeyPatch.context() as patch:
-        for chunk in (10, 500):
-            patch.setattr(learning, "_CHUNK", chunk)
-            learn = jax.jit(lambda *x: learning.group_updates(config, policy.apply, optimizer, x[:2], x[2]))
-            by_chunk[chunk] = learn(params, optimizer.init(params), batch)
-    return policy, batch, by_chunk
-
-
-def test_the_gradient_does_not_depend_on_the_chunks(learned):
-    few, many = learned[2][500], learned[2][10]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), few, many)
-    assert few[2]["grad_norm"] > 1e-3
-
-
-def test_an_untouched_policy_has_ratio_one(learned):
-    """The only pass's old log-probabilities are those of the policy that acted."""
-    metrics = learned[2][500][2]
-    np.testing.assert_allclose(metrics["mean_ratio"], 1, atol=1e-6)
-    assert abs(metrics["kl"]) < 1e-6 and metrics["clip_low"] == metrics["clip_high"] == 0
-
-
-def test_the_update_makes_good_actions_likelier(learned):
-    """Steps with positive advantage are more probable than before, the others less."""
-    policy, batch, by_chunk = learned
-    log_odds = policy.apply(by_chunk[500][0]["policy"], batch.observations)
-    gain = learning.action_logprobs(log_odds, batch.actions) - batch.old_logprobs
-    assert jnp.sum(jnp.where(batch.mask, gain * batch.advantages, 0)) / jnp.sum(batch.mask) > 1e-4
-
-
-def test_the_perceptron_starts_orthogonal():
-    """Its forward pass is PyTorch's (test_benchmarks.py)."""
-    params = make_mlp(4, hidden=(8, 5), output_scale=0.01).init(jax.random.key(0))
-    assert count_weights(params) == 4 * 8 + 8 + 8 * 5 + 5 + 5 + 1
-    kernel = np.asarray(params["Dense_0"]["kernel"])
-    np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(4), atol=1e-5)  # gain √2
-    np.testing.assert_allclose(np.linalg.norm(params["Dense_2"]["kernel"]), 0.01, rtol=1e-5)
 
 
 @pytest.mark.slow

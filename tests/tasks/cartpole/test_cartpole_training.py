@@ -21,54 +21,38 @@ def small(algorithm):
 
 
 @pytest.fixture(scope="module")
-def trained():
-    """(functions, compiled train over seeds, its answer for three of them)."""
+def train():
+    """train(seed) → (final state of three seeds, metrics [3, 4], measures [3] after each of two blocks)."""
     training = make_train(small(GDPO))
-    train = jax.jit(jax.vmap(training.train))
-    return training, train, jax.block_until_ready(train(seed_keys(0, 3)))
-
-
-def assert_measured(history):
-    """Every iteration has its numbers, and there was something to learn."""
-    for name in ("loss", "entropy", "mean_ratio", "clip_low", "clip_high", "grad_norm"):
-        assert np.isfinite(history.iterations[name]).all(), name
-    assert (history.iterations["grad_norm"] > 0).all()
-
-
-def test_history(trained):
-    _, _, (state, history) = trained
-    assert (state.iteration == 4).all()
-    steps = history.iterations["environment_steps"]
-    assert steps.shape == (3, 4) and (np.diff(steps) > 0).all() and (steps[:, -1] == state.steps).all()
-    np.testing.assert_array_equal(history.evaluations["iteration"], [[0, 2, 4]] * 3)
-    np.testing.assert_array_equal(history.evaluations["environment_steps"][:, 1:], steps[:, [1, 3]])
-    assert_measured(history)
-    assert len(np.unique(history.evaluations["episode_return"])) > 3
-    # Real steps alone are counted: eight episodes of the mean length.
-    returns = history.iterations["episode_return"]
-    np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * returns, rtol=1e-5)
-
-
-def test_a_second_call_does_not_compile(trained):
-    _, train, first = trained
-    again = train(seed_keys(0, 3))
-    other = train(seed_keys(7, 3))
-    assert train._cache_size() == 1
-    jax.tree.map(np.testing.assert_array_equal, first[0].params, again[0].params)
-    assert not np.array_equal(first[1].iterations["loss"], other[1].iterations["loss"])
-
-
-def test_blocks_are_the_whole_run(trained):
-    """What the command calls in turn is what `train` does at once, to rounding."""
-    training, _, (state, history) = trained
     block = jax.jit(jax.vmap(training.block))
-    middle, first, _ = block(jax.vmap(training.init)(seed_keys(0, 3)))
-    end, second, measures = block(middle)
-    np.testing.assert_array_equal(end.steps, state.steps)
-    for name in ("loss", "episode_return"):
-        joined = np.concatenate([first[name], second[name]], axis=1)
-        np.testing.assert_allclose(joined, history.iterations[name], rtol=1e-3, atol=1e-5)
-    np.testing.assert_allclose(measures["episode_return"], history.evaluations["episode_return"][:, -1], rtol=1e-3)
+
+    def train_from(seed):
+        state, blocks = jax.vmap(training.init)(seed_keys(seed, 3)), []
+        for _ in range(2):
+            state, *found = block(state)
+            blocks.append(found)
+        assert block._cache_size() == 1
+        metrics = {name: np.concatenate([found[0][name] for found in blocks], axis=1) for name in blocks[0][0]}
+        return state, metrics, [found[1] for found in blocks]
+
+    return train_from
+
+
+def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run(train):
+    state, metrics, measures = train(0)
+    assert (state.iteration == 4).all()
+    steps = metrics["environment_steps"]
+    assert steps.shape == (3, 4) and (np.diff(steps) > 0).all() and (steps[:, -1] == state.steps).all()
+    for after, found in zip((2, 4), measures, strict=True):
+        np.testing.assert_array_equal(found["iteration"], [after] * 3)
+        np.testing.assert_array_equal(found["environment_steps"], steps[:, after - 1])
+    for name in ("loss", "entropy", "mean_ratio", "clip_low", "clip_high", "grad_norm"):
+        assert np.isfinite(metrics[name]).all(), name
+    assert (metrics["grad_norm"] > 0).all() and len(np.unique(metrics["episode_return"])) > 3
+    # Real steps alone are counted: eight episodes of the mean length.
+    np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * metrics["episode_return"], rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, state.params, train(0)[0].params)
+    assert not np.array_equal(metrics["loss"], train(7)[1]["loss"])
 
 
 @pytest.mark.slow

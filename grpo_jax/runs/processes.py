@@ -13,7 +13,6 @@ import re
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -26,7 +25,15 @@ from grpo_jax.config import Config
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.fields import require
 from grpo_jax.errors import StageError, UserError, complain, one_line, short_repr
-from grpo_jax.models.broadcast import barrier, exchange, is_main_process, is_told, process_count, process_index
+from grpo_jax.models.broadcast import (
+    exchange,
+    from_main_process,
+    is_told,
+    process_count,
+    process_index,
+    together,
+)
+from grpo_jax.runs.directory import LOCK
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 HEARTBEAT_SECONDS = 20
@@ -130,7 +137,7 @@ def _flat(values: object, name: str = "") -> Iterator[tuple[str, object]]:
             if ".py:" in str(key):  # a class in a file, with its share
                 yield f"{name}: {key}", key
             yield from _flat(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(values, list | tuple) and any(isinstance(value, str | Mapping) for value in values):
+    elif isinstance(values, list | tuple):
         for place, value in enumerate(values):
             yield from _flat(value, f"{name}[{place}]")
     else:
@@ -162,18 +169,20 @@ def require_shared(folder: Path) -> None:
     """Refuse a run directory that a process does not see as process 0 does: each writes its parts of a checkpoint."""
     if process_count() == 1:
         return
-    token = folder / f".shared_{exchange(uuid.uuid4().hex)[0]}"
-    if is_main_process():
-        token.touch()
-    barrier()
-    deadline = time.monotonic() + _SHARED_SECONDS
-    while not token.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    seen = exchange("1" if token.exists() else "")
-    token.unlink(missing_ok=True)
-    if not all(seen):
-        number = seen.index("")
-        raise UserError(f"{folder}: expected one folder for all processes, but process {number} does not see it")
+    lock = folder / LOCK
+    held = from_main_process(lock.read_text)
+
+    def look() -> None:
+        deadline = time.monotonic() + _SHARED_SECONDS
+        while not lock.is_file() or lock.read_text() != held:
+            if time.monotonic() > deadline:
+                number = process_index()
+                raise UserError(
+                    f"{folder}: expected one folder for all processes, but process {number} does not see it"
+                )
+            time.sleep(0.1)
+
+    together(look)
 
 
 @contextmanager

@@ -14,8 +14,7 @@ import pytest
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs import checkpoint as module
-from grpo_jax.runs.checkpoint import Checkpoints, restore_params
-from grpo_jax.runs.digests import find_damage
+from grpo_jax.runs.checkpoint import Checkpoints, find_damage, restore_params
 from grpo_jax.training.state import free_buffers
 
 
@@ -142,16 +141,6 @@ def test_weights_that_are_not_finite_are_refused(folder):
             checkpoints.save(2, {"variables": {"w": jnp.array([1.0, jnp.nan])}}, {})
         checkpoints.wait()
         assert checkpoints.available() == ["1"]
-
-
-def test_the_layout_of_an_older_version_is_refused(folder):
-    for path in ("step_1/manifest.json", "best/version_1/meta.json"):
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / path).parent.mkdir(parents=True)
-        (folder / path).write_text("{}")
-        for read_only in (False, True):
-            with pytest.raises(UserError, match="its checkpoints are of another grpo_jax: go on with that version"):
-                Checkpoints(folder, read_only=read_only)
 
 
 def test_evaluation_leaves_a_write_in_progress_alone(folder):
@@ -353,7 +342,10 @@ def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impati
     notes = []
     with Checkpoints(folder, note=notes.append) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
-        with small_files_only(50_000), pytest.raises(UserError, match="committed so far stay valid: make room"):
+        with (
+            small_files_only(50_000),
+            pytest.raises(UserError, match=r"cannot write .*checkpoints \(File too large\): make room"),
+        ):
             checkpoints.save(2, big, {}, wait=True)
         assert [note.partition(")")[2] for note in notes] == [
             *("; trying again in 0.01 s", "; trying again in 0.04 s", "; trying again in 0.16 s")
@@ -382,6 +374,6 @@ def test_a_folder_that_was_deleted_is_said_at_once(folder):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, make_state(), {}, wait=True)
         shutil.rmtree(folder.parent)
-        with pytest.raises(UserError, match=r"checkpoints is gone: it was deleted under the run"):
+        with pytest.raises(UserError, match=r"run is gone: it was deleted under the run"):
             checkpoints.save(2, make_state(), {}, wait=True)
     assert not folder.exists()

@@ -25,14 +25,7 @@ from grpo_jax.config import Config
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.fields import require
 from grpo_jax.errors import StageError, UserError, complain, one_line, short_repr
-from grpo_jax.models.broadcast import (
-    exchange,
-    from_main_process,
-    is_told,
-    process_count,
-    process_index,
-    together,
-)
+from grpo_jax.models.broadcast import exchange, from_main_process, is_told, process_count, process_index, together
 from grpo_jax.runs.directory import LOCK
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -176,10 +169,8 @@ def require_shared(folder: Path) -> None:
         deadline = time.monotonic() + _SHARED_SECONDS
         while not lock.is_file() or lock.read_text() != held:
             if time.monotonic() > deadline:
-                number = process_index()
-                raise UserError(
-                    f"{folder}: expected one folder for all processes, but process {number} does not see it"
-                )
+                blind = f"process {process_index()} does not see it"
+                raise UserError(f"{folder}: expected one folder for all processes, but {blind}")
             time.sleep(0.1)
 
     together(look)

@@ -109,9 +109,7 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
                 line["pictures"] = [as_text(source) for source in row.pictures]
                 size += sum(map(len, line["pictures"]))
             if size > _MOST_KEPT:
-                raise _NotKept(
-                    f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB, which is much beside a run"
-                )
+                raise _NotKept(f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB")
             if row.messages:
                 line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
             yield f"{json.dumps(line)}\n".encode()

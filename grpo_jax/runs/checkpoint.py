@@ -33,7 +33,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
-from grpo_jax.runs.directory import MAX_ATTEMPTS, disk_errors, disk_reason, retry_write
+from grpo_jax.runs.directory import MAX_ATTEMPTS, disk_errors, disk_reason, retry_write, saved_steps
 from grpo_jax.runs.progress import Record as Meta
 
 EVALUATED = "variables"
@@ -100,15 +100,16 @@ class Checkpoints:
         meta = json.loads(json.dumps(meta, default=lambda value: np.asarray(value).tolist()))
         trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
         _require_finite(state[EVALUATED], step)
+        path = self.folder / f"step_{step}"
 
         def write() -> None:
             self._manager.wait_until_finished()  # raises the error of the write before
             self.folder.stat()  # raises if it was deleted, where Orbax would make it again
             self._writing = {"step": step, "meta": meta}
-            if broadcast(step not in self._steps()):
+            if broadcast(not path.is_dir()):
                 self._manager.save(step, args=ocp.args.Composite(**trees), force=True)
             elif is_main_process():
-                write_manifest(self._path(step), read_manifest(self._path(step)) | self._writing)
+                write_manifest(path, read_manifest(path) | self._writing)
             if wait:
                 self._manager.wait_until_finished()
 
@@ -193,14 +194,6 @@ class Checkpoints:
             with suppress(Exception):  # of a write that failed, and was told
                 self._manager.close()
 
-    def _path(self, which: int | str) -> Path:
-        return self.folder / (str(which) if which in _NAMES else f"step_{which}")
-
-    def _steps(self) -> list[int]:
-        """Return the steps that are there, sound or damaged, rising."""
-        names = [path.name.removeprefix("step_") for path in self.folder.glob("step_*") if path.is_dir()]
-        return sorted(int(name) for name in names if name.isdecimal() and name.isascii() and str(int(name)) == name)
-
     def _named_step(self, name: str) -> int | None:
         """Return the step that has a name, if its manifest can be read."""
         with suppress(UserError):
@@ -208,27 +201,26 @@ class Checkpoints:
         return None
 
     def _available(self) -> list[str]:
-        return [*map(str, self._steps()), *(name for name in _NAMES if self._named_step(name) is not None)]
+        return [*map(str, saved_steps(self.folder)), *(name for name in _NAMES if self._named_step(name) is not None)]
 
-    def _damage(self, which: int | str) -> str:
-        path = self._path(which).resolve()
-        if path not in self._sound:
-            if damage := find_damage(path, None if which in _NAMES else int(which)):
-                return damage
+    def _damage(self, path: Path) -> str:
+        """Return the first difference from a checkpoint as it was written; "" if there is none."""
+        damage = "" if path in self._sound else find_damage(path)
+        if not damage:
             self._sound.add(path)
-        return ""
+        return damage
 
     def _latest(self) -> int | None:
         self.wait()
         damaged = {}
-        for step in reversed(self._steps()):
-            damage = self._damage(step)
+        for path in (self.folder / f"step_{step}" for step in reversed(saved_steps(self.folder))):
+            damage = self._damage(path)
             if not damage:
                 self._set_aside(damaged)
-                return step
-            if self._is_gone(self._path(step)):
+                return int(path.name.removeprefix("step_"))
+            if self._is_gone(path):
                 return self._latest()
-            damaged[self._path(step)] = damage
+            damaged[path] = damage
         if damaged:
             reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
             raise UserError(
@@ -241,8 +233,9 @@ class Checkpoints:
         """Take damaged steps, and a damaged best one, out of the steps."""
         if self._read_only:
             return
-        if "best" in self._available() and (damage := self._damage("best")):
-            damaged[self._path("best").resolve()] = damage
+        best = (self.folder / "best").resolve()
+        if "best" in self._available() and (damage := self._damage(best)):
+            damaged[best] = damage
         for path, damage in damaged.items():
             aside = path.with_name(f"damaged_{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
@@ -260,8 +253,8 @@ class Checkpoints:
         if found not in there:
             fix = f"there are: {', '.join(there)}" if there else "the run has not come to its first checkpoint"
             raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {fix}")
-        path = self._path(found).resolve()
-        damage = self._damage(found)
+        path = (self.folder / (found if found in _NAMES else f"step_{found}")).resolve()
+        damage = self._damage(path)
         if damage and not self._is_gone(path):
             others = ", ".join(other for other in there if other != found) or "no other"
             raise UserError(f"{path} is damaged ({damage}); there are: {others}")
@@ -420,11 +413,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     raise UserError(f"{MANIFEST} is missing or differs from what was written")
 
 
-def find_damage(folder: Path, step: int | None = None) -> str:
+def find_damage(folder: Path) -> str:
     """Return the first difference from the manifest in a few words; "" if there is none."""
     try:
         content = read_manifest(folder)
-        if step not in (None, content["step"]):
+        if folder.name.startswith("step_") and folder.name != f"step_{content['step']}":
             return f"it was saved as step {content['step']}"
         for name, digest in content["files"].items():
             if not (folder / name).is_file():

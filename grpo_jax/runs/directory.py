@@ -234,7 +234,7 @@ class RunDirectory:
 
     def holds_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to resume from."""
-        return bool(_steps(self.checkpoints) or _steps(self.sft))
+        return bool(saved_steps(self.checkpoints) or saved_steps(self.sft))
 
     def take_back(self) -> None:
         """Remove what `open` and its successors wrote, not what was there before; nothing of a resumed run."""
@@ -248,7 +248,7 @@ class RunDirectory:
 
     def _began_only(self) -> tuple[Path, ...]:
         """Return the folders of a run that ended before its first iteration. UserError if anything would be lost."""
-        trained = max(_steps(self.checkpoints), default=0) or _steps(self.sft) or read_metrics(self.metrics)
+        trained = max(saved_steps(self.checkpoints), default=0) or saved_steps(self.sft) or read_metrics(self.metrics)
         began = () if trained or not self.log.is_file() else (self.start, self.checkpoints, self.sft)
         passing = {self.path / LOCK, *((self.config, self.log, self.prompts) if began else ())}
         for path in self.path.rglob("*"):
@@ -366,9 +366,10 @@ def finite(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _steps(checkpoints: Path) -> list[int]:
-    names = (path.name.removeprefix("step_") for path in checkpoints.glob("step_*"))
-    return [int(name) for name in names if name.isdecimal()]
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Return the steps of a folder of checkpoints, sound or damaged, rising."""
+    names = [path.name.removeprefix("step_") for path in checkpoints.glob("step_*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isdecimal() and name.isascii() and str(int(name)) == name)
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

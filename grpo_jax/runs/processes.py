@@ -67,16 +67,15 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     options |= {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": _LEAVING_SECONDS}
-    before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
-    if in_main:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while JAX waits, no handler of Python's would be called
+    # While JAX waits, no handler of Python's would be called.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main else None
     try:
         jax.distributed.initialize(**options, initialization_timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {count} processes could not join within {timeout} s: {one_line(error)}") from error
     finally:
-        if in_main:
+        if before is not None:
             signal.signal(signal.SIGINT, before)
     return count
 

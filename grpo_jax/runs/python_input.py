@@ -68,7 +68,7 @@ def load_given(
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
     ctx = load(given.config, output.part, **data, stopping=stopping, leaving=leaving)
-    if ctx.config != given.config and not config.resume and is_main_process():  # data.template_date is filled in
+    if ctx.config != given.config and not config.resume and is_main_process():  # the chat template's date is filled in
         output.directory.write_config(to_yaml(ctx.config))
     return ctx
 

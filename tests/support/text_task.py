@@ -31,7 +31,7 @@ def letters(prompts, completions, wish, **columns):
     """Share of letters; more for the letter that is wished for."""
     values = [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
     action, _, rows = os.environ.get("JUDGE", "work:0").partition(":")
-    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
+    metrics = pathlib.Path(os.environ.get("JUDGE_RUN", ".")) / "metrics.jsonl"
     done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0  # /dev/full has no end
     if done < int(rows):
         return values

@@ -40,7 +40,7 @@ def test_a_run_that_was_stopped_and_killed_is_the_run_of_one_process(place, tmp_
     run = tmp_path / "run"
     stop_and_kill(place, run)
     assert train_here(place.config, run, "--resume", "--policy.mesh.fsdp=1") == 0
-    assert "resumed after iteration 3 of 6" in capsys.readouterr().out
+    assert re.search("resumed after iteration [34] of 6", capsys.readouterr().out)  # 4 if it was the best
     for came, wanted in zip(rows(run), rows(finished_run(place)), strict=True):
         assert came == {name: pytest.approx(value, rel=1e-3, abs=1e-4) for name, value in wanted.items()}
 

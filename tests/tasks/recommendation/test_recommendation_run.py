@@ -13,7 +13,7 @@ from support.text_task import aged
 
 from grpo_jax.config import make_config
 from grpo_jax.errors import StopRun, UserError
-from grpo_jax.runs.digests import read_manifest, write_manifest
+from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.train import main, run
 

@@ -1,7 +1,10 @@
 """task.invalid: what an answer earns that cannot be read, so that silence pays no better than a bad rewrite."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from grpo_jax.config.sections import AlgorithmSection
@@ -44,6 +47,37 @@ def test_turns_are_compared_with_the_same_turn_of_the_group():
     options = {"weights": {"a": 1.0}, "max_new_tokens": 4, "valid": valid, "fill": True}
     found = make_turn_objectives(jnp.asarray(judged), lengths, section, **options)
     np.testing.assert_allclose(found.returns[0, :, :, 0], [[1 + 3, 3], [2, nan], [1 + 8, 8], [4 + 3, 3]])
+
+
+def run(tmp_path):
+    from grpo_jax.train import main
+
+    folder = tmp_path / "run"
+    small = {
+        "sampling.temperature": 4, "sampling.group_size": 8, "training.prompts_per_batch": 4, "training.max_steps": 1,
+        "algorithm.advantage": "grpo", "rewards": "[alignment]", "evaluation.prompts": 4, "evaluation.every": 0,
+        "training.inner_epochs": 1, "evaluation.samples": 0, "report_to": "[]", "run_dir": folder,
+    }  # fmt: skip
+    assert main([*(f"--{name}={value}" for name, value in small.items())]) == 0
+    (row,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return row, pyarrow.parquet.read_table(folder / "completions" / "step_000001.parquet").to_pydict()
+
+
+def test_the_command_pays_an_invalid_answer_the_worst_of_its_group(tmp_path):
+    pytest.importorskip("diffusers")
+    pytest.importorskip("open_clip")
+    row, table = run(tmp_path)
+    valid, reward, advantage = (
+        np.array(table[name]).reshape(4, 8) for name in ("valid", "reward/alignment", "advantage")
+    )
+    assert 0 < row["invalid"] < 1 and np.isfinite(reward).all()  # told as it was judged
+    said = np.array(table["text"]) == np.array(table["prompt"])
+    assert said.reshape(4, 8)[~valid].all()  # what was drawn
+    learned = np.where(valid, reward, np.where(valid, reward, np.inf).min(1, keepdims=True)).astype(float)
+    centred = learned - np.nanmean(learned, axis=1, keepdims=True)
+    expected = np.nan_to_num(centred / (np.nanstd(learned, axis=1, ddof=1, keepdims=True) + 1e-4))
+    np.testing.assert_allclose(advantage, expected, rtol=1e-3, atol=1e-3)
+    assert row["reward/total/mean"] == pytest.approx(np.nanmean(learned), abs=1e-5)
 
 
 def test_the_command_knows_three_ways_and_says_what_they_are(capsys):

@@ -98,6 +98,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--judges.renderer.size=16",
         "--judges.renderer.steps=1",
         "--judges.renderer.eval_steps=1",
+        "--judges.renderer.batch_size=2",
         "--sampling.max_new_tokens=6",
         "--sampling.group_size=2",
         "--sampling.max_answer_tokens=256",

@@ -124,27 +124,18 @@ def record(names: list[str]) -> dict[str, dict]:
     return records
 
 
-def differences(before, after, path: str = "") -> list[tuple[str, float]]:
+def differences(before, after) -> list[tuple[str, float]]:
     """Return (path, relative difference) of every value that is not equal; inf where one side lacks it."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = sorted(before.keys() | after.keys() - {"digest"})
-        if before.get("digest") is not None and before.get("digest") == after.get("digest"):
-            return []
-        found = []
-        for name in names:
-            if name != "digest":
-                found += differences(before.get(name), after.get(name), f"{path}/{name}")
-        if not found and before.get("digest") != after.get("digest"):
-            found = [(f"{path}/digest", 0.0)]  # other bits of the same norm
-        return found
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        pairs = enumerate(zip(before, after, strict=True))
-        return [found for index, (a, b) in pairs for found in differences(a, b, f"{path}/{index}")]
-    if isinstance(before, float) and isinstance(after, float):
-        if before == after or (math.isnan(before) and math.isnan(after)):
-            return []
-        return [(path, abs(before - after) / max(abs(before), abs(after), 1e-30))]
-    return [] if before == after else [(path, math.inf)]
+    old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
+    found = []
+    for path in sorted(old.keys() | new.keys()):
+        a, b = old.get(path), new.get(path)
+        if a == b or (a != a and b != b):  # NaN is itself here
+            continue
+        number = isinstance(a, float) and isinstance(b, float)
+        bits = path.endswith(".digest") and a and b  # how far apart they are the norm says
+        found.append((path, abs(a - b) / max(abs(a), abs(b), 1e-30) if number else 0.0 if bits else math.inf))
+    return found
 
 
 def compare(before: Mapping[str, dict], after: Mapping[str, dict]) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grpo_jax import evaluate, export
-from grpo_jax.config import to_dict
+from grpo_jax.config import SamplingSection, build, identity, to_dict
 from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.files import read_yaml
 from grpo_jax.errors import UserError, run_cli, short_repr
@@ -138,6 +138,13 @@ def test_plans_of_sizes_that_cannot_be(place, tmp_path, capsys):
         (folder / "config.json").write_text(json.dumps({**fields, name: value}))
         line = line_of(capsys, main, "--config", place.config, "--policy.path", folder, "--plan")
         assert f"config.json: {name}: expected" in line and short_repr(value) in line
+
+
+def test_whole_numbers_are_floats_where_a_field_is_one():
+    assert identity(SamplingSection(temperature=1)) == identity(SamplingSection(temperature=1.0))
+    assert json.dumps(identity(SamplingSection(temperature=1))) == json.dumps(identity(SamplingSection()))
+    made = build(SamplingSection, {"temperature": 1})
+    assert isinstance(made.temperature, float)
 
 
 def test_errors_stay_on_one_line(capsys):

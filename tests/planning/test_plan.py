@@ -20,6 +20,7 @@ from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, read_shape
 from grpo_jax.planning.programs import report, run_programs
+from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training.memory import GIB, batch_shapes, state_shapes, tree_bytes
 from grpo_jax.training.objectives import make_forward
@@ -117,6 +118,25 @@ def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     assert planned.temporary_bytes == pytest.approx(taken, rel=0.02)
 
 
+def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
+    config, model = of_tiny("--sampling.top_k=5")
+    planned = report(run_programs(config, model, None, None)["sample"], None, jax.devices()[0])
+    params = SamplingParams(3, 6, top_k=5)
+    sampler = {}
+
+    def make():
+        sampler["jit"] = make_sampler(Policy(model), params, eos_ids=(0,), pad_id=0)
+
+    program = recorded(monkeypatch, make)
+    variables = init_variables(model, jax.random.key(0))
+    tokens, keys = np.zeros((4, 16), np.int32), jax.random.split(jax.random.key(0), 4)
+    compiled = program.lower(
+        None, None, variables, tokens, np.ones_like(tokens, bool), keys, np.ones(4, bool), None
+    ).compile()
+    taken = compiled.memory_analysis().temp_size_in_bytes
+    assert planned.temporary_bytes == pytest.approx(taken, rel=0.05)
+
+
 def test_a_mesh_shares_out_what_is_held(not_compiled):
     config, model = of_tiny()
     whole = policy_memory(config, model)
@@ -140,7 +160,6 @@ def headers(folder):
 
 def test_judges_are_counted_without_their_weights(tmp_path):
     from bridges import loading, miniature
-    from bridges.scorers import open_clip
 
     whole = miniature.path("renderer")
     shutil.copytree(whole, tmp_path / "renderer", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -151,7 +170,56 @@ def test_judges_are_counted_without_their_weights(tmp_path):
     assert loading.clip_size(str(tmp_path / "scorer")) == pytest.approx(headers(miniature.path("scorer")), rel=1e-3)
     with pytest.raises(UserError, match="model_index"):
         loading.pipeline_sizes(str(tmp_path))
-    assert {name: loading.clip_size(name) for name in open_clip.PUBLISHED} == open_clip.PUBLISHED
+
+
+def text_encoder(width, layers):
+    return {"vocab_size": 49408, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers} | {
+        "num_attention_heads": width // 64,
+        "projection_dim": width,
+    }
+
+
+def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
+    from bridges import loading
+    from bridges.scorers import open_clip
+
+    components = {
+        "transformer": ("diffusers", "SD3Transformer2DModel"),
+        "vae": ("diffusers", "AutoencoderKL"),
+        "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+        "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+        "text_encoder_3": ("transformers", "T5EncoderModel"),
+    }
+    transformer = {"sample_size": 128, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 24} | {
+        "attention_head_dim": 64,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 192,
+    }
+    vae = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16} | {
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+    t5 = {"vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+    configs = (
+        transformer,
+        vae,
+        text_encoder(768, 12),
+        text_encoder(1280, 32),
+        t5 | {"feed_forward_proj": "gated-gelu"},
+    )
+    for name, config in zip(components, configs, strict=True):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model_index.json").write_text(json.dumps(components))
+    published = loading.PUBLISHED_PIPELINES["stabilityai/stable-diffusion-3-medium-diffusers"]
+    assert loading.pipeline_sizes(str(tmp_path)) == published
+    for name, size in open_clip.PUBLISHED.items():
+        assert loading.clip_size(name) == size
 
 
 def tower_size(model):

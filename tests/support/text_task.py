@@ -22,7 +22,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds; only a hang takes that long
-TIMINGS = ("seconds/", "tokens_per_second")
+TIMINGS = ("seconds/", "tokens_per_second", "environment_steps_per_second")
 
 JUDGE = '''
 import os, pathlib, re, time

@@ -258,7 +258,7 @@ def final_state(run: Path, which: int | str = "final"):
 
 def aged(checkpoint: Path, seconds: float) -> None:
     """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
-    from grpo_jax.runs.digests import read_manifest, write_manifest
+    from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 
     content = read_manifest(checkpoint)
     meta = content["meta"]

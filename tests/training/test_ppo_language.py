@@ -169,6 +169,3 @@ def test_values_of_states():
     values = token_values({"kernel": jnp.arange(8.0), "bias": jnp.float32(0.5)}, hidden)
     assert values.shape == (2, 3, 4) and values.dtype == jnp.float32
     np.testing.assert_allclose(values, np.asarray(hidden, np.float32) @ np.arange(8.0) + 0.5, rtol=1e-5)
-
-
-# a run

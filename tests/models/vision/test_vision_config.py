@@ -42,17 +42,6 @@ def test_flat_and_nested_folders_have_the_same_tower():
         assert hash(read_config(flat)) == hash(read_config(nested))
 
 
-def test_each_architecture_has_its_shape():
-    tokens = dict(image_token=60, video_token=61, vision_start_token=62, vision_end_token=63)
-    common = dict(depth=3, width=16, heads=2, out=32, **tokens)
-    assert read("qwen2_vl") == VisionConfig("qwen2_vl", inner=64, patch=14, **common)
-    windows = dict(window=4, full_attention_layers=(1,), activation="silu")
-    assert read("qwen2_5_vl") == VisionConfig("qwen2_5_vl", inner=24, patch=14, **windows, **common)
-    deep = dict(positions=50, deepstack_layers=(0, 2), activation="gelu_pytorch_tanh", initializer_range=0.01)
-    assert read("qwen3_vl") == VisionConfig("qwen3_vl", inner=24, patch=16, **deep, **common)
-    assert read("qwen3_vl").side == 7 and read("qwen3_vl").pixels == 3 * 2 * 16 * 16
-
-
 def test_what_a_folder_does_not_say_is_as_transformers_has_it():
     transformers = pytest.importorskip("transformers")
     classes = {

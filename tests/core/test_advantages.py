@@ -116,11 +116,6 @@ def test_an_objective_counts_by_its_weight_whatever_it_is_measured_in(scale):
         np.testing.assert_allclose(got, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_deviations_of_the_largest_numbers_are_finite():
-    got = group_advantages(np.float32([[3e38, -3e38, 0.0]]), eps=0.0)
-    np.testing.assert_allclose(got, [[1.0, -1.0, 0.0]], atol=1e-6)
-
-
 def loop_raft(rewards):
     """[P, G] → [P, G]: the best of each group, by sorting; ties share."""
     out = np.zeros(rewards.shape)

@@ -52,19 +52,6 @@ def test_greedy_tokens_are_those_of_transformers(world):
     np.testing.assert_allclose(samples.logprobs[batch[3]], theirs.numpy()[batch[3]], atol=1e-4)
 
 
-def test_longrope_is_used_up_to_where_it_changes(tmp_path):
-    """Longer texts would take another table from their first token on: refused, and under jit not a number."""
-    loaded = hf.load_folder(reference.folder(tmp_path / "source", "phi3"), tokenizer=False)
-    policy, variables = Policy(loaded.config), {"params": loaded.params}
-    assert policy.max_positions == 32
-    tokens = np.ones((1, 33), np.int32)
-    states = jax.jit(policy.prefill)(variables, tokens, np.arange(33)[None] >= 1).hidden
-    assert np.isfinite(states).all()
-    with pytest.raises(ValueError, match="at most 32 tokens"):
-        policy.prefill(variables, tokens, np.ones((1, 33), bool))
-    assert np.isnan(jax.jit(policy.prefill)(variables, tokens, np.ones((1, 33), bool)).hidden).all()
-
-
 def test_experts_in_one_tensor_are_read_and_written_as_such(tmp_path):
     """As transformers holds them in memory; what it saves by default is a tensor for each expert."""
     model = reference.model("qwen3_moe")
@@ -112,23 +99,23 @@ def test_experts_are_stored_in_few_bits_and_the_router_is_not(world):
     assert 1e-4 < np.median(np.abs(states - near)) < 0.1
 
 
-def test_what_is_longer_than_learned_positions_is_refused(tmp_path):
-    """63 and 1 tokens fit into 64 positions, and padding does not count."""
-    loaded = hf.load_folder(reference.folder(tmp_path / "source", "gpt2"), tokenizer=False)
+@pytest.mark.parametrize(("architecture", "most"), [("gpt2", 64), ("phi3", 32)])
+def test_what_is_longer_than_the_positions_is_refused(tmp_path, architecture, most):
+    """Of GPT-2's learned ones, and of longrope's first table. Padding does not count."""
+    loaded = hf.load_folder(reference.folder(tmp_path / "source", architecture), tokenizer=False)
     policy, variables = Policy(loaded.config), {"params": loaded.params}
     sample = make_sampler(policy, SamplingParams(1, 1), eos_ids=(5,), pad_id=0)
-    tokens, mask, key = np.ones((1, 70), np.int32), np.arange(70)[None] >= 7, jax.random.split(jax.random.key(0), 1)
-    assert sample(variables, tokens, mask, key).mask.all()
-    mask = np.arange(70)[None] >= 6
-    with pytest.raises(ValueError, match=r"at most 64 tokens.*prompt of 64 tokens and max_new_tokens = 1"):
-        sample(variables, tokens, mask, key)
+    tokens, places = np.ones((1, most + 6), np.int32), np.arange(most + 6)[None]
+    key = jax.random.split(jax.random.key(0), 1)
+    assert sample(variables, tokens, places >= 7, key).mask.all()
+    with pytest.raises(ValueError, match=rf"at most {most} tokens.*prompt of {most} tokens and max_new_tokens = 1"):
+        sample(variables, tokens, places >= 6, key)
     completion = np.ones((1, 1, 1), np.int32), np.ones((1, 1, 1), bool)
-    with pytest.raises(ValueError, match="at most 64 tokens"):
-        policy.forward_group(variables, tokens, mask, *completion)
-    with pytest.raises(ValueError, match="at most 64 tokens"):
-        policy.prefill(variables, tokens, np.ones((1, 70), bool))
+    with pytest.raises(ValueError, match=f"at most {most} tokens"):
+        policy.forward_group(variables, tokens, places >= 6, *completion)
     # Under jit the mask is not known: what cannot be is not a number, rather than wrong.
-    assert bool(np.isnan(jax.jit(policy.prefill)(variables, tokens, np.ones((1, 70), bool)).hidden).all())
+    assert np.isfinite(jax.jit(policy.prefill)(variables, tokens, places >= 6).hidden).all()
+    assert np.isnan(jax.jit(policy.prefill)(variables, tokens, places >= 0).hidden).all()
 
 
 def test_the_command_says_that_positions_are_few_before_anything_runs(place, tmp_path, capsys):

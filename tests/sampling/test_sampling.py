@@ -152,21 +152,6 @@ def test_tokens_of_zero_probability_are_never_drawn():
     assert np.isfinite(choice.logprobs).all()
 
 
-def test_greedy_takes_the_most_likely_allowed_token_with_logprobs_at_temperature_one():
-    params = SamplingParams(group_size=2, max_new_tokens=4, temperature=0.0)
-    variables = table(seed=2)
-    sample = make_sampler(Bigram(), params, eos_ids=(), pad_id=PAD, allowed_tokens=ALLOWED)
-    samples = sample(variables, *prompts([5, 9]), keys_for([0, 1]))
-    for p, last in enumerate([5, 9]):
-        for t in range(4):
-            policy, _ = restricted(variables["table"][last], params, ALLOWED)
-            last = int(policy.argmax())
-            assert (np.asarray(samples.tokens)[p, :, t] == last).all()
-            np.testing.assert_allclose(samples.logprobs[p, :, t], np.log(policy[last]), atol=1e-5)
-    np.testing.assert_array_equal(samples.sampler_logprobs, 0)
-    assert samples.truncated.all()
-
-
 def test_what_comes_after_any_of_several_ends_is_padding():
     # A wrong sampler honours the first id only, or leaves the end itself out of the mask.
     ends = (EOS, 4, 250)

@@ -101,21 +101,3 @@ def test_one_turn_is_the_estimator_itself():
     np.testing.assert_array_equal(returns, rewards)
     came = turn_advantages(returns, turn, mask, lambda r, m: gdpo_advantages(r, mask=m))
     np.testing.assert_array_equal(came, np.where(mask, gdpo_advantages(rewards[:, :, 0], mask=mask)[..., None], 0))
-
-
-R = np.zeros((1, 2, 3, 1))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: turn_returns(np.zeros((1, 2, 3)), np.ones((1, 2, 3), bool), gamma=1.0), ValueError, "4 axes"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2), bool), gamma=1.0), ValueError, "exists"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2, 3), bool), gamma=2.0), ValueError, "gamma"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1), int), np.ones((1, 2, 3), bool), gamma=1.0), TypeError, "float"),
-        (lambda: turn_advantages(R, np.zeros((1, 1, 4), int), np.ones((1, 1, 4), bool), None), ValueError, "turn must"),
-    ],
-)
-def test_what_does_not_fit_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

@@ -59,12 +59,6 @@ def test_measures_of_turns_are_those_of_a_loop():
     assert came["share_kept"] == 0.5 and came["share_gain"] == pytest.approx(0.0)
 
 
-def test_one_turn_has_no_measures_of_turns():
-    assert turn_measures(rollout_of(np.zeros((2, 1, 1, 1)), np.zeros((2, 1, 1, 0))), ["share"]) == {}
-    names = ("share", "share_peak")  # two rewards
-    assert turns_table({name: {"before": 0.5, "after": 1.0} for name in names}) is None
-
-
 def test_the_table_has_a_line_for_each_measure():
     measures = {"share": 0.6, "score": 3.5, **turn_measures(judged(), ["share", "score"]), "valid": 1.0}
     table = turns_table({name: {"before": 0.0, "after": value} for name, value in measures.items()})

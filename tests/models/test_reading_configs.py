@@ -76,7 +76,6 @@ def test_unsupported_fields_are_refused_by_name(fields, message):
 YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=1024)
 GEMMA3_ROPE = dict(rope_theta=1e5, rope_local_base_freq=1e3, rope_scaling=dict(rope_type="linear", factor=8.0))
 MROPE = dict(rope_theta=5e5, rope_scaling=dict(type="mrope", mrope_section=[2, 1, 1]))
-GPT2_RENAMED = dict(max_position_embeddings=1024, hidden_size=768, num_hidden_layers=12, num_attention_heads=12)
 # Fields of folders, old and short; transformers knows the rest, and newer forms of them.
 FOLDERS = [
     LLAMA | dict(rope_theta=1e5, rope_scaling=YARN),
@@ -90,7 +89,6 @@ FOLDERS = [
     GEMMA2 | dict(attn_logit_softcapping=None),
     GEMMA3 | dict(num_hidden_layers=7, sliding_window=8),
     GEMMA3 | GEMMA3_ROPE | dict(sliding_window_pattern=2),
-    dict(model_type="gpt2", vocab_size=50257) | GPT2_RENAMED,
     GPT2 | dict(attn_pdrop=0.3, n_inner=3072, n_ctx=1024, reorder_and_upcast_attn=True),
 ]
 

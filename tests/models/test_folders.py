@@ -352,5 +352,5 @@ def test_a_panic_in_a_tokenizer_is_one_line(qwen, monkeypatch):
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "/nowhere", "a\0b", "x" * 5000, "~nobody_here/x/y", ""])
 def test_names_that_no_folder_has(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match="is not on this machine: give the path of a local folder"):
+    with pytest.raises(UserError, match="the path of a local folder"):
         hf.load_folder(name)

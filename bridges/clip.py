@@ -153,11 +153,6 @@ class Scorer:
         _require_pairs(a, b)
         return (self.text_features(a) * self.text_features(b)).sum(-1)
 
-    def image_image(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return the cosine similarity float32 [B] of the pictures [B, 3, H, W] of each pair."""
-        _require_pairs(a, b)
-        return (self.image_features(a) * self.image_features(b)).sum(-1)
-
     def quality(self, images: torch.Tensor) -> torch.Tensor:
         """Return the quality head's score of each picture, float32 [B]; ValueError without a head."""
         if self.quality_head is None:

@@ -1,7 +1,33 @@
-"""Renderers: a file for each, which holds one frozen dataclass.
+"""Renderers: a file for each, which holds one pydantic model.
 
 Its fields are the judge's config (`judges.NAME.FIELD`), each with a help line; `load(device)` gives a renderer:
 `draw(texts, seeds, *, evaluation) → float [B, 3, H, W] in [0, 1]`, `device`, `count_tokens(texts)`, `window` (tokens of
 a text that reach the picture). `grpo_jax.config.judge` is the protocol. A module here imports nothing heavy before
 `load`.
 """
+
+from typing import Literal
+
+from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, resume_mutable
+from grpo_jax.config.judge import Judge
+
+
+class PipelineJudge(Judge):
+    """Base class of a judge that draws with a pipeline of diffusers."""
+
+    path: str = "miniature"
+    """Folder or hub id of the pipeline, or "miniature"."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of its weights."""
+    size: Count = 0
+    """Width and height in pixels; 0 takes the model's own."""
+    steps: PositiveCount = 10
+    """Denoising steps in training."""
+    guidance: OneOrMore = 1.0
+    """Classifier-free guidance scale in training; 1 switches it off."""
+    eval_steps: PositiveCount = 10
+    """Denoising steps in evaluation."""
+    eval_guidance: OneOrMore = 1.0
+    """Guidance scale in evaluation."""
+    cache_megabytes: Count = resume_mutable(256)
+    """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""

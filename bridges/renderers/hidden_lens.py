@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bridges.miniature.lens import lens_of, look, undone
-from grpo_jax.config.fields import Count, PositiveCount, resume_mutable
+from grpo_jax.config.fields import PositiveCount, resume_mutable
 from grpo_jax.config.judge import Judge
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ class HiddenLens(Judge):
     """Denoising steps in evaluation."""
     batch_size: PositiveCount = resume_mutable(64)
     """Pictures drawn at once."""
-    cache_megabytes: Count = resume_mutable(256)
-    """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
 
     def load(self, device: str) -> Renderer:
         """Load the miniature's pipeline on "cpu" or "gpu:N"."""
@@ -36,7 +34,6 @@ class HiddenLens(Judge):
             device,
             RenderSettings(self.steps, 1.0, batch_size=self.batch_size),
             RenderSettings(self.eval_steps, 1.0, batch_size=self.batch_size),
-            cache_megabytes=self.cache_megabytes,
         )
         renderer.kind += " behind hidden lenses"
         renderer.change = lambda images, seeds: look(images, [lens_of(seed) for seed in seeds])
@@ -53,5 +50,5 @@ class HiddenLens(Judge):
         sizes, _, _ = loading.pipeline_sizes("miniature")
         return [
             ("pipeline", loading.ITEM_BYTES["float32"] * sum(sizes.values()), "float32"),
-            ("picture cache", self.cache_megabytes * 2**20, "cache_megabytes, once full"),
+            ("picture cache", 2**28, "once full"),
         ]

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, resume_mutable
-from grpo_jax.config.judge import Judge
+from bridges.renderers import PipelineJudge
+from grpo_jax.config.fields import PositiveCount, resume_mutable
 
 if TYPE_CHECKING:
     from bridges.diffusion import Renderer
 
 
-class StableDiffusion3(Judge):
+class StableDiffusion3(PipelineJudge):
     """Draws pictures with a `StableDiffusion3Pipeline`."""
 
-    path: str = "miniature"
-    """Folder or hub id of the pipeline, or "miniature"."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of its weights."""
     use_t5: bool = True
     """Load the third text encoder; without it prompts end at CLIP's window of 77 tokens."""
-    size: Count = 0
-    """Width and height in pixels; 0 takes the model's own."""
-    steps: PositiveCount = 10
-    """Denoising steps in training."""
-    guidance: OneOrMore = 1.0
-    """Classifier-free guidance scale in training; 1 switches it off."""
-    eval_steps: PositiveCount = 10
-    """Denoising steps in evaluation."""
-    eval_guidance: OneOrMore = 1.0
-    """Guidance scale in evaluation."""
     batch_size: PositiveCount = resume_mutable(32)
     """Pictures drawn at once."""
-    cache_megabytes: Count = resume_mutable(256)
-    """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
 
     def check(self) -> None:
         """Refuse a pipeline that is not there or of another kind; no weight is read."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from grpo_jax.config.fields import Count, OneOrMore, PositiveCount, require, resume_mutable
-from grpo_jax.config.judge import Judge
+from bridges.renderers import PipelineJudge
+from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,23 +17,9 @@ if TYPE_CHECKING:
     from bridges.diffusion import Renderer
 
 
-class TextToImage(Judge):
+class TextToImage(PipelineJudge):
     """Draws pictures with any text-to-image pipeline of diffusers."""
 
-    path: str = "miniature"
-    """Folder or hub id of the pipeline, or "miniature"."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of its weights."""
-    size: Count = 0
-    """Width and height in pixels; 0 takes the model's own."""
-    steps: PositiveCount = 10
-    """Denoising steps in training."""
-    guidance: OneOrMore = 1.0
-    """Guidance scale in training; 1 switches it off."""
-    eval_steps: PositiveCount = 10
-    """Denoising steps in evaluation."""
-    eval_guidance: OneOrMore = 1.0
-    """Guidance scale in evaluation."""
     negative_prompt: str = ""
     """What guidance leads away from, with guidance and eval_guidance above 1; empty is what the pipeline does
     without."""
@@ -43,8 +29,6 @@ class TextToImage(Judge):
     """Folder, safetensors file or hub id of LoRA weights, which are added to the pipeline's; empty without."""
     batch_size: PositiveCount = resume_mutable(8)
     """Pictures drawn at once."""
-    cache_megabytes: Count = resume_mutable(256)
-    """Memory for pictures kept by (prompt, seed, settings); 0 keeps none."""
 
     def __post_init__(self) -> None:
         length = self.max_sequence_length

@@ -24,6 +24,7 @@ REMOVED: dict[str, str] = {
     "hub_private": "left: make a private repository on the hub first",
     "policy.new.architecture": "left: a new policy is a Llama",
     "policy.new.vocabulary": "left: all words of the task become tokens",
+    "data.template_date": 'is data.chat_template_options: {today: "YYYY-MM-DD"}',
     "data.enable_thinking": "is data.chat_template_options: {enable_thinking: true}",
     "evaluation.gallery": "is no setting any more: 12",
     "evaluation.sampled": "is evaluation.samples: 0 for no sampled completions",

@@ -31,9 +31,11 @@ MOST_TURNS = 64
 _TEMPLATE_ARGUMENTS = (
     *("tools", "conversation", "messages", "chat_template", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs", "today"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 """Arguments of `apply_chat_template` that are not for the template, and what has a field of its own."""
+TODAY = "today"
+"""Of data.chat_template_options: the date that a template writes."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["default", "high", "highest"]
@@ -180,9 +182,8 @@ class DataSection(Section):
     """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
     (task: text), and JSON schemas."""
     chat_template_options: dict[str, Any] = {}
-    """Variables of the chat template, by name, such as enable_thinking, which is false unless it stands here."""
-    template_date: str = ""
-    """Date (YYYY-MM-DD) that a chat template writes which asks for today's; empty: that of the run's first start."""
+    """Variables of the chat template, by name, such as enable_thinking, which is false unless it stands here; and
+    today, the date ("YYYY-MM-DD") for a template that writes it, by default that of the run's first start."""
     max_prompt_tokens: Length = 256
     """Longest prompt in policy tokens, instruction and pictures included; a longer one is an error."""
     picture_size: Annotated[int, Ge(0), Le(LENGTH)] | None = None
@@ -201,8 +202,9 @@ class DataSection(Section):
             require(chat, f"{name}", "nothing with form 'append', which has no chat", value)
         asks = not self.instruction or "{prompt}" in self.instruction
         require(asks, "instruction", "a text with {prompt}, the place of the user's prompt", self.instruction)
-        dated = re.fullmatch(r"(\d{4}-\d\d-\d\d)?", self.template_date)
-        require(bool(dated), "template_date", "YYYY-MM-DD", self.template_date)
+        today = self.chat_template_options.get(TODAY, "2000-01-01")
+        dated = isinstance(today, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", today)
+        require(bool(dated), f"chat_template_options.{TODAY}", '"YYYY-MM-DD"', today)
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
         expected = "what the template itself knows (data.tools apart)"
         require(not reserved, "chat_template_options", expected, reserved)

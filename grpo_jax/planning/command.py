@@ -79,8 +79,6 @@ def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMem
     print(f"  computed in {dtype}, matmul_precision {precision_of(dtype, precision) or 'default'}")
     for note in notes:
         print(f"  {note}")
-    if config.task.not_planned:
-        print(f"  not counted: {config.task.not_planned}")
     for card in cards:
         print(f"{card.name}, {_gib(card.capacity)} GiB")
         for part, lines in card.parts.items():

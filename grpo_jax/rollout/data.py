@@ -146,12 +146,6 @@ def all_rows(prompts: PromptSet) -> Rows:
     return Rows(make, np.arange(ends[-1]), np.concatenate([row_sizes(part) for part in prompts]))
 
 
-def split_rows(rows: Sequence[Row], *, held_out: int | float) -> PromptSet:
-    """Keep some prompts from training, the same ones each time (`split_places`)."""
-    parts = split_places(np.array([row_digest(row) for row in rows], DIGEST), held_out=held_out)
-    return PromptSet(*(tuple(rows[place] for place in places) for places in parts))
-
-
 DIGEST = np.dtype("S32")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.sections import DataSection
+from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.errors import UserError, short_repr
 from grpo_jax.models.hf.chat import (
     PICTURE,
@@ -206,7 +206,8 @@ def _make_tokens_of(
     template would pass over: jinja ignores a name that a template does not use.
     """
     chat = section.form != "append" and bool(getattr(tokenizer, "chat_template", None))
-    options = {f"data.chat_template_options.{name}": name for name in section.chat_template_options}
+    called = {TODAY: "strftime_now"}
+    options = {f"data.chat_template_options.{name}": called.get(name, name) for name in section.chat_template_options}
     options |= {"data.tools": "tools"} if section.tools else {}
     for field, name in options.items():
         if not (chat and knows_option(tokenizer, name)):

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grpo_jax.config.named import GIVEN_TOOLS, IN_PYTHON, load_object
-from grpo_jax.config.sections import DataSection
+from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.errors import UserError, failures_as, is_own_doing, one_line
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import Row
@@ -225,8 +225,8 @@ def _loaded(name: str) -> Any:
 def template_options(section: DataSection) -> dict[str, Any]:
     """Return the options of the chat template, the same for all rows."""
     options = section.template_options
-    if section.template_date:
-        options["today"] = datetime.date.fromisoformat(section.template_date)
+    if TODAY in options:
+        options[TODAY] = datetime.date.fromisoformat(options[TODAY])
     if section.tool_names:
         options["tools"] = [*options.get("tools", ()), *toolbox(section.tool_names).schemas]
     return options

@@ -11,7 +11,7 @@ its step is committed.
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import logging
 import os
@@ -30,17 +30,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
-from grpo_jax.errors import UserError, complain, one_line, short_repr
+from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
-from grpo_jax.runs.digests import Damaged, find_damage, read_manifest, write_manifest
-from grpo_jax.runs.directory import MAX_ATTEMPTS, retry_write
+from grpo_jax.runs.directory import MAX_ATTEMPTS, disk_errors, disk_reason, retry_write, saved_steps
 from grpo_jax.runs.progress import Record as Meta
 
 EVALUATED = "variables"
 """The part of a state that evaluation needs; stored apart, so that it is read alone."""
+MANIFEST = "checkpoint.json"
+"""Step, metadata and digests of a checkpoint's files: Orbax notices damage to its trees' nodes, not to arrays."""
+_UNLISTED = (MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes the last two after the manifest
 _NAMES = ("best", "final")
-_TEMPORARY = "step_*.orbax-checkpoint-tmp*"
 _REMOVAL_SECONDS = 1.0  # a running training may be removing the checkpoint that is read
 
 Result = TypeVar("Result")
@@ -75,8 +76,6 @@ class Checkpoints:
         self._writing: dict[str, Any] = {}  # "step" and "meta" of the write in the background
         if read_only and not self.folder.is_dir():
             raise UserError(f"{self.folder}: no such folder; give the run directory of a training run")
-        if any(self.folder.glob("step_*/manifest.json")) or any(self.folder.glob("*/version_*")):
-            raise UserError(f"{self.folder}: its checkpoints are of another grpo_jax: go on with that version")
         if read_only:
             return
         options = ocp.CheckpointManagerOptions(
@@ -88,10 +87,8 @@ class Checkpoints:
                 barrier_sync_fn=self._meet if process_count() > 1 else None,
             ),
         )
-        try:
+        with disk_errors(self.folder):
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_handlers())
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
         """Save a step, in the background unless `wait`; if it is there already, replace its metadata alone.
@@ -103,30 +100,29 @@ class Checkpoints:
         meta = json.loads(json.dumps(meta, default=lambda value: np.asarray(value).tolist()))
         trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
         _require_finite(state[EVALUATED], step)
-        in_background = not wait
+        path = self.folder / f"step_{step}"
 
         def write() -> None:
             self._manager.wait_until_finished()  # raises the error of the write before
-            if not self.folder.is_dir():
-                raise FileNotFoundError(f"{self.folder} is gone")
+            self.folder.stat()  # raises if it was deleted, where Orbax would make it again
             self._writing = {"step": step, "meta": meta}
-            if broadcast(step not in self._steps()):
+            if broadcast(not path.is_dir()):
                 self._manager.save(step, args=ocp.args.Composite(**trees), force=True)
             elif is_main_process():
-                write_manifest(self._path(step), read_manifest(self._path(step)) | self._writing)
-            if not in_background:
+                write_manifest(path, read_manifest(path) | self._writing)
+            if wait:
                 self._manager.wait_until_finished()
 
         def on_retry(error: Exception, pause: float) -> None:
-            nonlocal in_background
-            in_background = False
+            nonlocal wait
+            wait = True
             self._clear()
-            self._note(f"a checkpoint could not be written ({_reason(error)}); trying again in {pause:g} s")
+            self._note(f"a checkpoint could not be written ({disk_reason(error)}); trying again in {pause:g} s")
 
         # Of several processes one cannot begin again alone: they end, and the run is resumed.
         attempts = MAX_ATTEMPTS if process_count() == 1 else 1
         with self._disk_errors():
-            retry_write(write, may_pass=self._may_pass, on_retry=on_retry, max_attempts=attempts)
+            retry_write(write, on_retry=on_retry, max_attempts=attempts)
 
     def save_as(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         """Save a step as `save` does, wait, and give it the name "best" or "final"."""
@@ -160,7 +156,9 @@ class Checkpoints:
             with closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler(**_handlers()))) as reader:
                 saved = reader.metadata(path).item_metadata or {}
                 if template is None:
-                    wanted = {EVALUATED: jax.tree.map(_on_first_device, saved[EVALUATED].tree)}
+                    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+                    placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=first)  # noqa: E731
+                    wanted = {EVALUATED: jax.tree.map(placed, saved[EVALUATED].tree)}
                 else:
                     wanted = _items(template)
                 for item, tree in wanted.items():
@@ -196,42 +194,33 @@ class Checkpoints:
             with suppress(Exception):  # of a write that failed, and was told
                 self._manager.close()
 
-    def _path(self, which: int | str) -> Path:
-        return self.folder / (str(which) if which in _NAMES else f"step_{which}")
-
-    def _steps(self) -> list[int]:
-        """Return the steps that are there, sound or damaged, rising."""
-        names = [path.name.removeprefix("step_") for path in self.folder.glob("step_*") if path.is_dir()]
-        return sorted(int(name) for name in names if name.isdecimal() and name.isascii() and str(int(name)) == name)
-
     def _named_step(self, name: str) -> int | None:
         """Return the step that has a name, if its manifest can be read."""
-        with suppress(Damaged):
+        with suppress(UserError):
             return read_manifest(self.folder / name)["step"]
         return None
 
     def _available(self) -> list[str]:
-        return [*map(str, self._steps()), *(name for name in _NAMES if self._named_step(name) is not None)]
+        return [*map(str, saved_steps(self.folder)), *(name for name in _NAMES if self._named_step(name) is not None)]
 
-    def _damage(self, which: int | str) -> str:
-        path = self._path(which).resolve()
-        if path not in self._sound:
-            if damage := find_damage(path, None if which in _NAMES else int(which)):
-                return damage
+    def _damage(self, path: Path) -> str:
+        """Return the first difference from a checkpoint as it was written; "" if there is none."""
+        damage = "" if path in self._sound else find_damage(path)
+        if not damage:
             self._sound.add(path)
-        return ""
+        return damage
 
     def _latest(self) -> int | None:
         self.wait()
         damaged = {}
-        for step in reversed(self._steps()):
-            damage = self._damage(step)
+        for path in (self.folder / f"step_{step}" for step in reversed(saved_steps(self.folder))):
+            damage = self._damage(path)
             if not damage:
                 self._set_aside(damaged)
-                return step
-            if self._is_gone(self._path(step)):
+                return int(path.name.removeprefix("step_"))
+            if self._is_gone(path):
                 return self._latest()
-            damaged[self._path(step)] = damage
+            damaged[path] = damage
         if damaged:
             reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
             raise UserError(
@@ -244,8 +233,9 @@ class Checkpoints:
         """Take damaged steps, and a damaged best one, out of the steps."""
         if self._read_only:
             return
-        if "best" in self._available() and (damage := self._damage("best")):
-            damaged[self._path("best").resolve()] = damage
+        best = (self.folder / "best").resolve()
+        if "best" in self._available() and (damage := self._damage(best)):
+            damaged[best] = damage
         for path, damage in damaged.items():
             aside = path.with_name(f"damaged_{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
@@ -263,8 +253,8 @@ class Checkpoints:
         if found not in there:
             fix = f"there are: {', '.join(there)}" if there else "the run has not come to its first checkpoint"
             raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {fix}")
-        path = self._path(found).resolve()
-        damage = self._damage(found)
+        path = (self.folder / (found if found in _NAMES else f"step_{found}")).resolve()
+        damage = self._damage(path)
         if damage and not self._is_gone(path):
             others = ", ".join(other for other in there if other != found) or "no other"
             raise UserError(f"{path} is damaged ({damage}); there are: {others}")
@@ -281,7 +271,7 @@ class Checkpoints:
                     continue
                 if isinstance(error, UserError):  # it can be read, and does not fit
                     raise
-                raise UserError(f"{path} cannot be read ({_reason(error)})") from error
+                raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
 
     def _is_gone(self, path: Path) -> bool:
         """Return whether a running training has removed a checkpoint that could not be read."""
@@ -297,37 +287,25 @@ class Checkpoints:
     def _meet(self, key: str, timeout_ms: int) -> None:
         """Meet the other processes in Orbax's thread; one whose write has failed ends: they would wait for minutes."""
         if error := sys.exc_info()[1]:
-            complain(f"error: process {jax.process_index()}: cannot write a checkpoint ({_reason(error)})")
+            complain(f"error: process {jax.process_index()}: cannot write a checkpoint ({disk_reason(error)})")
             os._exit(2)
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _clear(self) -> None:
         """Remove what an interrupted write left."""
-        for left in self.folder.glob(_TEMPORARY) if is_main_process() else ():
+        for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
             shutil.rmtree(left, ignore_errors=True)
         with suppress(OSError):
             self._manager.reload()
 
-    def _may_pass(self, error: Exception) -> bool:
-        return _is_disk_error(error) and self.folder.is_dir()
-
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
         try:
-            yield
-        except Exception as error:
-            if not _is_disk_error(error):
-                raise
+            with disk_errors(self.folder):
+                yield
+        except UserError:
             self._clear()
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: BaseException) -> UserError:
-        if not self.folder.parent.is_dir():
-            return UserError(f"{self.folder} is gone: it was deleted under the run, and nothing more can be saved")
-        return UserError(
-            f"cannot write a checkpoint to {self.folder} ({_reason(error)}); the checkpoints"
-            " committed so far stay valid: make room or fix the permissions, then continue with --resume"
-        )
+            raise
 
 
 def restore_params(run_dir: str | Path, which: int | str = "best", template: PyTree = None) -> tuple[PyTree, Meta]:
@@ -374,10 +352,6 @@ def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _on_first_device(leaf: PyTree) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-
-
 def _as_template(leaf: PyTree, restored: PyTree) -> PyTree:
     """Give a restored array the form of its template: Python number, uncommitted array."""
     if isinstance(leaf, bool | int | float):
@@ -416,13 +390,49 @@ def _require_finite(variables: PyTree, step: int) -> None:
         raise UserError(f"the weights after step {step} are not all finite and were not saved; earlier ones stay valid")
 
 
-def _is_disk_error(error: BaseException) -> bool:
-    """Return whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
-    text = str(error)
-    return isinstance(error, OSError) or "OS error" in text or "os_error_code" in text or "No space left" in text
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write a manifest with a digest of each file, unless `content` has them; it is on the disk when this returns."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in _UNLISTED]
+    content = {"files": {str(path.relative_to(folder)): _digest(path) for path in paths}} | content
+    temporary = folder / f".{MANIFEST}"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump({**content, "sha256": _own_digest(content)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / MANIFEST)
 
 
-def _reason(error: BaseException) -> str:
-    """Return the system's own words for a disk error, or the first line of any other."""
-    known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG))
-    return next((words for words in known if words in str(error)), one_line(error, 80))
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read a manifest: "step", "meta", "files". Raises UserError if it is damaged."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if content.pop("sha256") == _own_digest(content):
+            return content
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise UserError(f"{MANIFEST} is missing or differs from what was written")
+
+
+def find_damage(folder: Path) -> str:
+    """Return the first difference from the manifest in a few words; "" if there is none."""
+    try:
+        content = read_manifest(folder)
+        if folder.name.startswith("step_") and folder.name != f"step_{content['step']}":
+            return f"it was saved as step {content['step']}"
+        for name, digest in content["files"].items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if _digest(folder / name) != digest:
+                return f"{name} differs from what was written"
+    except (UserError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _own_digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

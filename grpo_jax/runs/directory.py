@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_jax.config.files import parse_json, read_bytes
-from grpo_jax.errors import UserError
+from grpo_jax.errors import UserError, one_line, short_name
 from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry, encode_png
 
 LOCK = "run.lock"
@@ -56,19 +56,18 @@ class RunLock:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                holder = _read_holder(handle)
+                holder: dict[str, object] = {}
+                with suppress(OSError, ValueError):
+                    holder = parse_json(os.pread(handle, 4096, 0))
                 os.close(handle)
-                raise self._refusal(holder) from None
+                who = f"process {holder.get('process')} on {holder.get('host')}" if holder else "another process"
+                raise UserError(
+                    f"{self._path.parent} is in use by {who}: wait until that run ends, stop it, or choose another "
+                    f"--run_dir (if there is no such process: remove {LOCK} in it)"
+                ) from None
             if _is_same(handle, self._path):
                 return handle
             os.close(handle)  # given back, and removed, since it was opened
-
-    def _refusal(self, holder: dict[str, object]) -> UserError:
-        who = f"process {holder.get('process')} on {holder.get('host')}" if holder else "another process"
-        return UserError(
-            f"{self._path.parent} is in use by {who}: wait until that run ends, stop it, or choose another --run_dir "
-            f"(if there is no such process: remove {LOCK} in it)"
-        )
 
 
 def _is_same(handle: int, path: Path) -> bool:
@@ -76,13 +75,6 @@ def _is_same(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except OSError:
         return False
-
-
-def _read_holder(handle: int) -> dict[str, object]:
-    try:
-        return parse_json(os.pread(handle, 4096, 0))
-    except (OSError, ValueError):
-        return {}
 
 
 Result = TypeVar("Result")
@@ -93,45 +85,53 @@ FIRST_PAUSE = 0.5
 
 @contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the path."""
+    """Turn an error of the disk into a UserError that names the path."""
     try:
         yield
-    except OSError as error:
-        raise _unwritable(Path(path), error) from error
+    except Exception as error:
+        if not _is_disk_error(error):
+            raise
+        folder = Path(path).parent
+        if not folder.exists():
+            gone = f"{folder} is gone: it was deleted under the run, and nothing more can be saved"
+            raise UserError(gone) from error
+        raise UserError(
+            f"cannot write {path} ({disk_reason(error)}): make room or fix the permissions, then continue with "
+            "--resume, or start again if nothing was saved yet"
+        ) from error
 
 
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EBADF)
+def _is_disk_error(error: Exception) -> bool:
+    """Return whether a write failed for the machine's reasons; tensorstore reports those as ValueError."""
+    words = ("OS error", "os_error_code", "No space left")
+    return isinstance(error, OSError) or (isinstance(error, ValueError) and any(word in str(error) for word in words))
+
+
+def disk_reason(error: BaseException) -> str:
+    """Return the system's own words for a disk error, or the first line of any other."""
+    known = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG))
+    said = next((words for words in known if words in str(error)), "")
+    return said or getattr(error, "strerror", None) or one_line(error, 80)
 
 
 def retry_write(
     write: Callable[[], Result],
     *,
-    may_pass: Callable[[Exception], bool] = _may_pass,
     on_retry: Callable[[Exception, float], None] = lambda error, pause: None,
     max_attempts: int = MAX_ATTEMPTS,
 ) -> Result:
     """Call `write` until it succeeds: a disk is full or away for a moment, and a run is long."""
+    lasting = (errno.ENOENT, errno.ENOTDIR, errno.EBADF)
     for attempt in range(max_attempts - 1):
         try:
             return write()
         except Exception as error:
-            if not may_pass(error):
+            if not _is_disk_error(error) or getattr(error, "errno", None) in lasting:
                 raise
             pause = FIRST_PAUSE * 4**attempt
             on_retry(error, pause)
         time.sleep(pause)
     return write()
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    if isinstance(error, FileNotFoundError) and not path.parent.exists():
-        return UserError(f"{path.parent} is gone: it was deleted under the run, and nothing more can be saved")
-    reason = error.strerror or str(error)
-    return UserError(
-        f"cannot write {path} ({reason}): make room or fix the permissions, then continue with --resume, "
-        "or start again if nothing was saved yet"
-    )
 
 
 def write_atomically(path: str | Path, data: bytes | str | Callable[[], Iterable[bytes]]) -> None:
@@ -215,26 +215,17 @@ class RunDirectory:
         except (OSError, ValueError) as error:  # ValueError: a null byte
             _remove_empty(made)
             reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot write {_short(run.path)} ({reason}): choose another --run_dir") from error
-        try:
-            run._claim(made, resume)
-        except UserError:
-            run.take_back()
-            run.close()
-            raise
+            raise UserError(f"cannot write {short_name(run.path)} ({reason}): choose another --run_dir") from error
+        if not resume:
+            try:
+                began = run._began_only()
+            except UserError:
+                run.close()
+                raise
+            for folder in began:
+                shutil.rmtree(folder, ignore_errors=True)
+            run._found, run._made = {*run.path.rglob("*")} - {run.path / LOCK}, made
         return run
-
-    def _claim(self, made: list[Path], resume: bool) -> None:
-        """Refuse a folder in use by another run, now that it is locked."""
-        if resume:
-            return
-        began = self._began_only()
-        if self._holds_something(began):
-            raise UserError(f"{self.path} is not empty; continue it with --resume or choose another --run_dir")
-        for folder in began:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._found = {*self.path.rglob("*")} - {self.path / LOCK}
-        self._made = made
 
     def close(self) -> None:
         """Release the folder to other processes."""
@@ -243,7 +234,7 @@ class RunDirectory:
 
     def holds_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to resume from."""
-        return bool(_steps(self.checkpoints) or _steps(self.sft))
+        return bool(saved_steps(self.checkpoints) or saved_steps(self.sft))
 
     def take_back(self) -> None:
         """Remove what `open` and its successors wrote, not what was there before; nothing of a resumed run."""
@@ -256,20 +247,15 @@ class RunDirectory:
         _remove_empty(self._made)
 
     def _began_only(self) -> tuple[Path, ...]:
-        """Return the folders of a run that ended before its first iteration; none if it was another or is none."""
-        trained = max(_steps(self.checkpoints), default=0) or _steps(self.sft) or read_metrics(self.metrics)
-        return () if trained or not self.log.is_file() else (self.start, self.checkpoints, self.sft)
-
-    def _holds_something(self, began: Sequence[Path]) -> bool:
-        """Return whether anything would be lost; a run that began only leaves a reusable folder."""
+        """Return the folders of a run that ended before its first iteration. UserError if anything would be lost."""
+        trained = max(saved_steps(self.checkpoints), default=0) or saved_steps(self.sft) or read_metrics(self.metrics)
+        began = () if trained or not self.log.is_file() else (self.start, self.checkpoints, self.sft)
         passing = {self.path / LOCK, *((self.config, self.log, self.prompts) if began else ())}
-        return any(
-            path.is_file()
-            and path.stat().st_size
-            and path not in passing
-            and not {self.tensorboard, *began} & {*path.parents}
-            for path in self.path.rglob("*")
-        )
+        for path in self.path.rglob("*"):
+            reused = path in passing or {self.tensorboard, *began} & {*path.parents}
+            if not reused and path.is_file() and path.stat().st_size:
+                raise UserError(f"{self.path} is not empty; continue it with --resume or choose another --run_dir")
+        return began
 
     def write_config(self, text: str) -> None:
         """Write config.yaml."""
@@ -282,39 +268,32 @@ class RunDirectory:
     def write_images(self, gallery: Sequence[GalleryEntry]) -> None:
         """Write images/000_before.png, 000_after.png, 000_shown_0.png (of the prompt), …, and gallery.json."""
         texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
-        self._write_texts("gallery.json", texts)
-        for index, entry in enumerate(gallery):
-            drawn = {"before": entry.before, "after": entry.after, **_numbered("shown", entry.shown)}
-            self._write_pictures(index, drawn)
+        drawn = [{"before": e.before, "after": e.after, **_numbered("shown", e.shown)} for e in gallery]
+        self._write_drawn("gallery.json", texts, drawn)
 
     def write_episodes(self, episodes: Sequence[EpisodeEntry]) -> None:
         """Write images/000_turn_1.png, 000_episode_shown_0.png, 000_turn_1_shown_0.png, …, and episodes.json."""
-        texts = [
-            {
-                "prompt": entry.prompt,
-                "turns": [
-                    {"text": turn.text, "scores": dict(turn.scores), "answer": turn.answer} for turn in entry.turns
-                ],
-            }
-            for entry in episodes
-        ]
-        self._write_texts("episodes.json", texts)
-        for index, entry in enumerate(episodes):
-            drawn = _numbered("episode_shown", entry.pictures)
+        texts, drawn = [], []
+        for entry in episodes:
+            turns = [{"text": turn.text, "scores": dict(turn.scores), "answer": turn.answer} for turn in entry.turns]
+            texts.append({"prompt": entry.prompt, "turns": turns})
+            drawn.append(_numbered("episode_shown", entry.pictures))
             for number, turn in enumerate(entry.turns, 1):
-                drawn |= {f"turn_{number}": turn.image, **_numbered(f"turn_{number}_shown", turn.pictures)}
-            self._write_pictures(index, drawn)
+                drawn[-1] |= {f"turn_{number}": turn.image, **_numbered(f"turn_{number}_shown", turn.pictures)}
+        self._write_drawn("episodes.json", texts, drawn)
 
-    def _write_texts(self, name: str, texts: Sequence[object]) -> None:
-        if texts:
-            with disk_errors(self.images):
-                self.images.mkdir(exist_ok=True)
-            write_atomically(self.images / name, json.dumps(finite(texts), indent=1).encode())
-
-    def _write_pictures(self, index: int, pictures: Mapping[str, np.ndarray | None]) -> None:
-        for name, picture in pictures.items():
-            if picture is not None:
-                write_atomically(self.images / f"{index:03d}_{name}.png", encode_png(picture))
+    def _write_drawn(
+        self, name: str, texts: Sequence[object], drawn: Sequence[Mapping[str, np.ndarray | None]]
+    ) -> None:
+        if not texts:
+            return
+        with disk_errors(self.images):
+            self.images.mkdir(exist_ok=True)
+        write_atomically(self.images / name, json.dumps(finite(texts), indent=1))
+        for index, pictures in enumerate(drawn):
+            for label, picture in pictures.items():
+                if picture is not None:
+                    write_atomically(self.images / f"{index:03d}_{label}.png", encode_png(picture))
 
     def write_completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> Path:
         """Write completions/step_00000N.parquet, one row per completion."""
@@ -342,41 +321,36 @@ class RunDirectory:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
-    path = Path(path)
-    if not path.is_file():
-        return []
-    rows = []
-    lines = _content(path).decode("utf-8", "replace").split("\n")
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-            if not isinstance(row.get("step"), int):
-                raise ValueError("no step")
-        except ValueError as error:
-            if number == len(lines) - 1:
-                break
-            raise UserError(f"{path}, line {number + 1}: not a row of metrics; fix or delete the line") from error
-        rows.append(row)
-    return rows
+    return [row for _, row in _metrics(Path(path))]
 
 
 def truncate_metrics(path: str | Path, step: int) -> None:
     """Cut a metrics.jsonl back to the rows up to a step; the rest is kept byte for byte."""
-    path = Path(path)
+    kept = [line + b"\n" for line, row in _metrics(Path(path)) if row["step"] <= step]
+    if Path(path).is_file():
+        write_atomically(path, b"".join(kept))
+
+
+def _metrics(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield lines and what they hold."""
     if not path.is_file():
         return
-    remaining = sum(row["step"] <= step for row in read_metrics(path))
-    lines = [line for line in _content(path).split(b"\n") if line.strip()]
-    write_atomically(path, b"".join(line + b"\n" for line in lines[:remaining]))
-
-
-def _content(metrics: Path) -> bytes:
     try:
-        return read_bytes(metrics, 2**32)
+        *lines, last = read_bytes(path, 2**32).split(b"\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"{metrics}: cannot be read ({error})") from error
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    for number, line in enumerate([*lines, last], 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line.decode("utf-8", "replace"))
+            if not isinstance(row.get("step"), int):
+                raise ValueError("no step")
+        except ValueError as error:
+            if number > len(lines):
+                return
+            raise UserError(f"{path}, line {number}: not a row of metrics; fix or delete the line") from error
+        yield line, row
 
 
 def finite(value: object) -> Any:
@@ -392,20 +366,16 @@ def finite(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _steps(checkpoints: Path) -> list[int]:
-    names = (path.name.removeprefix("step_") for path in checkpoints.glob("step_*"))
-    return [int(name) for name in names if name.isdecimal()]
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Return the steps of a folder of checkpoints, sound or damaged, rising."""
+    names = [path.name.removeprefix("step_") for path in checkpoints.glob("step_*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isdecimal() and name.isascii() and str(int(name)) == name)
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
     with suppress(OSError, ValueError):
         for folder in folders:
             folder.rmdir()
-
-
-def _short(path: Path) -> str:
-    text = str(path).replace("\0", "\\0")
-    return text if len(text) <= 120 else f"…{text[-120:]}"
 
 
 def _numbered(name: str, pictures: Sequence[np.ndarray]) -> dict[str, np.ndarray | None]:

@@ -21,6 +21,7 @@ from grpo_jax.config.judge import title
 from grpo_jax.config.named import own_package
 from grpo_jax.config.other_names import metric_hint
 from grpo_jax.config.run import POLICY
+from grpo_jax.config.sections import TODAY
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
@@ -242,11 +243,13 @@ def load(
 
 
 def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
-    """Fill in today as data.template_date if the chat template writes a date: a resumed run keeps that of its start."""
-    if config.data.template_date or "strftime_now" not in str(getattr(tokenizer, "chat_template", "")):
+    """Fill in today's date if the chat template writes one: a resumed run keeps that of its start."""
+    options = config.data.chat_template_options
+    writes = config.data.form != "append" and "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
+    if TODAY in options or not writes:
         return config
     today = broadcast(datetime.date.today().isoformat())
-    return config.replace(data=config.data.replace(template_date=today))
+    return config.replace(data=config.data.replace(chat_template_options={**options, TODAY: today}))
 
 
 def place_parts(config: Config, say: Say) -> dict[str, str]:

@@ -13,7 +13,6 @@ import re
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -26,7 +25,8 @@ from grpo_jax.config import Config
 from grpo_jax.config.build import to_dict
 from grpo_jax.config.fields import require
 from grpo_jax.errors import StageError, UserError, complain, one_line, short_repr
-from grpo_jax.models.broadcast import barrier, exchange, is_main_process, is_told, process_count, process_index
+from grpo_jax.models.broadcast import exchange, from_main_process, is_told, process_count, process_index, together
+from grpo_jax.runs.directory import LOCK
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 HEARTBEAT_SECONDS = 20
@@ -67,16 +67,15 @@ def join_processes(environment: Mapping[str, str] = os.environ, *, timeout: int 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     options |= {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": _LEAVING_SECONDS}
-    before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
-    if in_main:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while JAX waits, no handler of Python's would be called
+    # While JAX waits, no handler of Python's would be called.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main else None
     try:
         jax.distributed.initialize(**options, initialization_timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the {count} processes could not join within {timeout} s: {one_line(error)}") from error
     finally:
-        if in_main:
+        if before is not None:
             signal.signal(signal.SIGINT, before)
     return count
 
@@ -130,7 +129,7 @@ def _flat(values: object, name: str = "") -> Iterator[tuple[str, object]]:
             if ".py:" in str(key):  # a class in a file, with its share
                 yield f"{name}: {key}", key
             yield from _flat(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(values, list | tuple) and any(isinstance(value, str | Mapping) for value in values):
+    elif isinstance(values, list | tuple):
         for place, value in enumerate(values):
             yield from _flat(value, f"{name}[{place}]")
     else:
@@ -162,18 +161,18 @@ def require_shared(folder: Path) -> None:
     """Refuse a run directory that a process does not see as process 0 does: each writes its parts of a checkpoint."""
     if process_count() == 1:
         return
-    token = folder / f".shared_{exchange(uuid.uuid4().hex)[0]}"
-    if is_main_process():
-        token.touch()
-    barrier()
-    deadline = time.monotonic() + _SHARED_SECONDS
-    while not token.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    seen = exchange("1" if token.exists() else "")
-    token.unlink(missing_ok=True)
-    if not all(seen):
-        number = seen.index("")
-        raise UserError(f"{folder}: expected one folder for all processes, but process {number} does not see it")
+    lock = folder / LOCK
+    held = from_main_process(lock.read_text)
+
+    def look() -> None:
+        deadline = time.monotonic() + _SHARED_SECONDS
+        while not lock.is_file() or lock.read_text() != held:
+            if time.monotonic() > deadline:
+                blind = f"process {process_index()} does not see it"
+                raise UserError(f"{folder}: expected one folder for all processes, but {blind}")
+            time.sleep(0.1)
+
+    together(look)
 
 
 @contextmanager

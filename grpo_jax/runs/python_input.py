@@ -12,7 +12,6 @@ import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +25,8 @@ from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.broadcast import is_main_process, together
 from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, all_rows, size_of_row
-from grpo_jax.rollout.pictures import File, Source, as_text, size_of, source_of
+from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, size_of_row
+from grpo_jax.rollout.pictures import as_text, source_of
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.records import dataset_records, read_lines
 from grpo_jax.rollout.rewards import Reward
@@ -35,7 +34,7 @@ from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.progress import Record
 
-_MOST_KEPT = 256 * 2**20  # bytes of pictures that were given in memory
+_MOST_KEPT = 256 * 2**20  # bytes of pictures
 
 
 class PythonInput(NamedTuple):
@@ -69,29 +68,51 @@ def load_given(
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
     ctx = load(given.config, output.part, **data, stopping=stopping, leaving=leaving)
-    if ctx.config != given.config and not config.resume and is_main_process():  # data.template_date is filled in
+    if ctx.config != given.config and not config.resume and is_main_process():  # the chat template's date is filled in
         output.directory.write_config(to_yaml(ctx.config))
     return ctx
+
+
+class _NotKept(Exception):
+    """Prompts that are not written beside the run, and why."""
 
 
 def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[str], None]) -> None:
     """Write the rows to prompts.jsonl; UserError if a resumed run began with other rows."""
     if source.prompts is None:
         return
-    lost = _what_json_would_change(source.prompts)
-    if lost is not None:
-        note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
-        return
     prompts = source.prompts
+    try:
+        if not source.config.resume:
+            write_atomically(directory.prompts, lambda: _lines(prompts))
+        elif directory.prompts.is_file():
+            with directory.prompts.open("rb") as file:
+                if any(stored != line for stored, line in itertools.zip_longest(file, _lines(prompts))):
+                    again = f"{directory.path} began with; leave prompts out"
+                    raise UserError(f"--resume: the prompts are not those that {again}")
+    except _NotKept as lost:
+        note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
 
-    def lines() -> Iterator[bytes]:
-        for split, part in zip(SPLITS, prompts, strict=True):
-            yield from (f"{json.dumps(_record_of(row, split))}\n".encode() for row in part)
 
-    if not source.config.resume:
-        write_atomically(directory.prompts, lines)
-    elif directory.prompts.is_file() and not _same_lines(directory.prompts, lines()):
-        raise UserError(f"--resume: the prompts are not those that {directory.path} began with; leave prompts out")
+def _lines(prompts: PromptSet) -> Iterator[bytes]:
+    """Yield a JSON line for each row; pictures as paths, or as base64 of those in memory."""
+    size = 0
+    for split, part in zip(SPLITS, prompts, strict=True):
+        for row in part:
+            for name, value in row.columns.items():
+                if not _is_json(value):
+                    raise _NotKept(
+                        f"column {name!r} of row {row.id} holds what JSON does not keep, such as a tuple or an array"
+                    )
+            line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
+            if row.pictures:
+                line["pictures"] = [as_text(source) for source in row.pictures]
+                size += sum(map(len, line["pictures"]))
+            if size > _MOST_KEPT:
+                raise _NotKept(f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB")
+            if row.messages:
+                line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
+            yield f"{json.dumps(line)}\n".encode()
 
 
 def kept_prompts(directory: RunDirectory) -> PromptSet:
@@ -125,21 +146,6 @@ def _parsed(text: str) -> Record | str:
         return parse_json(text)
     except ValueError as error:
         return str(error)
-
-
-def _same_lines(path: Path, lines: Iterator[bytes]) -> bool:
-    with path.open("rb") as file:
-        return all(stored == line for stored, line in itertools.zip_longest(file, lines))
-
-
-def _record_of(row: Row, split: str) -> Record:
-    """Return a row as a JSON line's record; pictures as paths, or as base64 of those in memory."""
-    line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
-    if row.pictures:
-        line["pictures"] = [as_text(source) for source in row.pictures]
-    if row.messages:
-        line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
-    return line
 
 
 def _row(line: Record) -> Row:
@@ -218,30 +224,6 @@ def _sections(sections: Sequence[RewardSection], functions: Mapping[str, Reward]
         named = {"name": name, "label": "" if name.endswith(f":{label}") else label}
         resolved.append(configured.get(label, RewardSection(name=label)).replace(**named))
     return resolved
-
-
-def _what_json_would_change(prompts: PromptSet) -> str | None:
-    """Return the first column that JSON would change, or pictures too large for it; None if none is."""
-    counted: dict[int, Source] = {}  # kept, so that no other gets its id
-    size = 0
-    for row in all_rows(prompts):
-        for source in row.pictures:
-            if not isinstance(source, File) and id(source) not in counted:
-                counted[id(source)] = source
-                size += _size(source)
-        if size > _MOST_KEPT:
-            return f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB, which is much beside a run"
-        for name, value in row.columns.items():
-            if not _is_json(value):
-                return f"column {name!r} of row {row.id} holds what JSON does not keep, such as a tuple or an array"
-    return None
-
-
-def _size(source: Source) -> int:
-    if isinstance(source, bytes):
-        return len(source)
-    height, width = size_of(source)
-    return 3 * height * width
 
 
 def _is_json(value: object) -> bool:

@@ -18,7 +18,6 @@ from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserErro
 from grpo_jax.rollout.rewards import no_reward_lately
 from grpo_jax.training.update import PATIENCE
 
-_AT_FAULT = {"render": "the renderer", "env": "the environment"}  # by stage
 _KILLABLE = (
     ", give it more time (--judge_timeout), or run it in a pool of one Ray actor, which can be killed "
     "(judges.NAME.pool, docs/judges.md)"
@@ -196,21 +195,17 @@ def explained(
     saved = "Nothing was trained yet" if iteration is None else f"Saved after iteration {iteration}"
     again = _again(run_dir, resumable)
     cause = error if isinstance(error, StopRun) else error.__cause__
+    told = cause if isinstance(cause, StopRun | UserError) else error  # a reward names itself
+    line = " ".join(str(told).split())
     if isinstance(cause, StopRun):
-        return StopRun(f"{_line(cause)}. {saved}; {again} when that is fixed")
+        return StopRun(f"{line}. {saved}; {again} when that is fixed")
     assert isinstance(error, StageError)
     if error.stage == "sample":  # no reward is at fault
-        return (
-            UserError(f"{_line(cause)}. {saved}; {again} when that is fixed") if isinstance(cause, UserError) else error
-        )
+        return error if told is error else UserError(f"{line}. {saved}; {again} when that is fixed")
+    at_fault = {"render": "the renderer", "env": "the environment"}.get(error.stage, "the reward")
     hint = _KILLABLE if isinstance(error, StageTimeout) else hint
-    reason = cause if isinstance(cause, UserError) else error  # a reward names itself
-    return UserError(f"{_line(reason)}. {saved}; fix {_AT_FAULT.get(error.stage, 'the reward')} and {again}{hint}")
+    return UserError(f"{line}. {saved}; fix {at_fault} and {again}{hint}")
 
 
 def _again(run_dir: str, resumable: bool) -> str:
     return f"go on with --resume --run_dir {run_dir}" if resumable else "start again"
-
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split())

@@ -167,7 +167,6 @@ class Task(Section):
         defaults: Values of a run's sections that differ from their own defaults, as a YAML file has them.
         default_config: A shipped config that runs where no --config is given; None for the defaults.
         display: How its measures are shown.
-        not_planned: What `--plan` does not count, in words.
         calls_tools: Whether functions that data.tools names are called.
     """
 
@@ -175,7 +174,6 @@ class Task(Section):
     defaults: ClassVar[Mapping[str, Any]] = {}
     default_config: ClassVar[str | None] = None
     display: ClassVar[Display] = Display()
-    not_planned: ClassVar[str] = ""
     calls_tools: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:

@@ -66,7 +66,7 @@ def campaign(folder: Path, seed: int, count: int) -> Iterator[Outcome]:
 def _noticed(
     sound: Path, to: Path, name: Path, damage: Callable[[Path, random.Random], None], draw: random.Random, case: str
 ) -> Outcome:
-    from grpo_jax.runs.digests import MANIFEST, find_damage
+    from grpo_jax.runs.checkpoint import MANIFEST, find_damage
 
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(sound, to)

@@ -62,7 +62,7 @@ def test_what_a_template_passes_over_is_refused():
     [
         ({"form": "append", "tools": [ADD]}, "data.tools: expected nothing with form 'append'"),
         ({"chat_template_options": {"tokenize": True}}, r"data.chat_template_options: expected .*got \['tokenize'\]"),
-        ({"chat_template_options": {"tokenize": True}}, r"data.tools apart\), got \['tokenize"),
+        ({"chat_template_options": {"today": "soon"}}, r"options.today: expected \"YYYY-MM-DD\", got 'soon'"),
     ],
 )
 def test_what_is_not_for_the_template_is_refused(data, message):
@@ -125,7 +125,9 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_start(place, tm
     whole = tmp_path / "whole"
     monkeypatch.setenv("JUDGE_RUN", str(whole))  # for the evaluation
     assert train_here(place.config, whole, *(f"--{name}={value}" for name, value in values.items())) == 0
-    assert yaml.safe_load((whole / "config.yaml").read_text())["data"]["template_date"] == "2026-01-02"
+    assert yaml.safe_load((whole / "config.yaml").read_text())["data"]["chat_template_options"] == {
+        "today": "2026-01-02"
+    }
     days.append(datetime.datetime(2031, 11, 30))
     again = rewound(whole, tmp_path / "again", 1)
     assert train_here(place.config, again, "--resume") == 0

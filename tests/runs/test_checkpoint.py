@@ -14,8 +14,7 @@ import pytest
 
 from grpo_jax.errors import UserError
 from grpo_jax.runs import checkpoint as module
-from grpo_jax.runs.checkpoint import Checkpoints, restore_params
-from grpo_jax.runs.digests import find_damage
+from grpo_jax.runs.checkpoint import Checkpoints, find_damage, restore_params
 from grpo_jax.training.state import free_buffers
 
 
@@ -73,26 +72,18 @@ def test_restores_every_bit_and_every_type(folder):
     assert came_meta == {"position": 12, "baseline": {"score": 0.25}, "best": float("-inf"), "step": 5}
 
 
-def test_a_donated_or_released_state_does_not_reach_the_write_in_the_background(folder):
+def test_a_state_that_changes_after_save_is_saved_as_it_was(folder):
     advance = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
-    params = {"w": jnp.zeros((512, 512)), "b": jnp.zeros(1000)}
+    params, order = {"w": jnp.zeros((512, 512)), "b": jnp.zeros(1000)}, np.zeros(100_000)
     with Checkpoints(folder, keep=20) as checkpoints:
         for step in range(8):
-            checkpoints.save(step, {"variables": params}, {})
+            checkpoints.save(step, {"variables": params, "order": order}, {})
             before, params = params, advance(advance(params))
             free_buffers(before)  # as an update does where JAX did not
+            order += 2
         for step in range(8):
-            came, _ = checkpoints.restore(step, {"variables": params})
+            came, _ = checkpoints.restore(step, {"variables": params, "order": order})
             assert all((np.asarray(leaf) == 2 * step).all() for leaf in jax.tree.leaves(came)), step
-
-
-def test_a_numpy_array_changed_after_save_is_saved_as_it_was(folder):
-    order = np.arange(100_000)
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, {"variables": {"w": jnp.ones(2)}, "order": order}, {})
-        order[:] = -1
-        came, _ = checkpoints.restore(1, {"variables": {"w": jnp.ones(2)}, "order": order})
-    np.testing.assert_array_equal(came["order"], np.arange(100_000))
 
 
 def test_a_name_is_a_link_that_moves_and_its_step_stays(folder):
@@ -142,16 +133,6 @@ def test_weights_that_are_not_finite_are_refused(folder):
             checkpoints.save(2, {"variables": {"w": jnp.array([1.0, jnp.nan])}}, {})
         checkpoints.wait()
         assert checkpoints.available() == ["1"]
-
-
-def test_the_layout_of_an_older_version_is_refused(folder):
-    for path in ("step_1/manifest.json", "best/version_1/meta.json"):
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / path).parent.mkdir(parents=True)
-        (folder / path).write_text("{}")
-        for read_only in (False, True):
-            with pytest.raises(UserError, match="its checkpoints are of another grpo_jax: go on with that version"):
-                Checkpoints(folder, read_only=read_only)
 
 
 def test_evaluation_leaves_a_write_in_progress_alone(folder):
@@ -256,30 +237,21 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_before_is_used(sound, tmp_path, damage):
     for number, name in enumerate(files_of(sound / "step_2")):
-        if name.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
-            continue  # written by Orbax at the commit, and not needed: see below
         folder, notes = shutil.copytree(sound, tmp_path / str(number), symlinks=True), []
         DAMAGES[damage](folder / "step_2" / name)
         with Checkpoints(folder, note=notes.append) as checkpoints:
+            if name.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written at the commit, and not needed
+                assert_same(checkpoints.restore("latest", make_state())[0], make_state(2))
+                checkpoints.save(3, make_state(3), {}, wait=True)
+                continue
             with pytest.raises(UserError, match=r"step_2 is damaged \(.*\); there are: 1, best"):
                 checkpoints.restore(2, make_state())
             assert checkpoints.read_meta("latest")["at"] == 1, name
             (line,) = notes
             assert "step_2 is damaged (" in line and line.endswith("was set aside as damaged_step_2"), line
             assert checkpoints.available() == ["1", "best"]
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(2, make_state(2), {"at": 2})  # its place is free
-        assert_same(checkpoints.restore("latest", make_state())[0], make_state(2))
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "commit_success.txt"])
-def test_damage_to_the_files_that_orbax_writes_at_the_commit_is_harmless(sound, tmp_path, name, damage):
-    folder = shutil.copytree(sound, tmp_path / "copy", symlinks=True)
-    DAMAGES[damage](folder / "step_2" / name)
-    with Checkpoints(folder) as checkpoints:
-        assert_same(checkpoints.restore("latest", make_state())[0], make_state(2))
-        checkpoints.save(3, make_state(3), {}, wait=True)
+            checkpoints.save(2, make_state(2), {"at": 2}, wait=True)  # its place is free
+            assert checkpoints.read_meta("latest")["at"] == 2
 
 
 def test_a_damaged_best_checkpoint_is_set_aside(sound, tmp_path):
@@ -317,13 +289,11 @@ def test_where_every_checkpoint_is_damaged_none_is_touched(sound, tmp_path):
         assert sorted(path.name for path in folder.iterdir()) == ["best", "step_1", "step_2"]
 
 
-@pytest.mark.parametrize("which", ["latest", "best"])
-def test_a_reader_takes_the_newer_one_where_a_run_removes_its_own(folder, which, monkeypatch):
-    monkeypatch.setattr(module, "_REMOVAL_SECONDS", 0.0)
+def test_a_reader_takes_the_newer_one_where_a_run_removes_its_own(folder, monkeypatch):
     with Checkpoints(folder, keep=1) as writing, Checkpoints(folder, read_only=True) as reading:
         writing.save_as("best", 1, make_state(1), {})
 
-        def overtaken(path, step=None):
+        def overtaken(path):
             monkeypatch.undo()
             for step in (2, 3):
                 writing.save_as("best", step, make_state(step), {})
@@ -332,7 +302,7 @@ def test_a_reader_takes_the_newer_one_where_a_run_removes_its_own(folder, which,
 
         monkeypatch.setattr(module, "find_damage", overtaken)
         monkeypatch.setattr(module, "_REMOVAL_SECONDS", 0.0)
-        came, meta = reading.restore(which, make_state())
+        came, meta = reading.restore("best", make_state())
         assert meta["step"] == 3
         assert_same(came, make_state(3))
 
@@ -353,7 +323,10 @@ def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impati
     notes = []
     with Checkpoints(folder, note=notes.append) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
-        with small_files_only(50_000), pytest.raises(UserError, match="committed so far stay valid: make room"):
+        with (
+            small_files_only(50_000),
+            pytest.raises(UserError, match=r"cannot write .*checkpoints \(File too large\): make room"),
+        ):
             checkpoints.save(2, big, {}, wait=True)
         assert [note.partition(")")[2] for note in notes] == [
             *("; trying again in 0.01 s", "; trying again in 0.04 s", "; trying again in 0.16 s")
@@ -382,6 +355,6 @@ def test_a_folder_that_was_deleted_is_said_at_once(folder):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, make_state(), {}, wait=True)
         shutil.rmtree(folder.parent)
-        with pytest.raises(UserError, match=r"checkpoints is gone: it was deleted under the run"):
+        with pytest.raises(UserError, match=r"run is gone: it was deleted under the run"):
             checkpoints.save(2, make_state(), {}, wait=True)
     assert not folder.exists()

@@ -100,15 +100,14 @@ exit_process(main())
 def test_a_reward_that_holds_the_interpreter_lock_ends_the_process_and_is_shown(place, tmp_path):
     run = rewound(finished_run(place), tmp_path / "run", step=3)
     done = subprocess.run(
-        [sys.executable, "-c", IMPATIENT, "--resume", "--run_dir", run, "--judge_timeout=3"],
+        [sys.executable, "-c", IMPATIENT, "--resume", "--run_dir", run, "--judge_timeout=1"],
         env=environment(place, run, judge="lock:0"),
         timeout=PATIENCE,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1 and (run / "held").exists(), done.stderr
-    assert "Timeout (0:00:04)!" in done.stderr and f'File "{place.judge}"' in done.stderr
-    assert train_here(place.config, run, "--resume") == 0  # from the last checkpoint
+    assert "Timeout (0:00:02)!" in done.stderr and f'File "{place.judge}"' in done.stderr
 
 
 def test_a_reward_beyond_its_time_limit_is_told_of_the_pool(place, tmp_path, capsys):
@@ -153,19 +152,14 @@ def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
     assert lines == ["note: the terminal is gone; the run goes on", "one", "two", "policy     three"]
 
 
-PROGRESS = Progress(3, 6, None, 0, {}, [0], {"config": {}, "task": {}}, {"before": {}})
-
-
 @pytest.mark.parametrize(
     "changed", [{"surprise": 1}, {"iteration": None}, {"notes": None}, {"seconds": 3}, {"identity": []}]
 )
 def test_a_checkpoint_that_remembers_other_things_is_of_another_version(changed, tmp_path):
-    saved = json.loads(json.dumps(PROGRESS._asdict()))
-    assert Progress.read({"progress": saved}, tmp_path) == PROGRESS
-    with pytest.raises(UserError, match="its checkpoints are of another version of grpo_jax"):
-        Progress.read({"progress": saved | changed}, tmp_path)
-    with pytest.raises(UserError, match="its checkpoints are of another version"):
-        Progress.read({}, tmp_path)
-    del saved["notes"]
-    with pytest.raises(UserError, match="its checkpoints are of another version"):
-        Progress.read({"progress": saved}, tmp_path)
+    progress = Progress(3, 6, None, 0, {}, [0], {"config": {}, "task": {}}, {"before": {}})
+    saved = json.loads(json.dumps(progress._asdict()))
+    assert Progress.read({"progress": saved}, tmp_path) == progress
+    without = {name: value for name, value in saved.items() if name != "notes"}
+    for meta in ({"progress": saved | changed}, {"progress": without}, {}):
+        with pytest.raises(UserError, match="its checkpoints are of another version of grpo_jax"):
+            Progress.read(meta, tmp_path)

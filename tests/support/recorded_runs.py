@@ -49,40 +49,18 @@ RUNS: dict[str, list[str]] = {
     "cartpole_gdpo": ["--config", "cartpole_gdpo", *TEN_ROUNDS],
     **TEXT,
 }
-REWARDS = """
-def letters(prompts, completions, wish, **columns):
-    return [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
-
-
-def brief(completions, **columns):
-    return [-len(text) / 10 for text in completions]
-"""
 
 
 def text_config(folder: Path) -> Path:
-    """Write a tiny random policy, prompts, two rewards, and the config that names them."""
-    from support.tiny_models import causal_lm
+    """Write the tests' tiny policy, prompts and rewards, and a config of plain GRPO that names them."""
+    from support.text_task import make_place
 
-    policy = causal_lm(folder / "policy")
-    (folder / "rewards.py").write_text(REWARDS)
-    rows = [{"prompt": f"{letter} tree", "wish": letter} for letter in "abcdefghijklmnop"]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "task": "text",
-        "seed": 3,
-        "policy": {"path": str(policy)},
-        "data": {"prompts": str(folder / "prompts.jsonl"), "held_out": 0.25, "max_prompt_tokens": 64},
-        "sampling": {"group_size": 4, "max_new_tokens": 8},
-        "optimizer": {"learning_rate": 0.01, "schedule": "cosine", "warmup_steps": 3},
-        "training": {"prompts_per_batch": 4, "minibatches": 2},
-        "evaluation": {"samples": 0},
-        "rewards": [
-            {"name": f"{folder / 'rewards.py'}:letters"},
-            {"name": f"{folder / 'rewards.py'}:brief", "weight": 0.5},
-        ],
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder / "config.yaml"
+    place = make_place(folder)
+    values = yaml.safe_load(place.config.read_text()) | {"algorithm": {}, "evaluation": {"samples": 0}}
+    values["optimizer"] = {"learning_rate": 0.01, "schedule": "cosine"}
+    values["training"] = {"prompts_per_batch": 4, "minibatches": 2}
+    place.config.write_text(yaml.safe_dump(values))
+    return place.config
 
 
 def untimed(measures: Mapping[str, object]) -> dict[str, object]:

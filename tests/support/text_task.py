@@ -31,7 +31,7 @@ def letters(prompts, completions, wish, **columns):
     """Share of letters; more for the letter that is wished for."""
     values = [sum(c.isalpha() for c in text) / 8 + text.count(w) for text, w in zip(completions, wish)]
     action, _, rows = os.environ.get("JUDGE", "work:0").partition(":")
-    metrics = pathlib.Path(os.environ["JUDGE_RUN"]) / "metrics.jsonl"
+    metrics = pathlib.Path(os.environ.get("JUDGE_RUN", ".")) / "metrics.jsonl"
     done = len(metrics.read_text().splitlines()) if metrics.is_file() else 0  # /dev/full has no end
     if done < int(rows):
         return values
@@ -270,7 +270,7 @@ def final_state(run: Path, which: int | str = "final"):
 
 def aged(checkpoint: Path, seconds: float) -> None:
     """Makes a checkpoint one of a process that took that much longer, in all and in each of its stages."""
-    from grpo_jax.runs.digests import read_manifest, write_manifest
+    from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 
     content = read_manifest(checkpoint)
     meta = content["meta"]

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import torch
+from support import torch_reference
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast, T5Tokenizer
 
@@ -17,6 +18,14 @@ CHAT_TEMPLATE = (
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 VOCAB_SIZE = 272  # larger than the tokenizers' 259 and 264, as in the real Qwen models
+VAE = dict(
+    down_block_types=("DownEncoderBlock2D",) * 2,
+    up_block_types=("UpDecoderBlock2D",) * 2,
+    block_out_channels=(8, 8),
+    norm_num_groups=4,
+    latent_channels=4,
+    sample_size=32,
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789,.!-'"
 
 
@@ -34,15 +43,7 @@ def chat_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
 
 def causal_lm(folder, architecture: str = "qwen2", *, seed: int = 0, max_shard_size: str = "1GB", **overrides) -> Path:
     """A random folder of a model of text with a tokenizer and two end-of-sequence ids."""
-    import transformers
-
-    config_class, model_class = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    }[architecture]
+    config_class, model_class = torch_reference.ARCHITECTURES[architecture]
     tokenizer = chat_tokenizer()
     fields = dict(
         vocab_size=VOCAB_SIZE,
@@ -85,13 +86,7 @@ def qwen3_vl(folder, *, seed: int = 0) -> Path:
 
 def qwen_vl(folder, architecture: str, *, seed: int = 0, **tower) -> Path:
     """A random Qwen-VL folder with a tokenizer."""
-    import transformers
-
-    config_class, model_class, sections = {
-        "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, [1, 1, 2]),
-        "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, [1, 1, 2]),
-        "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, [2, 3, 3]),
-    }[architecture]
+    config_class, model_class, _, sections = torch_reference.VISION[architecture]
     tokenizer = chat_tokenizer(VISION_TOKENS)
     names = ("vision_start", "vision_end", "image", "video")
     tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -147,6 +142,7 @@ def stable_diffusion_3(folder, *, t5: bool = True, window: int = 77, seed: int =
         SD3Transformer2DModel,
         StableDiffusion3Pipeline,
     )
+    from transformers import CLIPTextModelWithProjection
 
     torch.manual_seed(seed)
     tokenizers = clip_tokenizer(window), clip_tokenizer(window)
@@ -163,26 +159,16 @@ def stable_diffusion_3(folder, *, t5: bool = True, window: int = 77, seed: int =
         pooled_projection_dim=32,
         pos_embed_max_size=16,
     )
-    vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        norm_num_groups=4,
-        sample_size=16,
-        scaling_factor=1.5,
-        shift_factor=0.06,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+    unquantised = dict(scaling_factor=1.5, shift_factor=0.06, use_quant_conv=False, use_post_quant_conv=False)
+    vae = AutoencoderKL(**VAE | {"sample_size": 16}, **unquantised)
     t5_tokenizer, t5_encoder = tiny_t5(d_model=40) if t5 else (None, None)
     pipeline = StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae,
-        text_encoder=_clip_text_encoder(tokenizers[0], "quick_gelu"),
+        text_encoder=clip_text_encoder(CLIPTextModelWithProjection, tokenizers[0]),
         tokenizer=tokenizers[0],
-        text_encoder_2=_clip_text_encoder(tokenizers[1], "gelu"),
+        text_encoder_2=clip_text_encoder(CLIPTextModelWithProjection, tokenizers[1], hidden_act="gelu"),
         tokenizer_2=tokenizers[1],
         text_encoder_3=t5_encoder,
         tokenizer_3=t5_tokenizer,
@@ -191,8 +177,9 @@ def stable_diffusion_3(folder, *, t5: bool = True, window: int = 77, seed: int =
     return Path(folder)
 
 
-def _clip_text_encoder(tokenizer: CLIPTokenizer, activation: str):
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+def clip_text_encoder(kind, tokenizer: CLIPTokenizer, **overrides):
+    """A CLIP text tower of two layers, of transformers' class `kind`."""
+    from transformers import CLIPTextConfig
 
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -202,12 +189,12 @@ def _clip_text_encoder(tokenizer: CLIPTokenizer, activation: str):
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=tokenizer.model_max_length,
-        hidden_act=activation,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **overrides,
     )
-    return CLIPTextModelWithProjection(config).eval()
+    return kind(config).eval()
 
 
 def tiny_t5(d_model: int):

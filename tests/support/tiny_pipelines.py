@@ -6,18 +6,10 @@ Every function takes the folder to write and returns it; pictures are 32 x 32. W
 from pathlib import Path
 
 import torch
-from support.tiny_models import LETTERS, clip_tokenizer, tiny_t5
+from support.tiny_models import LETTERS, VAE, clip_text_encoder, clip_tokenizer, tiny_t5
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedTokenizerFast
 
-VAE = dict(
-    down_block_types=("DownEncoderBlock2D",) * 2,
-    up_block_types=("UpDecoderBlock2D",) * 2,
-    block_out_channels=(8, 8),
-    norm_num_groups=4,
-    latent_channels=4,
-    sample_size=32,
-)
 UNET = dict(
     sample_size=16,
     in_channels=4,
@@ -44,7 +36,7 @@ def stable_diffusion(folder) -> Path:
     return _save(
         StableDiffusionPipeline(
             vae=AutoencoderKL(**VAE),
-            text_encoder=_clip(CLIPTextModel, tokenizer, 16),
+            text_encoder=clip_text_encoder(CLIPTextModel, tokenizer),
             tokenizer=tokenizer,
             unet=UNet2DConditionModel(**UNET, cross_attention_dim=16, attention_head_dim=4),
             scheduler=DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
@@ -79,8 +71,8 @@ def stable_diffusion_xl(folder) -> Path:
     return _save(
         StableDiffusionXLPipeline(
             vae=AutoencoderKL(**VAE),
-            text_encoder=_clip(CLIPTextModel, tokenizers[0], 16),
-            text_encoder_2=_clip(CLIPTextModelWithProjection, tokenizers[1], 16),
+            text_encoder=clip_text_encoder(CLIPTextModel, tokenizers[0]),
+            text_encoder_2=clip_text_encoder(CLIPTextModelWithProjection, tokenizers[1]),
             tokenizer=tokenizers[0],
             tokenizer_2=tokenizers[1],
             unet=unet,
@@ -113,7 +105,7 @@ def flux(folder, *, guidance_embeds: bool = False) -> Path:
         FluxPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(),
             vae=AutoencoderKL(**VAE, shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False),
-            text_encoder=_clip(CLIPTextModel, tokenizer, 16),
+            text_encoder=clip_text_encoder(CLIPTextModel, tokenizer),
             tokenizer=tokenizer,
             text_encoder_2=t5_encoder,
             tokenizer_2=t5_tokenizer,
@@ -220,22 +212,6 @@ def pixart_sigma(folder) -> Path:
 def _save(pipeline, folder) -> Path:
     pipeline.save_pretrained(folder, safe_serialization=True)
     return Path(folder)
-
-
-def _clip(kind, tokenizer, width: int):
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=32,
-        projection_dim=width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return kind(config).eval()
 
 
 def _gemma_tokenizer() -> PreTrainedTokenizerFast:

@@ -86,7 +86,6 @@ class Recommendation(Task):
         hidden=(FUSED, RANK),
         digits={"ndcg": 4, "hr": 4, "mrr": 4},
     )
-    not_planned: ClassVar[str] = "what ranks the catalogue"
 
     def __post_init__(self) -> None:
         """Check what fits together; other ranges are checked where they are used, before anything is loaded."""

@@ -1,6 +1,5 @@
 """Sampling ahead: the same however long anything takes, told and corrected for what it is: off-policy by one batch."""
 
-import json
 import threading
 
 import jax
@@ -138,20 +137,6 @@ def test_the_first_batch_is_that_of_lag_0_and_the_second_has_its_weight(config):
     assert measured["importance_weight"] == pytest.approx(np.mean([min(ratio, 1.02) for ratio in ratios]), rel=1e-4)
     clipped = np.mean([ratio >= 1.02 for ratio in ratios])
     assert 0.05 < clipped < 0.95 and measured["importance_clipped"] == pytest.approx(clipped, abs=0.02)
-
-
-@pytest.mark.wide  # dynamic sampling and early stopping have tests of their own; this is all of them at once
-def test_other_prompts_for_silent_groups_and_an_early_end(config, tmp_path, capsys):
-    """Each batch then begins when the one before is whole; what is on its way at the end is waited for."""
-    judge = config.parent / "judge.py"
-    run = tmp_path / "run"
-    words = [f"--run_dir={run}", "--algorithm.zero_variance_groups=resample"]
-    words += ["--training.early_stopping_patience=1", "--training.early_stopping_threshold=1000"]
-    words += ["--evaluation.every=1", "--data.held_out=0.25"]
-    rewards = [{"name": f"{judge}:alike"}, {"name": f"{judge}:letters", "weight": 0}]
-    assert main(["--config", str(config), *words, "--rewards", json.dumps(rewards)]) == 0
-    assert "early stopping after iteration 2" in capsys.readouterr().out
-    assert [(row["draws"], row["staleness"], row["log/seen"]) for row in rows(run)] == [(4, 0, 0), (4, UPDATES, 1)]
 
 
 def test_without_a_weight_the_ratio_is_taken_against_the_sampler(config):

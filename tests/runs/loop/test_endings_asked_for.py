@@ -128,9 +128,6 @@ def test_a_run_that_was_stopped_in_every_way_ends_as_the_other(config, told, tmp
     assert not ended["stopped"] and ended["early_stopping"] == expected["early_stopping"]
     assert_same_run(folder, other)
 
-    further = go(config, folder, training={"early_stopping_patience": 4})
-    assert further["iterations"] == STEPS + 1 and rows(folder)[:STEPS] == rows(other)
-
 
 def test_waiting_counts_what_is_no_better():
     config = make_config(task="text", training={"early_stopping_patience": 2, "early_stopping_threshold": 0.1})

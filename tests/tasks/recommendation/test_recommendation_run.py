@@ -16,7 +16,7 @@ from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.reward_registry import bind, resolve_rewards
-from grpo_jax.runs.digests import read_manifest, write_manifest
+from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 from grpo_jax.tasks.recommendation.dataset import load_dataset
 from grpo_jax.tasks.recommendation.loading import policy_words
 from grpo_jax.tasks.recommendation.rewards import reward_columns

@@ -143,9 +143,11 @@ def short_repr(value: object, most: int = 60) -> str:
 
 
 def short_name(name: object, most: int = 80) -> str:
-    """A name as an error line shows it: as it stands, where it is short and can be printed."""
+    """A name as an error line shows it: as it stands if it is short and printable; of a long path its end."""
     text = str(name)
-    return text if text.isprintable() and len(text) <= most else short_repr(text, most)
+    if text.isprintable() and (len(text) <= most or "/" in text):
+        return text if len(text) <= most else f"…{text[1 - most :]}"
+    return short_repr(text, most)
 
 
 def _cut(text: str, most: int) -> str:

@@ -83,27 +83,6 @@ def test_scores_do_not_depend_on_their_company(folder):
     assert torch.equal(load_scorer(folder, batch_size=4).image_text(images[3:4], texts[3:4]), together[3:4])
 
 
-def test_texts_are_encoded_once(folder, monkeypatch):
-    scorer = load_scorer(folder, batch_size=2)
-    scorer._cache_size = 3
-    encoded = []
-    tower = scorer.model.encode_text
-    monkeypatch.setattr(scorer.model, "encode_text", lambda x: encoded.append(len(x)) or tower(x))
-    first = scorer.text_features(["a", "b", "a"])
-    assert encoded == [2]
-    assert torch.equal(first[0], first[2])
-    first.zero_()
-    assert torch.equal(scorer.text_features(["b", "a"]).norm(dim=1).round(), torch.ones(2))
-    assert encoded == [2]
-    scorer.text_features(["c", "d"])  # with "a", the last seen: "b" must go
-    scorer.text_features(["a"])
-    assert encoded == [2, 2]
-    scorer.text_features(["b"])
-    assert encoded == [2, 2, 2]
-    assert scorer.text_features(list("abcdefgh")).shape == (8, scorer.width)  # more than the cache holds
-    assert len(scorer._texts) == 3
-
-
 def test_equal_pictures_are_encoded_once(folder, monkeypatch):
     scorer = load_scorer(folder, batch_size=2)
     images = pictures(3, 24, 24)

@@ -60,18 +60,6 @@ def test_the_oracle_gets_what_was_asked_for_out_of_the_lens():
     assert world.pixel_accuracy(out, [row["requested"] for row in rows]).mean() >= 0.99
 
 
-def test_pictures_of_numpy_and_torch_come_out_alike_and_the_first_stay_as_they_were():
-    torch = pytest.importorskip("torch")
-    pictures, lenses = drawn(captions(16)), EVERY * 2
-    before = pictures.copy()
-    ours, theirs = lens.look(pictures, lenses), lens.look(torch.from_numpy(pictures), lenses)
-    assert ours.dtype == np.float32 and theirs.dtype == torch.float32
-    np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
-    np.testing.assert_array_equal(pictures, before)
-    np.testing.assert_array_equal(ours[0], pictures[0])  # no turn, no mirror
-    assert ours.min() >= 0 and ours.max() <= 1
-
-
 def test_the_renderer_shows_all_pictures_of_a_seed_through_one_lens():
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")

@@ -97,34 +97,6 @@ def test_library_without_gpu_support():
 
 
 @pytest.mark.parametrize(
-    ("files", "managed", "count"),
-    [
-        (["proc/driver/nvidia/gpus/a", "proc/driver/nvidia/gpus/b", "dev/nvidia0"], 0, 2),
-        (["dev/nvidia0", "dev/nvidia11", "dev/nvidiactl", "dev/nvidia-uvm"], 0, 2),  # a sandbox
-        (["dev/dxg"], 1, 1),  # WSL2
-        ([], 0, 0),
-    ],
-)
-def test_cards_are_counted_without_the_drivers_listing(files, managed, count, tmp_path, monkeypatch):
-    for file in files:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-
-    def tell(pointer):
-        pointer._obj.value = managed
-
-    def library(name):
-        if not managed:
-            raise OSError(name)
-        return SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=tell, nvmlShutdown=lambda: 0)
-
-    monkeypatch.setattr(placement, "Path", lambda name: tmp_path / name.lstrip("/"))
-    monkeypatch.setattr(placement.ctypes, "CDLL", library)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert placement._count_cards() == count
-
-
-@pytest.mark.parametrize(
     ("needed", "shares"), [(None, (0.46, 0.46)), (1, (0.72, 0.2)), (16, (0.62, 0.3)), (79, (0.25, 0.67))]
 )
 def test_judges_on_the_policys_card_get_what_they_say_and_the_policy_the_rest(needed, shares):

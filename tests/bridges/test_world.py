@@ -22,17 +22,6 @@ def test_checker_reads_true_pictures(count, noise):
     assert (world.read(pictures) == rows).mean(axis=0).min() >= 0.99
 
 
-def test_equal_pictures_are_read_once(monkeypatch):
-    pictures = world.draw(scenes(3), np.random.default_rng(5))
-    wanted = [{"shape": "circle", "colour": "red", "size": None}, {"shape": "star", "colour": "blue", "size": "small"}]
-    again, requested = [1, 1, 2, 0, 1], [wanted[i] for i in (0, 1, 1, 0, 1)]
-    expected = [world.pixel_accuracy(pictures[[i]], [one])[0] for i, one in zip(again, requested, strict=True)]
-    seen, read = [], world.read
-    monkeypatch.setattr(world, "read", lambda images: seen.append(len(images)) or read(images))
-    np.testing.assert_array_equal(world.pixel_accuracy(pictures[again], requested), expected)
-    assert seen == [3]
-
-
 def test_checker_refuses_what_shows_no_shape():
     plain = np.full((3, 32, 32), 0.97)
     assert world.read(plain[None])[0].tolist() == [-1, -1, -1, -1, world.VALUES["background"].index("white"), -1]

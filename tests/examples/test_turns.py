@@ -7,8 +7,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from support.imports import ROOT
-from support.stopping import stopped_after
-from support.text_task import assert_same_bits, final_state, rows
+from support.text_task import rows
 
 from grpo_jax import evaluate
 from grpo_jax.config.command_line import load_config
@@ -168,20 +167,6 @@ def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
     again = json.loads(capsys.readouterr().out)["greedy"]
     summary = json.loads((guessed / "summary.json").read_text())["evaluation"]
     assert {name: values["after"] for name, values in summary.items()} == again
-
-
-@pytest.mark.wide
-def test_stopped_and_resumed_is_uninterrupted(guessed, tmp_path):
-    run = tmp_path / "run"
-    with stopped_after(run, 1):
-        assert main(command(f"{GUESS}:GuessTheNumber", run, **GUESSES)) == 0
-    assert len(rows(run)) == 1
-    assert main(["--resume", "--run_dir", str(run)]) == 0
-    assert rows(run) == rows(guessed)
-    assert completions(run, 2) == completions(guessed, 2)
-    (state, progress), (other, other_progress) = final_state(run), final_state(guessed)
-    assert_same_bits(state, other)
-    assert progress == other_progress
 
 
 @pytest.mark.parametrize(

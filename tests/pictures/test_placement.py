@@ -209,13 +209,6 @@ def test_a_prompt_is_never_cut_through_a_picture(loaded):
         tokens_of(loaded, record, max_prompt_tokens=len(ids) - 1)
 
 
-def test_a_policy_that_sees_nothing_says_so(loaded):
-    rows = rows_of({"prompt": "a fox", "image": picture(0)})
-    for known in (rows, ()):
-        with pytest.raises(UserError, match="the policy has no vision tower"):
-            make_encode(loaded.tokenizer, DataSection(), pad_id=0, rows=known)(rows)
-
-
 def test_an_instruction_does_not_go_with_a_conversation(loaded):
     with pytest.raises(UserError, match="row 0 is a conversation, which has its own words"):
         tokens_of(loaded, RECORDS["parts"], instruction="Say {prompt}")

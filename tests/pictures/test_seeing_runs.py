@@ -1,20 +1,16 @@
-"""Runs of a policy that sees: its tower frozen, with adapters, trained; what is written, and what a resume restores."""
+"""Policies that see: which parts of the tower are loaded, in which types, and which settings are refused."""
 
 import json
 
 import jax
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-import transformers  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 from support.vision.folders import picture, seeing_folder, write_rows  # noqa: E402
 
 from grpo_jax.config.command_line import parse  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.runs.policy import load_run_policy  # noqa: E402
-from grpo_jax.train import run  # noqa: E402
 
 FROZEN = ("--policy.frozen_dtype=bfloat16",)
 TRAINED = ("--policy.vision=train",)
@@ -42,60 +38,6 @@ def configured(place, run_dir, *arguments):
             *arguments,
         ]
     )
-
-
-class Letters:
-    """Rewards that differ within a group; one call may fail."""
-
-    def __init__(self, fails_at: int = 0):
-        self.calls, self.fails_at = 0, fails_at
-
-    def __call__(self, completions, **columns):
-        self.calls += 1
-        if self.calls == self.fails_at:
-            raise RuntimeError("the reward is away")
-        return [float(sum(map(ord, text)) % 17) for text in completions]
-
-
-def tensors(folder):
-    return load_file(folder / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def trained(place):
-    run(configured(place, place / "trained", *TRAINED), rewards=[Letters()])
-    return place / "trained"
-
-
-def moved(place, run_dir):
-    """Names of the tower's tensors that training changed, and of those that it left."""
-    before, after = tensors(place / "policy"), tensors(run_dir / "policy")
-    assert before.keys() == after.keys()
-    assert any(not torch.equal(before[name], after[name]) for name in before if "q_proj" in name)
-    names = {name for name in before if name.startswith("visual.")}
-    changed = {name for name in names if not torch.equal(before[name], after[name])}
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and all(np.isfinite(json.loads(line)["loss"]) for line in lines)
-    transformers.AutoModelForImageTextToText.from_pretrained(run_dir / "policy")
-    return changed, names - changed
-
-
-@pytest.mark.wide
-def test_adapters_on_a_tower_are_trained(place, tmp_path):
-    run(configured(place, tmp_path / "run", *ADAPTED), rewards=[Letters()])
-    changed, left = moved(place, tmp_path / "run")
-    assert changed == {f"visual.blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
-    assert left
-
-
-@pytest.mark.wide
-def test_a_resumed_run_goes_on_with_its_tower(place, trained, tmp_path):
-    parts = configured(place, tmp_path / "parts", *TRAINED)
-    with pytest.raises(UserError, match="the reward is away"):
-        run(parts, rewards=[Letters(fails_at=2)])
-    run(parts.replace(resume=True), rewards=[Letters()])
-    one, other = (tensors(folder / "policy") for folder in (trained, tmp_path / "parts"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_tower_is_loaded_where_it_is_needed(place, tmp_path):

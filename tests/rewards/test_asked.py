@@ -15,7 +15,6 @@ from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score
-from grpo_jax.rollout.reward_registry import RewardProgress, TrainerState
 from grpo_jax.runs.python_input import from_python
 from grpo_jax.train import main
 
@@ -189,19 +188,3 @@ def test_a_function_under_another_name_is_found_again(own, monkeypatch):
     config = make_config(task="text", rewards=[{"name": "x:f", "label": "mine", "weight": 2.0}])
     (section,) = from_python(config, None, [("mine", asking.late)]).config.rewards
     assert (section.name, section.called, section.weight) == (path, "mine", 2.0)
-
-
-def test_what_is_logged_is_a_number_of_training():
-    trainer = RewardProgress(5)
-    trainer.now.log_metric("x", 7)  # of held-out prompts
-    assert trainer.now.logged == {} and trainer.now.state == TrainerState(5, 5, True)
-    with trainer.at(2) as moment:
-        assert trainer.now.state == TrainerState(2, 5, False)
-        for value in (1, np.float32(2), float("nan")):
-            trainer.now.log_metric("x", value)
-        with pytest.raises(ValueError, match="could not convert"):
-            trainer.now.log_metric("x", "good")
-    assert moment.logged == {"log/x": 1.5}
-    with trainer.at(3) as moment:
-        pass
-    assert moment.logged == {} and trainer.now.state.evaluation

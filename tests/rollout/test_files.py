@@ -70,19 +70,6 @@ def test_values_without_a_type_of_their_own_are_values_again(tmp_path):
     assert [(row.prompt, row.columns["wish"]) for row in rows] == [("a", "a"), ("b", parts)]
 
 
-def test_a_parquet_file_of_any_name_that_changes_or_is_broken(tmp_path):
-    path = tmp_path / "odd [a] *x.parquet"
-    for number in range(2):
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"p{number}"]}), path)
-        assert load_prompts(path, held_out=0).train[0].prompt == f"p{number}"
-    for name in (path.name, "cut.parquet"):
-        (tmp_path / name).write_bytes(b"PAR1 nonsense")
-    for name, reason in (("odd [a] *x.parquet", "Parquet magic bytes"), ("cut.parquet", "Parquet")):
-        with pytest.raises(UserError, match=f"cannot be loaded: {reason}") as error:
-            load_prompts(tmp_path / name)
-        assert "\n" not in str(error.value)
-
-
 def test_what_the_data_calls_otherwise_is_named_by_the_config(tmp_path):
     both = [{"prompt": "old", "question": "new", "answer": 1, "solution": 2}]
     (row,) = load_prompts(both, held_out=0, columns=COLUMNS).train

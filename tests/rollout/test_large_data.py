@@ -8,13 +8,10 @@ import random
 
 import pytest
 from rollout.test_files import written
-from support.encoded_prompts import plain_rows
 
-from grpo_jax.config import DataSection, make_config
+from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout import encoding
 from grpo_jax.rollout.data import SPLITS, Row
-from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.python_input import from_python, keep_prompts, kept_prompts
@@ -90,25 +87,3 @@ def test_many_mistakes_are_counted_and_the_first_named(tmp_path):
     message = str(error.value)
     assert '52 bad lines: line 101: "prompt" is empty; line 51: this test prompt is also a train prompt (l' in message
     assert message.endswith("also a train prompt (line 1); and 50 more")
-
-
-# ------------------------------------------------------------------------------------------------------ encoding
-
-
-def test_a_prompt_that_is_too_long_is_found_whatever_its_bytes(monkeypatch):
-    """Many have more bytes than the one that has most tokens."""
-    monkeypatch.setattr(encoding, "_LONGEST", 2)
-    rows = plain_rows(["x" * 90, "a " + "x" * 78, "a b c d " * 8, "short"])
-    tokenizer, section = word_tokenizer(), DataSection(max_prompt_tokens=20)
-    with pytest.raises(UserError, match=r"prompt 'a b c d .* takes 32 tokens .*; data.max_prompt_tokens is 20"):
-        make_encode(tokenizer, section, pad_id=0, rows=rows)
-    make_encode(tokenizer, section, pad_id=0, rows=[*rows[:2], rows[3]])
-
-
-def word_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")

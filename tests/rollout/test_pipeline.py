@@ -1,8 +1,6 @@
 """Chunks at work: same results as a loop, real overlap, no way to hang. Events instead of timed assertions."""
 
 import contextvars
-import gc
-import signal
 import threading
 import time
 from collections import defaultdict
@@ -150,36 +148,6 @@ def test_a_stop_begins_nothing_more():
     with pytest.raises(Stopped):
         run(1000, ("sample", sample), stopping=stop.is_set)
     assert len(begun) < 5
-
-
-class Interrupted(Exception):
-    pass
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_the_caller(number):
-    main, begun = threading.main_thread().ident, []
-
-    def handler(received, frame):
-        raise Interrupted(received)
-
-    def stage(chunk):
-        begun.append(chunk)
-        if chunk == 2:
-            signal.pthread_kill(main, number)
-        return chunk
-
-    gc.collect()
-    gc.disable()  # Python drops what a handler raises inside a collected object's callback
-    previous = signal.signal(number, handler)
-    try:
-        with pytest.raises(Interrupted):
-            # A million chunks: without the signal's exception this would go on for a long while.
-            run(10**6, ("sample", stage), ("score", int))
-    finally:
-        signal.signal(number, previous)
-        gc.enable()
-    assert len(begun) < 10**6
 
 
 def test_a_slow_judge_does_not_hold_up_the_next_batch():

@@ -57,8 +57,6 @@ def test_split_column_decides():
         (b'{"prompt": "no split"}', 'no "split"'),
         (b'{"prompt": "fine", "split": "test"}', "also a train prompt (line 1)"),
         (b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}", "value has 5000 digits"),
-        (b'{"prompt": "x", "n": 1' + b"0" * 30 + b"}", "a whole number beyond 64 bits"),
-        (b'{"prompt": "x", "n": 1e999}', "'1e999' is no finite number"),
         (b'{"prompt": "x", "n": NaN}', "'NaN' is no finite number"),
         (b'{"prompt": "\\ud800"}', "half a character"),
         (b'{"prompt": "a\\u0000b"}', "holds a NUL character"),
@@ -94,8 +92,6 @@ def test_bad_lines_are_named(tmp_path, line, reason):
         ("p.xlsx", "prompt\na", ".jsonl, .csv, .tsv, .txt or .parquet file"),
         ("twice.csv", "prompt,prompt\na,b", "its first line names a column twice"),
         ("cells.csv", "prompt,answer\na,b,c", "cells.csv cannot be loaded: Length of header or names does not match"),
-        ("more.csv", "prompt,answer\na,b\nc,d,e", "Expected 2 fields in line 3, saw 3"),
-        ("quotes.csv", 'prompt\n"a\n', "EOF inside string starting at row 1"),
         ("nul.csv", "prompt\na\0b", "row 2: 'a.x00b' holds a NUL character"),
         (
             "q.jsonl",

@@ -1,7 +1,6 @@
 """Texts as a policy reads and writes them, with tokenizers made here: prompts, allowed tokens, completions."""
 
 import string
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
@@ -69,27 +67,6 @@ def test_pad_left_by_hand():
     assert tokens.tolist() == [[9, 9, 5], [6, 7, 8], [9, 9, 9]]
     assert mask.tolist() == [[False, False, True], [True] * 3, [False] * 3]
     assert (tokens.dtype, mask.dtype) == (np.int32, bool)
-
-
-def writable(tokenizer, rule, vocab_size):
-    """The tokens that the rule lets a policy with this tokenizer write; None for all."""
-    config = SimpleNamespace(vocab_size=vocab_size)
-    folder = SimpleNamespace(tokenizer=tokenizer, config=config, eos_ids=(tokenizer.eos_token_id,))
-    allowed = policy_tokens(make_config(task="text", data={"allowed_tokens": rule}), folder)
-    assert allowed is None or allowed.shape == (vocab_size,)
-    return None if allowed is None else [int(i) for i in np.flatnonzero(allowed)]
-
-
-def test_allowed_tokens_by_words_and_bytes():
-    tokenizer, bytes_ = word_tokenizer(), byte_tokenizer()
-    plain = {"<|end|>", "nothink", "a", "red", "fox", "in", "snow", "draw", "this:", "now", "!"}
-    assert set(tokenizer.convert_ids_to_tokens(writable(tokenizer, "english", 30))) == plain
-    assert set(tokenizer.convert_ids_to_tokens(writable(tokenizer, "ascii", 30))) == plain | {"{x}"}
-    assert writable(tokenizer, "all", 30) is None
-    with pytest.raises(UserError, match="no token"):
-        writable(tokenizer, "ascii", 4)
-    written = {bytes_.decode([i]) for i in writable(bytes_, "ascii", len(bytes_))} - {"<|end|>"}
-    assert written == {chr(code) for code in range(0x20, 0x7F)}
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import pytest
 
 from grpo_jax.config import RewardSection
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.data import repeat_rows
-from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.rewards import RewardError, as_list, collect_rewards
 
@@ -25,23 +23,6 @@ def call(function, *, columns=None, on_error="raise", names=("mine",)):
     functions = function if isinstance(function, list) else [function]
     rewards = dict(zip(names, functions, strict=True))
     return collect_rewards(rewards, PROMPTS, TEXTS, columns or {}, 2, on_error=on_error)
-
-
-def test_a_users_reward_from_file_to_array(tmp_path):
-    """The whole way of the text task's data: JSONL and a file with two functions, as TRL's users write them."""
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+3", "answer": "5"}\n')
-    (tmp_path / "my_rewards.py").write_text(
-        "def correct(completions, answer, **kwargs):\n"
-        "    return [1.0 if text == a else 0.0 for text, a in zip(completions, answer)]\n"
-        "def number(prompts, completions):\n"
-        "    return [len(text) / 2 if text.isdigit() else None for text in completions]\n"
-    )
-    rows = load_prompts(tmp_path / "sums.jsonl", held_out=0).train
-    prompts, columns = repeat_rows(rows, 2)
-    functions = {name: load_reward(f"{tmp_path}/my_rewards.py:{name}") for name in ("correct", "number")}
-    rewards = collect_rewards(functions, prompts, TEXTS, columns, 2)
-    assert rewards.dtype == np.float32
-    np.testing.assert_array_equal(rewards, [[[1, 0.5], [0, 0.5]], [[1, 0.5], [0, np.nan]]])
 
 
 def test_fractions_survive_integer_values():
@@ -142,9 +123,7 @@ def test_rewards_are_found_in_modules_and_files(tmp_path, monkeypatch):
     ("path", "message"),
     [
         ("just_a_name", "package.module:function, file.py:function"),
-        (":f", "package.module:function, file.py:function"),
         ("no_such_module_here:f", "no module no_such_module_here"),
-        ("os.nothing:f", "no module os.nothing"),
         ("nowhere.py:f", "nowhere.py does not exist"),
         ("good.py:g", r"has no g \(it has: f\)"),
         ("good.py:limit", "is a int, not a function"),

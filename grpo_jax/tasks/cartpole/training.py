@@ -1,4 +1,4 @@
-"""Training on CartPole as one function: `make_train(config).train(key)`, which jits and vmaps over seeds."""
+"""Training on CartPole as pure functions: `make_train(config)`, whose `block` jits and vmaps over seeds."""
 
 from __future__ import annotations
 
@@ -67,25 +67,17 @@ class Carry(NamedTuple):
     steps: jax.Array  # i32, environment steps learned from, without padding and evaluation
 
 
-class History(NamedTuple):
-    """Each metric f32 `[I]`, and each measure f32 `[1 + I / every]`: before training and after every block."""
-
-    iterations: Metrics
-    evaluations: Metrics
-
-
 class Training(NamedTuple):
     """Pure functions of a config, and the parameters of each network.
 
-    `evaluate` measures the greedy policy on fresh starts; `block` runs `evaluation.every` iterations and then
-    measures; `train` is the whole run.
+    `evaluate` measures the greedy policy on fresh starts; `block` runs `evaluation.every` iterations, whose metrics
+    are f32 `[every]`, and then measures.
     """
 
     init: Callable[[jax.Array], Carry]
     iterate: Callable[[Carry], tuple[Carry, Metrics]]
     evaluate: Callable[[Carry], Metrics]
     block: Callable[[Carry], tuple[Carry, Metrics, Metrics]]
-    train: Callable[[jax.Array], tuple[Carry, History]]
     parameters: dict[str, int]
 
 
@@ -367,20 +359,6 @@ def make_train(config: CartPoleConfig) -> Training:
         state, metrics = jax.lax.scan(lambda state, _: iterate(state), state, length=config.evaluation.every)
         return state, metrics, evaluate(state)
 
-    def train(key: jax.Array) -> tuple[Carry, History]:
-        def turn(state, _):
-            state, *measured = block(state)
-            return state, measured
-
-        start = init(key)
-        first = evaluate(start)
-        blocks = config.training.iterations // config.evaluation.every
-        state, (metrics, measures) = jax.lax.scan(turn, start, length=blocks)
-        return state, History(
-            jax.tree.map(lambda x: x.reshape(-1), metrics),
-            jax.tree.map(lambda before, after: jnp.concatenate([before[None], after]), first, measures),
-        )
-
     shapes = jax.eval_shape(init, jax.random.key(0)).params
     parameters = {name: count_weights(tree) for name, tree in shapes.items()}
-    return Training(init, iterate, evaluate, block, train, parameters)
+    return Training(init, iterate, evaluate, block, parameters)

@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 
 import ray
 from support.pools import load_in_pool
-from support.text_task import ROOT, rows, train_here
+from support.text_task import rows, train_here
 
 from bridges import ray_pool
 from grpo_jax.errors import UserError
@@ -24,16 +24,6 @@ from grpo_jax.errors import UserError
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-ORPHAN = """
-import psutil
-from bridges import ray_pool
-
-ray_pool._entered.append(ray_pool.join(None))
-for process in psutil.Process().children(recursive=True):
-    process.kill()
-ray_pool.leave()
-print("went on")
-"""
 ODD = Path(__file__).with_name("odd_judges.py")
 OPTIONS = [
     "--num-cpus=2",
@@ -111,15 +101,3 @@ def test_a_run_asks_judges_on_a_cluster_of_others_and_leaves_it_running(address,
         load_in_pool(**odd, address="127.0.0.1:1")
     ray_pool.leave()
     assert not ray.is_initialized()
-
-
-@pytest.mark.wide
-def test_a_process_whose_parent_has_ended_outlives_its_cluster(tmp_path):
-    """Ray takes it for a worker whose raylet is gone, and would end it without a word."""
-    (tmp_path / "orphan.py").write_text(ORPHAN)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_RAYLET_PID"}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = f"{sys.executable} orphan.py > said 2>&1 & echo $!"
-    started = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, check=True)
-    psutil.wait_procs([psutil.Process(int(started.stdout))], timeout=600)
-    assert (tmp_path / "said").read_text() == "went on\n"

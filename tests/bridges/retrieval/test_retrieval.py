@@ -128,18 +128,6 @@ def test_a_text_that_says_nothing_ranks_its_target_last():
     np.testing.assert_allclose(ranks.probability, 1 / (len(TITLES) - 2), rtol=1e-6)
 
 
-def test_a_target_without_a_title_is_last():
-    assert tfidf().score_ranks(["red"], [5], [[]]).rank == [len(TITLES)]
-
-
-def test_all_items_but_the_target_excluded():
-    ranks = tfidf().score_ranks(["soap"], [2], [range(len(TITLES))])
-    assert ranks.rank == [1] and ranks.probability == [1]
-    index, encoder, texts, _ = dense_world(7, 4, 1)
-    ranks = Retriever(LocalBackend(encoder, index, block=3)).score_ranks(texts, [2], [range(7)])
-    assert ranks.rank == [1] and ranks.probability == [1]
-
-
 def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):
     first = tfidf(cache=tmp_path)
     (folder,) = tmp_path.iterdir()
@@ -150,16 +138,6 @@ def test_the_cache_gives_the_same_ranks(tmp_path, monkeypatch):
         assert retriever.score_ranks(["rose cream"], [6], [[]]).rank == [2]
     assert first.fingerprint == second.fingerprint
     assert indices.load_titles(folder) == TITLES
-
-
-def test_the_cache_keeps_dense_vectors(tmp_path):
-    rng = np.random.default_rng(3)
-    encoder = GivenVectors(dict(zip(TITLES, unit(rng.normal(size=(10, 6))), strict=True)))
-    made = indices.open_index(TITLES, encoder, tmp_path)
-    again = indices.open_index(TITLES, GivenVectors({}), tmp_path)
-    assert isinstance(again.vectors, np.memmap)
-    np.testing.assert_array_equal(made.vectors, again.vectors)
-    np.testing.assert_array_equal(made.vectors, encoder.encode(TITLES))
 
 
 def test_a_damaged_cache_is_named(tmp_path):
@@ -174,21 +152,6 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cache of the retrieval"):
         tfidf(cache=tmp_path / "file" / "below")
-
-
-def test_the_fingerprint_knows_the_titles():
-    now = tfidf().fingerprint
-    assert tfidf(list(TITLES)).fingerprint == now
-    assert tfidf(TITLES[::-1]).fingerprint.catalogue != now.catalogue
-
-
-def test_the_self_test_says_what_titles_earn_that_ask_for_themselves():
-    titles = [*(f"soap no {n}" for n in range(8)), "Rose Cream", "rose cream!", "soap", "soap"]
-    retriever, _ = retrieval.open_retriever(titles, self_test=0)
-    first = retriever.score_ranks(titles[:10], range(10), [()] * 10).rank == 1
-    assert first.mean() == pytest.approx(0.8)
-    # two of the very same title are not told apart, nor counted
-    assert retriever.self_test(titles, required=0) == pytest.approx((8 + 2) / 12)
 
 
 def test_the_self_test_reports_and_refuses():
@@ -270,10 +233,3 @@ def test_the_nearest_are_fewer_where_nothing_is_left_and_the_first_of_equal_ones
     found = local.local_backend(TITLES).nearest(["red nail polish", "soap"], 3, [[], range(9)])
     assert [row for row, _ in found[0]] == [0, 3, 1] and found[0][0][1] == pytest.approx(1)
     assert found[1] == [(9, 0.0)]
-
-
-def test_titles_that_differ_in_a_word_of_one_character_are_told_apart():
-    titles = [f"soap no {n} of the {letter} line" for n in range(9) for letter in "abc"]
-    retriever, share = retrieval.open_retriever(titles)
-    assert share == 1.0
-    assert retriever.score_ranks(titles, range(27), [()] * 27).rank.tolist() == [1.0] * 27

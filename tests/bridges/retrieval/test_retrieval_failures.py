@@ -70,20 +70,6 @@ def test_scores_that_are_not_finite_are_a_failure(column, value):
     assert ask(retriever).rank == [1]
 
 
-def test_missing_ranks_are_missing_rewards_and_no_zero(limits):
-    limits(attempts=1)
-    retriever = Retriever(Faulty(lost()))
-
-    def reward(prompts, completions):
-        ranks = retriever.score_ranks(completions, [1] * len(completions), [[]] * len(completions))
-        return [None if np.isnan(rank) else 1 / rank for rank in ranks.rank]
-
-    failed = collect_rewards({"mrr": reward}, ["p", "p"], ["rose cream", "brush"], {}, 2)
-    assert np.isnan(failed).all()
-    good = collect_rewards({"mrr": reward}, ["p", "p"], ["rose cream", "brush"], {}, 2)
-    np.testing.assert_allclose(good[0, :, 0], [1, 1 / 4])
-
-
 def test_the_budget_ends_in_a_stop_that_no_reward_turns_into_a_missing_one(limits):
     limits(attempts=2, budget=2)
     retriever = Retriever(Faulty(*[lost() for _ in range(6)]), wait=lambda _: None)

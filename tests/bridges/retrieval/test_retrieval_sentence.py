@@ -12,9 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from bridges.retrieval import encoders
-from bridges.retrieval.index import open_index
-from bridges.retrieval.local import LocalBackend
-from bridges.retrieval.retriever import Retriever
 from grpo_jax.errors import UserError
 
 WORDS = ["red", "blue", "rose", "nail", "polish", "hand", "cream", "soap", "brush", "night"]
@@ -75,17 +72,6 @@ def test_the_identity_is_that_of_the_weights_and_not_of_the_place(encoder, folde
     tensors["embeddings.word_embeddings.weight"][5, 0] += 1
     save_file(tensors, weights, metadata={"format": "pt"})
     assert encoders.load_encoder(str(tmp_path / "copy"), TITLES).identity != encoder.identity
-
-
-def test_ranks_do_not_depend_on_blocks_or_the_cache(encoder, tmp_path):
-    index = open_index(TITLES, encoder, None)
-    queries = ["red cream", "blue", "", "polish nail soap"] * 5
-    targets, exclude = list(range(20)), [[i, i + 1] for i in range(20)]
-    one = Retriever(LocalBackend(encoder, index)).score_ranks(queries, targets, exclude)
-    two = Retriever(LocalBackend(encoder, open_index(TITLES, encoder, tmp_path), block=3))
-    again = two.score_ranks(queries, targets, exclude)
-    np.testing.assert_array_equal(one.rank, again.rank)
-    np.testing.assert_allclose(one.probability, again.probability, rtol=1e-5)
 
 
 def test_unknown_models_are_named(tmp_path):

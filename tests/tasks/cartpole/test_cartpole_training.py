@@ -1,17 +1,12 @@
 """Training on CartPole: one compiled function, alike for one seed and for many, and it learns."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpo_jax.config import make_config
-from grpo_jax.models.layers import make_mlp
-from grpo_jax.models.lora import count_weights
-from grpo_jax.tasks.cartpole import environment as task
-from grpo_jax.tasks.cartpole import training as learning
 from grpo_jax.tasks.cartpole.program import seed_keys
-from grpo_jax.tasks.cartpole.training import make_optimizer, make_train
+from grpo_jax.tasks.cartpole.training import make_train
 
 SMALL = {
     "optimizer": {"learning_rate": 3e-3},
@@ -26,107 +21,38 @@ def small(algorithm):
 
 
 @pytest.fixture(scope="module")
-def trained():
-    """(functions, compiled train over seeds, its answer for three of them)."""
+def train():
+    """train(seed) → (final state of three seeds, metrics [3, 4], measures [3] after each of two blocks)."""
     training = make_train(small(GDPO))
-    train = jax.jit(jax.vmap(training.train))
-    return training, train, jax.block_until_ready(train(seed_keys(0, 3)))
-
-
-def assert_measured(history):
-    """Every iteration has its numbers, and there was something to learn."""
-    for name in ("loss", "entropy", "mean_ratio", "clip_low", "clip_high", "grad_norm"):
-        assert np.isfinite(history.iterations[name]).all(), name
-    assert (history.iterations["grad_norm"] > 0).all()
-
-
-def test_history(trained):
-    _, _, (state, history) = trained
-    assert (state.iteration == 4).all()
-    steps = history.iterations["environment_steps"]
-    assert steps.shape == (3, 4) and (np.diff(steps) > 0).all() and (steps[:, -1] == state.steps).all()
-    np.testing.assert_array_equal(history.evaluations["iteration"], [[0, 2, 4]] * 3)
-    np.testing.assert_array_equal(history.evaluations["environment_steps"][:, 1:], steps[:, [1, 3]])
-    assert_measured(history)
-    assert len(np.unique(history.evaluations["episode_return"])) > 3
-    # Real steps alone are counted: eight episodes of the mean length.
-    returns = history.iterations["episode_return"]
-    np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * returns, rtol=1e-5)
-
-
-def test_a_second_call_does_not_compile(trained):
-    _, train, first = trained
-    again = train(seed_keys(0, 3))
-    other = train(seed_keys(7, 3))
-    assert train._cache_size() == 1
-    jax.tree.map(np.testing.assert_array_equal, first[0].params, again[0].params)
-    assert not np.array_equal(first[1].iterations["loss"], other[1].iterations["loss"])
-
-
-def test_blocks_are_the_whole_run(trained):
-    """What the command calls in turn is what `train` does at once, to rounding."""
-    training, _, (state, history) = trained
     block = jax.jit(jax.vmap(training.block))
-    middle, first, _ = block(jax.vmap(training.init)(seed_keys(0, 3)))
-    end, second, measures = block(middle)
-    np.testing.assert_array_equal(end.steps, state.steps)
-    for name in ("loss", "episode_return"):
-        joined = np.concatenate([first[name], second[name]], axis=1)
-        np.testing.assert_allclose(joined, history.iterations[name], rtol=1e-3, atol=1e-5)
-    np.testing.assert_allclose(measures["episode_return"], history.evaluations["episode_return"][:, -1], rtol=1e-3)
+
+    def train_from(seed):
+        state, blocks = jax.vmap(training.init)(seed_keys(seed, 3)), []
+        for _ in range(2):
+            state, *found = block(state)
+            blocks.append(found)
+        assert block._cache_size() == 1
+        metrics = {name: np.concatenate([found[0][name] for found in blocks], axis=1) for name in blocks[0][0]}
+        return state, metrics, [found[1] for found in blocks]
+
+    return train_from
 
 
-@pytest.fixture(scope="module")
-def learned():
-    """A batch of groups, and what one update makes of it, by the number of steps in a chunk."""
-    config = small({"epochs": 1, "group_size": 4})
-    policy = make_mlp(task.FEATURES, hidden=(16,))
-    optimizer, _ = make_optimizer(config)
-    params = {"policy": policy.init(jax.random.key(0))}
-    starts = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), task.reset(jax.random.key(1), 2))
-
-    @jax.jit
-    def play(params):
-        act = lambda x: policy.apply(params["policy"], x)  # noqa: E731
-        return learning.group_batch(config, task.play_episodes(act, starts, jax.random.key(2)))[0]
-
-    batch, by_chunk = play(params), {}
-    with pytest.MonkeyPatch.context() as patch:
-        for chunk in (10, 500):
-            patch.setattr(learning, "_CHUNK", chunk)
-            learn = jax.jit(lambda *x: learning.group_updates(config, policy.apply, optimizer, x[:2], x[2]))
-            by_chunk[chunk] = learn(params, optimizer.init(params), batch)
-    return policy, batch, by_chunk
-
-
-def test_the_gradient_does_not_depend_on_the_chunks(learned):
-    few, many = learned[2][500], learned[2][10]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), few, many)
-    assert few[2]["grad_norm"] > 1e-3
-
-
-def test_an_untouched_policy_has_ratio_one(learned):
-    """The only pass's old log-probabilities are those of the policy that acted."""
-    metrics = learned[2][500][2]
-    np.testing.assert_allclose(metrics["mean_ratio"], 1, atol=1e-6)
-    assert abs(metrics["kl"]) < 1e-6 and metrics["clip_low"] == metrics["clip_high"] == 0
-
-
-def test_the_update_makes_good_actions_likelier(learned):
-    """Steps with positive advantage are more probable than before, the others less."""
-    policy, batch, by_chunk = learned
-    log_odds = policy.apply(by_chunk[500][0]["policy"], batch.observations)
-    gain = learning.action_logprobs(log_odds, batch.actions) - batch.old_logprobs
-    assert jnp.sum(jnp.where(batch.mask, gain * batch.advantages, 0)) / jnp.sum(batch.mask) > 1e-4
-
-
-def test_the_perceptron_starts_orthogonal():
-    """Its forward pass is PyTorch's (test_benchmarks.py)."""
-    params = make_mlp(4, hidden=(8, 5), output_scale=0.01).init(jax.random.key(0))
-    assert count_weights(params) == 4 * 8 + 8 + 8 * 5 + 5 + 5 + 1
-    kernel = np.asarray(params["Dense_0"]["kernel"])
-    np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(4), atol=1e-5)  # gain √2
-    np.testing.assert_allclose(np.linalg.norm(params["Dense_2"]["kernel"]), 0.01, rtol=1e-5)
+def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run(train):
+    state, metrics, measures = train(0)
+    assert (state.iteration == 4).all()
+    steps = metrics["environment_steps"]
+    assert steps.shape == (3, 4) and (np.diff(steps) > 0).all() and (steps[:, -1] == state.steps).all()
+    for after, found in zip((2, 4), measures, strict=True):
+        np.testing.assert_array_equal(found["iteration"], [after] * 3)
+        np.testing.assert_array_equal(found["environment_steps"], steps[:, after - 1])
+    for name in ("loss", "entropy", "mean_ratio", "clip_low", "clip_high", "grad_norm"):
+        assert np.isfinite(metrics[name]).all(), name
+    assert (metrics["grad_norm"] > 0).all() and len(np.unique(metrics["episode_return"])) > 3
+    # Real steps alone are counted: eight episodes of the mean length.
+    np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * metrics["episode_return"], rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, state.params, train(0)[0].params)
+    assert not np.array_equal(metrics["loss"], train(7)[1]["loss"])
 
 
 @pytest.mark.slow

@@ -10,10 +10,6 @@ from grpo_jax.tasks.rewriting import parse_rewrite
 CHAT_ANSWERS = [
     # Qwen2.5-Instruct
     ("Here is the rewritten prompt: a fox in snow", "a fox in snow"),
-    (
-        'Here\'s a more detailed version of your prompt:\n\n"A red fox in deep snow, golden hour"',
-        "A red fox in deep snow, golden hour",
-    ),
     ("Rewritten Prompt: A red fox in deep snow.", "A red fox in deep snow."),
     ("Rewritten text-to-image prompt for Stable Diffusion:\n\nA red fox in deep snow.", "A red fox in deep snow."),
     ("A red fox in snow.\n\nThis version adds the setting and keeps the subject.", "A red fox in snow."),
@@ -28,9 +24,7 @@ CHAT_ANSWERS = [
     ('{"original": "fox", "rewritten_prompt": "a \\"red\\" fox"}', 'a "red" fox'),
     ('{"prompt": "A red fox in deep', "A red fox in deep"),
     ("改写后的提示：一只红狐狸坐在雪地里，金色的阳光", "一只红狐狸坐在雪地里，金色的阳光"),
-    ("以下是改写后的提示词：\n\n一只红狐狸坐在雪地里", "一只红狐狸坐在雪地里"),
     ("很抱歉，我无法满足您的请求。", None),
-    ("对不起，我不能生成这样的内容。", None),
     # Qwen3, DeepSeek-R1
     (
         "<think>\nThe user wants a fox. Prompt: maybe snow?\n</think>\n\nA red fox in deep snow",
@@ -38,35 +32,20 @@ CHAT_ANSWERS = [
     ),
     ("Okay, the user wants a fox.\n</think>\n\n**Prompt:** A red fox", "A red fox"),
     ("<think>\nOkay, let me think about the fox", None),
-    ("<think>\n\n</think>\n\nA red fox", "A red fox"),
     ("<thinking>short</thinking><prompt>A red fox</prompt>", "A red fox"),
     # Llama 3
     (
         'Here is a rewritten version of the prompt:\n\n"A majestic fox in snow."\n\nI added detail.',
         "A majestic fox in snow.",
     ),
-    (
-        "Here's a rewritten prompt that is more detailed:\n\n**A Fox in the Snow**: a red fox",
-        "A Fox in the Snow: a red fox",
-    ),
     ("**Prompt:** A red fox in deep snow\n\n**Style:** Watercolor", "A red fox in deep snow"),
     ("**Title:** Winter Fox\n\n**Prompt:** A red fox in deep snow", "A red fox in deep snow"),
-    ("# Title\na fox", "a fox"),
-    ("## Winter Fox\n\nA red fox in deep snow", "A red fox in deep snow"),
-    ("I cannot create explicit content. Is there anything else I can help you with?", None),
     ("I can't help with that.", None),
-    ("I can’t fulfill that request.", None),
-    ("I cannot generate a prompt that depicts a real person in this way.", None),
     # GPT-4o
     ("Okay, a fox", "a fox"),
-    ("Sure! A red fox in deep snow.", "A red fox in deep snow."),
     (
         "Certainly! Here's a refined version of it:\n\n---\n\n*A red fox in deep snow, cinematic.*\n\n---",
         "A red fox in deep snow, cinematic.",
-    ),
-    (
-        "Absolutely! Here’s an enhanced prompt:\n\n> “A red fox curled up in fresh snow.”",
-        "A red fox curled up in fresh snow.",
     ),
     ("**Enhanced Prompt**:\n“A red fox in deep snow.”", "A red fox in deep snow."),
     (
@@ -77,30 +56,16 @@ CHAT_ANSWERS = [
         '"A red fox in deep snow, golden hour." This version adds light and season.',
         "A red fox in deep snow, golden hour.",
     ),
-    ("A red fox in deep snow. (Note: I kept the subject.)", "A red fox in deep snow."),
     ("I'm sorry, but I can't assist with that request.", None),
-    ("I’m sorry, I can’t help with that.", None),
-    ("Sorry, I can't assist with that.", None),
     ("Unfortunately, I'm unable to create that kind of content.", None),
-    ("I'm not able to help with that, but I can suggest something else.", None),
     # Gemma
     (
         "Some options:\n\n**Option 1 (Vivid & Moody):**\n\n> A red fox in mist.\n\n**Option 2 (Concise):**\n\n> A",
         "A red fox in mist.",
     ),
-    ("Option 1: a red fox\nOption 2: a snow fox", "a red fox"),
-    (
-        "Here's an enhanced prompt:\n\n```\nA red fox in deep snow, dawn mist\n```\n\n**Changes:**\n\n* Mist",
-        "A red fox in deep snow, dawn mist",
-    ),
     ("Okay, I understand. I am programmed to be a safe AI assistant. I cannot fulfill your request.", None),
     ("**Original prompt:** fox\n**Improved prompt:** a red fox in snow", "a red fox in snow"),
-    ("Original: fox\n\nRewritten: a red fox in snow", "a red fox in snow"),
     # Mistral
-    (
-        "Sure, here's a rewritten prompt for you:\n\nA red fox in deep snow, in the style of an oil painting.",
-        "A red fox in deep snow, in the style of an oil painting.",
-    ),
     ("I'd be happy to help! Here's the rewritten prompt:\n\nA red fox in deep snow", "A red fox in deep snow"),
     ("I've enhanced your prompt with more detail.\n\nA red fox in deep snow", "A red fox in deep snow"),
     ("1. A red fox in deep snow.\n2. A fox at night.\n3. A fox den.", "A red fox in deep snow."),
@@ -113,25 +78,18 @@ CHAT_ANSWERS = [
     # SmolLM
     ("Sure, I'd be happy to help! Please provide the prompt you would like me to rewrite.", None),
     ("The rewritten prompt is: a red fox in snow", "a red fox in snow"),
-    ("The prompt: a red fox in snow", "a red fox in snow"),
     ("As an AI language model, I don't have the ability to draw.", None),
-    ("As an AI, I cannot create images.", None),
     # negative prompts
     ("A red fox in deep snow\nNegative prompt: blurry, text", "A red fox in deep snow"),
-    ("**Prompt:** A red fox,\n\n**Negative Prompt:** blurry, text", "A red fox,"),
     ("Negative prompt: blurry\nPrompt: a red fox", "a red fox"),
-    ("A red fox in deep snow. Negative prompt: blurry, text", "A red fox in deep snow."),
     ("Negative prompt: blurry, text", None),
     ("**Positive prompt:**\n```\nA red fox\n```\n**Negative prompt:**\n```\nblurry\n```", "A red fox"),
     # what only looks like a refusal, a remark or a label
     ("I can't believe it's not butter, poster", "I can't believe it's not butter, poster"),
     ("As an AI robot painting, oil", "As an AI robot painting, oil"),
     ("I'm sorry card with flowers, watercolor", "I'm sorry card with flowers, watercolor"),
-    ("Sorry, we're closed, sign on a shop door", "Sorry, we're closed, sign on a shop door"),
-    ("I cannot tell a lie, George Washington, poster", "I cannot tell a lie, George Washington, poster"),
     ("I can't help falling in love, vinyl cover", "I can't help falling in love, vinyl cover"),
     ("I'm sorry, Dave, a red camera eye on a wall", "I'm sorry, Dave, a red camera eye on a wall"),
-    ("I am unable to fly, sad penguin, cartoon", "I am unable to fly, sad penguin, cartoon"),
     ("Okay sign in neon, on brick", "Okay sign in neon, on brick"),
     ("Great wave off Kanagawa: woodblock print", "Great wave off Kanagawa: woodblock print"),
     ("Here comes the sun, watercolor", "Here comes the sun, watercolor"),
@@ -139,7 +97,6 @@ CHAT_ANSWERS = [
     ("Let me in, graffiti on a door", "Let me in, graffiti on a door"),
     ("a command prompt: green letters on black", "a command prompt: green letters on black"),
     ("film negative, prompt delivery van", "film negative, prompt delivery van"),
-    ("a shop window {OPEN}, neon", "a shop window {OPEN}, neon"),
     ("The Answer, movie poster", "The Answer, movie poster"),
     ("a poster that says:", "a poster that says:"),
     ("**A red fox** in *deep* snow", "A red fox in *deep* snow"),
@@ -151,11 +108,7 @@ CHAT_ANSWERS = [
     ("/imagine prompt: a red fox --ar 16:9", "a red fox --ar 16:9"),
     # more refusals, and more that look like one
     ("As a text-based AI, I can't generate images.", None),
-    ("It seems like your request violates our content policy.", None),
-    ("My apologies, but I cannot do that.", None),
     ("I can't do this anymore, tired office worker", "I can't do this anymore, tired office worker"),
-    ("I cannot support this weight, cartoon ant", "I cannot support this weight, cartoon ant"),
-    ("I will not be silenced, protest sign", "I will not be silenced, protest sign"),
     ("here is a map of the old version of Rome: engraving", "here is a map of the old version of Rome: engraving"),
     ('a shop window {"OPEN"}, neon', 'a shop window {"OPEN"}, neon'),
     # short ones

@@ -1,8 +1,6 @@
-"""Baselines against slow loops, the table, and the published figures on Amazon Beauty."""
+"""Baselines against slow loops, and the table."""
 
-import itertools
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +12,6 @@ from grpo_jax.tasks.recommendation.catalogue import UserSequence, make_catalogue
 from grpo_jax.tasks.recommendation.dataset import last_split, split_examples
 from grpo_jax.tasks.recommendation.task import Recommendation
 
-BEAUTY = Path(__file__).parents[4] / "shared" / "data" / "beauty"
 ITEMS = 25
 
 
@@ -130,24 +127,6 @@ def test_title_baselines_ask_with_the_last_title_and_the_own_title():
     assert ranks["oracle: own title"].tolist() == best
 
 
-def test_where_texts_are_asked_with_a_history_so_are_the_own_title_and_saying_nothing():
-    asked = []
-
-    def ask(texts, targets, histories):
-        asked.extend(texts)
-        return Ranks(np.arange(1.0, len(texts) + 1), np.zeros(len(texts)))
-
-    retriever = WordRetriever()
-    ranks = baselines.title_baselines(retriever.score_ranks, ROWS, mixed=ask, block=len(ROWS))
-    names = ["prior alone", "last title + prior", "oracle: own title"]
-    assert list(ranks)[1:] == names and all(ranks[name].tolist() == [*range(1, len(ROWS) + 1)] for name in names)
-    columns = [row.columns for row in ROWS]
-    titles = ([column[name] for column in columns] for name in ("last_title", "target_title"))
-    assert asked == [*[""] * len(ROWS), *itertools.chain(*titles)]
-    plain = baselines.title_baselines(retriever.score_ranks, ROWS)
-    assert ranks["last title"].tolist() == plain["last title"].tolist()
-
-
 # the table
 
 
@@ -171,28 +150,6 @@ def test_a_table_holds_every_method_group_and_measure():
     means = {name: interval.mean for name, interval in row.measures.items()}
     assert means == pytest.approx(expected | {"MRR": (1 / chosen).mean()}, rel=1e-12)
     assert all(interval.low <= interval.mean <= interval.high for interval in row.measures.values())
-
-
-def test_targets_are_told_apart_by_how_often_training_has_them():
-    """Items 0 … 4 were taken 3, 4, 10, 50 and 51 times before the two items that are held out, and 9 times there."""
-    taken = dict(enumerate((3, 4, 10, 50, 51)))
-    users = [UserSequence(f"t{item}-{n}", (item, 9, 8)) for item, times in taken.items() for n in range(times)]
-    users += [UserSequence(f"h{item}-{n}", (7, 6, item)) for item in taken for n in range(9)]
-    rows = [row for row in split_examples(last_split(users + USERS[:1]), CATALOGUE, Recommendation()).test
-            if row.columns["user"].startswith("h")]  # fmt: skip
-    groups = table.popularity_groups(rows, baselines.taken_counts(last_split(users).known, ITEMS))
-    targets = np.array([row.columns["target_row"] for row in rows])
-    expected = {"target ≤ 3": [0], "target 4–10": [1, 2], "target 11–50": [3], "target > 50": [4]}
-    assert {name: sorted(set(targets[members])) for name, members in groups.items()} == expected
-    assert sum(members.sum() for members in groups.values()) == len(rows) == 45
-    assert list(table.popularity_groups(rows, np.zeros(ITEMS))) == ["target ≤ 3"]
-
-    rows = table.make_table({"a": targets + 1.0}, groups, samples=10)
-    assert "target" not in table.format_table(rows)
-    means = {row.group: row.measures["NDCG@10"].mean for row in rows if row.group != "all"}
-    assert means == pytest.approx(
-        {name: np.mean([1 / np.log2(2 + target) for target in of]) for name, of in expected.items()}
-    )
 
 
 def test_paired_differences_are_those_of_the_same_users():
@@ -226,41 +183,3 @@ def test_users_without_a_rank_are_counted_and_in_no_mean():
     assert rows[0].measures["MRR"].mean == pytest.approx(np.nanmean(1 / ranks))
     assert rows[1].users == 0 and rows[1].measures == {}
     assert f"last title ({missing} without a rank)" in table.format_table(rows)
-
-
-# Amazon Beauty
-
-PUBLISHED = {  # HR@10 and NDCG@10 as measured by others' code on this split
-    "popularity": (0.0110, 0.0053),
-    "item-kNN, decay 0.7": (0.0643, 0.0391),
-    "Markov-1 + popularity": (0.0665, 0.0438),
-    "last title": (0.0687, 0.0435),
-    "oracle: own title": (0.9994, 0.9959),
-}
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(
-    not BEAUTY.is_dir(), reason=f"{BEAUTY} is not there: the Amazon Beauty data is not part of the project"
-)
-def test_figures_on_beauty():
-    pytest.importorskip("sklearn")
-    from bridges.retrieval import open_retriever
-    from grpo_jax.tasks.recommendation.dataset import load_dataset
-
-    files = {"source": str(BEAUTY / "sequential.txt"), "catalogue": str(BEAUTY / "items.tsv")}
-    data = load_dataset(Recommendation(**files, blank_titles="keep", order_column="asin"))
-    assert [len(part) for part in data.prompts] == [198_502 - 3 * 22_363, 22_363, 22_363]
-    assert data.notes[0].startswith("7 items without a title")
-    rows = data.prompts.test
-    ranks = count_ranks(data.known, len(data.catalogue), rows)
-    retriever, share = open_retriever(data.catalogue.titles)
-    assert share > 0.98
-    ranks |= baselines.title_baselines(retriever.score_ranks, rows)
-    for method, (hit, ndcg) in PUBLISHED.items():
-        came = metrics.hit(ranks[method], k=10).mean(), metrics.ndcg(ranks[method], k=10).mean()
-        np.testing.assert_allclose(came, (hit, ndcg), rtol=0, atol=5.01e-5, err_msg=method)
-    groups = table.direction_groups(rows, data.catalogue, "asin")
-    assert groups["rising"].mean() == pytest.approx(0.71, abs=0.005)
-    ndcg = metrics.ndcg(ranks["last title"], k=10)
-    assert ndcg[groups["rising"]].mean() > 2 * ndcg[groups["falling"]].mean()

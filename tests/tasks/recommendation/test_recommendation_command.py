@@ -92,6 +92,7 @@ def test_a_policy_that_writes_queries_recommends(run, capsys):
     [
         ({"task.catalogue": "none.tsv"}, "none.tsv does not exist: expected a catalogue"),
         ({"task.catalogue": ""}, "task.catalogue: expected a file with the titles"),
+        ({"task.source": "dummy"}, "the dummy world has its own"),
         ({"task.source": "data.parquet"}, "expected dummy, a .txt of sequences or a .csv of events"),
         ({"task.order_column": "asin"}, "task.order_column: expected one of [], got 'asin'"),
         ({"task.template": "{titles}"}, "expected one of {history}, {last}, {items} in it"),
@@ -100,6 +101,8 @@ def test_a_policy_that_writes_queries_recommends(run, capsys):
         ({"rewards": '[{"name": "recall"}]'}, "or of this task hit, mixed, mrr, ndcg, rank, soft; got 'recall'"),
         ({"rewards": '[{"name": "ndcg", "options": {"k": 1.5}}]'}, "k must be a whole number"),
         ({"rewards": '[{"name": "hit", "options": {"k": 8}}]'}, "rewards.hit.options: k must be at most 7, the number"),
+        ({"rewards": '[{"name": "mixed", "options": {"map": 1.0}}]'}, "mixed has no option 'map'"),
+        ({"rewards": '[{"name": "mixed", "options": {"mrr": -1.0}}]'}, "weights must be"),
         ({"rewards": '[{"name": "own.py:reward"}]'}, "own.py"),
         ({"eval_rewards": '["recall@5"]'}, "mixed, mrr, ndcg, ndcg@10, ndcg@5, rank, soft; got 'recall@5'"),
         ({"task.retrieval.encoder": "no/such-model"}, "no/such-model"),

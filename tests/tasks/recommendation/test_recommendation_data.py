@@ -2,7 +2,6 @@
 
 import pytest
 
-from grpo_jax.config import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.tasks.recommendation import dataset as examples
@@ -84,20 +83,13 @@ def test_a_blank_title_is_kept_on_request(tmp_path):
     assert len(problems(error)) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_what_is_no_file_of_its_kind_is_an_error(tmp_path):
+    for name, content, said in (
         ("i.csv", 'id,title\n1,"One\n', "i.csv:2: not CSV"),
         ("i.json", "{}", "a catalogue is a .tsv or .csv file"),
-    ],
-)
-def test_a_bad_catalogue_is_an_error(tmp_path, name, content, message):
-    with pytest.raises(UserError) as error:
-        read_catalogue(write(tmp_path, name, content))
-    assert message in str(error.value)
-
-
-def test_a_missing_file_is_an_error(tmp_path):
+    ):
+        with pytest.raises(UserError, match=said):
+            read_catalogue(write(tmp_path, name, content))
     for read in (read_catalogue, lambda path: read_sequences(path, LETTERS), lambda path: read_events(path, LETTERS)):
         with pytest.raises(UserError, match=r"nowhere.csv does not exist: expected"):
             read(tmp_path / "nowhere.csv")
@@ -133,23 +125,6 @@ def test_a_file_that_is_wrong_as_a_whole_is_one_line(items, users, message, tmp_
         read_sequences(tmp_path / "sequential.txt", read_catalogue(tmp_path / "items.tsv"))
     written = str(error.value).replace("bad data (1 place):\n  ", "")
     assert "\n" not in written and message in written
-
-
-def test_ratings_of_other_items_are_one_line_too(tmp_path):
-    (tmp_path / "items.tsv").write_text(ITEMS)
-    lines = "".join(f"u{n % 5},{n},4,{n}\n" for n in range(1, 30))
-    (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n" + lines)
-    with pytest.raises(UserError, match=r"29 of 29 items are not in the catalogue, such as '1'; its first id is"):
-        read_events(tmp_path / "ratings.csv", read_catalogue(tmp_path / "items.tsv"))
-
-
-def test_windows_files_with_a_byte_order_mark_are_read(tmp_path):
-    for name, text in {"items.tsv": ITEMS, "sequential.txt": LINES}.items():
-        (tmp_path / name).write_bytes(("\ufeff" + text).replace("\n", "\r\n").encode())
-    catalogue = read_catalogue(tmp_path / "items.tsv")
-    users = read_sequences(tmp_path / "sequential.txt", catalogue).users
-    assert catalogue.ids == tuple(IDS) and [user.user for user in users] == [f"u{n}" for n in range(30)]
-    assert users[0].items == tuple(range(6))
 
 
 # sequences
@@ -257,21 +232,8 @@ def test_a_template_lists_the_newest_titles():
     assert history_prompt(task, ["one", "two", "three"]) == "Last was three. Before {odd}: two | three!"
     assert history_prompt(Recommendation(), ["", "b"]) == f"{examples.NO_TITLE}\nb"
     assert history_prompt(Recommendation(), ["{last}", "{history}"]) == "{last}\n{history}"
-
-
-@pytest.mark.parametrize(
-    ("title", "characters", "cut"),
-    [
-        ("OPI Nail Lacquer", 0, "OPI Nail Lacquer"),
-        ("OPI Nail Lacquer", 16, "OPI Nail Lacquer"),
-        ("OPI Nail Lacquer", 10, "OPI Nail"),
-        ("OPI Nail Lacquer", 8, "OPI Nail"),
-        ("OPI Nail, red", 10, "OPI Nail"),
-        ("Supercalifragilistic", 5, "Super"),
-    ],
-)
-def test_a_title_is_cut_between_words(title, characters, cut):
-    assert cut_title(title, characters) == cut
+    cuts = {16: "OPI Nail Lacquer", 10: "OPI Nail", 5: "OPI", 2: "OP"}  # between words where that leaves one
+    assert {n: cut_title("OPI Nail Lacquer", n) for n in cuts} == cuts
 
 
 # splits
@@ -372,15 +334,3 @@ def test_what_a_rule_does_is_said(tmp_path):
         "1 items without a title are kept; no query resembles them",
         "1 items share another's title; no query can tell them apart",
     )
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"catalogue": "items.tsv"}, "the dummy world has its own"),
-        ({"dummy_users": 0}, "task.dummy_users: expected a number"),
-    ],
-)
-def test_a_bad_field_is_an_error_of_the_user(fields, message):
-    with pytest.raises(UserError, match=message):
-        load_dataset(make_config(task={"kind": "recommendation", **fields}).task)

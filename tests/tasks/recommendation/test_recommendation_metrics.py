@@ -12,27 +12,6 @@ from hypothesis import strategies as st
 from grpo_jax.tasks.recommendation import metrics
 
 
-def tied_scores(seed, users=40, items=30, values=6):
-    """Scores with many ties, targets, and a history for each user that sometimes holds the target."""
-    rng = np.random.default_rng(seed)
-    scores = rng.integers(0, values, (users, items)) / values
-    targets = rng.integers(0, items, users)
-    histories = [rng.choice(items, rng.integers(0, 8), replace=False).tolist() for _ in range(users)]
-    return scores, targets, histories
-
-
-def slow_rank(scores, target, history):
-    """Sorts the items that count; the target's place, behind its equals."""
-    left = [item for item in range(len(scores)) if item == target or item not in history]
-    return sorted(left, key=lambda item: (-scores[item], item == target)).index(target) + 1
-
-
-def test_ranks_agree_with_a_sort():
-    scores, targets, histories = tied_scores(0)
-    ranks = metrics.rank_of(metrics.count_better(scores, targets, histories))
-    assert ranks.tolist() == [slow_rank(*case) for case in zip(scores, targets, histories, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("scores", "target", "history", "tolerance", "expected"),
     [
@@ -98,14 +77,6 @@ def test_mixed_weights_are_normalised(rank, weights, k):
     expected = sum(w * float(part) for w, part in zip(weights, parts, strict=True)) / sum(weights)
     assert value == pytest.approx(expected, abs=1e-12) == doubled
     assert float(metrics.mixed(np.array(1), k=k, items=40, weights=named)) == pytest.approx(1.0)
-
-
-def test_mixed_takes_the_measures_that_are_named():
-    rank = np.array([1.0, 4.0, np.nan])
-    np.testing.assert_allclose(metrics.mixed(rank, weights={"mrr": 3.0}), metrics.mrr(rank))
-    for weights in ({"map": 1.0}, {"mrr": -1.0}, {"mrr": 0.0}, {}):
-        with pytest.raises(ValueError, match="weights must be"):
-            metrics.mixed(rank, k=3, weights=weights)
 
 
 # bootstrap

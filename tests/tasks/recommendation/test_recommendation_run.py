@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 from support.text_task import aged
 
-from grpo_jax.config import RewardSection, make_config
+from grpo_jax.config import make_config
 from grpo_jax.errors import StopRun, UserError
-from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.environment import make_score
-from grpo_jax.rollout.reward_registry import bind, resolve_rewards
 from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 from grpo_jax.tasks.recommendation.dataset import load_dataset
-from grpo_jax.tasks.recommendation.loading import policy_words
-from grpo_jax.tasks.recommendation.rewards import reward_columns
-from grpo_jax.tasks.task import TaskSetup
 from grpo_jax.train import main, run
 
 OWN = '''
@@ -241,35 +235,3 @@ def test_a_sft_that_was_killed_and_then_stopped_ends_in_the_same_weights(folder,
     assert 1000 < seconds["sft"] < max(seconds.values()) == seconds["total"] < 2000
     ours, theirs = (restore_params(path, "final")[0] for path in (place, folder / "whole"))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-@pytest.fixture(scope="module")
-def data(folder):
-    config = config_of(folder, "x")
-    return config.task.load(TaskSetup(config, None, lambda *_: None))
-
-
-def test_no_rank_is_no_reward_and_never_a_number(data):
-    """Of the first of two texts the retriever said nothing."""
-    rows = [Row(1, "a", {"target_row": 0, "history": (1,)})]
-    found = resolve_rewards([RewardSection(name="ndcg"), RewardSection(name="soft")], ["hr@5"], data.rewards, ())
-    rewards, watched = ({one.name: bind(one, {}) for one in some} for some in (found.maximised, found.watched))
-    answer = reward_columns(np.array([np.nan, 3.0]), np.array([np.nan, 0.3], np.float32))
-    score = make_score(rewards, watched, missing=False, columns_of=lambda completions, columns: answer)
-    rewards, measures = score(rows, [["x", "y"]], None)
-    assert np.isnan(rewards[0, 0]).all() and np.isnan(measures[0, 0]).all()
-    np.testing.assert_allclose(rewards[0, 1], [0.5, 0.3], rtol=1e-6)
-    np.testing.assert_array_equal(measures[0, 1], [1, 3])  # the rank is always watched, last
-
-
-def test_words_of_a_new_policy_are_read_plain(folder):
-    task = config_of(folder, "x").task
-    catalogue = load_dataset(task).catalogue
-    every = policy_words(task, catalogue)
-    assert every[0] == "|" and len(every) == 1 + 1 + 7 + 5 + 8
-
-
-@pytest.mark.parametrize("name", ["hr", "hr@", "ndcg@0", "mrr@²", "ndcg@" + "9" * 5000, "mrr@x", "recall@5"])
-def test_a_watched_measure_must_be_known(name, data):
-    with pytest.raises(UserError, match=f"eval_rewards: expected .* hr@10, .*; got '{name}'"):
-        resolve_rewards([RewardSection(name="ndcg")], [name], data.rewards, ())

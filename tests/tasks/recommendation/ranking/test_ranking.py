@@ -57,10 +57,6 @@ def test_the_prior_is_what_its_equation_says():
     assert following.tolist() == [[0.0, 1.0, 2.0, 0.0]]
 
 
-def test_titles_without_a_word_resemble_nothing():
-    assert make_prior(PriorSection(history=1.0), ["?", "! …", ""], [])([[0, 1]]).tolist() == [[0.0, 0.0, 0.0]]
-
-
 def test_the_prior_is_added_to_the_score_of_every_item():
     items = items_of(["a b", "c d", "a b", "g h"])  # the third is level with the last
     prior = np.array([[0.0, 0.5, 0.0, 4.0]])

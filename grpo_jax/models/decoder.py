@@ -21,7 +21,6 @@ class Decoder(nn.Module):
 
     config: ModelConfig  # shape and choices
     dtype: jax.typing.DTypeLike = jnp.float32  # of the computation
-    param_dtype: jax.typing.DTypeLike = jnp.float32  # of freshly drawn parameters
     remat: str = "products"  # see `Policy`
     lora: LoraConfig | None = None  # adapters' configuration; they are used where the `lora` collection holds them
     stacked: bool = True  # one scanned layer with stacked weights, or a layer after the other with weights of its own
@@ -39,7 +38,7 @@ class Decoder(nn.Module):
         if not c.tie_word_embeddings:
             self.lm_head = self._table("lm_head", c.vocab_size)
         block = remat_block(architecture.block, self.remat, scanned=self.stacked)
-        settings = c, self.dtype, self.param_dtype, self.lora, self.spread, self.attention, self.apart
+        settings = c, self.dtype, self.lora, self.spread, self.attention, self.apart
         if self.stacked:
             stack = nn.scan(
                 block,
@@ -51,11 +50,11 @@ class Decoder(nn.Module):
             self.layers = stack(*settings)
         else:
             self.layers = [block(*settings) for _ in range(c.num_layers)]
-        self.norm = architecture.final_norm(c, self.param_dtype)
+        self.norm = architecture.final_norm(c)
 
     def _table(self, name: str, rows: int) -> jax.Array:
         """Declare a table [rows, D]."""
-        return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size), self.param_dtype)
+        return self.param(name, nn.initializers.zeros, (rows, self.config.hidden_size))
 
     def _recomputed(self, layer: nn.Module) -> Callable[..., PyTree]:
         return partial(recomputed(layer.clone(parent=None)), layer.variables["params"], layer.variables.get("lora", {}))
@@ -104,12 +103,14 @@ def init_variables(
     lora: LoraConfig | None = None,
 ) -> dict[str, PyTree]:
     """Draw variables: normal weights (``Architecture.initial_stddev``), unit norms, zero biases, float32 adapters."""
-    decoder = Decoder(config, param_dtype=jnp.dtype(param_dtype), remat="none")
+    decoder = Decoder(config, remat="none")
     context = prompt_context(config, jnp.ones((1, 1), bool)).context
     shapes = jax.eval_shape(decoder.init, key, context.positions, context)["params"]
     weights_key, adapters_key = jax.random.split(key)
     architecture = architecture_of(config)
-    params = draw_params(shapes, weights_key, lambda names: architecture.initial_stddev(config, names[-2:][0]))
+    params = draw_params(
+        shapes, weights_key, lambda names: architecture.initial_stddev(config, names[-2:][0]), param_dtype
+    )
     variables = {"params": params}
     if lora is not None:
         variables["lora"] = init_adapters(variables["params"], adapters_key, lora)

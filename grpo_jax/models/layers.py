@@ -58,16 +58,18 @@ def recomputed(layer: nn.Module) -> Callable[..., PyTree]:
     return call
 
 
-def draw_params(shapes: PyTree, key: jax.Array, stddev_of: Callable[[tuple[str, ...]], float]) -> PyTree:
+def draw_params(
+    shapes: PyTree, key: jax.Array, stddev_of: Callable[[tuple[str, ...]], float], dtype: jax.typing.DTypeLike
+) -> PyTree:
     """Draw parameters: normal weights with the standard deviation of their path, unit norms, zero biases."""
 
     def draw(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         names = tuple(entry.key for entry in path)
         if names[-1] == "scale":
-            return jnp.ones(leaf.shape, leaf.dtype)
+            return jnp.ones(leaf.shape, dtype)
         if names[-1] in ("bias", "excess"):
-            return jnp.zeros(leaf.shape, leaf.dtype)
-        return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev_of(names)).astype(leaf.dtype)
+            return jnp.zeros(leaf.shape, dtype)
+        return (jax.random.normal(key, leaf.shape, jnp.float32) * stddev_of(names)).astype(dtype)
 
     leaves, structure = jax.tree.flatten(shapes)
     keys = jax.tree.unflatten(structure, list(jax.random.split(key, len(leaves))))
@@ -80,7 +82,6 @@ class Projection(nn.Module):
     features: int
     use_bias: bool
     dtype: jax.typing.DTypeLike
-    param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
     apart: bool = False  # whether XLA is kept from joining it with other products of the same states
 
@@ -88,12 +89,12 @@ class Projection(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] to [..., features]."""
         # Values are drawn by decoder.init_variables, which takes only names and shapes from here.
-        kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features), self.param_dtype)
+        kernel = self.param("kernel", nn.initializers.zeros, (x.shape[-1], self.features))
         # As one matrix: contracting two axes at once, the kernel's gradient would be a product of transposed copies.
         rows = x.reshape(-1, x.shape[-1])
         y = self._alone(rows, "") @ as_array(kernel, self.dtype)
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(self.dtype)[None]
         if self.lora is not None and self.has_variable("lora", "a"):
             a = self.get_variable("lora", "a").astype(self.dtype)
@@ -117,7 +118,6 @@ class RMSNorm(nn.Module):
     """
 
     epsilon: float
-    param_dtype: jax.typing.DTypeLike
     unit_offset: bool = False
 
     @nn.compact
@@ -127,9 +127,9 @@ class RMSNorm(nn.Module):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         if self.unit_offset:
-            excess = self.param("excess", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+            excess = self.param("excess", nn.initializers.zeros, (x.shape[-1],))
             return (wide * (1 + excess.astype(jnp.float32).reshape(along))).astype(x.dtype)
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         return wide.astype(x.dtype) * scale.astype(x.dtype).reshape(along)
 
 
@@ -137,13 +137,12 @@ class LayerNorm(nn.Module):
     """Zero mean and unit variance over the last axis, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
 
     epsilon: float
-    param_dtype: jax.typing.DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] to the same shape and dtype."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         scale, bias = (part.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,)) for part in (scale, bias))
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -158,12 +157,11 @@ class Router(nn.Module):
     chosen: int
     normalised: bool
     dtype: jax.typing.DTypeLike
-    param_dtype: jax.typing.DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """States [N, D] to weights [N, k] and experts i32 [N, k]: the largest of softmax(x · embeddingᵀ)."""
-        embedding = self.param("embedding", nn.initializers.zeros, (self.experts, x.shape[-1]), self.param_dtype)
+        embedding = self.param("embedding", nn.initializers.zeros, (self.experts, x.shape[-1]))
         scores = (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
         weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.chosen)
         weights = weights / weights.sum(axis=-1, keepdims=True) if self.normalised else weights
@@ -176,13 +174,12 @@ class Experts(nn.Module):
     experts: int
     features: int
     dtype: jax.typing.DTypeLike
-    param_dtype: jax.typing.DTypeLike
 
     @nn.compact
     def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """Rows [M, in] sorted by expert, sizes i32 [X] of each expert's, to [M, features]."""
         shape = (self.experts, rows.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.zeros, shape, self.param_dtype)
+        kernel = self.param("kernel", nn.initializers.zeros, shape)
         return jax.lax.ragged_dot(rows, as_array(kernel, self.dtype), sizes)
 
 

@@ -35,10 +35,6 @@ class LoraConfig:
     targets: tuple[str, ...]  # projections that get one, of the model's architecture (``Architecture.projections``)
     vision: tuple[str, ...] = ()  # the same of the vision tower beside it (``TowerArchitecture.projections``)
 
-    def __post_init__(self):
-        object.__setattr__(self, "targets", tuple(self.targets))
-        object.__setattr__(self, "vision", tuple(self.vision))
-
     @property
     def scale(self) -> float:
         """Factor alpha / rank of the product."""

@@ -1,8 +1,9 @@
 """Input that is odder than a slip: broken run directories, numbers beyond all bounds, names that no file has."""
 
 import json
+import os
 import shutil
-import sys
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -154,11 +155,6 @@ def test_errors_stay_on_one_line(capsys):
     assert capsys.readouterr().err == "error: what a file put in the message\n"
 
 
-def test_a_value_that_cannot_be_shown():
-    assert "cannot be shown" in short_repr(10 ** (sys.get_int_max_str_digits() + 1))
-    assert len(short_repr("x" * 10**6)) == 60
-
-
 def test_a_config_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_bytes(b"\xef\xbb\xbftask: text\nseed: 5\n")
@@ -192,3 +188,25 @@ def test_a_judge_that_finds_no_memory_is_named():
         judge_named("scorer"),
     ):
         raise OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "large.yaml"])
+def test_a_config_without_an_end(tmp_path, capsys, name):
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(2**40)  # a line of a terabyte, of which the disk holds nothing
+    assert main(["--config", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err.endswith(f"{name}: cannot be read (it holds more than 1,048,576 bytes)\n")
+
+
+def test_a_config_from_a_pipe():
+    read, write = os.pipe()  # as <(command) gives it
+
+    def tell():
+        with open(write, "w") as file:
+            file.write("task: text\nseed: ")
+            file.flush()
+            file.write("5\n")
+
+    threading.Thread(target=tell).start()
+    assert parse(["--config", f"/dev/fd/{read}"]).seed == 5
+    os.close(read)

@@ -19,7 +19,6 @@ from grpo_jax.core.advantages import (
     raft_advantages,
     sum_rewards,
 )
-from grpo_jax.core.losses import PRESETS, grpo_loss, sft_loss
 
 gdpo_advantages, group_advantages = map(compiled, (gdpo_advantages, group_advantages))
 pytestmark = pytest.mark.usefixtures("strict")
@@ -117,11 +116,6 @@ def test_an_objective_counts_by_its_weight_whatever_it_is_measured_in(scale):
         np.testing.assert_allclose(got, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_deviations_of_the_largest_numbers_are_finite():
-    got = group_advantages(np.float32([[3e38, -3e38, 0.0]]), eps=0.0)
-    np.testing.assert_allclose(got, [[1.0, -1.0, 0.0]], atol=1e-6)
-
-
 def loop_raft(rewards):
     """[P, G] → [P, G]: the best of each group, by sorting; ties share."""
     out = np.zeros(rewards.shape)
@@ -138,31 +132,15 @@ def test_raft_is_the_loop(rewards):
     np.testing.assert_allclose(raft_advantages(rewards), loop_raft(rewards), rtol=1e-6)
 
 
-def test_the_gradient_of_raft_is_that_of_supervised_learning_on_the_best():
-    """On-policy and over tokens; the denominator is the tokens of all rows, not of the best alone."""
-    logprobs = -jax.random.exponential(jax.random.key(0), (2, 3, 4))
-    mask = jnp.arange(4) < jnp.array([[1, 4, 2], [3, 2, 4]])[..., None]
-    taught = mask & jnp.array([[False, True, False], [True, False, False]])[..., None]
-    advantages = raft_advantages(jnp.array([[0.0, 2.0, 1.0], [5.0, jnp.nan, 3.0]]))
-
-    def ours(logprobs, old):
-        return grpo_loss(logprobs, old, advantages, mask, **PRESETS["dapo"])[0]
-
-    got = jax.jit(jax.grad(ours))(logprobs, logprobs)
-    expected = jax.jit(jax.grad(lambda x: sft_loss(x, taught, normaliser=mask.sum())[0]))(logprobs)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
 def test_batch_whitened_compares_single_completions():
     """What REINFORCE++ has over groups: one answer for each prompt will do."""
     got = batch_whitened_advantages(np.float32([[1.0], [2.0], [3.0]]), eps=0.0)
     np.testing.assert_allclose(got, [[-1.0], [0.0], [1.0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("value", [1000.1, 1e-30])
-def test_equal_rewards_give_exactly_zero(value):
+def test_equal_rewards_give_exactly_zero():
     """Rounding of a mean, divided by a small eps, once trained on nothing."""
-    rewards = jnp.full((2, 8), value, jnp.float32)
+    rewards = jnp.full((2, 8), 1000.1, jnp.float32)
     for eps in (1e-4, 0.0):
         for scale in ("group", "batch", "none"):
             np.testing.assert_array_equal(group_advantages(rewards, scale=scale, eps=eps), 0)
@@ -177,30 +155,6 @@ def test_objectives_that_cancel_give_zero_not_noise():
     first = np.random.default_rng(0).normal(size=(4, 6, 1)).astype(np.float32)
     rewards = np.concatenate([first, np.float32(1) - first], axis=-1)
     np.testing.assert_array_equal(gdpo_advantages(rewards, eps=0.0), 0)
-
-
-def test_missing_reward_takes_no_part():
-    rewards = jnp.array([[1.0, jnp.nan, 3.0]])
-    np.testing.assert_allclose(group_advantages(rewards, scale="none"), [[-1.0, 0.0, 1.0]])
-    np.testing.assert_allclose(leave_one_out_advantages(rewards), [[-2.0, 0.0, 2.0]])
-    lone = jnp.array([[1.0, jnp.nan, jnp.nan]])
-    np.testing.assert_array_equal(group_advantages(lone), 0)
-    np.testing.assert_array_equal(leave_one_out_advantages(lone), 0)
-    np.testing.assert_array_equal(raft_advantages(lone), 0)
-
-
-def test_dead_group_stays_zero_after_token_whitening():
-    """Weighing by length moves the mean off 0: without care a group without signal would be pushed."""
-    rewards = jnp.array([[[0.0], [1.0], [1.0]], [[2.0], [2.0], [2.0]]])
-    mask = jnp.arange(4) < jnp.array([[1, 4, 2], [3, 3, 3]])[..., None]
-    advantages = gdpo_advantages(rewards, whiten="token", mask=mask)
-    np.testing.assert_array_equal(advantages[1], 0)
-    assert (advantages[0] != 0).all()
-
-
-def test_unjudged_row_is_outside_the_whitening():
-    rewards = jnp.array([[[0.0], [1.0], [jnp.nan]]])
-    np.testing.assert_allclose(gdpo_advantages(rewards, eps=0.0), [[-(0.5**0.5), 0.5**0.5, 0.0]], rtol=1e-5)
 
 
 def test_sum_of_rewards():
@@ -222,13 +176,6 @@ def test_conditions_are_the_loop(rewards):
         a_missing = np.isnan(a) or np.isnan(b) or np.isnan(c)
         a_expected = np.nan if a_missing else (a if b >= 0.5 and c >= 0 else a_unmet)
         np.testing.assert_array_equal(got[p, g], np.array([a_expected, b_expected, c], np.float32))
-
-
-def test_conditions_compare_raw_rewards():
-    """b's own condition replaces its 2 by 0; a waits for b, and so for c too."""
-    rewards = jnp.array([[[5.0, 2.0, 1.0], [4.0, 2.0, 9.0]]])
-    got = condition_rewards(rewards, [Condition(1, 2, 9.0), Condition(0, 1, 1.0)])
-    np.testing.assert_array_equal(got, [[[0.0, 0.0, 1.0], [4.0, 2.0, 9.0]]])
 
 
 def test_an_unmet_condition_never_pays():

@@ -39,9 +39,10 @@ def mixed(function, hidden, head, tokens, **options):
     return jnp.sum(pulls * logprobs) + jnp.sum(jnp.sin(entropy))
 
 
-@pytest.mark.parametrize("allowed", [None, ALLOWED], ids=["all", "allowed"])
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (1.3, None), (1.3, 2.0)])
-def test_values_and_gradients_are_those_of_the_plain_formula(allowed, temperature, softcap, x64):
+@pytest.mark.parametrize(
+    ("temperature", "softcap", "allowed"), [(1.0, None, None), (1.3, 2.0, ALLOWED)], ids=["plain", "all"]
+)
+def test_values_and_gradients_are_those_of_the_plain_formula(temperature, softcap, allowed, x64):
     hidden, head, tokens = inputs(1, dtype=np.float64, allowed=allowed)
     expected = jax.grad(functools.partial(mixed, plain), (0, 1))(
         hidden, head, tokens, temperature=temperature, allowed=allowed, softcap=softcap
@@ -82,12 +83,11 @@ def test_only_allowed_tokens_have_probability():
     assert np.isfinite(entropy).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_masked_state_has_no_influence_whatever_it_holds(bad):
+def test_a_masked_state_has_no_influence_whatever_it_holds():
     """0 · NaN is NaN: one bad state in the padding would spoil the head's whole gradient."""
     hidden, head, tokens = inputs(5)
     mask = np.random.default_rng(0).random(tokens.shape) < 0.5
-    dirty = np.where(mask[..., None], hidden, np.float32(bad))
+    dirty = np.where(mask[..., None], hidden, np.float32(np.nan))
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1))
@@ -99,18 +99,17 @@ def test_a_masked_state_has_no_influence_whatever_it_holds(bad):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_low_precision_is_accumulated_in_float32(dtype):
+def test_low_precision_is_accumulated_in_float32():
     """Rounding of the inputs apart, log-probabilities are as good as float32's; gradients come in their types."""
     hidden, head, tokens = inputs(6)
-    low = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype)
+    low = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
     rounded = tuple(x.astype(jnp.float32) for x in low)
     for got, expected in zip(token_logprobs(*low, tokens), token_logprobs(*rounded, tokens), strict=True):
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     slopes = jax.jit(jax.grad(lambda h, w: mixed(token_logprobs, h, w, tokens, chunk_size=4), (0, 1)))
     for got, expected in zip(slopes(*low), slopes(*rounded), strict=True):
-        assert got.dtype == dtype
+        assert got.dtype == jnp.bfloat16
         np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=0.03, atol=0.03)
 
 
@@ -139,9 +138,8 @@ def temporaries(length, trained, vocabulary=2048, width=16, chunk=64):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("trained", [(0,), (0, 1)], ids=["hidden", "hidden and head"])
-def test_memory_does_not_grow_with_tokens_times_vocabulary(trained):
-    short, long = temporaries(256, trained), temporaries(4096, trained)
+def test_memory_does_not_grow_with_tokens_times_vocabulary():
+    short, long = temporaries(256, (0, 1)), temporaries(4096, (0, 1))
     all_logits = 4096 * 2048 * 4
     chunk_of_logits = 64 * 2048 * 4
     assert long < all_logits / 8

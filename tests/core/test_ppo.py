@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from support.compiled import compiled
 
-from grpo_jax.core.aggregation import Normaliser
 from grpo_jax.core.losses import Clip, grpo_loss
 from grpo_jax.core.ppo import ppo_loss, value_loss
 
@@ -102,10 +101,3 @@ def test_explained_variance_of_constant_of_perfect_and_of_undefined():
     np.testing.assert_allclose(explained(np.full_like(targets, 2.5), targets), 0, atol=1e-6)
     assert explained(targets, np.full_like(targets, 1000.1)) == 0
     assert np.isnan(explained(targets, np.full_like(targets, np.nan)))
-
-
-def test_a_normaliser_counts_steps():
-    parts = batch(9)
-    args = [parts[name] for name in ("values", "old_values", "returns", "mask")]
-    once, twice = (value_loss(*args, normaliser=n)[0] for n in (Normaliser(3.0, 10.0), np.float32(20.0)))
-    np.testing.assert_allclose(once, 2 * twice, rtol=1e-6)

@@ -12,7 +12,6 @@ from grpo_jax.core.returns import (
     gae_advantages,
     kl_penalised_rewards,
     normalised_returns,
-    overlong_penalty,
 )
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -70,51 +69,6 @@ def test_gae_is_the_loop(seed):
     np.testing.assert_allclose(got, loop_gae(parts, parts["mask"], nowhere, None), **close)
     options = {name: parts[name] for name in ("mask", "boundary", "next_values")}
     np.testing.assert_allclose(gae_of(parts, **options), loop_gae(parts, **options), **close)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_masked_step_is_a_step_taken_out(bad):
-    """Padding at the end and holes in the middle alike, whatever they hold."""
-    parts = episodes(7)
-    mask = parts["mask"]
-    dirty = {name: np.where(mask, parts[name], np.float32(bad)) for name in ("rewards", "gamma", "gae_lambda")}
-    dirty = {name: jnp.asarray(part) for name, part in dirty.items()}
-    exists = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
-    dirty["values"] = np.where(exists, parts["values"], np.float32(bad))
-    returns = np.asarray(RETURNS(dirty["rewards"], gamma=dirty["gamma"], mask=mask))
-    advantages = gae_of(dirty, mask=mask)
-    np.testing.assert_array_equal(returns[~mask], 0)
-    np.testing.assert_array_equal(advantages[~mask], 0)
-    for row in range(ROWS):
-        rewards, gamma, gae_lambda = (parts[name][row][mask[row]] for name in ("rewards", "gamma", "gae_lambda"))
-        values = parts["values"][row][exists[row]]
-        expected = discounted_returns(rewards, gamma=gamma)
-        np.testing.assert_allclose(returns[row][mask[row]], expected, rtol=1e-5, atol=1e-6)
-        expected = gae_advantages(rewards, values, gamma=gamma, gae_lambda=gae_lambda)
-        np.testing.assert_allclose(advantages[row][mask[row]], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_episodes_on_end_are_episodes_apart():
-    """Termination, then a time limit inside the arrays: neither learns from what comes after the reset."""
-    random = np.random.default_rng(3)
-    rewards = random.normal(size=9).astype(np.float32)
-    values = random.normal(size=10).astype(np.float32)
-    cut_off = np.float32(1.7)  # value of the state in which the time limit came
-    gamma = np.full(9, 0.9, np.float32)
-    gamma[2] = 0  # first episode: steps 0-2, terminated
-    boundary = np.arange(9) == 6  # second: steps 3-6, cut off by the limit; third: steps 7-8, goes on
-    next_values = np.where(boundary, cut_off, values[1:])
-    got = gae_advantages(rewards, values, gamma=gamma, gae_lambda=0.8, boundary=boundary, next_values=next_values)
-    first = gae_advantages(rewards[:3], np.append(values[:3], np.float32(0)), gamma=0.9, gae_lambda=0.8)
-    second = gae_advantages(rewards[3:7], np.append(values[3:7], cut_off), gamma=0.9, gae_lambda=0.8)
-    third = gae_advantages(rewards[7:], values[7:], gamma=0.9, gae_lambda=0.8)
-    np.testing.assert_allclose(got, np.concatenate([first, second, third]), rtol=1e-6, atol=1e-6)
-    same = gae_advantages(rewards, values[:-1], gamma=gamma, gae_lambda=0.8, boundary=boundary, next_values=next_values)
-    np.testing.assert_array_equal(same, got)
-    # The other way to say it: the limit's value becomes a reward, and the step a termination.
-    rewards[6] += np.float32(0.9) * cut_off
-    gamma[6] = 0
-    np.testing.assert_allclose(gae_advantages(rewards, values, gamma=gamma, gae_lambda=0.8), got, rtol=1e-5, atol=1e-6)
 
 
 def test_masked_steps_get_no_gradient_and_give_none():
@@ -181,12 +135,3 @@ def test_penalised_rewards_are_constants_to_gradients():
     scores, logprobs, ref, mask = penalised_batch(2)
     slope = jax.grad(lambda x: kl_penalised_rewards(scores, x, ref, mask, kl_coef=0.3).sum())(logprobs)
     np.testing.assert_array_equal(slope, 0)
-
-
-def test_overlong_is_the_papers_equation():
-    lengths = np.arange(0, 25)
-    expected = [0.0 if n <= 12 else (12 - n) / 8 if n <= 20 else -1.0 for n in lengths]
-    np.testing.assert_allclose(overlong_penalty(lengths, limit=20, buffer=8), expected, rtol=1e-6)
-    got = jax.jit(lambda n: overlong_penalty(n, limit=20, buffer=20))(lengths.reshape(5, 5))
-    np.testing.assert_allclose(got, np.maximum(-lengths / 20, -1).reshape(5, 5), rtol=1e-6)
-    np.testing.assert_array_equal(overlong_penalty(np.uint8([3, 21]), limit=20, buffer=8), [0, -1])

@@ -13,14 +13,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 from support.tiny_decoders import LLAMA, drawn
-from support.tiny_models import causal_lm
 
-from grpo_jax.config.sections import PolicySection
 from grpo_jax.models import attention
 from grpo_jax.models.attention import causal_rows, choose_attention
 from grpo_jax.models.decoder import Decoder
-from grpo_jax.models.lora import LoraConfig
-from grpo_jax.models.policy import Policy, load_policy, platform_of
+from grpo_jax.models.policy import Policy, platform_of
 from grpo_jax.models.positions import group_context, packed_context, prompt_context
 
 PLAIN = replace(LLAMA, windows=(None,), num_layers=1, head_dim=16)
@@ -125,61 +122,12 @@ def test_kernels_are_for_bfloat16_on_one_device(platform, dtype, implementation,
     assert choose_attention(platform, jnp.dtype(dtype), implementation, over_mesh=over_mesh) == chosen
 
 
-def wide_folder(path):
-    """A Qwen policy with heads of 16, which the kernels take."""
-    return causal_lm(path, num_attention_heads=2, num_key_value_heads=1)
-
-
-def reads_by_kernel(policy):
-    """Whether `forward_group` of 4 prompt tokens and 140 new ones has a kernel."""
-    ones = [jnp.ones(shape, jnp.int32) for shape in [(1, 4), (1, 4), (1, 1, 140), (1, 1, 140)]]
-    return "pallas_call" in str(jax.make_jaxpr(policy.forward_group)(policy.variables, *ones))
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_the_config_chooses_the_implementation(platform, tmp_path):
-    policy = load_policy(wide_folder(tmp_path))
-    for implementation, kernels in (("auto", True), ("eager", False)):
-        section = PolicySection(compute_dtype="bfloat16", attn_implementation=implementation)
-        made = Policy.from_section(section, policy.config, None, platform)
-        assert reads_by_kernel(made.replace(variables=policy.variables)) == kernels
-
-
-def test_a_policy_is_made_for_the_device_that_it_is_put_on(tmp_path, monkeypatch):
-    folder, cpu = wide_folder(tmp_path), jax.devices()
-    monkeypatch.setattr(jax, "devices", lambda *_: [SimpleNamespace(platform="gpu", compute_capability="9.0")])
-    assert not reads_by_kernel(load_policy(folder, devices=cpu, compute_dtype="bfloat16"))
-
-
 @pytest.mark.parametrize(
     ("platform", "capability", "name"),
     [("cpu", None, "cpu"), ("tpu", None, "tpu"), ("gpu", "9.0", "cuda"), ("gpu", "8.0", "cuda"), ("gpu", "7.5", "gpu")],
 )
 def test_the_platform_of_a_device(platform, capability, name):
     assert platform_of(SimpleNamespace(platform=platform, compute_capability=capability or "8.0")) == name
-
-
-def test_a_policy_for_a_tpu_computes_the_same():
-    """In float32, with adapters: prompts, steps of decoding and the update's states."""
-    lora = LoraConfig(2, 4.0, ("q_proj", "down_proj"))
-    variables, rng = drawn(PLAIN, lora), np.random.default_rng(3)
-    prompts, tokens = (jnp.asarray(rng.integers(1, PLAIN.vocab_size, shape)) for shape in [(2, 5), (2, 3, 4)])
-    mask = jnp.asarray(np.arange(5) >= np.array([[2], [0]]))
-
-    def outcome(platform):
-        policy = Policy(PLAIN, lora=lora, platform=platform)
-
-        def run(variables):
-            prefix = policy.prefill(variables, prompts, mask)
-            cache, steps, unstacked = policy.init_cache(2, 3, 4), [], policy.unstack(variables)
-            for step in range(2):
-                hidden, cache = policy.decode_step(unstacked, prefix, tokens[:, :, step], cache)
-                steps.append(hidden)
-            return prefix.hidden, steps, policy.forward_group(variables, prompts, mask, tokens, tokens > 0)
-
-        return jax.jit(run)(variables)
-
-    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4), outcome("tpu"), outcome("cpu"))
 
 
 def test_a_gpu_decodes_from_matrices_in_the_type_of_the_computation():

@@ -17,11 +17,9 @@ from support.tiny_decoders import (
     compiled,
     drawn,
     group_batch,
-    merged_params,
     tiny,
 )
 
-from grpo_jax.models.lora import init_adapters
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams
@@ -76,26 +74,6 @@ def test_padding_has_no_influence(model):
     wild = np.where(wide[1], wide[0], -5), wide[1], np.where(mask, tokens, 10**6).astype(np.int32), mask
     got = model.policy.forward_group(model.variables, *(x.astype(np.int32) for x in wild))
     np.testing.assert_allclose(got[mask], expected[mask], atol=1e-4)
-
-
-def test_merged_adapters_are_the_adapted_model(model):
-    merged, base = merged_params(model.variables, model.lora), model.variables["params"]
-    adapted = model.policy.forward_group(model.variables, *BATCH)
-    np.testing.assert_allclose(model.policy.forward_group({"params": merged}, *BATCH), adapted, atol=2e-4)
-    for name in model.lora.targets:
-        a, b = (np.asarray(model.variables["lora"]["layers"][name][factor]) for factor in "ab")
-        expected = base["layers"][name]["kernel"] + 3.0 * np.einsum("lir,lro->lio", a, b)
-        np.testing.assert_allclose(merged["layers"][name]["kernel"], expected, atol=1e-5)
-
-
-def test_leaving_adapters_out_is_the_base_model(model):
-    base = {"params": model.variables["params"]}
-    got = model.policy.forward_group(base, *BATCH)
-    expected = compiled(Policy(model.config)).forward_group(base, *BATCH)
-    np.testing.assert_array_equal(got, expected)
-    fresh = init_adapters(base["params"], jax.random.key(2), model.lora)
-    np.testing.assert_array_equal(model.policy.forward_group(base | {"lora": fresh}, *BATCH), expected)
-    assert float(jnp.abs(model.policy.forward_group(model.variables, *BATCH) - expected).max()) > 0.1
 
 
 @pytest.fixture(scope="module")

@@ -270,7 +270,6 @@ def writes(name, content):
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DAMAGES = {
     "truncated": (writes(WEIGHTS, lambda path: path.read_bytes()[:-100]), ["truncated", WEIGHTS]),
-    "scrambled": (writes(WEIGHTS, b"not safetensors at all"), ["broken", WEIGHTS]),
     "pickle": (lambda folder: (folder / WEIGHTS).rename(folder / "a.bin"), ["a.bin", "safetensors"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), ["has no model.safetensors"]),
     "tensors": (
@@ -295,13 +294,6 @@ def test_damaged_folders_give_one_clear_line(qwen, damage, messages):
         hf.load_folder(qwen)
     assert all(message in str(caught.value) for message in [*messages, str(qwen)]), caught.value
     assert "\n" not in str(caught.value)
-
-
-def test_a_hub_id_that_is_not_here(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("nobody/no-such-model", str(tmp_path / "nowhere")):
-        with pytest.raises(UserError, match="path of a local folder"):
-            hf.load_folder(name)
 
 
 # what looks right and is not
@@ -357,7 +349,8 @@ def test_a_panic_in_a_tokenizer_is_one_line(qwen, monkeypatch):
         hf.load_folder(qwen)
 
 
-@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "~nobody_here/x/y", "a/" + "b" * 400, "org/mo\ndel", ""])
-def test_names_that_no_folder_has(name):
-    with pytest.raises(UserError, match="is not on this machine: give the path of a local folder"):
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "/nowhere", "a\0b", "x" * 5000, "~nobody_here/x/y", ""])
+def test_names_that_no_folder_has(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="the path of a local folder"):
         hf.load_folder(name)

@@ -11,7 +11,7 @@ from support.tiny_decoders import CONFIGS, LLAMA, drawn, group_batch
 from grpo_jax.config import LoraSection, MeshSection, PolicySection
 from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.fused_projections import apart_and_joined, separate
-from grpo_jax.models.lora import LoraConfig, entry, merge, quantise
+from grpo_jax.models.lora import LoraConfig, entry, merge
 from grpo_jax.models.policy import Policy, keeps_layers_apart
 
 close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
@@ -51,25 +51,6 @@ def test_states_steps_and_gradients_are_those_of_stacks(architecture, remat):
     apart = apart_and_joined(variables["params"], config)
     assert "layers" not in apart and {"layers_0", "layers_1"} <= apart.keys()
     jax.tree.map(close, outcome("cuda", apart), outcome("cpu", variables["params"]))
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_token_is_decoded_from_quantised_projections_as_from_ones_apart(kind):
-    pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
-    variables = drawn(WIDE, SEVERAL)
-    variables["params"] = quantise(variables["params"], kind)
-    prompts = np.random.default_rng(0).integers(1, WIDE.vocab_size, (2, 5)).astype(np.int32)
-
-    def decoded(platform):
-        policy = Policy(WIDE, lora=SEVERAL, platform=platform)
-
-        def step(variables):
-            prefix, cache = policy.prefill(variables, prompts, prompts > 0), policy.init_cache(2, 3, 4)
-            return policy.decode_step(policy.unstack(variables), prefix, prompts[:, :3], cache)[0]
-
-        return jax.jit(step)(variables)
-
-    close(decoded("cuda"), decoded("cpu"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

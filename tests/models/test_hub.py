@@ -36,21 +36,15 @@ def fill_cache(folder: Path, name: str, files: dict[str, bytes]) -> Path:
     return snapshot
 
 
-def test_a_cached_model_needs_no_network(tmp_path, monkeypatch):
+def test_a_cached_model_needs_no_network_and_half_of_one_is_none(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     snapshot = fill_cache(tmp_path, "someone/model", FILES)
     assert hf.resolve_folder("someone/model") == snapshot
-
-
-def test_a_model_cached_in_part_is_not_taken_for_whole(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    fill_cache(tmp_path, "someone/model", {"config.json": b"{}", "tokenizer.json": b"{}"})
+    fill_cache(tmp_path, "someone/half", {"config.json": b"{}", "tokenizer.json": b"{}"})
     with pytest.raises(UserError, match="hf auth login"):
-        hf.resolve_folder("someone/model")
+        hf.resolve_folder("someone/half")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -15,12 +15,12 @@ from support import tiny_update
 from support.text_task import rows
 
 from grpo_jax import export, train
-from grpo_jax.config import AlgorithmSection, LoraSection, OptimizerSection, PolicySection, TrainingSection
+from grpo_jax.config import AlgorithmSection, LoraSection, OptimizerSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import gpt2, llama
 from grpo_jax.models.architectures.gpt2 import GPT2Config
-from grpo_jax.models.hf.peft import load_adapters, save_adapters
+from grpo_jax.models.hf.peft import load_adapters
 from grpo_jax.models.lora import LoraConfig, as_array, quantise
 from grpo_jax.models.policy import Policy, lora_config
 from grpo_jax.runs.checkpoint import restore_params
@@ -103,17 +103,6 @@ def test_without_a_choice_every_projection_has_an_adapter(model, projections):
     other = (GPT2_PROJECTIONS if projections == PROJECTIONS else PROJECTIONS)[0]
     with pytest.raises(UserError, match=f"policy.lora: targets.*{other}"):
         lora_config(LoraSection(rank=4, targets=[other]), model)
-
-
-def test_a_folder_of_adapters_brings_its_own_settings(tmp_path):
-    adapters = tiny_update.make_variables(lora=LORA)["lora"]
-    save_adapters(tmp_path / "adapter", adapters, LORA, tiny_update.CONFIG, base="somewhere")
-    section = LoraSection(path=str(tmp_path / "adapter"))
-    assert section.used and lora_config(section, tiny_update.CONFIG) == LORA
-    for beside in (dict(rank=2), dict(alpha=4.0), dict(targets=["q_proj"])):
-        with pytest.raises(UserError, match=r"LoraSection.path: expected no rank, alpha or targets beside it"):
-            LoraSection(path="somewhere", **beside)
-    assert not PolicySection().lora.used
 
 
 # through the commands

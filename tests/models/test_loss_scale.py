@@ -52,11 +52,6 @@ def batch():
     return tiny_update.make_batch()
 
 
-def test_only_float16_has_a_scale():
-    assert make_loss_scale("float32") is None and make_loss_scale("bfloat16") is None
-    assert float(make_loss_scale("float16").scale) == 2**16
-
-
 def test_gradients_too_small_for_float16_survive(batch):
     """A loss a millionth of its size: without the scale half of the gradients are lost on the way."""
     exact = moves(*stepped(batch, "float32", scale=make_loss_scale("float16"))[:2])

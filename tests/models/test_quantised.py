@@ -61,13 +61,6 @@ def test_only_the_kernels_of_layers_are_stored_in_few_bits(variables):
             assert hasattr(leaf, "qvalue") == (part == "kernel"), (name, part)
     np.testing.assert_array_equal(small["embed_tokens"], params["embed_tokens"])
 
-    def size(tree):
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-    kernels = sum(own["kernel"].size for own in params["layers"].values() if "kernel" in own)
-    scales = sum(own["kernel"].scale.nbytes for own in small["layers"].values() if "kernel" in own)
-    assert size(params) - size(small) == 3 * kernels - scales
-
 
 @pytest.fixture(scope="module")
 def step():

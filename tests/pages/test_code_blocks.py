@@ -95,8 +95,22 @@ def test_a_tool_is_answered_and_judged():
     assert scope["right"](["?"] * 2, ["It is 42.", "41"], ["42", "42"], [asks, ends]) == [1.0, 0.0]
 
 
+@pytest.mark.slow
+def test_the_python_of_the_readme_trains_and_answers(desk, monkeypatch, capsys):
+    _, trains, answers = blocks("README.md")[:3]
+    answers = answers.replace('answer("What', 'print("said:", answer("What').replace('number.")', 'number."))')
+    monkeypatch.syspath_prepend(str(desk))
+    exec(compile(trains + answers, "README.md", "exec"), {"__name__": "__main__"})
+    summary = json.loads((desk / "runs" / "sums" / "summary.json").read_text())
+    assert summary["iterations"] == 1 and set(summary["evaluation"]) >= {"correct", "total"}
+    assert "said: " in capsys.readouterr().out
+
+
 def test_rewards_of_the_pages_tell_right_from_wrong():
     animal = scope_of("docs/pictures.md")["names_the_animal"]
     assert animal(["?"] * 2, ["a cat", "a dog"], [None, None], ["cat", "cat"]) == [1.0, 0.0]
     brand = scope_of("docs/recommendation.md")["brand"]
     assert brand(["alder red lamp", "birch red lamp"], ["alder blue chair"] * 2) == [1.0, 0.0]
+    scope: dict = {}
+    exec(blocks("README.md")[0], scope)
+    assert scope["correct"](["?"] * 3, ["It is 48.", "48 or 52", "no idea"], ["48"] * 3) == [1.0, 0.0, 0.0]

@@ -79,14 +79,6 @@ def test_adapters_on_the_tower_are_trained(not_compiled):
     assert both.weights - text.weights == tree_bytes(TOWER) // 2 + 4 * adapters
 
 
-@pytest.mark.wide  # the towers' bytes are counted above, without compiling
-def test_seeing_takes_memory():
-    """Attention's scores, where the tower sees all pictures of a chunk."""
-    memory = policy_memory(configured("--policy.vision=train"), MODEL, None, Shown(1, 0, 1024))
-    scores = 4 * 2 * 1024**2 * 4  # four pictures, two heads, float32
-    assert memory.sampling > scores and memory.update > scores / 2  # two micro-batches
-
-
 def test_an_update_takes_states_or_pictures():
     """States of a frozen tower; pictures where it is trained; both in prompts and among the turns."""
     batches = []

@@ -168,22 +168,8 @@ def test_one_copy_of_a_frozen_base_serves_decoding_and_training(quantised, targe
     sizes = program_sizes(config, model, None)
     for program in programs.values():
         compiled = compile_program(program, chosen, open_devices(chosen)[0])
-        assert read_program(compiled, sizes._replace(turns=program.turns)).weight_copies == 0
-
-
-@pytest.mark.targets
-@pytest.mark.parametrize("target", ["h100"], indirect=True)
-def test_layers_apart_are_computed_again_one_at_a_time(target, tmp_path):
-    """A layer more takes its input and not what stands between its products."""
-    temporaries = []
-    for depth in (2, 6):
-        case = Case("deep", WIDE | {"num_hidden_layers": depth}, (*TEXT, *LORA, "--sampling.max_new_tokens=256"))
-        config = configured(case, tmp_path)
-        chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
-        program = run_programs(config, model, None, None, chosen.platform)["update"]
-        temporaries.append(report(program, chosen, open_devices(chosen)[0]).temporary_bytes)
-    tokens = 8 * (128 + 4 * 256)
-    assert temporaries[1] - temporaries[0] < 4 * tokens * 2 * WIDE["intermediate_size"]  # of one half of it in bfloat16
+        reading = read_program(compiled, sizes._replace(turns=program.turns))
+        assert reading.kernels > 0 and reading.weight_copies == 0
 
 
 def listed_texts(vocabulary):
@@ -245,4 +231,4 @@ def test_a_decoded_tokens_attention_is_one_kernel(target, tmp_path):
     assert "/layers_1/decode_attention/pallas_call" in compiled.as_text()
     sizes = program_sizes(config, model, None)._replace(turns=program.turns)
     reading = read_program(compiled, sizes)
-    assert reading.layer_kernels <= 10 and reading.cache_copies == 0
+    assert 0 < reading.layer_kernels <= 10 and reading.cache_copies == 0

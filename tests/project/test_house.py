@@ -1,11 +1,13 @@
 """The layout of the packages: who may import whom, and what loads when."""
 
+import graphlib
 import re
 import subprocess
 import sys
 
 import pytest
-from support.imports import FILES, ROOT, find_circle, imports_of, target, within
+from support import import_checks
+from support.imports import FILES, ROOT, imports_of, target, within
 
 import grpo_jax
 
@@ -72,7 +74,7 @@ def test_a_room_imports_only_from_the_rooms_before_it():
 def test_no_circle_of_modules():
     """Imports inside functions count; types of the own room do not."""
     graph = {name: {target(found.module) for found in imports_of(name)} & FILES.keys() - {name} for name in FILES}
-    assert not find_circle(graph)
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the modules
 
 
 def test_the_core_is_jax_alone():
@@ -171,6 +173,13 @@ assert not xla_bridge._backends, "a backend"
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's packages, when they are imported
+def test_every_import_leads_somewhere():
+    """Of modules that no other test loads, inside functions, and of scripts."""
+    dangling = [line for path in import_checks.sources() for line in import_checks.dangling(path)]
+    assert not [*import_checks.import_failures(), *dangling]
 
 
 def test_public_names_are_there():

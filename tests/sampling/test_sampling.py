@@ -10,7 +10,6 @@ import pytest
 from scipy import stats
 
 from grpo_jax.models.policy import Policy
-from grpo_jax.sampling import sampler as sampler_module
 from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes, make_sampler
 from grpo_jax.sampling.token_choice import SamplingParams, choose_tokens
 
@@ -126,7 +125,7 @@ def test_frequencies_and_logprobs_match_the_softmax(settings, allowed):
     np.testing.assert_allclose(samples.sampler_logprobs[0, :, 0], np.log(sampler[tokens]), atol=1e-5)
 
 
-@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.999])
 def test_top_p_without_sorting_keeps_the_tokens_that_sorting_keeps(top_p):
     rows = np.random.default_rng(1).normal(0, 3, (40, VOCABULARY)).astype(np.float32)
     params = SamplingParams(1, 1, top_p=top_p)
@@ -151,21 +150,6 @@ def test_tokens_of_zero_probability_are_never_drawn():
     choice = choose(logits, jax.random.split(jax.random.key(0), 4000), SamplingParams(1, 1))
     assert set(np.unique(choice.tokens)) == {128, 256}
     assert np.isfinite(choice.logprobs).all()
-
-
-def test_greedy_takes_the_most_likely_allowed_token_with_logprobs_at_temperature_one():
-    params = SamplingParams(group_size=2, max_new_tokens=4, temperature=0.0)
-    variables = table(seed=2)
-    sample = make_sampler(Bigram(), params, eos_ids=(), pad_id=PAD, allowed_tokens=ALLOWED)
-    samples = sample(variables, *prompts([5, 9]), keys_for([0, 1]))
-    for p, last in enumerate([5, 9]):
-        for t in range(4):
-            policy, _ = restricted(variables["table"][last], params, ALLOWED)
-            last = int(policy.argmax())
-            assert (np.asarray(samples.tokens)[p, :, t] == last).all()
-            np.testing.assert_allclose(samples.logprobs[p, :, t], np.log(policy[last]), atol=1e-5)
-    np.testing.assert_array_equal(samples.sampler_logprobs, 0)
-    assert samples.truncated.all()
 
 
 def test_what_comes_after_any_of_several_ends_is_padding():
@@ -208,26 +192,6 @@ def test_decoding_stops_when_every_completion_has_ended():
     jax.effects_barrier()
     np.testing.assert_array_equal(np.asarray(samples.mask).sum(-1), 1)
     assert policy.decoded == []
-
-
-def test_groups_that_have_ended_leave_and_the_others_write_the_same(monkeypatch):
-    """Prompts 0, 2 and 3 go round tokens 20 to 29 without an end; the others end at once: half of the batch goes on."""
-    logits = np.random.default_rng(6).normal(0, 1, (VOCABULARY, VOCABULARY)).astype(np.float32)
-    logits[20:30, 20:30] += 30
-    logits[10, EOS] = 40
-    variables = {"table": jnp.asarray(logits)}
-    given = prompts([25, 10, 20, 29, 10, 10]), keys_for(range(6))
-    written = []
-    for longest_whole in (40, 8):  # completions above this length may go on with half of the prompts
-        monkeypatch.setattr(sampler_module, "_HALVING", longest_whole)
-        policy = Bigram()
-        sample = make_sampler(policy, SamplingParams(3, 40), eos_ids=(EOS,), pad_id=PAD)
-        written.append(jax.block_until_ready(sample(variables, *given[0], given[1])))
-        jax.effects_barrier()
-        assert policy.decoded == [6 if longest_whole == 40 else 3] * 39
-    whole, half = written
-    jax.tree.map(np.testing.assert_array_equal, whole, half)
-    np.testing.assert_array_equal(np.asarray(half.mask).sum(-1)[:, 0], [40, 1, 40, 40, 1, 1])
 
 
 def test_a_batch_is_halved_once_few_enough_go_on():
@@ -290,35 +254,12 @@ def test_bucket_sizes_are_few_and_never_small():
     assert {bucket_size(n, smallest=8) for n in range(1, 65)} == set(range(8, 65, 8))
 
 
-def test_low_precision_states_give_float32_logprobs():
-    class Half(Bigram):
-        def prefill(self, variables, tokens, mask):
-            return jax.tree.map(lambda x: x.astype(jnp.bfloat16), super().prefill(variables, tokens, mask))
-
-        def decode_step(self, variables, prefix, tokens, cache):
-            hidden, cache = super().decode_step(variables, prefix, tokens, cache)
-            return hidden.astype(jnp.bfloat16), cache
-
-    sample = make_sampler(Half(), SamplingParams(2, 3), eos_ids=(), pad_id=PAD)
-    samples = sample(table(), *prompts([5]), keys_for([0]))
-    assert samples.logprobs.dtype == samples.sampler_logprobs.dtype == jnp.float32
-    rounded = np.asarray(table()["table"].astype(jnp.bfloat16), np.float64)
-    last = 5
-    for token, logprob in zip(samples.tokens[0, 0], samples.logprobs[0, 0], strict=True):
-        policy, _ = restricted(rounded[last], SamplingParams(1, 1))
-        np.testing.assert_allclose(logprob, np.log(policy[token]), atol=1e-4)
-        last = int(token)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("group_size", 0),
-        ("max_new_tokens", 0),
-        ("temperature", -1.0),
         ("temperature", float("nan")),
         ("top_k", -1),
-        ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
     ],

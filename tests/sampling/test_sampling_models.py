@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from support import tiny_models
 from support.tiny_decoders import LLAMA, drawn
 
@@ -59,24 +58,6 @@ def keys_for(prompt_ids):
     return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(np.asarray(prompt_ids))
 
 
-def generate(folder, tokens, mask, eos_ids, pad_id):
-    """Greedy completions of transformers, padded to NEW_TOKENS."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        output = model.generate(
-            torch.tensor(tokens, dtype=torch.long),
-            attention_mask=torch.tensor(mask, dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            eos_token_id=list(eos_ids) or None,
-            pad_token_id=pad_id,
-        )
-    new = output[:, tokens.shape[1] :].numpy()
-    return np.pad(new, ((0, 0), (0, NEW_TOKENS - new.shape[1])), constant_values=pad_id)
-
-
 def test_logprobs_are_those_of_the_updates_forward(loaded, variables):
     # One distribution is trained: cached decoding and the shared full forward must agree on it.
     policy = Policy(loaded.config)
@@ -113,7 +94,7 @@ def test_a_growing_cache_and_a_halved_batch_are_the_updates_forward(loaded, vari
     assert ended.sum() >= 2 and not ended.all()
 
 
-@pytest.mark.parametrize(("prompts", "group", "heads"), [(1, 1, 1), (1, 8, 2), (8, 1, 1), (2, 8, 2)])
+@pytest.mark.parametrize(("prompts", "group", "heads"), [(1, 1, 1), (2, 8, 2)])
 def test_a_token_is_written_into_the_cache_in_place(prompts, group, heads):
     """No loop over tokens moves a cache, be there one prompt, one head, groups of one, or one prompt that goes on."""
     config = replace(LLAMA, num_layers=1, num_kv_heads=heads, windows=(None,))

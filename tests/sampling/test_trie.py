@@ -59,27 +59,12 @@ def test_a_leaf_is_its_text_and_walks_end_there():
         assert path[0] == ROOT and (path[: len(text)] >= 0).all() and (path[len(text) + 1 :] == -1).all()
 
 
-def test_a_node_that_is_narrow_among_many_words_has_the_same_children():
-    texts = catalogue(2)
-    few, many = (make_trie(texts, vocab_size=vocabulary) for vocabulary in (VOCABULARY, 10_000))
-    assert (np.asarray(few.row) >= 0).any() and not (np.asarray(many.row) >= 0).any()
-    nodes = np.arange(-1, len(few.text))
-    expected = np.pad(np.asarray(children(few, nodes)), ((0, 0), (0, 10_000 - VOCABULARY)))
-    np.testing.assert_array_equal(np.asarray(children(many, nodes)), expected)
-
-
 @pytest.mark.parametrize("children_of_a_node", [40, 100])
 def test_memory_grows_with_the_edges_not_with_nodes_times_vocabulary(children_of_a_node):
     texts = [(node, 1000 + place, END) for node in range(1, 400) for place in range(children_of_a_node)]
     trie = make_trie(texts, vocab_size=20_000)
     size = sum(np.asarray(part).nbytes for part in trie)
     assert size < 64 * len(trie.text) + 2 * 20_000 < 399 * 20_000
-
-
-def test_off_the_tree_nothing_may_follow():
-    trie = make_trie(catalogue(1), vocab_size=VOCABULARY)
-    assert np.asarray(walk(trie, np.array([6, 1, 1]))).tolist() == [ROOT, -1, -1]
-    assert not np.asarray(children(trie, np.array([-1]))).any()
 
 
 @pytest.mark.parametrize("texts", [[[1, 2], [1, 2]], [[1, 2], [3], [1, 2, 5]]])

@@ -84,21 +84,3 @@ def imports_of(name: str, types: bool = False) -> list[Import]:
     path = FILES[name]
     found = read_imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py")
     return [one for one in found if types or not one.types]
-
-
-def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other, in the order in which they do; none of a graph without a circle."""
-    done: set[str] = set()
-
-    def follow(name: str, trail: list[str]) -> list[str]:
-        if name in trail:
-            return [*trail[trail.index(name) :], name]
-        if name in done:
-            return []
-        for other in sorted(graph.get(name, ())):
-            if circle := follow(other, [*trail, name]):
-                return circle
-        done.add(name)
-        return []
-
-    return next((circle for name in graph if (circle := follow(name, []))), [])

@@ -138,8 +138,3 @@ TOKENIZERS = {
     **{"qwen2": qwen2, "llama3": llama3, "llama2": llama2, "gpt2": gpt2, "smollm": smollm, "words": words},
     "slow": slow,
 }
-
-
-def spoken_tokens(tokenizer) -> bool:
-    """Whether it can say any text, marks spelt out among it."""
-    return "fox" not in tokenizer.get_vocab()

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from support.text_task import ROOT, make_place, rows
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMINGS = ("seconds/", "tokens_per_second", "environment_steps_per_second")
 TOLERANCE = 1e-6
 SHORT = ["--report_to", "[]", "--training.save_every", "0"]
 TWO = [*SHORT, "--training.max_steps", "2", "--evaluation.every", "2"]
@@ -53,19 +52,11 @@ RUNS: dict[str, list[str]] = {
 
 def text_config(folder: Path) -> Path:
     """Write the tests' tiny policy, prompts and rewards, and a config of plain GRPO that names them."""
-    from support.text_task import make_place
-
     place = make_place(folder)
     values = yaml.safe_load(place.config.read_text()) | {"algorithm": {}, "evaluation": {"samples": 0}}
-    values["optimizer"] = {"learning_rate": 0.01, "schedule": "cosine"}
     values["training"] = {"prompts_per_batch": 4, "minibatches": 2}
     place.config.write_text(yaml.safe_dump(values))
     return place.config
-
-
-def untimed(measures: Mapping[str, object]) -> dict[str, object]:
-    """Return the measures that do not depend on how fast the machine is."""
-    return {name: value for name, value in measures.items() if not name.startswith(TIMINGS)}
 
 
 def weights_of(run: Path) -> dict[str, dict[str, object]]:
@@ -83,20 +74,18 @@ def weights_of(run: Path) -> dict[str, dict[str, object]]:
         # As NumPy's: a run on several devices is read back on one.
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
         tree = checkpointer.restore(folder, restore_args=as_numpy)
-        for name, array in _leaves(tree, part):
+        for name, array in _leaves({part: tree}).items():
             array = np.asarray(array)
             digest = hashlib.sha256(array.tobytes()).hexdigest()
             arrays[name] = {"digest": digest, "norm": float(np.linalg.norm(array.astype(np.float64).ravel()))}
     return arrays
 
 
-def _leaves(tree, path: str):
-    if isinstance(tree, Mapping | list | tuple):
-        names = sorted(tree) if isinstance(tree, Mapping) else range(len(tree))
-        for name in names:
-            yield from _leaves(tree[name], f"{path}.{name}")
-    elif tree is not None:
-        yield path, tree
+def _leaves(tree) -> dict[str, object]:
+    import jax
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def record(names: list[str]) -> dict[str, dict]:
@@ -113,38 +102,29 @@ def record(names: list[str]) -> dict[str, dict]:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-            rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            metrics = rows(run)
             summary = json.loads((run / "summary.json").read_text())
             records[name] = {
-                "metrics": [untimed(row) for row in rows],
+                "metrics": metrics,
                 "evaluation": summary["evaluation"],
                 "weights": weights_of(run),
             }
-            print(f"{name}: {len(rows)} rows, {len(records[name]['weights'])} arrays", flush=True)
+            print(f"{name}: {len(metrics)} rows, {len(records[name]['weights'])} arrays", flush=True)
     return records
 
 
-def differences(before, after, path: str = "") -> list[tuple[str, float]]:
+def differences(before, after) -> list[tuple[str, float]]:
     """Return (path, relative difference) of every value that is not equal; inf where one side lacks it."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = sorted(before.keys() | after.keys() - {"digest"})
-        if before.get("digest") is not None and before.get("digest") == after.get("digest"):
-            return []
-        found = []
-        for name in names:
-            if name != "digest":
-                found += differences(before.get(name), after.get(name), f"{path}/{name}")
-        if not found and before.get("digest") != after.get("digest"):
-            found = [(f"{path}/digest", 0.0)]  # other bits of the same norm
-        return found
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        pairs = enumerate(zip(before, after, strict=True))
-        return [found for index, (a, b) in pairs for found in differences(a, b, f"{path}/{index}")]
-    if isinstance(before, float) and isinstance(after, float):
-        if before == after or (math.isnan(before) and math.isnan(after)):
-            return []
-        return [(path, abs(before - after) / max(abs(before), abs(after), 1e-30))]
-    return [] if before == after else [(path, math.inf)]
+    old, new = _leaves(before), _leaves(after)
+    found = []
+    for path in sorted(old.keys() | new.keys()):
+        a, b = old.get(path), new.get(path)
+        if a == b or (a != a and b != b):  # NaN is itself here
+            continue
+        number = isinstance(a, float) and isinstance(b, float)
+        bits = path.endswith(".digest") and a and b  # how far apart they are the norm says
+        found.append((path, abs(a - b) / max(abs(a), abs(b), 1e-30) if number else 0.0 if bits else math.inf))
+    return found
 
 
 def compare(before: Mapping[str, dict], after: Mapping[str, dict]) -> bool:

@@ -22,7 +22,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds; only a hang takes that long
-TIMINGS = ("seconds/", "tokens_per_second")
+TIMINGS = ("seconds/", "tokens_per_second", "environment_steps_per_second")
 
 JUDGE = '''
 import os, pathlib, re, time
@@ -217,10 +217,6 @@ def kill_all(process: subprocess.Popen) -> tuple[str, str]:
     return process.communicate()
 
 
-def train(place: Place, run: Path, *arguments: str, judge: str = "work:0") -> subprocess.CompletedProcess:
-    return finish(start(place, run, *arguments, judge=judge))
-
-
 def wait_for(condition, process: subprocess.Popen) -> None:
     """Waits while the process lives."""
     deadline = time.monotonic() + PATIENCE
@@ -229,14 +225,6 @@ def wait_for(condition, process: subprocess.Popen) -> None:
             process.send_signal(signal.SIGABRT)
             raise AssertionError(f"it ended or hangs ({process.poll()}): {kill_all(process)}")
         time.sleep(0.01)
-
-
-def kill(process: subprocess.Popen, run: Path) -> None:
-    """kill -9, as a power cut would."""
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    (run / "held").unlink(missing_ok=True)
 
 
 # what a run left

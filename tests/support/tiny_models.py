@@ -45,23 +45,12 @@ def causal_lm(folder, architecture: str = "qwen2", *, seed: int = 0, max_shard_s
     """A random folder of a model of text with a tokenizer and two end-of-sequence ids."""
     config_class, model_class = torch_reference.ARCHITECTURES[architecture]
     tokenizer = chat_tokenizer()
-    fields = dict(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        **_ids(tokenizer),
-    )
-    if architecture in ("qwen3", "qwen3_moe", "gemma2"):
-        fields["head_dim"] = 16  # not hidden_size / heads, as in the real ones
+    fields = _text_fields(architecture, tokenizer) | {"tie_word_embeddings": False}
     if architecture == "qwen3_moe":
-        fields |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+        fields["norm_topk_prob"] = True
     if architecture == "gemma2":
         fields |= dict(query_pre_attn_scalar=16, sliding_window=8)
+        del fields["attn_logit_softcapping"], fields["final_logit_softcapping"]
     torch.manual_seed(seed)
     model = model_class(config_class(**(fields | overrides)))
     return _save_language_model(model, tokenizer, folder, max_shard_size)
@@ -92,24 +81,21 @@ def qwen_vl(folder, architecture: str, *, seed: int = 0, **tower) -> Path:
     tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(t) for name, t in zip(names, tokens, strict=True)}
     config = config_class(
-        text_config=dict(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
-            **({"head_dim": 16} if architecture == "qwen3_vl" else {}),
-            **_ids(tokenizer),
-        ),
+        text_config=_text_fields(architecture, tokenizer)
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}},
         vision_config=dict(num_heads=2, patch_size=4) | tower,
         tie_word_embeddings=False,
         **ids,
     )
     torch.manual_seed(seed)
     return _save_language_model(model_class(config), tokenizer, folder, "1GB")
+
+
+def _text_fields(architecture: str, tokenizer) -> dict:
+    own = dict(vocab_size=VOCAB_SIZE, max_position_embeddings=512, **_ids(tokenizer))
+    fields = torch_reference.SHAPE | torch_reference.OWN.get(architecture, {}) | own
+    del fields["attn_implementation"]
+    return fields
 
 
 def _ids(tokenizer) -> dict:

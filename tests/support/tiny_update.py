@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
+from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.models.architectures import DecoderConfig
@@ -16,20 +17,7 @@ from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_update
 
 CONFIG = DecoderConfig.from_hf(
-    {
-        "model_type": "qwen2",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "vocab_size": 64,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "rope_theta": 1e4,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
+    QWEN2_FIELDS | {"vocab_size": 64, "max_position_embeddings": 64, "tie_word_embeddings": True}
 )
 PROMPTS, GROUP, LENGTH, STEPS = 4, 3, 5, 6
 TEMPERATURE = 0.7

@@ -12,7 +12,6 @@ from support import tiny_update
 from support.text_task import train_values
 
 from grpo_jax.config import AlgorithmSection
-from grpo_jax.core import losses
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
 from grpo_jax.training.estimators import (
     OVERLONG,
@@ -168,31 +167,6 @@ def seen():
     return Forward(logprobs, entropy, None), batch._replace(old_logprobs=old)
 
 
-def gradient(seen, batch, **choices):
-    """Of the policy loss by each token's log-probability."""
-    section = AlgorithmSection(**choices)
-    forward, options = seen, loss_options(section, max_new_tokens=tiny_update.STEPS)
-    whole = losses.loss_normaliser(batch.mask, options["aggregation"])
-
-    def loss(logprobs):
-        objective = make_policy_objective(lambda variables, batch: forward._replace(logprobs=logprobs), options)
-        return objective({}, batch, whole)[0]
-
-    return np.asarray(jax.grad(loss)(forward.logprobs))
-
-
-def test_only_tokens_of_high_entropy_have_a_gradient(seen):
-    forward, batch = seen
-    weigh = make_token_weights(AlgorithmSection(entropy_share=0.25))
-    weights, mean, _ = weigh(batch, forward.entropy)
-    mask, entropy = np.asarray(batch.mask), np.asarray(forward.entropy)
-    chosen = mask & (entropy >= np.quantile(entropy[mask], 0.75))
-    np.testing.assert_array_equal(weights > 0, chosen)
-    assert mean == 1  # of the importance weights, of which there are none
-    plain, selected = gradient(forward, batch), gradient(forward, batch._replace(token_weights=weights))
-    np.testing.assert_array_equal(selected, np.where(chosen, plain, 0))
-
-
 def test_importance_weights_are_bounded_and_multiply(seen):
     forward, batch = seen
     gap = jax.random.normal(jax.random.key(9), batch.mask.shape)
@@ -202,8 +176,6 @@ def test_importance_weights_are_bounded_and_multiply(seen):
     np.testing.assert_allclose(np.asarray(weights)[mask], expected[mask], rtol=1e-5)
     assert float(mean) == pytest.approx(expected[mask].mean(), rel=1e-5)
     assert float(clipped) == pytest.approx((np.exp(gap) >= 1.5)[mask].mean())
-    plain, weighed = gradient(forward, batch), gradient(forward, batch._replace(token_weights=weights))
-    np.testing.assert_allclose(weighed, np.where(mask, plain * expected, 0), rtol=1e-4, atol=1e-8)
     both, *_ = make_token_weights(AlgorithmSection(importance_cap=1.5, entropy_share=0.5))(batch, forward.entropy)
     alone, *_ = make_token_weights(AlgorithmSection(entropy_share=0.5))(batch, forward.entropy)
     np.testing.assert_allclose(both, alone * weights)

@@ -11,7 +11,7 @@ from grpo_jax.config import AlgorithmSection, PPOSection
 from grpo_jax.core.ppo import ppo_loss
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.variables import VALUE, init_value_head, token_values
+from grpo_jax.models.variables import VALUE, init_value_head
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import loss_options, make_estimates, make_forward, make_policy_objective
 from grpo_jax.training.state import reference_variables, refresh_reference, restored_state, saved_parts
@@ -161,14 +161,3 @@ def test_adapters_and_head_are_all_that_moves(batch):
     assert reference_variables(refresh_reference(state)).keys() == {"params", "lora"}
     restored = restored_state(saved_parts(state), variables)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-
-
-def test_values_of_states():
-    hidden = jax.random.normal(jax.random.key(0), (2, 3, 4, 8), jnp.bfloat16)
-    assert not token_values(init_value_head(8), hidden).any()
-    values = token_values({"kernel": jnp.arange(8.0), "bias": jnp.float32(0.5)}, hidden)
-    assert values.shape == (2, 3, 4) and values.dtype == jnp.float32
-    np.testing.assert_allclose(values, np.asarray(hidden, np.float32) @ np.arange(8.0) + 0.5, rtol=1e-5)
-
-
-# a run

@@ -16,21 +16,13 @@ from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import Policy
 from grpo_jax.training.batch import minibatches
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.state import init_state, reference_variables, refresh_reference
+from grpo_jax.training.state import init_state
 from grpo_jax.training.update import make_configured_step, make_update
 
 
 @pytest.fixture(scope="module")
 def batch():
     return tiny_update.make_batch()
-
-
-def test_a_refreshed_reference_is_the_policy_at_that_moment():
-    variables = tiny_update.make_variables()
-    state = init_state(variables, optax.sgd(1.0), keep_reference=True)
-    state = state._replace(variables=jax.tree.map(lambda leaf: 2 * leaf, variables))
-    jax.tree.map(np.testing.assert_array_equal, reference_variables(state), variables)
-    jax.tree.map(np.testing.assert_array_equal, reference_variables(refresh_reference(state)), state.variables)
 
 
 def test_minibatches_are_a_partition_with_whole_groups(batch):

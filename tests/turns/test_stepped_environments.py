@@ -203,14 +203,12 @@ def test_processes_compare_what_a_file_with_a_share_holds(tmp_path):
     [
         ((), (), "task.environment: expected a class, such as my_env.py:Env"),
         (("Count", "Later"), (1, 0), "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 0"),
-        (("Count", "Later"), (-1, 1), "task.environment: expected a share above 0 of {home}/worlds.py:Count, got -1"),
         (
             ("Count", "Later"),
             (1, "half"),
             "task.environment: expected a share above 0 of {home}/worlds.py:Later, got 'half'",
         ),
         (("Missing",), (), "has no Missing"),
-        (("Count", "Missing"), (1, 2), "has no Missing"),
         (("Count", "Count"), (), "task.environment: expected classes of different names"),
         (("Broken",), (), "step must return (reply, reward, done), the reward finite or None, the"),
     ],

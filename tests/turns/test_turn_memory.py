@@ -4,11 +4,8 @@ from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config import make_config
 from grpo_jax.models import hf
-from grpo_jax.models.policy import Policy
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.programs import Report, Work
-from grpo_jax.training.memory import batch_shapes, state_shapes
-from grpo_jax.training.objectives import make_forward
 
 PROMPTS, GROUP, STEPS, ANSWER, TURNS = 4, 3, 6, 11, 2
 
@@ -24,15 +21,6 @@ def configured(**training):
         rewards=[{"name": "mine.py:reward"}],
     )
     return config, hf.model_config("tiny", QWEN2_FIELDS)
-
-
-def test_an_updates_batch_is_as_long_as_an_episode_may_be():
-    config, model = configured()
-    policy = Policy(model)
-    batch = batch_shapes(config, state_shapes(config, model, None), make_forward(policy, temperature=1.0), None)
-    assert config.sampling.stream_tokens == TURNS * STEPS + (TURNS - 1) * ANSWER == 23
-    shape = (PROMPTS, GROUP, 23)
-    assert batch.tokens.shape == batch.present.shape == batch.turn.shape == batch.advantages.shape == shape
 
 
 def test_a_plan_compiles_the_last_turn_too(monkeypatch):

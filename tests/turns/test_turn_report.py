@@ -11,7 +11,7 @@ from grpo_jax.reports.report import render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.measures import turn_measures
 from grpo_jax.runs.results import turns_table
-from grpo_jax.tasks.display import EpisodeEntry, ShownTurn, of_turns
+from grpo_jax.tasks.display import EpisodeEntry, ShownTurn
 
 nan = math.nan
 VALUES = [  # of each prompt, of each turn: a share that is right at 1, and a score that may be missing
@@ -59,12 +59,6 @@ def test_measures_of_turns_are_those_of_a_loop():
     assert came["share_kept"] == 0.5 and came["share_gain"] == pytest.approx(0.0)
 
 
-def test_one_turn_has_no_measures_of_turns():
-    assert turn_measures(rollout_of(np.zeros((2, 1, 1, 1)), np.zeros((2, 1, 1, 0))), ["share"]) == {}
-    names = ("share", "share_peak")  # two rewards
-    assert turns_table({name: {"before": 0.5, "after": 1.0} for name in names}) is None
-
-
 def test_the_table_has_a_line_for_each_measure():
     measures = {"share": 0.6, "score": 3.5, **turn_measures(judged(), ["share", "score"]), "valid": 1.0}
     table = turns_table({name: {"before": 0.0, "after": value} for name, value in measures.items()})
@@ -73,13 +67,6 @@ def test_the_table_has_a_line_for_each_measure():
         (name, when) for name in ("share", "score") for when in ("before", "after")
     ]
     assert table.rows[1][2:] == (0.5625, 0.6875, 0.6, 0.8125, 0.5, 0.0)
-
-
-def test_names_of_turns_are_known_by_their_measure():
-    names = {"share", "share_turn_1", "share_gain", "final_turn_1"}
-    assert of_turns("share_gain", names) and of_turns("share_turn_12", names)
-    assert not of_turns("final_turn_1", names) and not of_turns("share", names)
-    assert not of_turns("share_gain", {"share", "share_gain"})  # two rewards of a run of one turn
 
 
 def test_the_page_shows_episodes_as_they_went(tmp_path):

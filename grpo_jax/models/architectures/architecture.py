@@ -43,11 +43,11 @@ class Architecture(NamedTuple):
     model_types: tuple[str, ...]  # Hugging Face's names of its architectures
     config: type  # class of its configs
     read: Callable[[Fields], Any]  # (contents of config.json) -> a config
-    # its layer, a module made as block(config, dtype, param_dtype, lora, spread, attention, apart) and called as
+    # its layer, a module made as block(config, dtype, lora, spread, attention, apart) and called as
     # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see `attend_streams`)
     block: type[nn.Module]
-    # (config, param_dtype) -> the norm after the last layer
-    final_norm: Callable[[Any, jax.typing.DTypeLike], nn.Module]
+    # (config) -> the norm after the last layer
+    final_norm: Callable[[Any], nn.Module]
     learned_positions: bool  # whether embedded positions are added to the embedded tokens
     # (config, positions i32 [S] or [P, S], or [P, S, 3] with pictures among the tokens) -> cosine and sine, each
     # float32 [.., E/2], by which the layers rotate queries and keys, with a leading axis of kinds where layers differ;

@@ -19,15 +19,6 @@ from grpo_jax.models.lora import LoraConfig
 MODEL_TYPE = "gpt2"
 _REQUIRED = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
-
-# Names that transformers takes for the same fields.
-_ALIASES = {
-    "max_position_embeddings": "n_positions",
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-}
-
 _FLAGS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
 
 _KINDS = {
@@ -93,8 +84,7 @@ class GPT2Config:
         distribution. ``reorder_and_upcast_attn`` asks for scores in float32, which they always are here. The
         ``summary_*`` fields belong to a head that a causal language model lacks.
         """
-        fields = {name: config[alias] for alias, name in _ALIASES.items() if alias in config} | dict(config)
-        fields = hf_config.checked(fields, _KINDS, _NEUTRAL, MODEL_TYPE, _REQUIRED)
+        fields = hf_config.checked(config, _KINDS, _NEUTRAL, MODEL_TYPE, _REQUIRED)
         return cls(
             vocab_size=fields["vocab_size"],
             hidden_size=fields["n_embd"],
@@ -116,7 +106,6 @@ class Block(nn.Module):
 
     config: GPT2Config
     dtype: jax.typing.DTypeLike
-    param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
     attention: str = "rows"
@@ -127,12 +116,12 @@ class Block(nn.Module):
         c = self.config
 
         def projection(features: int) -> Projection:
-            return Projection(features, True, self.dtype, self.param_dtype, self.lora, self.apart)
+            return Projection(features, True, self.dtype, self.lora, self.apart)
 
-        self.ln_1 = LayerNorm(c.layer_norm_eps, self.param_dtype)
+        self.ln_1 = LayerNorm(c.layer_norm_eps)
         self.c_attn = projection(3 * c.hidden_size)
         self.attn_c_proj = projection(c.hidden_size)
-        self.ln_2 = LayerNorm(c.layer_norm_eps, self.param_dtype)
+        self.ln_2 = LayerNorm(c.layer_norm_eps)
         self.c_fc = projection(c.intermediate_size)
         self.mlp_c_proj = projection(c.hidden_size)
 
@@ -150,8 +139,8 @@ class Block(nn.Module):
         return x + self.mlp_c_proj(inner), new_keys_values
 
 
-def _final_norm(config: GPT2Config, param_dtype: jax.typing.DTypeLike) -> LayerNorm:
-    return LayerNorm(config.layer_norm_eps, param_dtype)
+def _final_norm(config: GPT2Config) -> LayerNorm:
+    return LayerNorm(config.layer_norm_eps)
 
 
 def _layer_inputs(config: GPT2Config) -> LayerInput:

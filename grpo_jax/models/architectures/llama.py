@@ -255,7 +255,6 @@ class Block(nn.Module):
 
     config: DecoderConfig
     dtype: jax.typing.DTypeLike
-    param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
     attention: str = "rows"
@@ -266,7 +265,7 @@ class Block(nn.Module):
         c = self.config
 
         def projection(features: int, use_bias: bool) -> Projection:
-            return Projection(features, use_bias, self.dtype, self.param_dtype, self.lora, self.apart)
+            return Projection(features, use_bias, self.dtype, self.lora, self.apart)
 
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         if c.fused:
@@ -285,20 +284,20 @@ class Block(nn.Module):
                 self.gate_proj = projection(c.intermediate_size, c.mlp_bias)
                 self.up_proj = projection(c.intermediate_size, c.mlp_bias)
             self.down_proj = projection(c.hidden_size, c.mlp_bias)
-        self.input_layernorm = _norm(c, self.param_dtype)
-        self.post_attention_layernorm = _norm(c, self.param_dtype)
+        self.input_layernorm = _norm(c)
+        self.post_attention_layernorm = _norm(c)
         if c.post_norms:
-            self.pre_feedforward_layernorm = _norm(c, self.param_dtype)
-            self.post_feedforward_layernorm = _norm(c, self.param_dtype)
+            self.pre_feedforward_layernorm = _norm(c)
+            self.post_feedforward_layernorm = _norm(c)
         if c.qk_norm:
-            self.q_norm = _norm(c, self.param_dtype)
-            self.k_norm = _norm(c, self.param_dtype)
+            self.q_norm = _norm(c)
+            self.k_norm = _norm(c)
 
     def _setup_experts(self, m: Mixture) -> None:
         def experts(features: int) -> Experts:
-            return Experts(m.experts, features, self.dtype, self.param_dtype)
+            return Experts(m.experts, features, self.dtype)
 
-        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype, self.param_dtype)
+        self.router = Router(m.experts, m.chosen, m.normalised, self.dtype)
         self.gate_experts, self.up_experts = experts(m.width), experts(m.width)
         self.down_experts = experts(self.config.hidden_size)
 
@@ -361,8 +360,8 @@ def _rotation_of(layer_input: LayerInput, context: Context) -> Rotation:
     return cos, sin
 
 
-def _norm(config: DecoderConfig, param_dtype: jax.typing.DTypeLike) -> RMSNorm:
-    return RMSNorm(config.rms_norm_eps, param_dtype, config.unit_offset)
+def _norm(config: DecoderConfig) -> RMSNorm:
+    return RMSNorm(config.rms_norm_eps, config.unit_offset)
 
 
 def _rotation(config: DecoderConfig, positions: jax.Array) -> Rotation:

@@ -118,7 +118,6 @@ class Block(nn.Module):
 
     config: VisionConfig
     dtype: jax.typing.DTypeLike
-    param_dtype: jax.typing.DTypeLike
     lora: LoraConfig | None = None
 
     def setup(self):
@@ -127,10 +126,10 @@ class Block(nn.Module):
         architecture = TOWERS[c.model_type]
 
         def projection(features: int) -> Projection:
-            return Projection(features, True, self.dtype, self.param_dtype, self.lora)
+            return Projection(features, True, self.dtype, self.lora)
 
-        self.norm1 = architecture.norm(c.epsilon, self.param_dtype)
-        self.norm2 = architecture.norm(c.epsilon, self.param_dtype)
+        self.norm1 = architecture.norm(c.epsilon)
+        self.norm2 = architecture.norm(c.epsilon)
         self.qkv = projection(3 * c.width)
         self.proj = projection(c.width)
         if architecture.gated:
@@ -183,18 +182,17 @@ class Merger(nn.Module):
     norm: type[nn.Module]
     norm_merged: bool
     dtype: jax.typing.DTypeLike
-    param_dtype: jax.typing.DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[N, S, D] to [N, M, D of the language model]."""
         c = self.config
-        norm = self.norm(c.epsilon, self.param_dtype, name="norm")
+        norm = self.norm(c.epsilon, name="norm")
         merged = (x.shape[0], x.shape[1] // c.merged, c.merged * c.width)
         x = norm(x.reshape(merged)) if self.norm_merged else norm(x).reshape(merged)
-        x = Projection(merged[-1], True, self.dtype, self.param_dtype, name="fc1")(x)
+        x = Projection(merged[-1], True, self.dtype, name="fc1")(x)
         x = jax.nn.gelu(x, approximate=False)
-        return Projection(c.out, True, self.dtype, self.param_dtype, name="fc2")(x)
+        return Projection(c.out, True, self.dtype, name="fc2")(x)
 
 
 def interpolated(table: jax.Array, side: int, where: PatchPlaces, grid: jax.Array) -> jax.Array:
@@ -222,7 +220,7 @@ class TowerArchitecture(NamedTuple):
     """One architecture of towers."""
 
     gated: bool  # whether a layer's MLP is gated
-    norm: type[nn.Module]  # its norms, made as norm(epsilon, param_dtype)
+    norm: type[nn.Module]  # its norms, made as norm(epsilon)
     patch_bias: bool  # whether the map from pixels to states has a bias
     # names of the layers' kernels, on which adapters can be put → how devices share them
     projections: Mapping[str, str]
@@ -285,7 +283,6 @@ class Tower(nn.Module):
 
     config: VisionConfig
     dtype: jax.typing.DTypeLike = jnp.float32
-    param_dtype: jax.typing.DTypeLike = jnp.float32
     remat: str = "products"
     lora: LoraConfig | None = None
     spread: Callable[[jax.Array], jax.Array] | None = None
@@ -293,15 +290,14 @@ class Tower(nn.Module):
     def setup(self):
         """Declare the weights."""
         c, architecture = self.config, TOWERS[self.config.model_type]
-        types = (self.dtype, self.param_dtype)
-        self.patch_embed = Projection(c.width, architecture.patch_bias, *types)
+        self.patch_embed = Projection(c.width, architecture.patch_bias, self.dtype)
         if c.positions:
-            self.pos_embed = self.param("pos_embed", nn.initializers.zeros, (c.positions, c.width), self.param_dtype)
-        self.layers = remat_block(Block, self.remat)(c, *types, self.lora)
-        self.merger = Merger(c, architecture.norm, False, *types)
+            self.pos_embed = self.param("pos_embed", nn.initializers.zeros, (c.positions, c.width))
+        self.layers = remat_block(Block, self.remat)(c, self.dtype, self.lora)
+        self.merger = Merger(c, architecture.norm, False, self.dtype)
         if c.deepstack_layers:
             stack = nn.vmap(Merger, in_axes=0, variable_axes={"params": 0}, split_rngs={"params": True})
-            self.deepstack = stack(c, architecture.norm, True, *types)
+            self.deepstack = stack(c, architecture.norm, True, self.dtype)
 
     def __call__(
         self, patches: jax.Array, grid: jax.Array, windows: jax.Array | None = None
@@ -375,11 +371,11 @@ def tower_shapes(config: VisionConfig) -> dict[str, PyTree]:
 
 def init_tower(config: VisionConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> dict[str, PyTree]:
     """Draw parameters: normal weights, unit norms, zero biases."""
-    tower = Tower(config, param_dtype=dtype, remat="none")
+    tower = Tower(config, remat="none")
     patches = jax.ShapeDtypeStruct((1, config.merged, config.pixels), jnp.float32)
     windows = None
     if config.window is not None:
         windows = jax.ShapeDtypeStruct((1, 1, config.window**2), jnp.int32)
     grid = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     shapes = jax.eval_shape(tower.init, key, patches, grid, windows)["params"]
-    return draw_params(shapes, key, lambda names: config.initializer_range)
+    return draw_params(shapes, key, lambda names: config.initializer_range, dtype)

@@ -7,16 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from support import torch_reference as reference  # noqa: E402
-from support.tiny_decoders import merged_params  # noqa: E402
 from support.vision import tiny_pictures as tiny  # noqa: E402
 
 from grpo_jax.core.logprobs import token_logprobs  # noqa: E402
 from grpo_jax.core.losses import Clip, KLPenalty, grpo_loss  # noqa: E402
-from grpo_jax.models.lora import LoraConfig, init_adapters  # noqa: E402
 from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.models.positions import find_places  # noqa: E402
 from grpo_jax.models.variables import with_tower  # noqa: E402
-from grpo_jax.models.vision.tower import TOWERS  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Two pictures with text between them, one that is long, none.
@@ -158,21 +155,3 @@ def test_the_same_words_are_written(world, policy):
         np.testing.assert_array_equal(samples.tokens[i, 0], words)
         logits[:, MARKS + ENDS] = -torch.inf
         np.testing.assert_allclose(samples.logprobs[i, 0], logits.log_softmax(-1)[np.arange(WRITTEN), words], atol=1e-4)
-
-
-@pytest.mark.parametrize("world", ["qwen2_5_vl"], indirect=True)
-def test_adapters_on_both_are_merged_weights(world):
-    lora = LoraConfig(2, 4.0, ("q_proj", "down_proj"), tuple(TOWERS[world.config.model_type].projections))
-    fresh = init_adapters(world.loaded.params, jax.random.key(0), lora, world.loaded.visual)
-    rng = np.random.default_rng(1)
-    adapters = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), "f4"), fresh)
-    tokens, mask = prompts()
-    pictures = tiny.packed(tiny.draw(world.config, GRIDS), world.config)
-    policy = Policy(world.loaded.config, lora=lora)
-
-    @jax.jit
-    def last(variables):
-        return policy.prefill(variables, tokens, mask, policy.encode_images(variables, pictures)).hidden
-
-    folded = {"params": merged_params(world.variables | {"lora": adapters}, lora)}
-    np.testing.assert_allclose(last(world.variables | {"lora": adapters}), last(folded), atol=1e-4)

@@ -1,7 +1,5 @@
 """What is read of a vision tower in config.json: every field honoured or refused by name."""
 
-import dataclasses
-
 import pytest
 
 from grpo_jax.models.architectures import read_config
@@ -30,27 +28,6 @@ def read(architecture: str, **changes) -> VisionConfig:
     vision = read_config(fields(architecture, **changes)).vision
     assert vision is not None
     return vision
-
-
-def test_flat_and_nested_folders_have_the_same_tower():
-    for architecture in TOWERS:
-        flat = fields(architecture)
-        nested = TOKENS | dict(model_type=architecture, text_config=TEXT, vision_config=dict(flat["vision_config"]))
-        nested["vision_config"] |= dict(model_type=f"{architecture}_vision", dtype="bfloat16")
-        nested["vision_config"] |= dict(rope_parameters=dict(rope_type="axial", rope_theta=10000.0))
-        assert read_config(flat) == read_config(nested)
-        assert hash(read_config(flat)) == hash(read_config(nested))
-
-
-def test_each_architecture_has_its_shape():
-    tokens = dict(image_token=60, video_token=61, vision_start_token=62, vision_end_token=63)
-    common = dict(depth=3, width=16, heads=2, out=32, **tokens)
-    assert read("qwen2_vl") == VisionConfig("qwen2_vl", inner=64, patch=14, **common)
-    windows = dict(window=4, full_attention_layers=(1,), activation="silu")
-    assert read("qwen2_5_vl") == VisionConfig("qwen2_5_vl", inner=24, patch=14, **windows, **common)
-    deep = dict(positions=50, deepstack_layers=(0, 2), activation="gelu_pytorch_tanh", initializer_range=0.01)
-    assert read("qwen3_vl") == VisionConfig("qwen3_vl", inner=24, patch=16, **deep, **common)
-    assert read("qwen3_vl").side == 7 and read("qwen3_vl").pixels == 3 * 2 * 16 * 16
 
 
 def test_what_a_folder_does_not_say_is_as_transformers_has_it():
@@ -85,12 +62,6 @@ def test_every_field_that_changes_the_tower_is_honoured():
         assert read_config(fields("qwen2_vl") | {name: 5}).vision != read("qwen2_vl"), name
 
 
-def test_a_folder_without_vision_config_is_text():
-    plain = {name: value for name, value in fields("qwen2_vl").items() if name != "vision_config"}
-    assert read_config(plain).vision is None
-    assert read_config(plain) == dataclasses.replace(read_config(fields("qwen2_vl")), vision=None)
-
-
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
@@ -99,12 +70,9 @@ def test_a_folder_without_vision_config_is_text():
             dict(window_size=112),
             "vision_config: window_size=112 is not supported for model_type 'qwen2_vl'",
         ),
-        ("qwen2_5_vl", dict(mlp_ratio=4), "mlp_ratio=4 is not supported"),
-        ("qwen3_vl", dict(fullatt_block_indexes=[0]), "fullatt_block_indexes=.* is not supported"),
         ("qwen2_vl", dict(hidden_size=16), "vision_config.hidden_size: expected the .* hidden_size=32, got 16"),
         ("qwen2_vl", dict(in_chans=1), "in_chans=1 is not supported"),
         ("qwen2_vl", dict(num_heads=3), "num_heads: expected a divisor of the width"),
-        ("qwen2_vl", dict(head_dim=4), "head_dim=4"),
         ("qwen2_vl", dict(hidden_act="swoosh"), "vision_config.hidden_act: expected one of .*swoosh"),
         ("qwen2_vl", dict(model_type="siglip"), "model_type='siglip'"),
         (
@@ -113,8 +81,6 @@ def test_a_folder_without_vision_config_is_text():
             "rope_type: .* got 'yarn'",
         ),
         ("qwen2_vl", dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor=0.5"),
-        ("qwen2_vl", dict(attention_dropout=0.1), "attention_dropout=0.1"),
-        ("qwen2_vl", dict(qkv_bias=False), "qkv_bias=False"),
         ("qwen2_vl", dict(patch_size=[14, 14]), r"patch_size: expected a whole number .* got \[14, 14\]"),
         ("qwen2_5_vl", dict(window_size=20), "window_size: expected a merged token or more, got 20"),
         (

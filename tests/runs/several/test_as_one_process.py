@@ -9,8 +9,8 @@ import sys
 import pytest
 from support import xla
 from support.processes import announcement, ended
-from support.recorded_runs import RUNS, TEXT, TWO, text_config, untimed, weights_of
-from support.text_task import ROOT
+from support.recorded_runs import RUNS, TEXT, TWO, text_config, weights_of
+from support.text_task import ROOT, rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,10 +42,9 @@ def train(folder, processes, devices, arguments):
         ]
     )
     assert [process.returncode for process in done] == [0] * processes, done[0].stderr
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     norms = {name: array["norm"] for name, array in weights_of(folder).items()}
     summary = json.loads((folder / "summary.json").read_text())
-    return {"metrics": [untimed(row) for row in rows], "evaluation": summary["evaluation"], "weights": norms}
+    return {"metrics": rows(folder), "evaluation": summary["evaluation"], "weights": norms}
 
 
 def differing(alone, together, path=""):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Self, TypeGuard, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
@@ -188,7 +188,7 @@ def is_text(hint: object) -> bool:
     return hint is str or set(get_args(hint)) == {str, type(None)}
 
 
-def _is_section(hint: object) -> bool:
+def _is_section(hint: object) -> TypeGuard[type[Section]]:
     return isinstance(hint, type) and issubclass(hint, Section)
 
 

@@ -107,7 +107,9 @@ def import_path(function: Callable[..., Any], label: str) -> str:
 def with_named_tools(values: Values) -> Values:
     """Return the values of a config with names in place of the functions and classes in data.tools."""
     data = values.get("data")
-    tools = data.get("tools") if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        return values
+    tools = data.get("tools")
     tools = [tools] if callable(tools) else tools
     if not isinstance(tools, list | tuple):
         return values

@@ -11,8 +11,6 @@ REMOVED: dict[str, str] = {
     "algorithm.trace": "is algorithm.gae_lambda",
     "algorithm.kl_straight_through": "left: use algorithm.kl_corrected",
     "algorithm.resample_rounds": "is no setting any more: 3",
-    "algorithm.advantage_eps": "is no setting any more: 0.0001 (scale the reward)",
-    "algorithm.overlong_weight": "is no setting any more: 1",
     "algorithm.whiten": "is no setting any more: sequence",
     "ppo.whiten": "is no setting any more: true",
     "ppo.value_rate": "is no setting any more: 1 (raise ppo.value_coef)",

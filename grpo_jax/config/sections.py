@@ -272,6 +272,9 @@ class AlgorithmSection(Section):
     value head for the sum (ppo)."""
     scale: Literal["group", "batch", "none"] | None = None
     """What "grpo" divides by, the deviation of the "group", of the "batch", or "none"; null takes the preset's."""
+    advantage_eps: NonNegative = 1e-4
+    """Added to the standard deviations of rewards (gdpo, grpo, batch). A reward with a smaller spread loses its voice:
+    lower it, or scale the reward."""
     clip_low: Annotated[Positive, Le(1)] | None = None
     """Lower clip bound; null takes the preset's."""
     clip_high: Positive | None = None
@@ -297,6 +300,8 @@ class AlgorithmSection(Section):
     overlong_buffer: Count = 0
     """Length of the last stretch of max_new_tokens in which a completion loses up to 1, as an objective of its own
     called "overlong"; 0 for no penalty."""
+    overlong_weight: Positive = 1.0
+    """Weight of "overlong" among the rewards."""
     zero_variance_groups: Literal["keep", "drop", "resample"] = "keep"
     """Zero-variance groups (gdpo: no reward varies in them; else: their sum does not): "keep" them as zeros, "drop"
     them out of the loss and its denominators, or "resample" other prompts for them, three times at most."""

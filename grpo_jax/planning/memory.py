@@ -45,7 +45,7 @@ _QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps"
 _TOWER_2 = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "patch_size": 14, "hidden_size": 3584}
 _TOWER_2_5 = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584, "patch_size": 14}
 _TOWER_2_5 |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-PUBLISHED_POLICIES: dict[str, dict[str, object]] = {
+PUBLISHED_POLICIES: Mapping[str, Mapping[str, object]] = {
     name: _QWEN_7B | {"tie_word_embeddings": False, "model_type": kind, "vision_config": tower} | length
     for name, kind, tower, length in (
         ("Qwen/Qwen2-VL-7B-Instruct", "qwen2_vl", _TOWER_2, {"max_position_embeddings": 32768}),

@@ -116,7 +116,7 @@ def require_same(facts: Mapping[str, str]) -> None:
             raise UserError(f"{name}: expected the same in all processes, got {got}")
 
 
-def start_facts(config: object) -> dict[str, str]:
+def start_facts(config: Config) -> dict[str, str]:
     """Return the config, with the digest of a file or folder in place of its path, the code and the packages."""
     facts = {name: _fact(value) for name, value in _flat(to_dict(config)) if name != "run_dir"}
     facts["the code of grpo_jax"] = _digest(Path(__file__).parents[1].rglob("*.py"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.config.build import differences, identity
+from grpo_jax.config.fields import Section
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import TRAINING_ROWS
 
@@ -57,12 +58,12 @@ class Progress(NamedTuple):
         return cls(**saved)
 
 
-def identity_of(config: object, task: Mapping[str, object]) -> dict[str, Record]:
+def identity_of(config: Section, task: Mapping[str, object]) -> dict[str, Record]:
     """Config and task fields that must be the same when a run goes on from a checkpoint."""
     return {"config": identity(config), "task": dict(task)}
 
 
-def require_same(saved: Mapping[str, Record], config: object, task: Mapping[str, object], folder: Path) -> None:
+def require_same(saved: Mapping[str, Record], config: Section, task: Mapping[str, object], folder: Path) -> None:
     """Raise UserError naming what differs, where a checkpoint is of another configuration or of other data."""
     changed = differences(saved["config"], config)
     if changed:

@@ -52,13 +52,14 @@ def make_objectives(
     weights: dict[str, float],
     conditions: Sequence[Condition] = (),
     overlong_buffer: int = 0,
+    overlong_weight: float = 1.0,
     max_new_tokens: int,
     valid: np.ndarray | jax.Array | None = None,
     fill: bool = False,
 ) -> Objectives:
     """Apply conditions to judged rewards f32 [P, G, N] (NaN: missing), and add the length penalty as an objective.
 
-    GDPO normalises this objective by itself, every other estimator adds it to the sum. It is
+    GDPO normalises this objective by itself, every other estimator adds it to the sum, with `overlong_weight`. It is
     missing where every judged reward of non-zero weight is. It grows to 1 over `overlong_buffer` tokens (0: none) up
     to `max_new_tokens`. `lengths` are i32 [P, G] tokens. Where `valid` bool [P, G] is false rewards are missing or,
     with `fill`, by objective the lowest of the group's valid completions, if it has any.
@@ -74,7 +75,9 @@ def make_objectives(
         return Objectives(rewards, names, factors)
     penalty = overlong_penalty(lengths, limit=max_new_tokens, buffer=overlong_buffer)
     penalty = jnp.where(missing, jnp.nan, penalty)
-    return Objectives(jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, 1.0))
+    return Objectives(
+        jnp.concatenate([rewards, penalty[..., None]], -1), (*names, OVERLONG), (*factors, overlong_weight)
+    )
 
 
 def without_invalid(rewards: jax.Array, valid: jax.Array, *, fill: bool) -> jax.Array:
@@ -149,16 +152,16 @@ def estimate_advantages(
     "grpo" is its preset's (Dr.GRPO: none) unless the config gives one.
     """
     if section.advantage == "gdpo":
-        return gdpo_advantages(rewards, weights=weights, mask=mask)
+        return gdpo_advantages(rewards, weights=weights, eps=section.advantage_eps, mask=mask)
     summed = sum_rewards(rewards, weights=weights)
     if section.advantage == "rloo":
         return leave_one_out_advantages(summed)
     if section.advantage == "raft":
         return raft_advantages(summed)
     if section.advantage == "batch":
-        return batch_whitened_advantages(summed)
+        return batch_whitened_advantages(summed, eps=section.advantage_eps)
     scale = section.scale or losses.PRESET_SCALES[section.preset]
-    return group_advantages(summed, scale=scale)
+    return group_advantages(summed, scale=scale, eps=section.advantage_eps)
 
 
 def estimate_turn_advantages(

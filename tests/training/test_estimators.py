@@ -80,8 +80,8 @@ def test_the_length_penalty_is_missing_where_no_reward_counts(rewards):
     lengths = jnp.full((3, 4), 9)
     options = {"weights": {"watched": 0.0, "b": 0.5}, "overlong_buffer": 4, "max_new_tokens": 10}
     for valid in (None, np.ones((3, 4), bool)):
-        found = make_objectives(judged, lengths, valid=valid, **options)
-        assert found.weights == (0.0, 0.5, 1.0)
+        found = make_objectives(judged, lengths, overlong_weight=0.25, valid=valid, **options)
+        assert found.weights == (0.0, 0.5, 0.25)
         assert np.isnan(found.rewards[0, 3, 2]) and np.isfinite(found.rewards[..., 2]).sum() == 11
 
 
@@ -101,7 +101,7 @@ def test_conditions_missing_rewards_and_penalties_in_a_run(place, tmp_path):
     """The advantages that a run learns from, against a loop over its completions."""
     (tmp_path / "judge.py").write_text(JUDGE)
     values = yaml.safe_load(place.config.read_text())
-    values["algorithm"] = {"advantage": "batch", "overlong_buffer": 6}
+    values["algorithm"] = {"advantage": "batch", "advantage_eps": 0.5, "overlong_buffer": 6, "overlong_weight": 0.25}
     values["training"] = {"prompts_per_batch": 4, "max_steps": 1, "save_every": 0}
     values["evaluation"] = {"every": 0, "samples": 0}
     values["rewards"] = [
@@ -115,9 +115,9 @@ def test_conditions_missing_rewards_and_penalties_in_a_run(place, tmp_path):
     totals = []
     for place_in_list, length in enumerate(table["length"]):
         right, brief = [(1.0, -5.0), (1.0, -6.0), (0.0, -6.0), (np.nan, np.nan)][place_in_list % 4]  # -2 is not paid
-        totals.append(right + 0.5 * brief + min(0.0, (8 - 6 - length) / 6))
+        totals.append(right + 0.5 * brief + 0.25 * min(0.0, (8 - 6 - length) / 6))
     present = np.array(totals)[~np.isnan(totals)]
-    expected = (np.array(totals) - present.mean()) / (present.std(ddof=1) + 1e-4)
+    expected = (np.array(totals) - present.mean()) / (present.std(ddof=1) + 0.5)
     np.testing.assert_allclose(table["advantage"], np.nan_to_num(expected), atol=1e-5)
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert row["reward/total/mean"] == pytest.approx(present.mean(), abs=1e-5)

@@ -16,6 +16,8 @@ TITLES = {
     "## Every field of `GRPOConfig`": other_names.GRPO_CONFIG,
     "## Of transformers' `TrainingArguments`": other_names.TRAINING_ARGUMENTS,
     "## Of its command line": other_names.COMMAND,
+    "## Options of older GRPO scripts": other_names.OLDER_SCRIPTS,
+    "## What older scripts log": other_names.METRICS,
 }
 
 

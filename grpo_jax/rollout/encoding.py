@@ -40,6 +40,7 @@ PictureInput = Pictures | PictureStates
 _LONGEST = 4096
 """Rows that are encoded beforehand, at most, unless they could be too long."""
 _TEMPLATE_MARGIN = 8
+_BYTES_PER_TOKEN = 100  # more than texts have, even those of spaces
 _COMPARED = 256
 """Prompts whose tokens are compared: a tokenizer or a template that loses prompts loses all of them."""
 
@@ -106,6 +107,12 @@ def make_encode(
         if row.pictures and vision is None:
             raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
         lengths = [] if vision is None else [height * width // vision.merged for height, width in grids]
+        size = int(row_sizes([row])["text_bytes"][0])
+        if size > _BYTES_PER_TOKEN * section.max_prompt_tokens:  # before it is encoded, which takes seconds a megabyte
+            raise UserError(
+                f"prompt {short_repr(row.prompt)} has {size:,} bytes, too many for data.max_prompt_tokens "
+                f"({section.max_prompt_tokens}): shorten it or raise the limit"
+            )
         ids = tokens_of(row, lengths)
         prompt = f"prompt {short_repr(row.prompt)} takes {len(ids)} tokens"
         if len(ids) > section.max_prompt_tokens:

@@ -14,7 +14,9 @@ from grpo_jax.config.command_line import parse
 from grpo_jax.config.other_names import (
     COMMAND,
     GRPO_CONFIG,
+    METRICS,
     NOT_HERE,
+    OLDER_SCRIPTS,
     TRAINER,
     TRAINING_ARGUMENTS,
     TRL,
@@ -71,7 +73,7 @@ def test_the_page_has_the_table():
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     assert page.with_tables(PAGE) == PAGE, "run docs/make_trl_page.py"
-    for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND):
+    for table in (TRAINER, GRPO_CONFIG, TRAINING_ARGUMENTS, COMMAND, OLDER_SCRIPTS, METRICS):
         assert page.rows(table) in PAGE
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.text_task import ROOT, finished_run, wait_for
 
-from grpo_jax import demo, evaluate
+from grpo_jax import demo, evaluate, train
 from grpo_jax.errors import UserError
 from grpo_jax.runs.inference import Asker, checkpoint_names
 
@@ -111,6 +111,27 @@ def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_pat
             assert demo.main(arguments) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert line.startswith("error: ") and says in line
+
+
+def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(asker, finished, monkeypatch, tmp_path, capsys):
+    """As typed, and as a row of a data file."""
+    from transformers import PreTrainedTokenizerFast
+
+    encode, lengths = PreTrainedTokenizerFast._encode_plus, []
+
+    def counted(self, text, *arguments, **options):
+        lengths.append(len(str(text)))
+        return encode(self, text, *arguments, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
+    with pytest.raises(UserError, match=r"has 3,000,000 bytes, too many for data\.max_prompt_tokens"):
+        asker.row("tree\n " * 500_000, 1)
+    rows = [{"prompt": letter * (3_000_000 if letter == "d" else 3), "wish": "a"} for letter in "abcd"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--config", str(finished / "config.yaml"), f"--data.prompts={tmp_path / 'prompts.jsonl'}"]
+    assert train.main([*words, f"--run_dir={tmp_path / 'run'}", "--data.held_out=0"]) == 2
+    assert "has 3,000,00" in capsys.readouterr().err
+    assert max(lengths, default=0) < 10_000
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,20 @@ PROMPTS, GROUP, LENGTH, BUDGET, VOCABULARY, WIDTH = 4, 4, 6, 64, 32, 8
 LENGTHS = np.array([[20, 3, 5, 4], [9, 17, 2, 1], [12, 4, 4, 6], [1, 2, 19, 8]])
 
 
-def states(variables, prompt_tokens, prompt_mask, tokens, mask, steps=None):
+class OneTokenBack(Policy):
     """A policy that sees one token back: small enough to compile for every preset."""
-    first = jnp.broadcast_to(prompt_tokens[:, -1, None, None], (*tokens.shape[:2], 1))
-    before = jnp.concatenate([first, tokens[..., :-1]], -1)
-    before = before if steps is None else jnp.where(steps == 0, first, before)
-    return jnp.tanh(variables["params"]["table"][before])
+
+    def forward_group(self, variables, prompt_tokens, prompt_mask, tokens, mask, steps=None):
+        first = jnp.broadcast_to(prompt_tokens[:, -1, None, None], (*tokens.shape[:2], 1))
+        before = jnp.concatenate([first, tokens[..., :-1]], -1)
+        before = before if steps is None else jnp.where(steps == 0, first, before)
+        return jnp.tanh(variables["params"]["table"][before])
+
+    def head(self, variables):
+        return variables["params"]["head"]
 
 
-POLICY = Policy(*[None] * 5, states, lambda variables: variables["params"]["head"])
-
-
+POLICY = OneTokenBack(None)
 RANDOM = np.random.default_rng(0)
 VARIABLES = {"params": {name: RANDOM.normal(size=(VOCABULARY, WIDTH)).astype("f") for name in ("table", "head")}}
 

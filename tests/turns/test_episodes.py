@@ -27,7 +27,7 @@ from grpo_jax.training.objectives import loss_options, make_forward, make_policy
 
 EOS, PAD, GROUP, STEPS, ANSWER, TURNS = 3, 0, 4, 7, 6, 3
 STREAM = TURNS * STEPS + (TURNS - 1) * ANSWER
-ENDS = (EOS, *range(48, 64))
+ENDS = (EOS, *range(58, 64))
 ALLOWED = np.array([not 20 <= token < 48 for token in range(64)])  # all but what the environment says
 PROMPTS = {"a": [9, 10, 11], "b": [12, 13], "c": [14, 15, 16, 17, 18], "d": [19, 9]}
 ROWS = [Row(number, prompt) for number, prompt in enumerate(PROMPTS)]

@@ -8,7 +8,7 @@ from grpo_jax.config.judge import PoolSection
 def in_pool(kind, **fields):
     """The values of a judge, those of its pool among them."""
     pool = {name: fields.pop(name) for name in [*fields] if name in PoolSection.model_fields}
-    return {"kind": kind, **fields, "pool": pool or None}
+    return {"kind": kind, **fields, "pool": pool}
 
 
 def load_in_pool(kind, **fields):

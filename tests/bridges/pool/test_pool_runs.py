@@ -47,7 +47,7 @@ def test_a_pool_that_is_lost_ends_the_run_with_a_checkpoint_from_which_it_goes_o
 ):
     run, file = tmp_path / "run", tmp_path / "judge.py"
     file.write_text(ODD.read_text())
-    config = configured(f"{file}:last", replicas=1, options={"folder": str(tmp_path)})
+    config = configured(f"{file}:last", options={"folder": str(tmp_path)})
     assert train_here(config, run, "--training.max_steps", "2") == 0
     shutil.rmtree(run / "policy")
     leave_deaths(tmp_path, 1)

@@ -53,6 +53,8 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
         rollout, draws = _collect(ctx, variables, iteration, 0, locks), 1
         objectives = weigh(ctx, rollout, training=True)
         row, size = rollout_metrics(ctx, rollout, objectives), len(rollout.rows)
+        if algorithm.zero_variance_groups == "keep":
+            return rollout, row | moment.logged
         informative = informative_groups(objectives, algorithm)
         while informative.sum() < size and draws <= further:
             rollout = join_rollouts([rollout, _collect(ctx, variables, iteration, draws, locks)])
@@ -61,9 +63,7 @@ def draw(ctx: RunContext, variables: Variables, iteration: int, locks: Locks | N
     if draws > 1:
         places = np.argsort(~informative, kind="stable")[:size]
         rollout, informative = rollout.pick(places), informative[places]
-    if algorithm.zero_variance_groups != "keep":
-        row |= {"draws": draws, "groups_kept": int(informative.sum())}
-    return rollout, row | moment.logged
+    return rollout, row | {"draws": draws, "groups_kept": int(informative.sum())} | moment.logged
 
 
 def _collect(ctx: RunContext, variables: Variables, iteration: int, number: int, locks: Locks | None) -> Rollout:

@@ -21,7 +21,7 @@ HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "acce
 KNOWN_BY_BRIDGES = (
     "grpo_jax.config.judge",
     "grpo_jax.errors",
-    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "retrieval")),
+    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "sections")),
 )
 TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|cartpole|miniature|ndcg|pixel_accuracy)(?!\w)")
 

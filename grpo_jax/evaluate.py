@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from grpo_jax.config import MeshSection
     from grpo_jax.config.named import IN_PYTHON
+    from grpo_jax.config.sections import MeshSection
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
-from grpo_jax.config import Config
-from grpo_jax.config.build import to_dict, to_yaml
+from grpo_jax.config.fields import to_dict, to_yaml
 from grpo_jax.config.files import Values
+from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.models.broadcast import is_main_process, together
 from grpo_jax.models.hf.folder import push_folder, require_hub, write_card

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from grpo_jax.config.build import to_yaml
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.errors import Stopped, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compile_cache import enable_compile_cache

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
 from grpo_jax.config.judge import title
 from grpo_jax.config.named import own_package
 from grpo_jax.config.other_names import metric_hint
-from grpo_jax.config.run import POLICY
-from grpo_jax.config.sections import TODAY
+from grpo_jax.config.run import POLICY, Config
+from grpo_jax.config.sections import TODAY, PolicySection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf

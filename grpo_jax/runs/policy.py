@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from grpo_jax.config import Config, MeshSection, to_dict
 from grpo_jax.config.command_line import load_config
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import require, to_dict
 from grpo_jax.config.named import own_package
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import MeshSection
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import process_count

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.build import to_yaml
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import require, to_yaml
 from grpo_jax.config.files import parse_json
 from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config

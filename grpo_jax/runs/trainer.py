@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.config.build import to_yaml
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.reports import console as reporting
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.rollout.data import Row

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.train import run

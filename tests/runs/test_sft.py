@@ -11,7 +11,8 @@ from support.encoded_prompts import plain_rows
 from support.taught_task import PROMPT, Taught
 from support.tiny_models import causal_lm
 
-from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection, SFTSection, TrainingSection
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import DataSection, PolicySection, SamplingSection, SFTSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.runs.checkpoint import Checkpoints

@@ -11,9 +11,8 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
-from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RewardSection
+from grpo_jax.config.sections import RetrievalSection, RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK

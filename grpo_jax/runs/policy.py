@@ -92,12 +92,12 @@ def unused_chat_mark(tokenizer: PreTrainedTokenizerBase) -> str:
 def load_run_policy(
     config: Config,
     devices: Sequence[jax.Device],
-    say: Callable[..., None],
+    info: Callable[..., None],
     *,
     pictures: bool | None = False,
     read: hf.PolicyFolder | None = None,
 ) -> Policy:
-    """Load the policy of a run, on as many devices as its mesh takes, and say a line (say(name, detail)) about it.
+    """Load the policy of a run, on as many devices as its mesh takes, and say a line (info(name, detail)) about it.
 
     Without `pictures` its vision tower is not loaded unless it is trained; None loads it if there is one. `read` is
     its folder, where `hf.read_folder` has read it already.
@@ -113,7 +113,7 @@ def load_run_policy(
     _check_room(config, policy.max_positions)
     top_k, vocabulary = config.sampling.top_k, policy.config.vocab_size
     require(top_k <= vocabulary, "sampling.top_k", f"at most the policy's {vocabulary} tokens, or 0 for all", top_k)
-    say("policy", _described(config, policy, devices))
+    info("policy", _described(config, policy, devices))
     return policy
 
 

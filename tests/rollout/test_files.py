@@ -235,4 +235,6 @@ def test_one_prompt_repeated_is_trained_on_without_held_out_prompts(place, tmp_p
     words = [f"--{name}={value}" for name, value in {"data.prompts": tmp_path / "p.jsonl", **short}.items()]
     assert train_here(place.config, tmp_path / "run", *words) == 0
     shown = capsys.readouterr().out
-    assert "4 train, 0 validation, 0 test" in shown and "note: all rows have the same prompt, so none is held" in shown
+    assert (
+        "4 train, 0 validation, 0 test" in shown and "warning: all rows have the same prompt, so none is held" in shown
+    )

@@ -77,7 +77,7 @@ def test_a_folder_that_others_may_write_is_not_used(untold, tmp_path, capsys):
     assert jax.config.jax_compilation_cache_dir is None
     line = capsys.readouterr().err
     assert (
-        line.startswith(f"note: compiled programs are not kept, since others may write {folder}: ")
+        line.startswith(f"warning: compiled programs are not kept, since others may write {folder}: ")
         and line.count("\n") == 1
     )
 

@@ -46,9 +46,9 @@ def taught(policy, tmp_path):
             sampling=SamplingSection(group_size=2, max_new_tokens=max_new_tokens, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
         )
-        said, ctx = [], load(config, say=lambda *_: None)
+        said, ctx = [], load(config, info=lambda *_: None)
         with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-            variables, _ = run_sft(ctx, checkpoints=checkpoints, meta=dict, say=said.append)
+            variables, _ = run_sft(ctx, checkpoints=checkpoints, meta=dict, info=said.append)
         return ctx, variables, said
 
     return teach

@@ -97,7 +97,7 @@ def test_a_run_that_failed_and_was_slow_is_the_same(config, finished, tmp_path, 
 
 
 def loaded(config, *arguments):
-    ctx = load(parse([f"--config={config}", "--evaluation.every=0", *arguments]), say=lambda *_: None)
+    ctx = load(parse([f"--config={config}", "--evaluation.every=0", *arguments]), info=lambda *_: None)
     return ctx, make_learner(ctx.config, ctx.policy, ctx.iterations)
 
 

@@ -18,8 +18,8 @@ from bridges.judges.clip_model import ClipModel
 from bridges.judges.object_detection import ObjectDetection
 from bridges.judges.sequence_classification import SequenceClassification
 from bridges.judges.vqa import Vqa
-from grpo_jax.config import make_config
 from grpo_jax.config.named import load_object
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards
 

@@ -8,7 +8,8 @@ from support import tiny_models
 from bridges.diffusion import RenderError
 from bridges.judges.open_clip import OpenClip
 from bridges.judges.stable_diffusion_3 import StableDiffusion3
-from grpo_jax.config import RewardSection, make_config
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score

@@ -23,7 +23,7 @@ from grpo_jax.config.files import read_text
 from grpo_jax.errors import UserError, exit_process, extras_named, read_options, run_cli, run_parser
 
 if TYPE_CHECKING:
-    from grpo_jax.config import Config
+    from grpo_jax.config.run import Config
     from grpo_jax.models.policy import Policy
     from grpo_jax.rollout.data import Row
     from grpo_jax.rollout.encoding import Encoded

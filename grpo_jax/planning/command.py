@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from grpo_jax.config.build import to_dict
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import require, to_dict
 from grpo_jax.config.help import spelled
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError

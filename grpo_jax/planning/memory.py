@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.build import flat, to_dict
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import flat, require, to_dict
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config

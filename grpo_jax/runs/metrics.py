@@ -172,5 +172,5 @@ def reward_streaks(ctx: RunContext, rollout: Rollout, notes: Record, done: int) 
     absent = missing_streaks(notes.get("absent", {}), values, ctx.rewards.weights)
     constant = constant_streaks(notes.get("constant", {}), values, ctx.rewards.weights)
     line = no_reward_yet(absent, done, ctx.iterations)
-    lines = [*([f"note: {line}"] if line else ()), *constant_rewards(constant)]
+    lines = [*([f"warning: {line}"] if line else ()), *constant_rewards(constant)]
     return {"absent": absent, "constant": constant}, lines

@@ -44,7 +44,7 @@ _LINES = 20  # lines on the console
 
 
 def warm_up(
-    ctx: RunContext, folder: Path, clock: float, say: Callable[[str], None]
+    ctx: RunContext, folder: Path, clock: float, info: Callable[[str], None]
 ) -> tuple[Variables, dict[str, Record], dict[str, float]]:
     """Teach the policy the task's pairs: variables, notes of the run ("before", "remembered"), seconds.
 
@@ -68,18 +68,18 @@ def warm_up(
             notes["remembered"] = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
         meta = {"identity": identity, "notes": notes, "seconds": {"evaluate": time.monotonic() - started}}
     kept = {name: meta[name] for name in ("identity", "notes", "seconds")}
-    with Checkpoints(folder, keep=2, note=lambda line: say(f"note: {line}")) as checkpoints:
+    with Checkpoints(folder, keep=2, warning=lambda line: info(f"warning: {line}")) as checkpoints:
         variables, seconds = run_sft(
             ctx,
             checkpoints=checkpoints,
             meta=lambda: {**kept, "seconds": with_total(kept["seconds"], clock)},
-            say=say,
+            info=info,
         )
     return variables, kept["notes"], {**kept["seconds"], "sft": seconds}
 
 
 def run_sft(
-    ctx: RunContext, *, checkpoints: Checkpoints, meta: Callable[[], Record], say: Callable[[str], None]
+    ctx: RunContext, *, checkpoints: Checkpoints, meta: Callable[[], Record], info: Callable[[str], None]
 ) -> tuple[Variables, float]:
     """Train the policy on the task's pairs; return the variables, and the seconds of all processes until then.
 
@@ -93,7 +93,7 @@ def run_sft(
     config, section = ctx.config, ctx.config.sft
     if ctx.task_data.pairs is None:
         raise UserError(f"sft.steps: expected 0, this task has nothing to teach; got {section.steps}")
-    pairs = teachable(ctx, ctx.task_data.pairs(), say)
+    pairs = teachable(ctx, ctx.task_data.pairs(), info)
     if len(pairs) < section.batch:
         raise UserError(
             f"sft.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
@@ -106,7 +106,7 @@ def run_sft(
         free_buffers(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
         state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["sft"]
-        say(f"SFT goes on after update {done} of {section.steps}")
+        info(f"SFT goes on after update {done} of {section.steps}")
     started = time.monotonic() - seconds
 
     def save(step: int, state: TrainState, *, wait: bool) -> None:
@@ -120,7 +120,7 @@ def run_sft(
         places = batch(number)
         state, report = step(state, supervised_batch(ctx, state.variables, [pairs[place] for place in places]))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:
-            say(f"SFT {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
+            info(f"SFT {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
             _require_updates(state, section.steps)
         if save_every and (number + 1) % save_every == 0:
             save(number + 1, state, wait=False)
@@ -188,7 +188,7 @@ def _require_updates(state: TrainState, steps: int) -> None:
         )
 
 
-def teachable(ctx: RunContext, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
+def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None]) -> Sequence[Pair]:
     """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
     allowed, choices = ctx.allowed_tokens, ctx.task_data.choices
     if choices is not None:
@@ -205,7 +205,7 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], say: Callable[[str], None]
     else:
         return pairs
     if len(writable) < len(pairs):
-        say(f"SFT: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts {why}")
+        info(f"SFT: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts {why}")
     return writable
 
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from bridges.clip import Scorer
     from bridges.diffusion import Renderer
-    from bridges.scorers.object_detection import Detector
-    from bridges.scorers.vqa import Answerer
+    from bridges.judges.object_detection import Detector
+    from bridges.judges.vqa import Answerer
 
 MINIATURE = "miniature"
 """Value of data.prompts: prompts of the small world that ships with the package."""

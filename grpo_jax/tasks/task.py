@@ -42,8 +42,8 @@ from grpo_jax.training.estimators import Invalid
 if TYPE_CHECKING:
     from grpo_jax.tasks.pictures import RenderedImages
 
-Say = Callable[..., None]
-"""say(name, detail) prints a line of a run's opening."""
+Info = Callable[..., None]
+"""info(name, detail) prints a line of a run's opening."""
 State = Any
 """The pytree that a program trains."""
 Notes = dict[str, Any]
@@ -64,11 +64,11 @@ class Choices(NamedTuple):
 
 
 class TaskSetup(NamedTuple):
-    """Arguments of `Task.load`: the run's config, rows in place of data.prompts or None, and `Say`."""
+    """Arguments of `Task.load`: the run's config, rows in place of data.prompts or None, and `Info`."""
 
     config: Config
     prompts: PromptSet | None
-    say: Say
+    info: Info
 
 
 def oracle_column(rows: Sequence[Row]) -> dict[str, list[str]]:
@@ -205,7 +205,7 @@ class Task(Section):
         """Load the task's data, but no weights; a UserError if they are missing or bad."""
         raise NotImplementedError
 
-    def blocks(self, config: Any, say: Say) -> Blocks:
+    def blocks(self, config: Any, info: Info) -> Blocks:
         """Compile the iterations of a task that is not of language, which has a config type of its own."""
         raise NotImplementedError
 

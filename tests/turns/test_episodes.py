@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.tiny_decoders import tiny
 
-from grpo_jax.config import AlgorithmSection
+from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.aggregation import loss_normaliser
 from grpo_jax.errors import StageError
 from grpo_jax.rollout.data import Row

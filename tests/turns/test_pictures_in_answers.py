@@ -9,7 +9,7 @@ import pytest
 from support.rollouts import drawn
 from support.vision.folders import picture, seeing_folder
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import StageError
 from grpo_jax.models.vision.pictures import PictureStates

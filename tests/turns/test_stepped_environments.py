@@ -8,7 +8,7 @@ import pytest
 import yaml
 from support.text_task import assert_same_run, rewound, train_here
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import EnvRunner, Episode, Turn

@@ -11,8 +11,9 @@ from support.tiny_models import VOCAB_SIZE, causal_lm
 from transformers import AutoTokenizer
 
 from grpo_jax.__main__ import main
-from grpo_jax.config import DataSection, make_config
 from grpo_jax.config.named import GIVEN_TOOLS
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row

@@ -2,7 +2,7 @@
 
 from support.tiny_decoders import QWEN2_FIELDS
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.models import hf
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.programs import Report, Work

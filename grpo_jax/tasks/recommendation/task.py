@@ -16,8 +16,8 @@ from grpo_jax.config.fields import (
     Share,
     require,
 )
-from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import EVENT_COLUMNS, FUSED, PLACES, RANK
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup

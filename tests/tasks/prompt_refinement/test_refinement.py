@@ -14,7 +14,7 @@ from support import tiny_models  # noqa: E402
 from support.vision import folders  # noqa: E402
 
 from grpo_jax import train  # noqa: E402
-from grpo_jax.config import make_config  # noqa: E402
+from grpo_jax.config.run import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.data import Row, noise_seed  # noqa: E402
 from grpo_jax.rollout.env import Episode, Turn  # noqa: E402

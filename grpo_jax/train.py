@@ -70,17 +70,11 @@ def _run(
 ) -> dict[str, Any]:
     if config.run_dir is None:
         raise UserError("run_dir: expected a folder for the run, got null")
-    from grpo_jax.config.run import Config
     from grpo_jax.reports.output import open_output
     from grpo_jax.runs.stopping import Callbacks
+    from grpo_jax.runs.trainer import train
 
-    if isinstance(config, Config):
-        from grpo_jax.runs.trainer import train
-
-        return train(config, open_output, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
-    from grpo_jax.runs.blocks import train_blocks
-
-    return train_blocks(config, open_output, Callbacks(*callbacks))
+    return train(config, open_output, prompts=prompts, rewards=rewards, callbacks=Callbacks(*callbacks))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

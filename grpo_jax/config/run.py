@@ -153,8 +153,6 @@ class Config(Section):
         require(enough, "sampling.group_size", "at least 2 (a group is compared)", section.group_size)
         buffer, longest = algorithm.overlong_buffer, section.max_new_tokens
         require(buffer <= longest, "algorithm.overlong_buffer", f"at most sampling.max_new_tokens = {longest}", buffer)
-        tools = type(self.task).calls_tools or not self.data.tool_names
-        require(tools, "data.tools", "JSON schemas with this task, which calls no functions", self.data.tool_names)
         chat = section.turns == 1 or self.data.form != "append"
         require(chat, "sampling.turns", "1 with data.form append, which continues the prompt", section.turns)
 

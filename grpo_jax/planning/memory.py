@@ -29,6 +29,8 @@ from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import MEMORY
 from grpo_jax.planning.programs import Report, report, run_programs
 from grpo_jax.planning.targets import Target, open_devices
+from grpo_jax.rollout.data import all_rows, row_sizes
+from grpo_jax.rollout.prompts import prompts_of
 from grpo_jax.training.memory import GIB, Shown, state_shapes, tree_bytes
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
@@ -156,9 +158,13 @@ def policy_folder(path: str) -> Path:
 
 
 def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, list[str]]:
-    """Return the pictures that the policy is shown, or None, and the plan's notes about its vision tower."""
-    prompt, observation = config.task.count_pictures(config)
-    observations = observation * (config.sampling.turns - 1)
+    """Return the pictures that the policy is shown, or None, and the plan's notes about its vision tower.
+
+    Those of prompts are counted if their file is at hand. Where a renderer draws, a picture comes between two turns.
+    """
+    prompt, observations = 0, (config.sampling.turns - 1) * ("renderer" in config.judges)
+    if os.path.exists(config.data.prompts):
+        prompt = int(row_sizes(all_rows(prompts_of(config.data)))["pictures"].max())
     vision = getattr(model, "vision", None)
     if vision is None:
         require(

@@ -51,7 +51,7 @@ from grpo_jax.rollout.reward_registry import (
 from grpo_jax.rollout.rewards import Reward
 from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
 from grpo_jax.rollout.tools import template_options
-from grpo_jax.runs.measures import require_names
+from grpo_jax.runs.metrics import require_names
 from grpo_jax.runs.policy import (
     image_processor_of,
     load_run_policy,

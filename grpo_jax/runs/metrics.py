@@ -1,21 +1,67 @@
-"""An iteration in numbers: its row of metrics.jsonl, and the columns of its completions."""
+"""Names of measures, and an iteration in numbers: its row of metrics.jsonl, the columns of its completions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from grpo_jax.config.fields import require
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.data import batches_per_epoch
 from grpo_jax.rollout.pictures import pictures_column
+from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import constant_rewards, constant_streaks, missing_streaks, no_reward_yet
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.measures import present_mean
-from grpo_jax.runs.progress import Record
+from grpo_jax.runs.progress import SCORE, Record
+from grpo_jax.tasks.display import of_turns
 from grpo_jax.training.estimators import OVERLONG, Objectives, signal_metrics, total_rewards
 from grpo_jax.training.state import TrainState
+
+if TYPE_CHECKING:
+    from grpo_jax.runs.loading import RunContext
+
+
+TOTAL = "total"
+"""Name of the measure that is maximised, for "best" and the improvement."""
+OWN_MEASURES: Mapping[str, Callable[[Rollout], float]] = {
+    "completion_tokens": lambda rollout: float(rollout.lengths.sum(-1).mean()),
+    "valid": lambda rollout: float(rollout.valid.mean()),
+}
+"""Measures of held-out completions beside rewards and watched measures."""
+
+
+def with_control(name: str, control: str) -> str:
+    """Name a measure where a control answers."""
+    return f"{name}_{control}"
+
+
+def present_mean(values: np.ndarray) -> float:
+    """Return the mean of the finite values, in float64; NaN without any."""
+    present = values[np.isfinite(values)].astype(np.float64)
+    return float(present.mean()) if present.size else float("nan")
+
+
+def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:
+    """Refuse rewards and watched measures that have the name of another measure of the run."""
+    sections = [*rewards.sections, *(RewardSection(name=name) for name in rewards.eval_rewards)]
+    names = [section.called for section in sections]
+    taken = {SCORE, TOTAL, *OWN_MEASURES, *(with_control(name, control) for name in names for control in controls)}
+    if config.algorithm.overlong_buffer:
+        taken.add(OVERLONG)
+    measured_names = {*names, *(f"{name}_turn_1" for name in names)}
+    measured: dict[str, RewardSection] = {}
+    for place, section in enumerate(sections):
+        name = section.called
+        plain = RewardSection(name=section.name, options=section.options, messages=section.messages)
+        same = measured.setdefault(name, plain) == plain  # a reward may be watched too, as it is
+        where = "rewards" if place < len(rewards.sections) else "eval_rewards"
+        expected = "a name that no other measure of the run has (set a reward's label; in Python: ('name', function))"
+        of_others = config.sampling.turns > 1 and of_turns(name, measured_names)
+        require(same and name not in taken and not of_others, f"{where}.{name}", expected, name)
 
 
 def iteration_row(

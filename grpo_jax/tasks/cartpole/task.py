@@ -26,7 +26,7 @@ from grpo_jax.config.fields import (
 )
 from grpo_jax.config.run import TASKS
 from grpo_jax.tasks.display import Chart, Curve, Display
-from grpo_jax.tasks.task import Blocks, Info, Task
+from grpo_jax.tasks.task import Blocks, Task, TaskSetup
 
 
 class CartPoleAlgorithm(Section):
@@ -137,8 +137,8 @@ class CartPole(Task):
         ),
     )
 
-    def blocks(self, config: CartPoleConfig, info: Info) -> Blocks:
+    def load(self, setup: TaskSetup) -> Blocks:
         """Compile all seeds into one function."""
         from grpo_jax.tasks.cartpole.program import make_blocks  # starts JAX
 
-        return make_blocks(config, info)
+        return make_blocks(setup.config, setup.info)

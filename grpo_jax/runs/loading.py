@@ -26,6 +26,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count, together
 from grpo_jax.models.policy import Policy, precision_of
+from grpo_jax.models.vision.pictures import Pictures
 from grpo_jax.rollout.data import (
     SPLITS,
     PromptSet,
@@ -187,13 +188,14 @@ def load(
     pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
+    image_processor = image_processor_of(config, folder)
     encode = make_encode(
         folder.tokenizer,
         config.data,
         pad_id=folder.pad_id,
         vocab_size=folder.config.vocab_size,
         rows=rows,
-        image_processor=image_processor_of(config, folder),
+        image_processor=image_processor,
         context_length=getattr(folder.config, "context_length", None),
         completion_tokens=config.sampling.stream_tokens,
     )  # before the weights: a prompt that is too long is found in seconds
@@ -218,7 +220,8 @@ def load(
         info(name, title(judge))
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}
     device = devices[0] if policy.mesh is None else None
-    fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, device=device)
+    prepare = None if image_processor is None else make_prepare(image_processor, device)
+    fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, prepare)
     choices = data.choices
     texts = choices and choices.texts
     allowed, trie = policy_tokens(config, policy.folder), listed_trie(config, texts, policy.folder)
@@ -311,11 +314,9 @@ def make_rollout_fns(
     rewards: ResolvedRewards,
     judges: Mapping[str, object],
     encode: Callable[..., Encoded],
-    *,
-    device: jax.Device | None = None,
+    prepare: Callable[[object], Pictures] | None,
 ) -> RolloutFns:
     """Make the functions between the policy's tokens and the rewards."""
-    image_processor = image_processor_of(config, loaded)
     maximised: dict[str, Reward] = {}
     watched: dict[str, Reward] = {}
     for bound, wanted in ((maximised, rewards.maximised), (watched, rewards.watched)):
@@ -334,7 +335,7 @@ def make_rollout_fns(
         ),
         reward_names=tuple(maximised),
         eval_reward_names=tuple(watched),
-        prepare=None if image_processor is None else make_prepare(image_processor, device),
+        prepare=prepare,
         env=make_env_settings(config, data.environment, loaded),
         gallery=_GALLERY,
     )

@@ -351,7 +351,7 @@ def train_blocks(session: Session, blocks: Blocks) -> Record:
     iterations, every = config.training.iterations, config.training.save_every
     if progress := session.resumed({}, iterations):
         session.keep_config()
-        state = blocks.restored(session.checkpoints.restore("latest", blocks.saved(state))[0])
+        state = type(state)(**session.checkpoints.restore("latest", state._asdict())[0])
         output.truncate(progress.iteration)
         output.info(f"resumed after iteration {progress.iteration} of {iterations}")
         progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
@@ -360,7 +360,7 @@ def train_blocks(session: Session, blocks: Blocks) -> Record:
         notes, seconds, line = blocks.measure_start()
         progress = Progress(0, iterations, None, 0, seconds, [0], identity_of(config, {}), notes)
         output.info(line)
-        session.save(progress, blocks.saved(state), wait=True)
+        session.save(progress, state._asdict(), wait=True)
     output.start(iterations, progress.iteration)
     while progress.iteration < iterations and not session.stop.is_set():
         state, rows, seconds, notes = blocks.advance(state, progress.iteration, progress.notes)
@@ -372,16 +372,16 @@ def train_blocks(session: Session, blocks: Blocks) -> Record:
             for row in rows:
                 session.call_back("on_iteration", progress, row)
             if every and done % every == 0:
-                session.save(progress, blocks.saved(state), wait=session.callbacks.on_checkpoint is not None)
+                session.save(progress, state._asdict(), wait=session.callbacks.on_checkpoint is not None)
                 session.call_back("on_checkpoint", progress, {})
         except StopRun as error:
-            session.save(progress, blocks.saved(state), wait=True)
+            session.save(progress, state._asdict(), wait=True)
             raise explained(error, done, config.run_dir, resumable=True, hint="") from error
         session.watch_clock(progress)
-    session.save(progress, blocks.saved(state), wait=True)
+    session.save(progress, state._asdict(), wait=True)
     if progress.iteration < iterations:
         return session.stopped(progress.iteration)
-    session.save(progress, blocks.saved(state), name="final")
+    session.save(progress, state._asdict(), name="final")
     return finish(session, progress, blocks.finish(state, progress.iteration, progress.seconds, progress.notes))
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Info = Callable[..., None]
 """info(name, detail) prints a line of a run's opening."""
 State = Any
-"""The pytree that a program trains."""
+"""What `Blocks` change."""
 Notes = dict[str, Any]
 """Values that every checkpoint keeps, as JSON has it."""
 
@@ -220,14 +220,7 @@ class Blocks(Protocol):
     """Compiled blocks of iterations of a task without prompts. All follows from seed and iteration."""
 
     start: State
-    """The state at the start; its shape is that of every checkpoint."""
-
-    def saved(self, state: State) -> dict[str, State]:
-        """Return the parts of a state in a checkpoint; "variables" is what evaluation needs."""
-        ...
-
-    def restored(self, saved: Mapping[str, State]) -> State:
-        """Invert `saved`."""
+    """The state at the start, a NamedTuple: its fields are the parts of every checkpoint."""
 
     def measure_start(self) -> tuple[Notes, dict[str, float], str]:
         """Measure the start: notes, seconds by stage, and a line to print."""

@@ -51,7 +51,7 @@ def test_every_iteration_is_counted_and_measured_and_a_seed_is_a_run(train):
     assert (metrics["grad_norm"] > 0).all() and len(np.unique(metrics["episode_return"])) > 3
     # Real steps alone are counted: eight episodes of the mean length.
     np.testing.assert_allclose(np.diff(steps, prepend=0, axis=1), 8 * metrics["episode_return"], rtol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, state.params, train(0)[0].params)
+    jax.tree.map(np.testing.assert_array_equal, state.variables, train(0)[0].variables)
     assert not np.array_equal(metrics["loss"], train(7)[1]["loss"])
 
 

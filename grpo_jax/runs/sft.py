@@ -28,8 +28,16 @@ from grpo_jax.runs.progress import Record, identity_of, require_same, with_total
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, commit_to_device, free_buffers, init_state, restored_state, saved_parts
+from grpo_jax.training.state import (
+    TrainState,
+    commit_to_device,
+    free_buffers,
+    init_state,
+    make_optimizer,
+    make_schedule,
+    restored_state,
+    saved_parts,
+)
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]

@@ -39,8 +39,7 @@ from grpo_jax.sampling.sampler import Samples, bucket_size, cache_sizes
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import make_turn_objectives
 from grpo_jax.training.objectives import ForwardPass, make_forward
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import TrainState, init_state, needs_reference
+from grpo_jax.training.state import TrainState, init_state, make_optimizer, make_schedule, needs_reference
 from grpo_jax.training.update import make_configured_step, make_preparation
 
 

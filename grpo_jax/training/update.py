@@ -31,12 +31,13 @@ from grpo_jax.training.objectives import (
     make_forward,
     make_policy_objective,
 )
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
 from grpo_jax.training.state import (
     TrainState,
     commit_to_device,
     free_buffers,
     init_state,
+    make_optimizer,
+    make_schedule,
     needs_reference,
     reference_variables,
     refresh_reference,

@@ -24,8 +24,7 @@ from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training.memory import GIB, batch_shapes, state_shapes, tree_bytes
 from grpo_jax.training.objectives import make_forward
-from grpo_jax.training.optimizer import make_optimizer, make_schedule
-from grpo_jax.training.state import init_state
+from grpo_jax.training.state import init_state, make_optimizer, make_schedule
 from grpo_jax.training.update import make_configured_step
 
 SMALL = (

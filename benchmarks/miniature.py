@@ -52,8 +52,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     from grpo_jax.reports.output import RunOutput
     from grpo_jax.runs.checkpoint import Checkpoints
     from grpo_jax.runs.loading import load
-    from grpo_jax.runs.progress import Session
-    from grpo_jax.runs.stopping import Callbacks, stop_requests
+    from grpo_jax.runs.session import Callbacks, Session, stop_requests
     from grpo_jax.runs.trainer import Trainer
 
     config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])

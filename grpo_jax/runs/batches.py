@@ -27,7 +27,7 @@ from grpo_jax.rollout.data import further_batch_at
 from grpo_jax.rollout.rollout import Rollout, collect, join_rollouts
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import rollout_metrics
-from grpo_jax.runs.progress import Record
+from grpo_jax.runs.session import Record
 from grpo_jax.training.batch import Batch, make_batch
 from grpo_jax.training.estimators import Objectives, informative_groups, make_turn_objectives
 from grpo_jax.training.state import TrainState, free_buffers, rollout_copy, rollout_variables

@@ -63,7 +63,7 @@ from grpo_jax.runs.policy import (
     unused_chat_mark,
 )
 from grpo_jax.runs.processes import require_same
-from grpo_jax.runs.progress import SCORE
+from grpo_jax.runs.session import SCORE
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.memory import machine_memory, require_memory

@@ -16,7 +16,7 @@ from grpo_jax.rollout.pictures import pictures_column
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rewards import constant_rewards, constant_streaks, missing_streaks, no_reward_yet
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.runs.progress import SCORE, Record
+from grpo_jax.runs.session import SCORE, Record
 from grpo_jax.tasks.display import of_turns
 from grpo_jax.training.estimators import OVERLONG, Objectives, signal_metrics, total_rewards
 from grpo_jax.training.state import TrainState

@@ -20,7 +20,7 @@ from grpo_jax.runs.evaluation import (
 )
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL
-from grpo_jax.runs.progress import Progress, Record
+from grpo_jax.runs.session import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table, of_turns
 from grpo_jax.tasks.task import Finished

@@ -24,7 +24,7 @@ from grpo_jax.rollout.texts import follows_text
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.evaluation import evaluate
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.progress import Record, identity_of, require_same, with_total
+from grpo_jax.runs.session import Record, identity_of, require_same, with_total
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward, make_supervised_objective

@@ -29,18 +29,24 @@ from grpo_jax.runs.evaluation import asked_to_watch, evaluate, fallen, measure_a
 from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.metrics import TOTAL, completion_columns, epoch_line, iteration_row, reward_streaks, update_metrics
 from grpo_jax.runs.processes import ending_together, join, require_shared
-from grpo_jax.runs.progress import SCORE, Progress, Record, Session, added, identity_of, with_total
 from grpo_jax.runs.python_input import load_given
 from grpo_jax.runs.results import baseline_lines, report, statistics_of, versions
-from grpo_jax.runs.sft import warm_up
-from grpo_jax.runs.stopping import (
+from grpo_jax.runs.session import (
+    SCORE,
     Callbacks,
     EarlyStopping,
+    Progress,
+    Record,
+    Session,
+    added,
     explained,
+    identity_of,
     nothing_judged,
     nothing_learned,
     stop_requests,
+    with_total,
 )
+from grpo_jax.runs.sft import warm_up
 from grpo_jax.tasks.task import Blocks, Finished, TaskSetup
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner

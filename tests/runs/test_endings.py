@@ -17,7 +17,7 @@ from grpo_jax.errors import UserError
 from grpo_jax.reports.console import Console
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunLock
-from grpo_jax.runs.progress import Progress
+from grpo_jax.runs.session import Progress
 
 
 def test_a_run_directory_in_use_is_refused_in_one_line_and_left_alone(place, tmp_path, capsys):

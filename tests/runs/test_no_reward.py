@@ -7,7 +7,7 @@ import yaml
 from support.text_task import rows, train_values
 
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.stopping import nothing_judged
+from grpo_jax.runs.session import nothing_judged
 from grpo_jax.train import main
 
 JUDGE = """

@@ -14,7 +14,7 @@ from grpo_jax import evaluate, export
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.stopping import Callbacks, EarlyStopping, IterationEvent
+from grpo_jax.runs.session import Callbacks, EarlyStopping, IterationEvent
 from grpo_jax.train import run
 
 STEPS = 4  # of six: nothing exceeds the first validation by so much, and three more are waited for

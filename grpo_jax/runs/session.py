@@ -346,28 +346,28 @@ _KILLABLE = (
 )
 
 
-def nothing_judged(absent: Mapping[str, int], iteration: int, iterations: int, run_dir: str) -> str:
+def nothing_judged(progress: Progress, run_dir: str) -> str:
     """Return why a run ends without rewards: none came lately, or none at all in a short run; "" before."""
-    silence = no_reward_lately(absent, iterations)
+    silence = no_reward_lately(progress.notes.get("absent", {}), progress.iterations)
     if not silence:
         return ""
-    again = _again(run_dir, iteration < iterations)
-    return f"{silence}. Saved after iteration {iteration}; fix the rewards, or what they ask, and {again}"
+    again = _again(run_dir, progress.iteration < progress.iterations)
+    return f"{silence}. Saved after iteration {progress.iteration}; fix the rewards, or what they ask, and {again}"
 
 
-def nothing_learned(skipped: int, updates: int, iteration: int, iterations: int, run_dir: str) -> str:
+def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str) -> str:
     """Return why a run ends if every update of a few iterations was skipped, or most of a short run; "" before.
 
     `updates` is their number in an iteration.
     """
+    done, iterations = progress.iteration, progress.iterations
     if skipped < max(1, min(PATIENCE * updates, iterations * updates - 1)):
         return ""
     return (
         f"the loss or its gradient was not finite in {skipped} updates in a row; they were left out. Saved after "
-        f"iteration {iteration}, with the weights before them. If a reward or a prompt is at fault, fix it and "
-        f"{_again(run_dir, iteration < iterations)}; else give a new run a lower optimizer.learning_rate, and these "
-        f"weights: python -m grpo_jax.export --run {run_dir} --checkpoint {iteration} --out FOLDER, --policy.path "
-        "FOLDER"
+        f"iteration {done}, with the weights before them. If a reward or a prompt is at fault, fix it and "
+        f"{_again(run_dir, done < iterations)}; else give a new run a lower optimizer.learning_rate, and these "
+        f"weights: python -m grpo_jax.export --run {run_dir} --checkpoint {done} --out FOLDER, --policy.path FOLDER"
     )
 
 

@@ -214,7 +214,7 @@ class Trainer:
             self.progress = self.progress._replace(iteration=i + 1, seconds=seconds, notes=notes, unvalidated=row)
             output.completions(i + 1, completion_columns(ctx, rollout, report["advantages"]))
             self.log(row)
-            if failure := self._nothing_learned() or self._nothing_judged():
+            if failure := self._nothing_learned() or nothing_judged(self.progress, self.config.run_dir):
                 self.save(wait=True)
                 raise UserError(failure)
             if training.save_every and (i + 1) % training.save_every == 0:
@@ -283,7 +283,9 @@ class Trainer:
         """Save `final`, measure the held-out prompts, and write policy, summary and report."""
         ctx, progress, directory, variables = self.ctx, self.progress, self.output.directory, self.state.variables
         self.save(name="final")
-        failure = self._nothing_judged() or (self._nothing_learned() if int(self.state.step) == 0 else "")
+        failure = nothing_judged(progress, self.config.run_dir) or (
+            self._nothing_learned() if int(self.state.step) == 0 else ""
+        )
         if failure:
             raise UserError(failure)
         self.rollouts.settle()  # held-out prompts have sampler and judges alone
@@ -331,14 +333,9 @@ class Trainer:
         if is_main_process():
             shutil.rmtree(self.output.directory.sft, ignore_errors=True)
 
-    def _nothing_judged(self) -> str:
-        progress = self.progress
-        absent = progress.notes.get("absent", {})
-        return nothing_judged(absent, progress.iteration, self.iterations, self.config.run_dir)
-
     def _nothing_learned(self) -> str:
-        skipped, updates = int(self.state.skipped), self.learner.updates_per_iteration
-        return nothing_learned(skipped, updates, self.progress.iteration, self.iterations, self.config.run_dir)
+        updates = self.learner.updates_per_iteration
+        return nothing_learned(int(self.state.skipped), updates, self.progress, self.config.run_dir)
 
     def _save_and_call_back(self) -> None:
         """Save a checkpoint of the loop; in the background unless a callback waits for it."""

@@ -7,7 +7,7 @@ import yaml
 from support.text_task import rows, train_values
 
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.session import nothing_judged
+from grpo_jax.runs.session import Progress, nothing_judged
 from grpo_jax.train import main
 
 JUDGE = """
@@ -63,9 +63,10 @@ def test_it_stops_and_goes_on(train):
 
 
 def test_a_short_run_ends_with_all_it_has(tmp_path):
-    told = nothing_judged({"rare": 1, "never": 1}, 1, 1, str(tmp_path))
+    progress = Progress(1, 1, None, 0, {}, [0], {}, {"absent": {"rare": 1, "never": 1}})
+    told = nothing_judged(progress, str(tmp_path))
     assert told.startswith("no completion got a reward in 1 iterations in a row (rare, never). Saved after iteration 1")
-    assert told.endswith("and start again") and not nothing_judged({"rare": 1, "never": 1}, 1, 4, str(tmp_path))
+    assert told.endswith("and start again") and not nothing_judged(progress._replace(iterations=4), str(tmp_path))
 
 
 def test_a_constant_reward_and_a_chat_policy_without_a_template_are_warned_of(place, tmp_path, capsys):

@@ -11,7 +11,7 @@ from support.text_task import assert_same_bits, final_state, rows
 
 from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.models.policy import Policy, make_loss_scale
-from grpo_jax.runs.session import nothing_learned
+from grpo_jax.runs.session import Progress, nothing_learned
 from grpo_jax.train import main
 from grpo_jax.training.state import init_state
 from grpo_jax.training.update import PATIENCE, make_update
@@ -80,9 +80,10 @@ def test_a_run_that_learns_nothing_stops_with_its_last_good_state_and_goes_on_fr
 
 
 def test_a_short_run_whose_every_update_is_left_out_has_not_succeeded(tmp_path):
-    told = nothing_learned(1, 1, 1, 1, str(tmp_path))
+    progress = Progress(1, 1, None, 0, {}, [0], {}, {})
+    told = nothing_learned(1, 1, progress, str(tmp_path))
     assert "not finite in 1 updates in a row" in told and "fix it and start again" in told
-    assert not nothing_learned(1, 1, 1, 6, str(tmp_path))
+    assert not nothing_learned(1, 1, progress._replace(iterations=6), str(tmp_path))
 
 
 def updates(dtype, advantages, *, scale=None):

@@ -209,12 +209,9 @@ class Callbacks(NamedTuple):
     on_checkpoint: Callback | None = None
 
     def ask(self, name: str, event: IterationEvent) -> bool:
-        """Call the callback of that name; return whether it asks to stop."""
-        callback = getattr(self, name)
-        if callback is None:
-            return False
+        """Call the callback of that name, which is there; return whether it asks to stop."""
         try:
-            answer = callback(event)
+            answer = getattr(self, name)(event)
         except Exception as error:
             raise UserError(f"{name}: {type(error).__name__}: {one_line(error)}") from error
         if answer is not None and not isinstance(answer, bool | np.bool_):

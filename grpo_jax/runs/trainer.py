@@ -283,9 +283,9 @@ class Trainer:
         """Save `final`, measure the held-out prompts, and write policy, summary and report."""
         ctx, progress, directory, variables = self.ctx, self.progress, self.output.directory, self.state.variables
         self.save(name="final")
-        failure = nothing_judged(progress, self.config.run_dir) or (
-            self._nothing_learned() if int(self.state.step) == 0 else ""
-        )
+        failure = nothing_judged(progress, self.config.run_dir)
+        if int(self.state.step) == 0:
+            failure = failure or self._nothing_learned()
         if failure:
             raise UserError(failure)
         self.rollouts.settle()  # held-out prompts have sampler and judges alone

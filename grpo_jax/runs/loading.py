@@ -66,7 +66,6 @@ from grpo_jax.runs.processes import require_same
 from grpo_jax.runs.session import SCORE
 from grpo_jax.sampling.samplers import Samplers, make_samplers
 from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
-from grpo_jax.training.memory import machine_memory, require_memory
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
 _GALLERY = 12  # held-out prompts whose pictures are kept
@@ -202,8 +201,6 @@ def load(
     if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
         told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
         info("policy", told)
-    if devices[0].platform == "cpu" and process_count() == 1:
-        require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
     policy = load_run_policy(config, devices[: config.policy.mesh.size], info, pictures=pictures, read=folder)
 
     def load_judges() -> dict[str, Any]:

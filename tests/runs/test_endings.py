@@ -32,21 +32,6 @@ def test_a_run_directory_in_use_is_refused_in_one_line_and_left_alone(place, tmp
     held.release()
 
 
-def test_a_run_that_was_stopped_before_its_first_iteration_is_in_nobodys_way(place, tmp_path, capsys):
-    run = tmp_path / "run"
-    with stopped_after(run, rows=0):
-        assert train_here(place.config, run) == 0
-    assert "stopped before the first iteration" in capsys.readouterr().out
-    with Checkpoints(run / "checkpoints") as checkpoints:  # a moment later
-        checkpoints.save(0, {"variables": {"w": np.ones(2)}}, {})
-    (run / "thesis.txt").write_text("years of work")
-    assert train_here(place.config, run) == 2
-    assert (run / "checkpoints" / "step_0").is_dir() and "is not empty" in capsys.readouterr().err
-    (run / "thesis.txt").unlink()
-    assert train_here(place.config, run, "--training.max_steps=1") == 0
-    assert "compiling the update …" in capsys.readouterr().out
-
-
 AWAY = """
 import os
 
@@ -57,16 +42,30 @@ def away(completions, **columns):
 """
 
 
-def test_a_reward_may_change_the_current_folder(place, tmp_path, monkeypatch):
+def test_a_stop_before_the_first_iteration_is_in_nobodys_way_and_a_reward_may_change_the_folder(
+    place, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "away.py").write_text(AWAY)
     values = yaml.safe_load(place.config.read_text())
     values["policy"]["path"] = str(place.policy.relative_to(place.folder))
     values["rewards"] = [{"name": f"{tmp_path / 'away.py'}:away"}]
     values["training"]["max_steps"] = 1
-    monkeypatch.chdir(place.folder)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(tmp_path / "run"))) == 0
-    assert (tmp_path / "run" / "policy" / "tokenizer.json").is_file()
+    monkeypatch.chdir(place.folder)
+    run = tmp_path / "run"
+    with stopped_after(run, rows=0):
+        assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(run))) == 0
+    assert "stopped before the first iteration" in capsys.readouterr().out
+    with Checkpoints(run / "checkpoints") as checkpoints:  # a moment later
+        checkpoints.save(0, {"variables": {"w": np.ones(2)}}, {})
+    (run / "thesis.txt").write_text("years of work")
+    assert train_here(place.config, run) == 2
+    assert (run / "checkpoints" / "step_0").is_dir() and "is not empty" in capsys.readouterr().err
+    (run / "thesis.txt").unlink()
+    monkeypatch.chdir(place.folder)
+    assert train_here(tmp_path / "config.yaml", Path(os.path.relpath(run))) == 0
+    assert "compiling the update …" in capsys.readouterr().out
+    assert (run / "policy" / "tokenizer.json").is_file()
 
 
 LEAVING = """

@@ -23,10 +23,10 @@ from grpo_jax.planning.memory import (
     read_shown,
 )
 from grpo_jax.planning.programs import Report
+from grpo_jax.planning.shapes import GIB
 from grpo_jax.planning.targets import Target, parse_target, prepare
 from grpo_jax.runs.policy import NEW
 from grpo_jax.runs.processes import require_for_processes
-from grpo_jax.training.memory import GIB
 
 _PREALLOCATED = 0.75  # JAX's default share of a card
 

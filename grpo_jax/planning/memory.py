@@ -28,10 +28,10 @@ from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import MEMORY
 from grpo_jax.planning.programs import Report, report, run_programs
+from grpo_jax.planning.shapes import GIB, Shown, state_shapes, tree_bytes
 from grpo_jax.planning.targets import Target, open_devices
 from grpo_jax.rollout.data import all_rows, row_sizes
 from grpo_jax.rollout.prompts import prompts_of
-from grpo_jax.training.memory import GIB, Shown, state_shapes, tree_bytes
 from grpo_jax.training.state import TrainState, policy_collection, trained_weights
 
 RUNTIME = GIB // 2

@@ -15,8 +15,8 @@ from grpo_jax.models.lora import count_weights
 from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.memory import read_shape, read_shown
+from grpo_jax.planning.shapes import Shown, tree_bytes, update_program
 from grpo_jax.train import main
-from grpo_jax.training.memory import Shown, tree_bytes, update_program
 
 TINY = {
     **QWEN2_FIELDS,

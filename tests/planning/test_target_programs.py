@@ -21,11 +21,11 @@ from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, read_shape, read_shown
 from grpo_jax.planning.programs import compile_program, report, run_programs
+from grpo_jax.planning.shapes import Program, state_shapes
 from grpo_jax.planning.targets import Target, open_devices, prepare
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params, stop_table
-from grpo_jax.training.memory import Program, state_shapes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "targets"))
 

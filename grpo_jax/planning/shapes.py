@@ -1,4 +1,4 @@
-"""Training memory from the compiler: shapes of state and batch by training's own constructors, without arrays."""
+"""Shapes of state and batch by the constructors of training, without arrays, and the update as a program."""
 
 from __future__ import annotations
 

@@ -65,13 +65,11 @@ class Progress(NamedTuple):
     @classmethod
     def read(cls, meta: Record, where: Path) -> Progress:
         """Read the progress in a checkpoint's meta; UserError if its fields are another grpo_jax version's."""
-        saved = meta.get("progress")
-        saved = saved if isinstance(saved, dict) else {}
-        kinds = {"iteration": int, "iterations": int, "seconds": dict, "starts": list, "identity": dict, "notes": dict}
-        complete = {*cls._fields} - {*cls._field_defaults} <= saved.keys() <= {*cls._fields}
-        if not complete or any(not isinstance(saved[name], kind) for name, kind in kinds.items()):
-            raise UserError(f"{where}: its checkpoints are of another version of grpo_jax: go on with that version")
-        return cls(**saved)
+        try:
+            return cls(**meta["progress"])
+        except (KeyError, TypeError):
+            told = f"{where}: its checkpoints are of another version of grpo_jax: go on with that version"
+            raise UserError(told) from None
 
 
 def identity_of(config: Section, task: Mapping[str, object]) -> dict[str, Record]:

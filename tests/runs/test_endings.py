@@ -151,14 +151,11 @@ def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
     assert lines == ["warning: the terminal is gone; the run goes on", "one", "two", "policy     three"]
 
 
-@pytest.mark.parametrize(
-    "changed", [{"surprise": 1}, {"iteration": None}, {"notes": None}, {"seconds": 3}, {"identity": []}]
-)
-def test_a_checkpoint_that_remembers_other_things_is_of_another_version(changed, tmp_path):
+def test_a_checkpoint_that_remembers_other_things_is_of_another_version(tmp_path):
     progress = Progress(3, 6, None, 0, {}, [0], {"config": {}, "task": {}}, {"before": {}})
     saved = json.loads(json.dumps(progress._asdict()))
     assert Progress.read({"progress": saved}, tmp_path) == progress
     without = {name: value for name, value in saved.items() if name != "notes"}
-    for meta in ({"progress": saved | changed}, {"progress": without}, {}):
+    for meta in ({"progress": saved | {"surprise": 1}}, {"progress": without}, {}):
         with pytest.raises(UserError, match="its checkpoints are of another version of grpo_jax"):
             Progress.read(meta, tmp_path)

@@ -118,6 +118,12 @@ class CartPoleConfig(Section):
             require(value % every == 0, f"training.{name}", f"a multiple of evaluation.every = {every}", value)
 
 
+RETURNS = (
+    Curve("episode_return", "training, sampled"),
+    Curve("evaluation/episode_return", "evaluation, greedy", sparse=True),
+)
+
+
 class CartPole(Task):
     """CartPole-v1, several seeds at once."""
 
@@ -125,16 +131,7 @@ class CartPole(Task):
     default_config: ClassVar[str | None] = "cartpole_grpo"
     display: ClassVar[Display] = Display(
         live=(("episode_return", "return"), ("evaluation/episode_return", "evaluated"), ("solved", "solved")),
-        charts=(
-            Chart(
-                "Episode return",
-                (
-                    Curve("episode_return", "training, sampled"),
-                    Curve("evaluation/episode_return", "evaluation, greedy", sparse=True),
-                ),
-                note="Mean over the seeds; 500 is the longest episode.",
-            ),
-        ),
+        charts=(Chart("Episode return", RETURNS, note="Mean over the seeds; 500 is the longest episode."),),
     )
 
     def load(self, setup: TaskSetup) -> Blocks:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from grpo_jax.config.command_line import spelled
 from grpo_jax.config.fields import require, to_dict
-from grpo_jax.config.help import spelled
 from grpo_jax.config.run import POLICY, Config
 from grpo_jax.errors import UserError
 from grpo_jax.models.policy import precision_of

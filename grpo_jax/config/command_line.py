@@ -14,6 +14,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
+
 from grpo_jax.config.fields import (
     KEY,
     Argument,
@@ -30,7 +32,7 @@ from grpo_jax.config.fields import (
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
 from grpo_jax.config.other_names import ALL_NAMES, fields_of, hint_for
 from grpo_jax.config.removed import REMOVED
-from grpo_jax.config.run import find_task, with_defaults
+from grpo_jax.config.run import find_task, make_config, with_defaults
 from grpo_jax.errors import UserError, short_name, short_repr
 
 DEFAULT_CONFIG = "prompt_enhancement_miniature"
@@ -147,8 +149,7 @@ def read_config(path: Path) -> Fields:
 
 def load_config(path: Path) -> Any:
     """Return the config that a YAML file holds, over the defaults of its task; UserError as `parse`."""
-    values = with_defaults(read_config(path))
-    return build(find_task(values["task"]).config, values)
+    return make_config(read_config(path))
 
 
 def _default_files(own: Mapping[str, str], helping: bool) -> list[Path]:
@@ -299,8 +300,6 @@ def _spelled(field: ConfigField, most: int | None = None) -> str:
 
 def spelled(value: object, most: int | None = None) -> str:
     """Return a value as a command line or a file spells it."""
-    import yaml
-
     text = str(value) or '""'
     if not isinstance(value, str):
         plain = json.loads(json.dumps(value))  # with texts in place of arguments

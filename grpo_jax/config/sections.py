@@ -26,6 +26,7 @@ from grpo_jax.config.fields import (
     require,
     resume_mutable,
 )
+from grpo_jax.config.named import name_tools
 
 MOST_TURNS = 64
 _TEMPLATE_ARGUMENTS = (
@@ -60,11 +61,9 @@ class LoraSection(Section):
     def __post_init__(self) -> None:
         beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
         alone = self.path is None or beside == {"rank": 0, "alpha": 32.0, "targets": [], "vision": False}
-        expected = "no rank, alpha or targets beside it, nor vision: the adapter has its own"
-        require(alone, "path", expected, beside)
+        require(alone, "path", "no rank, alpha or targets beside it, nor vision: the adapter has its own", beside)
         adapted = self.used or not self.vision
-        expected = "false without adapters (policy.lora.rank 0; policy.vision train)"
-        require(adapted, "vision", expected, self.vision)
+        self.require(adapted, "vision", "false without adapters (policy.lora.rank 0; policy.vision train)")
 
     @property
     def used(self) -> bool:
@@ -98,8 +97,8 @@ class NewPolicySection(Section):
     """Longest text in tokens."""
 
     def __post_init__(self) -> None:
-        expected = f"a number that divides width = {self.width} into even parts"
-        require(self.width % (2 * self.heads) == 0, "heads", expected, self.heads)
+        divides = self.width % (2 * self.heads) == 0
+        self.require(divides, "heads", f"a number that divides width = {self.width} into even parts")
 
 
 class MeshSection(Section):
@@ -149,8 +148,8 @@ class PolicySection(Section):
     """Several devices."""
 
     def __post_init__(self) -> None:
-        expected = "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)"
-        require(self.vision == "frozen" or not self.lora.used, "policy.vision", expected, self.vision)
+        frozen = self.vision == "frozen" or not self.lora.used
+        self.require(frozen, "vision", "frozen beside policy.lora (its adapters on the tower: policy.lora.vision)")
 
 
 class DataSection(Section):
@@ -178,7 +177,7 @@ class DataSection(Section):
     system_prompt: str = ""
     """System message before each prompt; a conversation that begins with one keeps its own. Empty: the chat template's
     default."""
-    tools: list[dict[str, Any] | str] | str = []
+    tools: Annotated[list[dict[str, Any] | str] | str, BeforeValidator(name_tools)] = []
     """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
     (task: text), and JSON schemas."""
     chat_template_options: dict[str, Any] = {}
@@ -197,17 +196,15 @@ class DataSection(Section):
 
     def __post_init__(self) -> None:
         for name in ("system_prompt", "tools", "chat_template_options"):
-            value = getattr(self, name)
-            chat = self.form != "append" or not value
-            require(chat, f"{name}", "nothing with form 'append', which has no chat", value)
+            chat = self.form != "append" or not getattr(self, name)
+            self.require(chat, name, "nothing with form 'append', which has no chat")
         asks = not self.instruction or "{prompt}" in self.instruction
-        require(asks, "instruction", "a text with {prompt}, the place of the user's prompt", self.instruction)
+        self.require(asks, "instruction", "a text with {prompt}, the place of the user's prompt")
         today = self.chat_template_options.get(TODAY, "2000-01-01")
         dated = isinstance(today, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", today)
         require(bool(dated), f"chat_template_options.{TODAY}", '"YYYY-MM-DD"', today)
         reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
-        expected = "what the template itself knows (data.tools apart)"
-        require(not reserved, "chat_template_options", expected, reserved)
+        require(not reserved, "chat_template_options", "what the template itself knows (data.tools apart)", reserved)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -248,7 +245,7 @@ class SamplingSection(Section):
     longer observation is refused as a failed judge is."""
 
     def __post_init__(self) -> None:
-        require(all(self.stop), "stop", "texts that are not empty", self.stop)
+        self.require(all(self.stop), "stop", "texts that are not empty")
 
     @property
     def written_tokens(self) -> int:
@@ -312,21 +309,17 @@ class AlgorithmSection(Section):
     """Discount of later turns' rewards with turn_advantage "return"."""
 
     def __post_init__(self) -> None:
-        cap = self.importance_cap
-        require(not cap or cap >= 1, "importance_cap", "null, 0 or a number >= 1", cap)
+        chosen = f"advantage {self.advantage!r}"
+        self.require((self.importance_cap or 1) >= 1, "importance_cap", "null, 0 or a number >= 1")
         by_turn = self.turn_advantage == "last" or not self.learns_values
-        require(by_turn, "turn_advantage", "'last' with advantage 'gae'", self.turn_advantage)
+        self.require(by_turn, "turn_advantage", "'last' with advantage 'gae'")
         scaled = self.scale is None or self.advantage == "grpo"
-        own_scale = f"null with advantage {self.advantage!r}, which has a scale of its own"
-        require(scaled, "scale", own_scale, self.scale)
+        self.require(scaled, "scale", f"null with {chosen}, which has a scale of its own")
         grouped = self.zero_variance_groups == "keep" or self.compares_groups
-        no_groups = f"'keep' with advantage {self.advantage!r}, which compares no groups"
-        require(grouped, "zero_variance_groups", no_groups, self.zero_variance_groups)
-        if self.preset in ("cispo", "sapo"):
-            for name in ("clip_low", "clip_high"):
-                bound = getattr(self, name)
-                unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
-                require(bound is None, f"{name}", unbounded, bound)
+        self.require(grouped, "zero_variance_groups", f"'keep' with {chosen}, which compares no groups")
+        for name in ("clip_low", "clip_high") if self.preset in ("cispo", "sapo") else ():
+            unbounded = f"null with preset {self.preset!r}, which has no clip bounds"
+            self.require(getattr(self, name) is None, name, unbounded)
 
     @property
     def learns_values(self) -> bool:
@@ -407,10 +400,9 @@ class TrainingSection(Section):
     """What is better exceeds the best validation so far by more than this."""
 
     def __post_init__(self) -> None:
-        """Check the ranges and that batches divide."""
         parts = self.minibatches * self.grad_accumulation_steps
         expected = f"a multiple of minibatches x grad_accumulation_steps = {parts}"
-        require(self.prompts_per_batch % parts == 0, "prompts_per_batch", expected, self.prompts_per_batch)
+        self.require(self.prompts_per_batch % parts == 0, "prompts_per_batch", expected)
 
 
 class RewardSection(Section):

@@ -141,7 +141,7 @@ def three_ways(dotted, value, task, tmp_path):
             [{"name": "m:f", "wieght": 1}],
             r"rewards\[0\].wieght: .* did you mean rewards\[0\].weight",
         ),
-        ("devices.polcy", "cpu", "devices.polcy: no such field; did you mean devices.policy?"),
+        ("devices.polcy", "cpu", r"devices: expected names of policy, got \['polcy'\]"),
         (
             "algorithm.advantage",
             "gdop",

@@ -11,7 +11,7 @@ import yaml
 
 from grpo_jax import evaluate, export
 from grpo_jax.config.command_line import load_config, parse
-from grpo_jax.config.fields import build, identity, to_dict
+from grpo_jax.config.fields import build, identity
 from grpo_jax.config.files import read_yaml
 from grpo_jax.config.sections import SamplingSection
 from grpo_jax.errors import UserError, run_cli, short_repr
@@ -92,7 +92,7 @@ def every_float(values, path=()):
 
 @pytest.mark.parametrize("task", ["text", "prompt_enhancement", "recommendation"])
 def test_no_float_takes_nan_or_infinity(task):
-    names = list(every_float(to_dict(parse(["--task", task]))))
+    names = list(every_float(parse(["--task", task]).model_dump()))
     assert len(names) > 10
     for value in ("nan", "inf", "-inf", "1e999"):
         with pytest.raises(UserError) as error:

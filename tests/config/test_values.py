@@ -66,7 +66,7 @@ from grpo_jax.errors import UserError
             {"rewards": [{"name": "m:a", "threshold": float("nan")}]},
             r"rewards\[0\].threshold: expected a finite number, got nan",
         ),
-        ({"devices": {"scorer": "cpu"}}, "devices.scorer: no such field; there are: policy"),
+        ({"devices": {"scorer": "cpu"}}, r"devices: expected names of policy, got \['scorer'\]"),
     ],
 )
 def test_values_that_cannot_be(values, message):

@@ -11,7 +11,6 @@ import pytest
 from support.text_task import rows, train_here
 
 from grpo_jax.config.command_line import load_config, parse
-from grpo_jax.config.fields import to_dict
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
@@ -131,7 +130,7 @@ def test_rewards_are_named_by_plain_texts():
     for words in (["--rewards", "a.py:f", "b:g"], ["--rewards=a.py:f, b:g"], ["--rewards=[a.py:f, b:g]"]):
         assert parse(["--task=text", *words, "--seed=1"]).rewards == expected
     assert make_config(task="text", rewards=["a.py:f", "b:g"]).rewards == expected
-    assert to_dict(make_config(task="text", rewards="b:g"))["rewards"][0]["name"] == "b:g"
+    assert make_config(task="text", rewards="b:g").model_dump()["rewards"][0]["name"] == "b:g"
 
 
 # mistakes

@@ -105,7 +105,11 @@ def test_refusals_are_one_line_before_anything_is_loaded(finished, free, tmp_pat
             ("--run", str(finished), "--checkpoint=77"): "no checkpoint '77'",
             ("--run", str(finished), "--beside=77"): "--beside: expected one of final, best, 6, ",
             ("--run", str(finished), f"--port={free}"): f"--port: cannot listen on 127.0.0.1:{free}",
-            ("--run", str(finished), "--port=99999"): "--port: cannot listen on 127.0.0.1:99999 (bind(): port must be 0-65535.)",
+            (
+                "--run",
+                str(finished),
+                "--port=99999",
+            ): "--port: cannot listen on 127.0.0.1:99999 (bind(): port must",
         }
         for arguments, says in refused.items():
             assert demo.main(arguments) == 2

@@ -50,13 +50,11 @@ class LoraSection(Section):
     alpha: Positive = 32.0
     """Adapters are scaled by alpha / rank."""
     targets: Words = []
-    """Projections that get an adapter, such as q_proj (GPT-2: c_attn, attn_c_proj, c_fc, mlp_c_proj); empty for all of
-    them."""
+    """Projections that get an adapter, such as q_proj, or c_attn and attn_c_proj of GPT-2; empty for all of them."""
     vision: bool = False
     """Whether all projections of the vision tower's layers get one too."""
     path: str | None = None
-    """Folder of a PEFT adapter to start from; rank, alpha and targets are then its own, and the tower has those that it
-    has."""
+    """Folder of a PEFT adapter to start from; rank, alpha, targets and vision are then its own."""
 
     def __post_init__(self) -> None:
         beside = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets, "vision": self.vision}
@@ -119,19 +117,16 @@ class PolicySection(Section):
     """The policy that is trained."""
 
     path: str = ""
-    """Hugging Face folder or hub id of a Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, SmolLM3, Phi-3, Gemma 2 or 3, GPT-2
-    or Qwen-VL model (docs/policies.md); the name of a policy that ships with the package; or "new"."""
+    """Hugging Face folder or hub id (docs/policies.md: which models), a policy of the package by its name, or "new"."""
     new: NewPolicySection = Field(default_factory=NewPolicySection)
     """The small untrained policy that "new" makes, where the task has words for one."""
     compute_dtype: Dtype = "float32"
     """Type of the activations; float16 comes with a dynamic scale of the loss."""
     matmul_precision: Precision | None = None
-    """Of products of matrices (jax.default_matmul_precision); null is "highest" with compute_dtype float32, whose
-    products GPUs (TF32) and TPUs (bfloat16) round otherwise, and JAX's default else. Judges in PyTorch follow it: full
-    float32 with "highest", TF32 otherwise."""
+    """Of matrix products (jax.default_matmul_precision); null is "highest" with compute_dtype float32, where GPUs take
+    TF32 and TPUs bfloat16 otherwise, and else JAX's default. Judges in PyTorch follow it: "highest" is full float32."""
     attn_implementation: Literal["auto", "eager"] = resume_mutable("auto")
-    """"auto" takes Pallas kernels on a GPU or TPU, in bfloat16 and on one device (docs/planning.md); "eager" never
-    does."""
+    """"auto" takes Pallas kernels on one GPU or TPU, in bfloat16 (docs/planning.md); "eager" never does."""
     frozen_dtype: Dtype = "float32"
     """Type of weights that are not trained (with LoRA); trained weights are float32."""
     quantised: Literal["none", "int8", "int4"] = "none"
@@ -140,8 +135,7 @@ class PolicySection(Section):
     """What the backward pass computes again to save memory: "none"; "products", attention and all that is elementwise,
     while results of products with weights are kept; "layer", whole layers."""
     vision: Literal["frozen", "train"] = "frozen"
-    """Whether the vision tower of a model that sees is "frozen" or "train"ed in all its weights; adapters on a frozen
-    one are policy.lora.vision."""
+    """"train" trains all weights of the vision tower; adapters on a "frozen" one are policy.lora.vision."""
     lora: Annotated[LoraSection, BeforeValidator(lora_fields)] = Field(default_factory=LoraSection)
     """Low-rank adapters; in Python also a peft.LoraConfig."""
     mesh: MeshSection = resume_mutable(default_factory=MeshSection)
@@ -156,14 +150,13 @@ class DataSection(Section):
     """Prompts."""
 
     prompts: str = ""
-    """A .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set; "hub:OWNER/NAME",
-    perhaps with :CONFIG or :CONFIG:SPLIT, for one of the hub; "builtin", "builtin:plain", "builtin:attributes" or
-    "builtin:crowded" for the prompts that ship with the package; or a name that the task knows."""
+    """A .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set;
+    hub:OWNER/NAME[:CONFIG[:SPLIT]]; prompts that ship with the package (builtin, builtin:plain, builtin:attributes, builtin:crowded);
+    or a name that the task knows."""
     validation: str = ""
-    """The like for choosing the best checkpoint, where it is a file of its own; with it or `test` all of `prompts` is
-    trained on."""
+    """Prompts that choose the best checkpoint, in a file of their own; with it or `test` all `prompts` are trained on."""
     test: str = ""
-    """The like for what is measured before and after."""
+    """Prompts that are measured before and after, in a file of their own."""
     columns: dict[str, str] = {}
     """Columns that have another name in the data, {name: name there}, such as {"prompt": "question"}."""
     held_out: Annotated[NonNegative, Lt(0.5)] = 0.2
@@ -172,11 +165,9 @@ class DataSection(Section):
     form: Literal["rewrite", "append"] = "rewrite"
     """"rewrite" asks the policy for a new prompt; "append" lets it continue the user's."""
     instruction: str = ""
-    """User message to a chat policy in the rewrite form; {prompt} stands for the user's prompt. Empty: the prompt
-    alone."""
+    """User message to a chat policy in the rewrite form, with {prompt} for the user's prompt. Empty: the prompt alone."""
     system_prompt: str = ""
-    """System message before each prompt; a conversation that begins with one keeps its own. Empty: the chat template's
-    default."""
+    """System message of conversations that begin with none; empty for the chat template's default."""
     tools: Annotated[list[dict[str, Any] | str] | str, BeforeValidator(name_tools)] = []
     """Tools that the chat template offers the policy: functions by import path, file.py:function, which are called
     (task: text), and JSON schemas."""
@@ -287,9 +278,8 @@ class AlgorithmSection(Section):
     entropy_share: Annotated[Positive, Le(1)] = 1.0
     """Share of the batch's tokens, those of highest entropy, that the policy gradient uses; 1 for all."""
     importance_cap: float | None = None
-    """Weigh each token by the trainer's probability over the sampler's, at most this; 0 for never. For a sampler that
-    older weights (training.async_level), top_k, top_p, min_p or another number type set apart from the trainer. null:
-    2 with training.async_level 1, else 0."""
+    """Weigh each token by the trainer's probability over the sampler's (older weights, top_k, top_p, min_p, another
+    number type), at most this; 0 for never; null: 2 with training.async_level 1, else 0."""
     update_ref_every: Count = 0
     """Refresh the reference every so many iterations; 0 keeps the start."""
     mask_truncated: bool = False
@@ -358,8 +348,7 @@ class OptimizerSection(Section):
     warmup_steps: Count = 0
     """Updates of linear warm-up."""
     weight_decay: Coefficient = 0.0
-    """Decoupled weight decay of projections and adapters; norms, biases, embeddings, the unembedding and the value head
-    do not decay."""
+    """Decoupled weight decay of projections and adapters; norms, biases, embeddings and heads do not decay."""
     beta1: Annotated[NonNegative, Lt(1)] = 0.9
     """Decay of the first moment."""
     beta2: Annotated[NonNegative, Lt(1)] = 0.99
@@ -414,18 +403,16 @@ class RewardSection(Section):
     weight: Annotated[float, Ge(-COEFFICIENT), Le(COEFFICIENT)] = 1.0
     """Its weight among the objectives."""
     condition_on: str | None = None
-    """Count this reward only where the named one (by its label; of an import path, the function) reaches the threshold.
-    Left out: as the task has it, mostly always. "none": always."""
+    """Count this reward only where the named one, by its label, reaches the threshold. "none": always. Left out: as the
+    task has it, mostly always."""
     threshold: float = 0.0
     """The threshold of a condition_on that names a reward."""
     options: dict[str, Any] = {}
     """Keyword arguments of the reward."""
     messages: bool = False
-    """Give it prompts and completions as chat messages, as TRL does where the data are conversations; of an import path
-    alone."""
+    """Give it prompts and completions as chat messages, as TRL does; of an import path alone."""
     label: str = ""
-    """What metrics and condition_on call it, for several of one function; empty for its name, of an import path the
-    function alone."""
+    """Its name in metrics and condition_on, for several of one function; empty for its own name."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "rewards.name", "a name", self.name)
@@ -455,9 +442,8 @@ class EvaluationSection(Section):
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    """What the best checkpoint has most of in validation, and what early stopping looks at: "score", which is
-    maximised, or the name of a reward or of a watched measure. One whose watched measures fell below the start's is
-    never the best."""
+    """"score", which is maximised, or the name of a reward or of one in eval_rewards: the best checkpoint has most of it
+    in validation, early stopping looks at it. A checkpoint whose eval_rewards fell below the start's is never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
     """Sampled completions of each test prompt beside the greedy one (k); 0 for none. Above 1 their mean@k and pass@k
     are reported, with 95 % intervals."""

@@ -150,11 +150,11 @@ class DataSection(Section):
     """Prompts."""
 
     prompts: str = ""
-    """A .jsonl, .csv, .tsv, .txt or .parquet file, or the folder of a saved Hugging Face data set;
-    hub:OWNER/NAME[:CONFIG[:SPLIT]]; prompts that ship with the package (builtin, builtin:plain, builtin:attributes, builtin:crowded);
-    or a name that the task knows."""
+    """A .jsonl, .csv, .tsv, .txt or .parquet file, the folder of a saved Hugging Face data set, or one of the hub as
+    hub:OWNER/NAME[:CONFIG[:SPLIT]]; builtin, builtin:plain, builtin:attributes or builtin:crowded, which ship with the
+    package; or a name that the task knows."""
     validation: str = ""
-    """Prompts that choose the best checkpoint, in a file of their own; with it or `test` all `prompts` are trained on."""
+    """Prompts that choose the best checkpoint, in a file of their own; with it or `test` all of `prompts` train."""
     test: str = ""
     """Prompts that are measured before and after, in a file of their own."""
     columns: dict[str, str] = {}
@@ -165,7 +165,7 @@ class DataSection(Section):
     form: Literal["rewrite", "append"] = "rewrite"
     """"rewrite" asks the policy for a new prompt; "append" lets it continue the user's."""
     instruction: str = ""
-    """User message to a chat policy in the rewrite form, with {prompt} for the user's prompt. Empty: the prompt alone."""
+    """User message to a chat policy in the rewrite form, {prompt} being the user's prompt. Empty: the prompt alone."""
     system_prompt: str = ""
     """System message of conversations that begin with none; empty for the chat template's default."""
     tools: Annotated[list[dict[str, Any] | str] | str, BeforeValidator(name_tools)] = []
@@ -442,8 +442,8 @@ class EvaluationSection(Section):
     every: Count = 25
     """Iterations between validations; 0 for never."""
     best_by: str = "score"
-    """"score", which is maximised, or the name of a reward or of one in eval_rewards: the best checkpoint has most of it
-    in validation, early stopping looks at it. A checkpoint whose eval_rewards fell below the start's is never the best."""
+    """What chooses the best checkpoint, and ends training early: "score", which is maximised, a reward, or one of
+    eval_rewards. A checkpoint whose eval_rewards fell below the start's is never the best."""
     samples: Annotated[int, Ge(0), Le(LENGTH)] = 1
     """Sampled completions of each test prompt beside the greedy one (k); 0 for none. Above 1 their mean@k and pass@k
     are reported, with 95 % intervals."""

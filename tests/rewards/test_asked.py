@@ -58,13 +58,13 @@ def own(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(place, own, tmp_path_factory):
     """Two iterations over texts and conversations whose rewards are named in all ways that a config has."""
-    length = {"name": "grpo_jax.rewards:target_length", "weight": 0.5}
+    length = {"name": "grpo_jax.rewards:length_penalty", "weight": 0.5}
     trl = [{"name": f"{own}:{name}", "messages": messages} for name, messages in TRL.items()]
     rewards = [
         f"{own}:seen",
         f"{own}:late",
-        {**length, "options": {"target": 3, "unit": "tokens"}, "label": "three"},
-        {**length, "options": {"target": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
+        {**length, "options": {"start": 0, "end": 3, "unit": "tokens"}, "label": "three"},
+        {**length, "options": {"start": 0, "end": 6, "unit": "tokens"}, "label": "six", "condition_on": "three"},
         *trl,
     ]
     home = tmp_path_factory.mktemp("asked")
@@ -117,9 +117,8 @@ def test_texts_that_the_policy_did_not_write_have_tokens_too():
 
 def test_two_rewards_of_one_function_have_a_label_each(finished, table):
     lengths = np.array(table["length"])
-    for label, target in (("three", 3), ("six", 6)):
-        expected = np.maximum(0, 1 - abs(lengths - target) / target)
-        np.testing.assert_allclose(table[f"reward/{label}"], expected, rtol=1e-6)
+    for label, end in (("three", 3), ("six", 6)):
+        np.testing.assert_allclose(table[f"reward/{label}"], -np.minimum(1, lengths / end), rtol=1e-6)
     saved = load_config(finished / "config.yaml")
     assert [reward.called for reward in saved.rewards][:4] == ["seen", "late", "three", "six"]
     assert saved.rewards[3].condition_on == "three"

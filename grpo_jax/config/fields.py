@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, TypeGuard, TypeVar, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Self, TypeGuard, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le
@@ -94,9 +94,6 @@ class Section(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other values, checked as at first."""
         return type(self)(**{**dict(self), **changes})
-
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 def resume_mutable(default: Any = PydanticUndefined, **more: Any) -> Any:
@@ -324,7 +321,7 @@ def merged(below: Any, above: Any) -> Any:
     return {**below, **{key: merged(below.get(key), value) for key, value in above.items()}}
 
 
-def build(kind: type[AnySection], values: Values) -> AnySection:
+def build(kind: type[Section], values: Values) -> Any:
     """Return the section of nested values; UserError with a line for each mistake."""
     try:
         return kind.model_validate(values)

@@ -29,12 +29,6 @@ from grpo_jax.config.fields import (
 from grpo_jax.config.named import name_tools
 
 MOST_TURNS = 64
-_TEMPLATE_ARGUMENTS = (
-    *("tools", "conversation", "messages", "chat_template", "tokenize", "add_generation_prompt"),
-    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-)
-"""Arguments of `apply_chat_template` that are not for the template, and what has a field of its own."""
 TODAY = "today"
 """Of data.chat_template_options: the date that a template writes."""
 
@@ -194,8 +188,6 @@ class DataSection(Section):
         today = self.chat_template_options.get(TODAY, "2000-01-01")
         dated = isinstance(today, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", today)
         require(bool(dated), f"chat_template_options.{TODAY}", '"YYYY-MM-DD"', today)
-        reserved = [name for name in self.chat_template_options if name in _TEMPLATE_ARGUMENTS]
-        require(not reserved, "chat_template_options", "what the template itself knows (data.tools apart)", reserved)
 
     @property
     def template_options(self) -> dict[str, Any]:

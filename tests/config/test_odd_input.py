@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import threading
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from grpo_jax.config.command_line import load_config, parse
 from grpo_jax.config.fields import build, identity
 from grpo_jax.config.files import read_yaml
 from grpo_jax.config.sections import SamplingSection
-from grpo_jax.errors import UserError, run_cli, short_repr
+from grpo_jax.errors import UserError, run_cli
 from grpo_jax.predict import load_rewriter
 from grpo_jax.rollout.reward_registry import judge_named
 from grpo_jax.train import main
@@ -90,35 +89,6 @@ def test_names_that_no_file_has(place, tmp_path, capsys, path):
         config.write_text(yaml.safe_dump(changed))
         line = line_of(capsys, main, "--config", config, "--run_dir", tmp_path / "run")
         assert len(line) < 300 + len(str(tmp_path)) and not (tmp_path / "run").exists()
-
-
-def test_more_of_the_vocabulary_than_there_is(place, tmp_path, capsys):
-    words = ["--config", place.config, "--run_dir", tmp_path / "run"]
-    assert "sampling.top_k: expected at most the policy's 272 tokens" in line_of(
-        capsys, main, *words, "--sampling.top_k", "273"
-    )
-
-
-@pytest.mark.parametrize(
-    ("device", "message"), [("banana", 'expected "auto", "cpu" or "gpu:N"'), ("gpu:7", "there is no")]
-)
-def test_a_device_that_is_not_there(place, tmp_path, capsys, device, message):
-    words = ["--config", place.config, "--run_dir", tmp_path / "run", "--devices.policy", device]
-    assert f"devices.policy: {message}" in line_of(capsys, main, *words)
-
-
-def test_plans_of_sizes_that_cannot_be(place, tmp_path, capsys):
-    folder = shutil.copytree(place.policy, tmp_path / "policy")
-    fields = json.loads((folder / "config.json").read_text())
-    for name, value in (
-        ("vocab_size", 10**12),
-        ("hidden_size", "32"),
-        ("num_hidden_layers", -1),
-        ("rms_norm_eps", "x"),
-    ):
-        (folder / "config.json").write_text(json.dumps({**fields, name: value}))
-        line = line_of(capsys, main, "--config", place.config, "--policy.path", folder, "--plan")
-        assert f"config.json: {name}: expected" in line and short_repr(value) in line
 
 
 def test_whole_numbers_are_floats_where_a_field_is_one():

@@ -118,6 +118,6 @@ REMOVED: dict[str, str] = {
         "algorithm.width algorithm.value_coef algorithm.minibatches algorithm.gae_lambda algorithm.clip_low "
         "algorithm.clip_high algorithm.kl_coef algorithm.value_clip optimizer.schedule optimizer.beta1 "
         "optimizer.beta2 optimizer.max_grad_norm",
-        "is no setting of CartPole: a constant of grpo_jax/tasks/cartpole/training.py",
+        "is no setting of CartPole: a constant of its training.py",
     ),
 }

@@ -99,7 +99,6 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
         (["--policy.mesh.tensor", "4"], "takes 4 devices, but the policy has 1"),
         (["--devices.policy", "banana"], 'devices.policy: expected "auto", "cpu" or "gpu:N"'),
         (["--devices.policy", "gpu:7"], "devices.policy: there is no"),
-        (["--sampling.top_k", "273"], "sampling.top_k: expected at most the policy's 272 tokens"),
         ([*PICTURES, "--rewards", '[{"name": "beauty"}]'], "of this task alignment, alignment_gain, "),
         (
             [*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margn": 0.5}}]'],
@@ -122,6 +121,10 @@ def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run
     arguments = [argument.replace("{judge}", str(place.judge)) for argument in arguments]
     assert message in refused("--policy.path", garbage, *arguments)
     assert not run.exists()
+
+
+def test_more_of_the_vocabulary_than_there_is(refused):
+    assert "sampling.top_k: expected at most the policy's 272 tokens" in refused("--sampling.top_k", "273")
 
 
 def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, run):

@@ -21,7 +21,6 @@ from grpo_jax.config.fields import (
     PositiveCount,
     Section,
     Share,
-    require,
     resume_mutable,
 )
 from grpo_jax.config.run import TASKS
@@ -52,11 +51,11 @@ class CartPoleAlgorithm(Section):
 
     def __post_init__(self) -> None:
         unique = len(set(self.objectives)) == len(self.objectives)
-        require(bool(self.objectives) and unique, "objectives", "one or more, each once", self.objectives)
+        self.require(bool(self.objectives) and unique, "objectives", "one or more, each once")
         fits = len(self.weights) in (0, len(self.objectives)) and all(map(math.isfinite, self.weights))
-        require(fits, "weights", f"none or {len(self.objectives)} finite numbers", self.weights)
+        self.require(fits, "weights", f"none or {len(self.objectives)} finite numbers")
         conditioned = set(self.objectives) == {"upright", "centred"} and self.name != "ppo"
-        require(conditioned or not self.condition, "condition", "0 without both objectives or with ppo", self.condition)
+        self.require(conditioned or not self.condition, "condition", "0 without both objectives or with ppo")
 
 
 class CartPoleOptimizer(Section):
@@ -114,8 +113,8 @@ class CartPoleConfig(Section):
         """Refuse what no section can refuse alone."""
         every = self.evaluation.every
         for name in ("iterations", "save_every"):
-            value = getattr(self.training, name)
-            require(value % every == 0, f"training.{name}", f"a multiple of evaluation.every = {every}", value)
+            fits = getattr(self.training, name) % every == 0
+            self.require(fits, f"training.{name}", f"a multiple of evaluation.every = {every}")
 
 
 RETURNS = (

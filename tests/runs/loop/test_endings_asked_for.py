@@ -99,6 +99,7 @@ def test_callbacks_are_told_in_order_and_what_metrics_jsonl_says(told):
 def test_early_stopping_ends_a_run_with_all_that_an_end_has(told):
     folder, summary, _ = told
     first = rows(folder)[0]["validation/letters"]
+    assert summary["best"]["validation_score"] == max(row["validation/letters"] for row in rows(folder))
     reason = f"validation/letters has not exceeded {first:.4g}, of iteration 1, in 3 validations"
     assert summary["early_stopping"] == reason and not summary["stopped"] and summary["iterations"] == STEPS
     assert f"early stopping after iteration {STEPS}: {reason}" in (folder / "train.log").read_text()

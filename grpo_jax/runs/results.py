@@ -21,8 +21,7 @@ from grpo_jax.runs.loading import RunContext
 from grpo_jax.runs.measures import TOTAL, fallen
 from grpo_jax.runs.progress import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
-from grpo_jax.tasks.display import EpisodeEntry, Findings, GalleryEntry, ShownTurn, Table, of_turns
-from grpo_jax.tasks.task import Finished
+from grpo_jax.tasks.task import EpisodeEntry, Findings, Finished, GalleryEntry, ShownTurn, Table, of_turns
 
 _SHOWN_SIZE = 256  # pixels of a prompt's picture in the report
 _PACKAGES = (

@@ -9,7 +9,6 @@ import numpy as np
 
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.tasks.display import Findings, Table
 from grpo_jax.tasks.recommendation import metrics
 from grpo_jax.tasks.recommendation.baselines import (
     Ask,
@@ -22,6 +21,7 @@ from grpo_jax.tasks.recommendation.baselines import (
 from grpo_jax.tasks.recommendation.catalogue import Catalogue
 from grpo_jax.tasks.recommendation.dataset import Dataset
 from grpo_jax.tasks.recommendation.metrics import Interval, rank_of
+from grpo_jax.tasks.task import Findings, Table
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation

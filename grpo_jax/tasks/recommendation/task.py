@@ -18,9 +18,8 @@ from grpo_jax.config.fields import (
 )
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RetrievalSection
-from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.recommendation import EVENT_COLUMNS, FUSED, PLACES, RANK
-from grpo_jax.tasks.task import Task, TaskData, TaskSetup
+from grpo_jax.tasks.task import Display, Task, TaskData, TaskSetup
 
 if TYPE_CHECKING:
     from grpo_jax.models.policy import Policy

@@ -29,13 +29,25 @@ from grpo_jax.rollout.rewards import (
     asks,
     finished,
 )
-from grpo_jax.tasks.recommendation import FUSED, RANK, metrics
-from grpo_jax.tasks.recommendation.baselines import Prior, item_scores, levelled
+from grpo_jax.tasks.recommendation import FUSED, RANK
+from grpo_jax.tasks.recommendation.baselines import (
+    MIXED_WEIGHTS,
+    Measure,
+    Prior,
+    count_better,
+    gain,
+    hit,
+    item_scores,
+    levelled,
+    mixed,
+    mrr,
+    ndcg,
+    rank_of,
+)
 from grpo_jax.tasks.recommendation.catalogue import Items
-from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
 
 BUILT_IN = ("ndcg", "hit", "mrr", "mixed", "soft")
-_MEASURES = {"hr": metrics.hit, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
+_MEASURES = {"hr": hit, "ndcg": ndcg, "mrr": mrr}
 
 
 def task_rewards(items: int, *, fused: bool) -> dict[str, Reward | Maker]:
@@ -68,7 +80,7 @@ def make_reward(name: str, items: int, /, **options: float) -> Reward:
             few completions most groups have no spread to learn from). For "mixed" also a weight by name of a measure;
             a measure that is not named then has none. "soft" takes no option.
     """
-    named = metrics.MIXED_WEIGHTS if name == "mixed" else ()
+    named = MIXED_WEIGHTS if name == "mixed" else ()
     weights = {measure: options.pop(measure) for measure in named if measure in options}
     k = 0 if name == "soft" else options.pop("k", 0)
     if options:
@@ -81,9 +93,9 @@ def make_reward(name: str, items: int, /, **options: float) -> Reward:
         raise ValueError(f"k must be at most {items}, the number of items, got {k!r}")
     cutoff = int(k) or None
     if name == "mixed":
-        chosen = weights or metrics.MIXED_WEIGHTS
-        return _of_rank(functools.partial(metrics.mixed, k=cutoff, items=items, weights=chosen))
-    return _of_rank(functools.partial(metrics.gain, name, k=cutoff, items=items))
+        chosen = weights or MIXED_WEIGHTS
+        return _of_rank(functools.partial(mixed, k=cutoff, items=items, weights=chosen))
+    return _of_rank(functools.partial(gain, name, k=cutoff, items=items))
 
 
 def measure(name: str) -> Reward | None:
@@ -94,7 +106,7 @@ def measure(name: str) -> Reward | None:
     return _of_rank(functools.partial(_MEASURES[kind], k=int(k) if at else None))
 
 
-def _of_rank(measure: metrics.Measure) -> Reward:
+def _of_rank(measure: Measure) -> Reward:
     measure(np.ones(1))  # bad options speak up now, not in the first step
 
     def reward(rank: Sequence[float], **_: object) -> list[float | None]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.rollout.rewards import collect_rewards
-from grpo_jax.tasks.recommendation import metrics, rewards
+from grpo_jax.tasks.recommendation import baselines, rewards
 
 RANK = np.array([1.0, 2.0, 7.0, np.nan, 12.0, 1000.0])
 PROBABILITY = np.array([0.5, 0.25, 0.125, np.nan, 0.0625, 0.0], np.float32)
@@ -20,16 +20,16 @@ def call(reward, rank=RANK, probability=PROBABILITY):
 @pytest.mark.parametrize(
     ("name", "options", "measure"),
     [
-        ("ndcg", {}, metrics.ndcg),
-        ("ndcg", {"k": 10.0}, lambda rank: metrics.ndcg(rank, k=10)),
-        ("mrr", {"k": 0.0}, metrics.mrr),
-        ("mrr", {"k": 2}, lambda rank: metrics.mrr(rank, k=2)),
-        ("hit", {"k": 10}, lambda rank: metrics.hit(rank, k=10)),
-        ("hit", {}, lambda rank: metrics.hit(rank, items=1000)),
-        ("mixed", {"k": 10}, lambda rank: metrics.mixed(rank, k=10)),
-        ("mixed", {}, lambda rank: metrics.mixed(rank, items=1000)),
+        ("ndcg", {}, baselines.ndcg),
+        ("ndcg", {"k": 10.0}, lambda rank: baselines.ndcg(rank, k=10)),
+        ("mrr", {"k": 0.0}, baselines.mrr),
+        ("mrr", {"k": 2}, lambda rank: baselines.mrr(rank, k=2)),
+        ("hit", {"k": 10}, lambda rank: baselines.hit(rank, k=10)),
+        ("hit", {}, lambda rank: baselines.hit(rank, items=1000)),
+        ("mixed", {"k": 10}, lambda rank: baselines.mixed(rank, k=10)),
+        ("mixed", {}, lambda rank: baselines.mixed(rank, items=1000)),
         ("soft", {}, lambda rank: PROBABILITY),
-        ("mixed", {"mrr": 1.0, "ndcg": 3.0}, lambda rank: metrics.mixed(rank, weights={"mrr": 0.25, "ndcg": 0.75})),
+        ("mixed", {"mrr": 1.0, "ndcg": 3.0}, lambda rank: baselines.mixed(rank, weights={"mrr": 0.25, "ndcg": 0.75})),
     ],
 )
 def test_a_reward_is_its_measure_and_a_missing_rank_a_missing_reward(name, options, measure):

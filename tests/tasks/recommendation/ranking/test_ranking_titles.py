@@ -16,10 +16,9 @@ from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.texts import listed_trie
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.samplers import completion_tokens
-from grpo_jax.tasks.recommendation.dataset import load_dataset
-from grpo_jax.tasks.recommendation.dummy import make_world
-from grpo_jax.tasks.recommendation.metrics import count_better, rank_of
-from grpo_jax.tasks.recommendation.recommending import policy_ranking
+from grpo_jax.tasks.recommendation.baselines import count_better, rank_of
+from grpo_jax.tasks.recommendation.dataset import load_dataset, make_world
+from grpo_jax.tasks.recommendation.loading import policy_ranking
 from grpo_jax.train import main
 from grpo_jax.training.batch import Batch
 from grpo_jax.training.objectives import make_forward

@@ -31,7 +31,7 @@ from grpo_jax.rollout.rewards import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpo_jax.rollout.texts import ParsedCompletion
+    from grpo_jax.rollout.encoding import ParsedCompletion
 
 EncodeObservation = Callable[[Observation, bool, Sequence[np.ndarray]], list[int]]
 """(observation, whether the text before it ended, rows and columns of each picture) → tokens up to the next text."""

@@ -37,7 +37,7 @@ from grpo_jax.rollout.data import (
     one_prompt,
     row_sizes,
 )
-from grpo_jax.rollout.encoding import Encoded, make_encode
+from grpo_jax.rollout.encoding import Encoded, listed_trie, make_decode, make_encode, policy_tokens
 from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_encode_observation, make_score
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
@@ -49,7 +49,6 @@ from grpo_jax.rollout.reward_registry import (
     resolve_rewards,
 )
 from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.texts import listed_trie, make_decode, policy_tokens
 from grpo_jax.rollout.tools import template_options
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (

@@ -36,10 +36,10 @@ from pydantic import BeforeValidator
 from grpo_jax.config.fields import Section
 from grpo_jax.config.run import Config
 from grpo_jax.rollout.data import PromptSet, Row
+from grpo_jax.rollout.encoding import ParsedCompletion, as_is, completion_statistics
 from grpo_jax.rollout.env import Env, Observation
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.rollout.rollout import Rollout
-from grpo_jax.rollout.texts import ParsedCompletion, as_is, completion_statistics
 from grpo_jax.training.estimators import Invalid
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerFast
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf import load_folder
-from grpo_jax.rollout.encoding import pad_left
-from grpo_jax.rollout.texts import (
+from grpo_jax.rollout.encoding import (
     as_is,
     completion_statistics,
     continued,
     make_decode,
+    pad_left,
     policy_tokens,
 )
 from grpo_jax.train import main

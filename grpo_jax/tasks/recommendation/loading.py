@@ -18,9 +18,8 @@ from grpo_jax.config.sections import RetrievalSection, RewardSection
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import make_encode
+from grpo_jax.rollout.encoding import listed_trie, make_encode
 from grpo_jax.rollout.reward_registry import TaskRewards
-from grpo_jax.rollout.texts import listed_trie
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK
 from grpo_jax.tasks.recommendation.baselines import (

@@ -12,8 +12,7 @@ from support.shop_files import write_shop
 
 from grpo_jax.predict import main as predict_main
 from grpo_jax.recommend import load_recommender
-from grpo_jax.rollout.encoding import make_encode
-from grpo_jax.rollout.texts import listed_trie
+from grpo_jax.rollout.encoding import listed_trie, make_encode
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.tasks.recommendation.baselines import count_better, rank_of

@@ -10,6 +10,7 @@ import bisect
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from grpo_jax.errors import UserError, short_name
+from grpo_jax.models.hf.chat import PICTURE, Fixed, Message, Part
 from grpo_jax.rollout.pictures import File, Source, digest
 
-if TYPE_CHECKING:  # a reward's own process knows this module, and no JAX
+if TYPE_CHECKING:
     from grpo_jax.config.sections import TrainingSection
-    from grpo_jax.models.hf.chat import Message
 
 SPLITS = ("train", "validation", "test")
 RESERVED_COLUMNS = (
@@ -289,3 +290,37 @@ def repeat_rows(rows: Sequence[Row], group_size: int) -> tuple[list[str], dict[s
     names = dict.fromkeys(name for row in rows for name in row.columns)
     repeated = [row for row in rows for _ in range(group_size)]
     return [row.prompt for row in repeated], {name: [row.columns.get(name) for row in repeated] for name in names}
+
+
+def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
+    """Return a row's messages, or its pictures, instruction and prompt as one of the user, behind a system message.
+
+    The instruction says {prompt} where the prompt goes; a row with a form of its own excludes it (UserError). The
+    system message is added unless the row begins with one.
+    """
+    before = (Message("system", (Fixed(system),)),) if system else ()
+    if row.messages:
+        if instruction:
+            raise UserError(f"row {row.id} is a conversation, which has its own words: leave data.instruction empty")
+        return row.messages if row.messages[0].role == "system" else (*before, *row.messages)
+    parts: list[Part] = [PICTURE] * len(row.pictures)
+    prompt: list[Part] = [row.prompt]
+    if row.pictures and row.prompt.count(PICTURE_MARK) == len(row.pictures) and instruction.count("{prompt}") <= 1:
+        pieces = re.split(f"({PICTURE_MARK})", row.prompt)
+        prompt = [PICTURE if piece == PICTURE_MARK else piece for piece in pieces if piece]
+        parts = []
+    for piece in re.split(r"(\{prompt\})", instruction or "{prompt}"):
+        if piece == "{prompt}":
+            parts += prompt
+        elif piece:
+            parts.append(Fixed(piece))
+    return (*before, Message("user", tuple(parts)))
+
+
+def as_chat_messages(row: Row) -> list[dict[str, object]]:
+    """Return a row's messages as chat messages; a picture is {"type": "image"}."""
+    chat = []
+    for message in messages_of(row):
+        parts = [{"type": "image"} if part is PICTURE else {"type": "text", "text": part} for part in message.parts]
+        chat.append({"role": message.role, "content": parts if PICTURE in message.parts else message.text})
+    return chat

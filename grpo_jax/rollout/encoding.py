@@ -19,10 +19,6 @@ from grpo_jax.config.sections import TODAY, DataSection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.hf.chat import (
-    PICTURE,
-    Fixed,
-    Message,
-    Part,
     conversation_encoder,
     knows_option,
     picture_tokens,
@@ -32,9 +28,9 @@ from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, re
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
-from grpo_jax.rollout.data import PICTURE_MARK, Row, map_pictures, row_sizes
+from grpo_jax.rollout.data import Row, map_pictures, messages_of, row_sizes
+from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pictures import Source, read_rgb, size_of
-from grpo_jax.rollout.tools import template_options
 from grpo_jax.sampling.sampler import bucket_size
 from grpo_jax.sampling.samplers import choices_trie
 
@@ -237,40 +233,6 @@ def _make_tokens_of(
     )
     instruction = "" if section.form == "append" else section.instruction
     return lambda row, lengths: encode(messages_of(row, instruction, section.system_prompt), lengths)
-
-
-def messages_of(row: Row, instruction: str = "", system: str = "") -> tuple[Message, ...]:
-    """Return a row's messages, or its pictures, instruction and prompt as one of the user, behind a system message.
-
-    The instruction says {prompt} where the prompt goes; a row with a form of its own excludes it (UserError). The
-    system message is added unless the row begins with one.
-    """
-    before = (Message("system", (Fixed(system),)),) if system else ()
-    if row.messages:
-        if instruction:
-            raise UserError(f"row {row.id} is a conversation, which has its own words: leave data.instruction empty")
-        return row.messages if row.messages[0].role == "system" else (*before, *row.messages)
-    parts: list[Part] = [PICTURE] * len(row.pictures)
-    prompt: list[Part] = [row.prompt]
-    if row.pictures and row.prompt.count(PICTURE_MARK) == len(row.pictures) and instruction.count("{prompt}") <= 1:
-        pieces = re.split(f"({PICTURE_MARK})", row.prompt)
-        prompt = [PICTURE if piece == PICTURE_MARK else piece for piece in pieces if piece]
-        parts = []
-    for piece in re.split(r"(\{prompt\})", instruction or "{prompt}"):
-        if piece == "{prompt}":
-            parts += prompt
-        elif piece:
-            parts.append(Fixed(piece))
-    return (*before, Message("user", tuple(parts)))
-
-
-def as_chat_messages(row: Row) -> list[dict[str, object]]:
-    """Return a row's messages as chat messages; a picture is {"type": "image"}."""
-    chat = []
-    for message in messages_of(row):
-        parts = [{"type": "image"} if part is PICTURE else {"type": "text", "text": part} for part in message.parts]
-        chat.append({"role": message.role, "content": parts if PICTURE in message.parts else message.text})
-    return chat
 
 
 class ParsedCompletion(NamedTuple):

@@ -38,7 +38,8 @@ from grpo_jax.rollout.data import (
     row_sizes,
 )
 from grpo_jax.rollout.encoding import Encoded, listed_trie, make_decode, make_encode, policy_tokens
-from grpo_jax.rollout.environment import EnvSettings, RolloutFns, make_encode_observation, make_score
+from grpo_jax.rollout.env import EnvSettings, make_encode_observation
+from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
 from grpo_jax.rollout.reward_registry import (
     ResolvedRewards,
@@ -48,8 +49,8 @@ from grpo_jax.rollout.reward_registry import (
     require_columns,
     resolve_rewards,
 )
-from grpo_jax.rollout.rewards import Reward
-from grpo_jax.rollout.tools import template_options
+from grpo_jax.rollout.rewards import Reward, make_score
+from grpo_jax.rollout.rollout import RolloutFns
 from grpo_jax.runs.measures import require_names
 from grpo_jax.runs.policy import (
     image_processor_of,

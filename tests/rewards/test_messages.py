@@ -5,10 +5,9 @@ import pytest
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.environment import make_score
 from grpo_jax.rollout.prompts import read_prompt
 from grpo_jax.rollout.reward_registry import TaskRewards, resolve_rewards
-from grpo_jax.rollout.rewards import with_arguments
+from grpo_jax.rollout.rewards import make_score, with_arguments
 
 
 def test_pictures_are_parts_of_prompt_messages():

@@ -11,7 +11,8 @@ from support.text_task import assert_same_run, rewound, train_here
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.env import EnvRunner, Episode, Turn
+from grpo_jax.rollout.env import Episode, Turn
+from grpo_jax.rollout.env_adapters import EnvRunner
 from grpo_jax.runs.processes import start_facts
 
 WORLDS = '''

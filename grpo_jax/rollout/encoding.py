@@ -28,7 +28,7 @@ from grpo_jax.models.hf.image_processor import PictureSettings, make_prepare, re
 from grpo_jax.models.hf.tokens import special_ids
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture, Pictures, PictureStates, pack_rows
-from grpo_jax.rollout.data import Row, map_pictures, messages_of, row_sizes
+from grpo_jax.rollout.data import Row, map_pictures, messages_of, row_facts, text_bytes
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pictures import Source, read_rgb, size_of
 from grpo_jax.sampling.sampler import bucket_size
@@ -103,8 +103,8 @@ def make_encode(
         context_length: The most tokens of a prompt with its completion (max_position_embeddings).
         completion_tokens: The most tokens behind a prompt.
     """
-    sizes = row_sizes(rows)
-    processor = image_processor() if image_processor is not None and sizes["pictures"].any() else None
+    facts = row_facts(rows)
+    processor = image_processor() if image_processor is not None and facts["pictures"].any() else None
     vision = None if processor is None else processor.vision
     tokens_of = _make_tokens_of(tokenizer, section, vision, vocab_size)
 
@@ -112,7 +112,7 @@ def make_encode(
         if row.pictures and vision is None:
             raise UserError("the prompts hold pictures, and the policy has no vision tower: choose a Qwen-VL folder")
         lengths = [] if vision is None else [height * width // vision.merged for height, width in grids]
-        size = int(row_sizes([row])["text_bytes"][0])
+        size = text_bytes(row)
         if size > _BYTES_PER_TOKEN * section.max_prompt_tokens:  # before it is encoded, which takes seconds a megabyte
             raise UserError(
                 f"prompt {short_repr(row.prompt)} has {size:,} bytes, too many for data.max_prompt_tokens "
@@ -140,7 +140,7 @@ def make_encode(
 
     longest, slots, patches = 1, 0, 0
     compared: dict[str, list[int]] = {}
-    for place in _measured(sizes, tokens_of, section):
+    for place in _measured(facts, tokens_of, section):
         row = rows[place]
         grids = []
         if processor is not None:
@@ -171,18 +171,18 @@ def make_encode(
     return encode
 
 
-def _measured(sizes: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
+def _measured(facts: np.ndarray, tokens_of: TokensOf, section: DataSection) -> Sequence[int]:
     """Choose the rows that are encoded beforehand: no tokenizer makes more tokens of a text than it has bytes."""
-    if len(sizes) <= _LONGEST:
-        return range(len(sizes))
+    if len(facts) <= _LONGEST:
+        return range(len(facts))
     try:
         template = len(tokens_of(Row(0, "x"), [])) + _TEMPLATE_MARGIN
     except UserError:  # a template that takes no prompt by itself
         template = section.max_prompt_tokens
     repeats = max(1, section.instruction.count("{prompt}"))
-    most = sizes["text_bytes"] * repeats + template * np.maximum(sizes["messages"], 1)
-    measured = (most > section.max_prompt_tokens) | (sizes["pictures"] > 0)
-    measured[np.argsort(-sizes["text_bytes"], kind="stable")[:_LONGEST]] = True
+    most = facts["text_bytes"] * repeats + template * np.maximum(facts["messages"], 1)
+    measured = (most > section.max_prompt_tokens) | (facts["pictures"] > 0)
+    measured[np.argsort(-facts["text_bytes"], kind="stable")[:_LONGEST]] = True
     return np.flatnonzero(measured).tolist()
 
 

@@ -35,7 +35,7 @@ from grpo_jax.rollout.data import (
     data_identity,
     iterations_in_all,
     one_prompt,
-    row_sizes,
+    row_facts,
 )
 from grpo_jax.rollout.encoding import Encoded, listed_trie, make_decode, make_encode, policy_tokens
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
@@ -184,7 +184,7 @@ def load(
     if not config.judges:
         info("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
-    pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
+    pictures = data.environment.shows_pictures or bool(row_facts(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
     config = with_template_date(config, folder.tokenizer)
     encode = make_encode(

@@ -11,7 +11,7 @@ from grpo_jax.config.fields import PositiveCount, require
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
-from grpo_jax.rollout.data import PromptSet, all_rows, as_chat_messages, row_sizes
+from grpo_jax.rollout.data import PromptSet, all_rows, as_chat_messages, row_facts
 from grpo_jax.rollout.encoding import ParsedCompletion, as_is, continued
 from grpo_jax.rollout.env_adapters import Toolbox, ToolEpisodes, toolbox
 from grpo_jax.rollout.prompts import make_prompt_set, prompts_of
@@ -57,7 +57,7 @@ class Text(Task):
         section = config.data
         if not os.path.exists(section.prompts):
             return 0, 0
-        return int(row_sizes(all_rows(prompts_of(section)))["pictures"].max()), 0
+        return int(row_facts(all_rows(prompts_of(section)))["pictures"].max()), 0
 
     def load(self, setup: TaskSetup) -> TaskData:
         """Load the prompts."""

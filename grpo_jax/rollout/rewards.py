@@ -383,71 +383,8 @@ def check_options(label: str, function: Reward, options: Mapping[str, object], o
             )
 
 
-MISSING_ITERATIONS = 3
-"""Iterations in a row without any reward, after which a run stops."""
-
-
-def missing_rewards(values: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> list[str]:
-    """Return the maximised rewards whose values are all NaN; one of weight 0 is not maximised, unless all are."""
-    return [name for name in _maximised(weights) if np.isnan(values[name]).all()]
-
-
-def missing_streaks(
-    before: Mapping[str, int], values: Mapping[str, np.ndarray], weights: Mapping[str, float]
-) -> dict[str, int]:
-    """Count, for each maximised reward, the iterations in a row in which no completion had it; empty at the start."""
-    missing = missing_rewards(values, weights)
-    return {name: before.get(name, 0) + 1 if name in missing else 0 for name in _maximised(weights)}
-
-
-def no_reward_lately(streaks: Mapping[str, int], iterations: int) -> str:
-    """Return an error where there is nothing to learn from, "" if the run may go on.
-
-    A reward may well apply to few prompts. All of them missing for `MISSING_ITERATIONS` in a row, or in all
-    iterations of a shorter run, is an error.
-    """
-    shortest = min(streaks.values(), default=0)
-    if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
-        return ""
-    return f"no completion got a reward in {shortest} iterations in a row ({join_names(list(streaks))})"
-
-
-def no_reward_yet(streaks: Mapping[str, int], iteration: int, iterations: int) -> str:
-    """Name single rewards that nobody got, once, after `MISSING_ITERATIONS`; else ""."""
-    names = [name for name, count in streaks.items() if count == iteration]
-    if not names or len(names) == len(streaks) or iteration != min(MISSING_ITERATIONS, iterations):
-        return ""
-    return f"no completion got the reward {join_names(names)} in the first {iteration} iterations"
-
-
-CONSTANT_ITERATIONS = 5
-"""Iterations in a row with one value of a reward, after which the run warns."""
-
-
-def constant_streaks(
-    before: Mapping[str, tuple[float | None, int]], values: Mapping[str, np.ndarray], weights: Mapping[str, float]
-) -> dict[str, tuple[float | None, int]]:
-    """Return, for each maximised reward, its value if all completions have the same, and for how many iterations."""
-    streaks: dict[str, tuple[float | None, int]] = {}
-    for name in _maximised(weights):
-        present = values[name][~np.isnan(values[name])]
-        value = float(present[0]) if present.size and (present == present[0]).all() else None
-        last, count = before.get(name, (None, 0))
-        streaks[name] = (value, 0 if value is None else count + 1 if value == last else 1)
-    return streaks
-
-
-def constant_rewards(streaks: Mapping[str, tuple[float | None, int]]) -> list[str]:
-    """Return a warning for each reward that has just been constant for `CONSTANT_ITERATIONS`."""
-    return [
-        f"warning: the reward {name} was {value:g} for every completion of the last {count} iterations; the policy "
-        "learns nothing from it"
-        for name, (value, count) in streaks.items()
-        if count == CONSTANT_ITERATIONS
-    ]
-
-
-def _maximised(weights: Mapping[str, float]) -> list[str]:
+def maximised_names(weights: Mapping[str, float]) -> list[str]:
+    """Return the rewards that are maximised: one of weight 0 is not, unless all are."""
     return [name for name, weight in weights.items() if weight] or list(weights)
 
 

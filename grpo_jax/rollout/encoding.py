@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import TODAY, DataSection
-from grpo_jax.core.trie import Trie
+from grpo_jax.core.trie import Trie, make_trie
 from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.hf.chat import (
     conversation_encoder,
@@ -32,7 +33,7 @@ from grpo_jax.rollout.data import Row, map_pictures, messages_of, row_facts, tex
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pictures import Source, read_rgb, size_of
 from grpo_jax.sampling.sampler import bucket_size
-from grpo_jax.sampling.samplers import choices_trie
+from grpo_jax.sampling.samplers import completion_tokens
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -300,19 +301,33 @@ def policy_tokens(config: Config, folder: PolicyFolder) -> np.ndarray | None:
     return allowed
 
 
-def listed_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
-    """Return the trie of the texts that a task lists, of which a completion is one; None for any text."""
+def choices_trie(config: Config, texts: Sequence[str] | None, folder: PolicyFolder) -> Trie | None:
+    """Return the tree of a task's texts, of which a completion is one; None for any text.
+
+    Of texts with the same tokens the first counts. UserError where a text is longer than sampling.max_new_tokens, or
+    has no token of its own.
+    """
     if texts is None:
         return None
-    why = "the task lists what may be written"
     for name, changed in (
         ("data.allowed_tokens", config.data.allowed_tokens != "all"),
         ("data.forbidden_tokens", bool(config.data.forbidden_tokens)),
         ("sampling.stop", bool(config.sampling.stop)),
     ):
-        require(not changed, name, f"its default: {why}", "another")
-    gap = follows_text(config, folder.tokenizer)
-    return choices_trie(texts, folder, gap=gap, most=config.sampling.max_new_tokens)
+        require(not changed, name, "its default: the task lists what may be written", "another")
+    most, gap = config.sampling.max_new_tokens, follows_text(config, folder.tokenizer)
+    unknown = folder.tokenizer.unk_token_id
+    numbers: dict[tuple[int, ...], int] = {}
+    for number, text in enumerate(texts):
+        ids = completion_tokens(folder.tokenizer, text, folder.eos_ids, gap=gap)
+        words = f"at least {len(ids)}, the tokens of {one_line(repr(text), 60)}, which may be written"
+        require(len(ids) <= most, "sampling.max_new_tokens", words, most)
+        if all(token == unknown for token in ids[:-1]):
+            raise UserError(f"{one_line(repr(text), 60)} may be written, and the policy's tokenizer has no word of it")
+        numbers.setdefault(tuple(ids), number)
+    trie = make_trie(list(numbers), vocab_size=folder.config.vocab_size)
+    first, text = np.array(list(numbers.values())), np.asarray(trie.text)
+    return trie._replace(text=jnp.asarray(np.where(text >= 0, first[text], -1), jnp.int32))
 
 
 def follows_text(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:

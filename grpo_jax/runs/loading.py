@@ -37,7 +37,7 @@ from grpo_jax.rollout.data import (
     one_prompt,
     row_facts,
 )
-from grpo_jax.rollout.encoding import Encoded, listed_trie, make_decode, make_encode, policy_tokens
+from grpo_jax.rollout.encoding import Encoded, choices_trie, make_decode, make_encode, policy_tokens
 from grpo_jax.rollout.env import EnvSettings, make_encode_observation
 from grpo_jax.rollout.env_adapters import template_options
 from grpo_jax.rollout.pipeline import Work
@@ -221,7 +221,7 @@ def load(
     fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, device=device)
     choices = data.choices
     texts = choices and choices.texts
-    allowed, trie = policy_tokens(config, policy.folder), listed_trie(config, texts, policy.folder)
+    allowed, trie = policy_tokens(config, policy.folder), choices_trie(config, texts, policy.folder)
     _check_measures(config, data.prompts, fns)
     samplers = make_samplers(config.sampling, config.evaluation, policy, allowed, trie)
     return RunContext(

@@ -18,7 +18,7 @@ from grpo_jax.config.sections import RetrievalSection, RewardSection
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.models.policy import Policy
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.encoding import listed_trie, make_encode
+from grpo_jax.rollout.encoding import choices_trie, make_encode
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK
@@ -266,7 +266,7 @@ def policy_ranking(
     """Return rows → the policy's log-probability of each item, f32 [P, I]; the longest prompt sets the width of all."""
     folder = policy.folder
     items = items_of(catalogue.written)
-    rank = make_ranker(policy, pad_id=folder.pad_id, trie=listed_trie(config, items.texts, folder))
+    rank = make_ranker(policy, pad_id=folder.pad_id, trie=choices_trie(config, items.texts, folder))
     size = folder.config.vocab_size
     encode = make_encode(folder.tokenizer, config.data, pad_id=folder.pad_id, vocab_size=size, rows=prompts)
 

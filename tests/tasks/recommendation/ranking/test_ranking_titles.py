@@ -12,7 +12,7 @@ from support.shop_files import write_shop
 
 from grpo_jax.predict import main as predict_main
 from grpo_jax.recommend import load_recommender
-from grpo_jax.rollout.encoding import listed_trie, make_encode
+from grpo_jax.rollout.encoding import choices_trie, make_encode
 from grpo_jax.runs.policy import restore_policy
 from grpo_jax.sampling.samplers import completion_tokens
 from grpo_jax.tasks.recommendation.baselines import count_better, rank_of
@@ -65,7 +65,7 @@ def test_what_is_measured_are_the_ranks_by_the_log_probabilities_of_titles(run, 
     """Against a forward pass over each title alone."""
     config, policy, dataset = restored
     loaded, rows, titles = policy.folder, dataset.prompts.test[:16], dataset.catalogue.titles
-    trie = listed_trie(config, config.task.choices(config), loaded)
+    trie = choices_trie(config, config.task.choices(config), loaded)
     encode = make_encode(loaded.tokenizer, config.data, pad_id=loaded.pad_id, vocab_size=loaded.config.vocab_size,
                          rows=rows, image_processor=None)  # fmt: skip
     ids = np.array([completion_tokens(loaded.tokenizer, title, loaded.eos_ids, gap=True) for title in titles], np.int32)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 Measure = Callable[[np.ndarray], np.ndarray]
 
 Gain = Literal["ndcg", "mrr", "hit"]
-MIXED_WEIGHTS: Mapping[Gain, float] = {"ndcg": 0.5, "mrr": 0.3, "hit": 0.2}
-"""Weights of `mixed`; whichever are given are divided by their sum."""
 
 
 class RankCounts(NamedTuple):
@@ -86,21 +84,6 @@ def gain(name: Gain, rank: np.ndarray, *, k: int | None = None, items: int = 0) 
 ndcg = functools.partial(gain, "ndcg")
 mrr = functools.partial(gain, "mrr")
 hit = functools.partial(gain, "hit")
-
-
-def mixed(
-    rank: np.ndarray,
-    *,
-    k: int | None = None,
-    items: int = 0,
-    weights: Mapping[Gain, float] = MIXED_WEIGHTS,
-) -> np.ndarray:
-    """Weighted mean of `gain`s: Σ wᵢ mᵢ / Σ wᵢ, so 1 is a perfect ranking whatever the weights; absent ones are 0."""
-    total = sum(weights.values())
-    if not weights.keys() <= MIXED_WEIGHTS.keys() or min(weights.values(), default=0) < 0 or not total > 0:
-        raise ValueError(f"weights must be >= 0, not all 0, for {', '.join(MIXED_WEIGHTS)}, got {dict(weights)}")
-    each = [weight / total * gain(name, rank, k=k, items=items) for name, weight in weights.items() if weight]
-    return sum(each, start=np.zeros(()))
 
 
 _MOST_SCORES, _MOST_USERS = 2**23, 512

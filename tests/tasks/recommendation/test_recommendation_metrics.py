@@ -7,7 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from grpo_jax.tasks.recommendation import baselines
+from grpo_jax.rollout.rewards import collect_rewards
+from grpo_jax.tasks.recommendation import baselines, rewards
 
 
 @pytest.mark.parametrize(
@@ -75,3 +76,25 @@ def test_an_interval_agrees_with_resampling_by_hand():
         np.testing.assert_allclose(interval, expected, rtol=1e-12)
     assert baselines.bootstrap(values, samples=200, seed=7) == [first, second]
     assert baselines.bootstrap(values, samples=200, seed=8) != [first, second]
+
+
+def test_a_missing_rank_is_a_missing_reward_and_a_reward_of_the_users_own_never_sees_it():
+    rank, probability = np.array([1.0, 2.0, 7.0, math.nan, 12.0, 1000.0]), [0.5, 0.25, 0.125, math.nan, 0.0625, 0.0]
+    seen = []
+
+    def own(rank, target_title):
+        seen.append((list(rank), list(target_title)))
+        return np.array([1 / r for r in rank])
+
+    columns = {"target_title": list("abcdef"), **rewards.reward_columns(rank, probability)}
+    wrapped = rewards.where_ranked(own)
+    assert wrapped.__name__ == "own"
+    functions = {"own": wrapped, "mrr": rewards.make_reward("mrr", 1000, k=10), "soft": rewards.soft}
+    values = collect_rewards(functions, ["p"] * 6, ["c"] * 6, columns, 2).reshape(6, 3)
+    assert seen == [([1.0, 2.0, 7.0, 12.0, 1000.0], ["a", "b", "c", "e", "f"])]
+    np.testing.assert_allclose(values[:, 0], [1, 0.5, 1 / 7, math.nan, 1 / 12, 1e-3], rtol=1e-6)
+    np.testing.assert_allclose(values[:, 1], [1, 0.5, 1 / 7, math.nan, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(values[:, 2], probability)
+    nothing = columns | rewards.reward_columns(np.full(6, math.nan), probability)
+    assert np.isnan(collect_rewards({"own": wrapped}, ["p"] * 6, ["c"] * 6, nothing, 2)).all()
+    assert len(seen) == 1

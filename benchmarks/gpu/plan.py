@@ -36,7 +36,7 @@ def measurements(tiny: bool) -> Measurements:
 def target_here() -> Target | None:
     """The first device as a target; None where it is none, or the CPU."""
     words = jax.devices()[0].device_kind.lower().replace(" ", "")
-    return next((Target(name, 1, 1) for name in sorted(KINDS, key=len, reverse=True) if name in words), None)
+    return next((Target(name) for name in sorted(KINDS, key=len, reverse=True) if name in words), None)
 
 
 def compare(name: str, case: iteration_work.Case) -> Figures:

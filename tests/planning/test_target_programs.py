@@ -135,7 +135,7 @@ def configured(case, folder):
 def test_a_runs_programs_compile(case, target, tmp_path):
     config = configured(case, tmp_path)
     section = config.policy.mesh
-    chosen = Target(target, 1, section.size)
+    chosen = Target(target, section.size)
     devices = open_devices(chosen)
     mesh = make_mesh(section.fsdp, section.tensor, devices) if section.size > 1 else None
     model = read_shape(config.policy.path)
@@ -161,7 +161,7 @@ WIDE = (  # of sizes that no array of tokens has
 def test_one_copy_of_a_frozen_base_serves_decoding_and_training(quantised, target, tmp_path):
     case = Case("frozen", WIDE, (*TEXT, *LORA, "--training.chunk_prompts=1", f"--policy.quantised={quantised}"))
     config = configured(case, tmp_path)
-    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    chosen, model = Target(target), read_shape(config.policy.path)
     programs = run_programs(config, model, None, None, chosen.platform)
     layers = [name for name in programs["sample"].arguments[0]["params"] if name.startswith("layers")]
     assert layers == ["layers_0", "layers_1"]
@@ -192,7 +192,7 @@ def sampler_of(kind, policy, params, vocabulary):
 @pytest.mark.parametrize("kind", ["stop strings", "trie", "ranking"])
 def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
     config = configured(Case(kind, QWEN2, (*TEXT, *BFLOAT16, "--sampling.top_k=50", "--sampling.top_p=.9")), tmp_path)
-    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    chosen, model = Target(target), read_shape(config.policy.path)
     policy = Policy.from_section(config.policy, model, None, chosen.platform)
     params = sampling_params(config.sampling, 4, 1.0)
     prompts = np.ones((8, 128), np.int32)
@@ -212,7 +212,7 @@ def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
 def test_long_completions_are_read_by_the_targets_own_attention(target, tmp_path):
     """Forward and backward; no scores or masks of a row of 428 tokens are held."""
     config = configured(Case("long", QWEN2, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=301")), tmp_path)
-    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    chosen, model = Target(target), read_shape(config.policy.path)
     program = run_programs(config, model, None, None, chosen.platform)["update"]
     text = compile_program(program, chosen, open_devices(chosen)[0]).as_text()
     assert len(re.findall(r'custom_call_target="(?:__gpu\$xla.gpu.triton|tpu_custom_call)"', text)) >= 3
@@ -225,7 +225,7 @@ def test_a_decoded_tokens_attention_is_one_kernel(target, tmp_path):
     """Of two layers, those of the head and of the draw counted; none moves a layer's keys or values."""
     two = HALF_BILLION | {"num_hidden_layers": 2}
     config = configured(Case("decoding", two, (*TEXT, *BFLOAT16, "--sampling.max_new_tokens=128")), tmp_path)
-    chosen, model = Target(target, 1, 1), read_shape(config.policy.path)
+    chosen, model = Target(target), read_shape(config.policy.path)
     program = run_programs(config, model, None, None, chosen.platform)["sample"]
     compiled = compile_program(program, chosen, open_devices(chosen)[0])
     assert "/layers_1/decode_attention/pallas_call" in compiled.as_text()

@@ -33,5 +33,5 @@ def test_a_plan_compiles_the_last_turn_too(monkeypatch):
         return Report(0, 2**20 * len(asked), 0, Work())
 
     monkeypatch.setattr(plan, "report", counted)
-    memory, programs = plan.policy_memory(config, model)
+    memory, programs = plan.plan_policy(config, model)
     assert "turn" in programs and len(asked) == len(programs) and memory.sampling >= 2 * 2**20

@@ -23,7 +23,9 @@ from outcome import Figures, Measurements, Skip, needs_torch_beside_jax
 
 from grpo_jax.config.command_line import load_config
 from grpo_jax.errors import UserError
-from grpo_jax.models.policy import Policy, keeps_layers_apart, lora_config, weight_dtype
+from grpo_jax.models.hf.peft import lora_config
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.variables import keeps_layers_apart, weight_dtype
 from grpo_jax.planning.memory import plan_policy, read_shape
 from grpo_jax.sampling.sampler import make_sampler
 from grpo_jax.sampling.samplers import sampling_params

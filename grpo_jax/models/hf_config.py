@@ -1,9 +1,10 @@
-"""Checks of the fields of a ``config.json``: kinds, ranges, and values that would change what is computed."""
+"""Checks of the fields of a ``config.json``: kinds, ranges, values that would change what is computed; their errors."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from grpo_jax.errors import short_repr
+from grpo_jax.errors import UserError, one_line, short_repr
 
 Fields = Mapping[str, Any]
 """The contents of a ``config.json``, or of a table in it."""
@@ -128,3 +129,25 @@ def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model
 def not_null(fields: Fields) -> dict[str, Any]:
     """The fields that are not null, which counts as absent."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+@contextmanager
+def as_user_error(start: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise UserError("start: error") in place of errors of these kinds."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{start}: {error}") from error
+
+
+@contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Make a tokenizer's failure a UserError that begins so; in Rust it is a panic, which is no ``Exception``."""
+    try:
+        yield
+    except BaseException as error:
+        failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not failure or isinstance(error, ModuleNotFoundError):
+            raise
+        reason = f"{type(error).__name__}: {one_line(error, 120) or 'no reason given'}"
+        raise UserError(f"{what} ({reason}); copy its files again") from error

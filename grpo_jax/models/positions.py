@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.attention import Context, Tokens, VisionInput
-from grpo_jax.models.cache import Cache, Prefix, Rows
+from grpo_jax.models.attention import Cache, Context, Prefix, Rows, Tokens, VisionInput
 from grpo_jax.models.vision.pictures import PictureStates
 
 

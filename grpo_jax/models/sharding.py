@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_jax.models.architectures import ARCHITECTURES
-from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS, Architecture
+from grpo_jax.models.layers import COLUMNS, FUSED, ROWS, Architecture
 from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, TowerArchitecture
 

@@ -1,14 +1,20 @@
-"""The collections of a policy's variables: parameters, a vision tower's, a value head's."""
+"""The collections of a policy's variables: parameters, a tower's, a value head's; their types, and how layers lie."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+from grpo_jax.config.sections import PolicySection
+from grpo_jax.models.attention import platform_of
+
+if TYPE_CHECKING:
+    from grpo_jax.models.lora import LoraConfig
 
 PyTree = Any  # of arrays
 Variables = Mapping[str, PyTree]
@@ -22,6 +28,33 @@ NUMBERS = "numbers"
 
 VALUE = "value"
 """Collection of a value head; the policy's own functions do not know it."""
+
+
+def weight_dtype(section: PolicySection) -> str:
+    """The type of the weights: trained ones are float32."""
+    return section.frozen_dtype if section.lora.used else "float32"
+
+
+def tower_dtype(section: PolicySection) -> str:
+    """The type of the vision tower's weights, which may be frozen where the rest is trained."""
+    return "float32" if section.vision == "train" else section.frozen_dtype
+
+
+def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:
+    """Whether the vision tower takes part in training, whatever the prompts are."""
+    return section.vision == "train" or (lora is not None and bool(lora.vision))
+
+
+def keeps_layers_apart(section: PolicySection, platform: str | None = None) -> bool:
+    """Whether each layer of a frozen policy has arrays of its own, with projections joined, in place of stacks.
+
+    On a CUDA device decoding then reads the only copy of the weights, and an update copies none out of a stack. Of a
+    stack one layer's program serves all and is compiled in less time: trained weights, which decoding casts in any
+    case, are stacked, and so is what lies over a mesh or on a TPU, whose compiler takes many times as long.
+    """
+    as_computed = section.quantised != "none" or section.frozen_dtype == section.compute_dtype
+    on_cuda = (platform or platform_of(jax.devices()[0])) == "cuda" and section.mesh.size == 1
+    return section.lora.used and as_computed and on_cuda
 
 
 def init_value_head(width: int) -> dict[str, jax.Array]:

@@ -22,10 +22,12 @@ from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
+from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.hf.weights import read_json
 from grpo_jax.models.lora import count_weights
-from grpo_jax.models.policy import lora_config, needs_tower, precision_of, weight_dtype
+from grpo_jax.models.policy import precision_of
 from grpo_jax.models.sharding import make_mesh
+from grpo_jax.models.variables import needs_tower, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import MEMORY, PLAN, TARGET, PlanRequest
 from grpo_jax.planning.programs import Report, report, run_programs

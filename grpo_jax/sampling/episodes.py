@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from grpo_jax.models.cache import Cache, Prefix, Rows
+from grpo_jax.models.attention import Cache, Prefix, Rows
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import PyTree, Variables, numbered
 from grpo_jax.sampling.sampler import (

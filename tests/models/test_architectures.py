@@ -15,8 +15,9 @@ from grpo_jax.config import LoraSection  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.architectures import read_config  # noqa: E402
+from grpo_jax.models.hf.peft import lora_config  # noqa: E402
 from grpo_jax.models.lora import quantise  # noqa: E402
-from grpo_jax.models.policy import Policy, lora_config  # noqa: E402
+from grpo_jax.models.policy import Policy  # noqa: E402
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler  # noqa: E402
 
 # Those whose layers differ from one another where they decode; the others are Llama's.

@@ -14,10 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 from support.tiny_decoders import LLAMA, drawn
 
-from grpo_jax.models import attention
-from grpo_jax.models.attention import causal_rows, choose_attention
+from grpo_jax.models import attention, kernels
+from grpo_jax.models.attention import choose_attention, platform_of
 from grpo_jax.models.decoder import Decoder
-from grpo_jax.models.policy import Policy, platform_of
+from grpo_jax.models.kernels import causal_rows
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.positions import group_context, packed_context, prompt_context
 
 PLAIN = replace(LLAMA, windows=(None,), num_layers=1, head_dim=16)
@@ -65,7 +66,7 @@ def calls(monkeypatch):
         made.append(query.shape[:2])
         return causal_rows(query, *rest)
 
-    monkeypatch.setattr(attention, "causal_rows", counted)
+    monkeypatch.setattr(kernels, "causal_rows", counted)
     return made
 
 

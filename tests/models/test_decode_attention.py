@@ -11,8 +11,7 @@ from jax.experimental import pallas as pl
 from support.tiny_decoders import LLAMA, drawn
 
 from grpo_jax.models import policy as policies
-from grpo_jax.models.attention import Context, LayerInput, Tokens, attend_streams
-from grpo_jax.models.cache import Rows
+from grpo_jax.models.attention import Context, LayerInput, Rows, Tokens, attend_streams
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 

@@ -10,8 +10,7 @@ import pytest
 from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.errors import UserError
-from grpo_jax.models.attention import causal_rows
-from grpo_jax.models.decode_attention import attend_token
+from grpo_jax.models.kernels import attend_token, causal_rows
 from grpo_jax.planning import targets
 from grpo_jax.planning.programs import count_work
 from grpo_jax.planning.targets import Target, parse_target

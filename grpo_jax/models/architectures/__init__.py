@@ -5,10 +5,10 @@ A new architecture is a file that ends in its `Architecture`, and its row here.
 
 from grpo_jax.models.architectures import gpt2, llama
 from grpo_jax.models.architectures import llama_variants as variants
-from grpo_jax.models.architectures.architecture import Architecture
 from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.architectures.llama import DecoderConfig
 from grpo_jax.models.hf_config import Fields, expect
+from grpo_jax.models.layers import Architecture
 
 ModelConfig = DecoderConfig | GPT2Config
 

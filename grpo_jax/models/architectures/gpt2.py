@@ -11,9 +11,8 @@ import numpy as np
 from flax import linen as nn
 
 from grpo_jax.models import hf_config
-from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS, Architecture, Naming
 from grpo_jax.models.attention import Context, LayerInput, attend_streams
-from grpo_jax.models.layers import ACTIVATIONS, LayerNorm, Projection
+from grpo_jax.models.layers import ACTIVATIONS, COLUMNS, FUSED, ROWS, Architecture, LayerNorm, Naming, Projection
 from grpo_jax.models.lora import LoraConfig
 
 MODEL_TYPE = "gpt2"
@@ -53,6 +52,8 @@ class GPT2Config:
     tie_word_embeddings: bool = True  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of freshly drawn weights
     vision: ClassVar[None] = None
+    logit_softcap: ClassVar[None] = None
+    embedding_scale: ClassVar[float] = 1.0
 
     def __post_init__(self):
         whole = self.hidden_size % self.num_heads == 0

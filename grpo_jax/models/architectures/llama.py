@@ -10,9 +10,20 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.models import hf_config
-from grpo_jax.models.architectures.architecture import COLUMNS, ROWS, Architecture, Naming
 from grpo_jax.models.attention import Context, LayerInput, add_deepstack, attend_streams
-from grpo_jax.models.layers import ACTIVATIONS, Experts, Projection, RMSNorm, Router, mixed, sorted_by_expert
+from grpo_jax.models.layers import (
+    ACTIVATIONS,
+    COLUMNS,
+    ROWS,
+    Architecture,
+    Experts,
+    Naming,
+    Projection,
+    RMSNorm,
+    Router,
+    mixed,
+    sorted_by_expert,
+)
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import UNTURNED, RopeConfig, read_rope, rotate, rotation
 from grpo_jax.models.vision.config import VisionConfig, read_vision

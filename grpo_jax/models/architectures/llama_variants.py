@@ -6,8 +6,8 @@ from typing import Any
 
 from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import llama
-from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS
 from grpo_jax.models.architectures.llama import DecoderConfig, Mixture, read_shared, same_window, typed_windows
+from grpo_jax.models.layers import COLUMNS, FUSED, ROWS
 from grpo_jax.models.rope import RopeConfig, read_rope
 
 # SmolLM3: Llama's layers, some of which do not know positions (Bakouch et al. 2025, https://hf.co/blog/smollm3).

@@ -1,5 +1,6 @@
 """Policies from Hugging Face folders, and back: the folder, its weights, adapters, exports."""
 
+from grpo_jax.models.hf.chat import Tokenizer
 from grpo_jax.models.hf.folder import (
     PolicyFolder,
     load_folder,
@@ -11,7 +12,6 @@ from grpo_jax.models.hf.folder import (
     resolve_folder,
     save_folder,
 )
-from grpo_jax.models.hf.tokens import Tokenizer
 from grpo_jax.models.hf.weights import shapes
 
 __all__ = [

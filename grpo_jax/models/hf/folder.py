@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from grpo_jax.errors import UserError, one_line, short_name, short_repr
 from grpo_jax.models.architectures import ModelConfig, read_config
-from grpo_jax.models.hf.tokens import Tokenizer, as_user_error, failures_named
+from grpo_jax.models.hf.chat import Tokenizer
 from grpo_jax.models.hf.weights import (
     INDEX,
     TensorFiles,
@@ -31,7 +31,7 @@ from grpo_jax.models.hf.weights import (
     weight_files,
     write_shard,
 )
-from grpo_jax.models.hf_config import Fields, expect
+from grpo_jax.models.hf_config import Fields, as_user_error, expect, failures_named
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, copied
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")

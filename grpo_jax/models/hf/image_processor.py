@@ -12,8 +12,8 @@ import numpy as np
 
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf_config
-from grpo_jax.models.hf.tokens import as_user_error, failures_named
 from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.hf_config import as_user_error, failures_named
 from grpo_jax.models.vision.config import VisionConfig
 from grpo_jax.models.vision.pictures import Picture
 

@@ -19,10 +19,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from grpo_jax.config.fields import require
+from grpo_jax.config.sections import LoraSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf_config
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.hf.tokens import as_user_error
 from grpo_jax.models.hf.weights import (
     TensorFiles,
     first_problems,
@@ -32,7 +33,8 @@ from grpo_jax.models.hf.weights import (
     shapes,
     unfitting,
 )
-from grpo_jax.models.lora import LoraConfig
+from grpo_jax.models.hf_config import as_user_error
+from grpo_jax.models.lora import LoraConfig, check_targets
 from grpo_jax.models.variables import VISUAL, PyTree, Variables
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes
 
@@ -48,6 +50,22 @@ _SILENT = (
 )
 # Starts that leave the base as it is; the others (PiSSA, OLoRA, CorDA, LoftQ …) take the adapter out of its weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def lora_config(section: LoraSection, model: ModelConfig) -> LoraConfig | None:
+    """The adapters' configuration, None where all weights are trained; UserError where they do not fit the model."""
+    if section.path is not None:
+        return load_adapters(section.path, model)[0]
+    if section.rank == 0:
+        return None
+    projections = tuple(architecture_of(model).projections)
+    words = f"false: this {model.model_type} has no vision tower"
+    require(not section.vision or model.vision is not None, "policy.lora.vision", words, section.vision)
+    with as_user_error("policy.lora", ValueError):
+        tower = tuple(TOWERS[model.vision.model_type].projections) if section.vision else ()
+        lora = LoraConfig(section.rank, section.alpha, tuple(section.targets) or projections, tower)
+        check_targets(lora, projections, model.model_type)
+        return lora
 
 
 def save_adapters(folder: str | Path, adapters: Variables, lora: LoraConfig, config: ModelConfig, *, base: str) -> None:

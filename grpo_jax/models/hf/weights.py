@@ -20,9 +20,9 @@ from grpo_jax.config.files import read_json as read_json_text
 from grpo_jax.config.files import read_text
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models.architectures import ModelConfig, architecture_of
-from grpo_jax.models.architectures.architecture import Naming
 from grpo_jax.models.decoder import init_variables
-from grpo_jax.models.hf.tokens import as_user_error
+from grpo_jax.models.hf_config import as_user_error
+from grpo_jax.models.layers import Naming
 from grpo_jax.models.lora import entry
 from grpo_jax.models.variables import VISUAL, PyTree
 from grpo_jax.models.vision.tower import TOWERS, tower_shapes

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from grpo_jax.models.architectures.architecture import COLUMNS, FUSED, ROWS
-from grpo_jax.models.layers import LayerNorm, Projection, RMSNorm, draw_params, remat_block
+from grpo_jax.models.layers import COLUMNS, FUSED, ROWS, LayerNorm, Projection, RMSNorm, draw_params, remat_block
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.rope import rotate
 from grpo_jax.models.variables import VISUAL, PyTree, Variables, tower_params

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
+from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, PolicySection, PPOSection, TrainingSection
 from grpo_jax.models.hf import load_folder
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.variables import VISUAL

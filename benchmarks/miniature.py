@@ -58,7 +58,7 @@ def one(variant: str, seed: int, run_dir: str, extra: list[str]) -> None:
     config = parse(["--seed", str(seed), "--run_dir", run_dir, *VARIANTS[variant], *extra])
     clock = time.monotonic()
     with RunOutput(config) as output, stop_requests() as stop:
-        ctx = load(config, say=output.part)
+        ctx = load(config, info=output.info)
         if variant.endswith("shuffled"):
             ctx = ctx._replace(fns=ctx.fns._replace(score=shuffled(ctx.fns.score, seed)))
         with Checkpoints(output.directory.checkpoints, keep=1) as checkpoints:

@@ -139,7 +139,7 @@ def run_ray(folder, repeats, replicas):
     from bridges import ray_pool
     from bridges.retrieval import service
     from grpo_jax.config.judge import PoolSection
-    from grpo_jax.config.retrieval import RetrievalSection
+    from grpo_jax.config.sections import RetrievalSection
 
     ray_pool.join(None, object_store=256 * 2**20)
     judges = [bench_service()(str(folder), "given", replicas)] * replicas

@@ -10,8 +10,7 @@ __grpo_jax__ = True
 """Marks this project's package: another distribution may install one of the same name."""
 
 _PUBLIC = {
-    "config.build": ("to_yaml",),
-    "config.fields": ("require",),
+    "config.fields": ("require", "to_yaml"),
     "config.judge": ("Judge",),
     "config.run": ("Config", "make_config"),
     "core.advantages": (

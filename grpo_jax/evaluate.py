@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from grpo_jax.config import MeshSection
     from grpo_jax.config.named import IN_PYTHON
+    from grpo_jax.config.sections import MeshSection
     from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
@@ -58,10 +58,10 @@ def _evaluate(options: argparse.Namespace) -> None:
     if options.mesh is not None:
         section = config.policy.replace(mesh=MeshSection(fsdp=options.mesh[0], tensor=options.mesh[1]))
         config = config.replace(policy=section)
-    say = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
+    info = (lambda *_: None) if options.json else lambda name, detail="": print(f"{name:<10} {detail}")
     prompts = kept_prompts(RunDirectory(options.run)) if config.data.prompts == IN_PYTHON else None
     with ExitStack() as leaving:
-        ctx = load(config, say, prompts=prompts, leaving=leaving)
+        ctx = load(config, info, prompts=prompts, leaving=leaving)
         if not ctx.test_rows:
             raise UserError(f"{options.run}: no prompts were held out (data.held_out), so there is nothing to measure")
         variables, meta = restore_variables(ctx.policy.variables, options.run, options.checkpoint)

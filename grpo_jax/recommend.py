@@ -97,7 +97,7 @@ def _recommend(options: argparse.Namespace) -> None:
         return
     _print(items)
     if "note" in record:
-        complain(f"note: {record['note']}")
+        complain(f"warning: {record['note']}")
 
 
 def ask_for(recommender: Any, k: int, titles: Sequence[str]) -> tuple[Sequence[Any], dict[str, object]]:
@@ -124,7 +124,7 @@ def _answer_lines(lines: Sequence[tuple[int, str]], path: str, ask: Any) -> None
     if errors and len(errors) == len(lines):
         raise UserError(f"none of {len(lines)} lines could be answered: {errors[0]}")
     if errors:
-        complain(f"note: {len(errors)} of {len(lines)} lines could not be answered: {one_line(errors[0], 300)}")
+        complain(f"warning: {len(errors)} of {len(lines)} lines could not be answered: {one_line(errors[0], 300)}")
 
 
 def titles_of(line: str) -> list[str]:

@@ -61,7 +61,7 @@ def _display(run: RunDirectory) -> Display:
     try:
         return load_config(run.config).task.display
     except UserError as error:
-        print(f"note: {run.path.name} is shown without its task's own charts: {error}")
+        print(f"warning: {run.path.name} is shown without its task's own charts: {error}")
         return Display()
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from grpo_jax.config.build import to_dict
 from grpo_jax.config.command_line import parse
+from grpo_jax.config.fields import to_dict
 from grpo_jax.errors import UserError, exit_process, extras_named, run_cli, version
 from grpo_jax.planning import take_request
 

@@ -36,7 +36,7 @@ def load(run_dir: Path) -> Any:
 
     config = run_config(run_dir)
     policy = config.policy.replace(path=str(run_dir / "policy"))
-    return load(config.replace(policy=policy), say=lambda *_: None)
+    return load(config.replace(policy=policy), info=lambda *_: None)
 
 
 def collected(ctx: Any, sample: Any, environment: Any) -> Any:

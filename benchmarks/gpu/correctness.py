@@ -20,7 +20,7 @@ import numpy as np
 from outcome import Figures, Measurements, compared, needs
 from support import tiny_decoders, tiny_update
 
-from grpo_jax.config import AlgorithmSection
+from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.models.lora import as_array, quantise
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import make_sampler

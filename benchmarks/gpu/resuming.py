@@ -16,7 +16,7 @@ from outcome import Figures, Measurements, Skip, needs
 from safetensors.numpy import load_file
 
 from grpo_jax import train
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 
 TIMINGS = ("seconds/", "tokens_per_second")
 WORDS = ("red", "green", "blue", "large", "small", "circle", "square", "left", "right", "striped", "two", "three")

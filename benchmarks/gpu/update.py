@@ -20,7 +20,7 @@ import shapes
 import timing
 from outcome import Figures, Measurements, needs, needs_torch_beside_jax
 
-from grpo_jax.config import AlgorithmSection, OptimizerSection, PolicySection, TrainingSection
+from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, PolicySection, TrainingSection
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.models.policy import Policy
 from grpo_jax.training.batch import Batch

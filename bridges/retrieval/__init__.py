@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from bridges.retrieval.local import History, local_backend
 from bridges.retrieval.ranking import NonFiniteScores, RetrievalError, ServiceNotFound
 from bridges.retrieval.retriever import Backend, Retriever
-from grpo_jax.config.retrieval import RetrievalSection
+from grpo_jax.config.sections import RetrievalSection
 
 __all__ = ["History", "NonFiniteScores", "RetrievalError", "ServiceNotFound", "local_backend", "open_retriever"]
 

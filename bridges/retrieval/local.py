@@ -9,7 +9,7 @@ from scipy import sparse
 from bridges.retrieval.encoders import Encoder, check_finite, directions, load_encoder
 from bridges.retrieval.index import Index, open_index
 from bridges.retrieval.ranking import Counts, Vectors, count_scores, leave_out, merge_counts
-from grpo_jax.config.retrieval import RetrievalSection
+from grpo_jax.config.sections import RetrievalSection
 
 QUERIES = 64
 """Encoded and compared at once, by every backend: a text's last bits may depend on those beside it."""

@@ -19,7 +19,7 @@ from bridges.retrieval.local import LocalBackend, Queries
 from bridges.retrieval.ranking import Counts, RetrievalError, ServiceNotFound
 from bridges.retrieval.retriever import Retriever
 from grpo_jax.config.judge import PoolSection
-from grpo_jax.config.retrieval import RetrievalSection
+from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.errors import StopRun, UserError, extras_named
 
 

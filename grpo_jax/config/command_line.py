@@ -10,8 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.config.build import build, merged, to_yaml
-from grpo_jax.config.fields import KEY, Argument, is_text, listed, walk
+from grpo_jax.config.fields import KEY, Argument, build, is_text, listed, merged, to_yaml, walk
 from grpo_jax.config.files import DEEPEST, LONGEST, Fields, Values, read_text, read_yaml
 from grpo_jax.config.other_names import hint_for
 from grpo_jax.config.removed import REMOVED

@@ -1,4 +1,4 @@
-"""What sections, tasks and judges are made of: frozen pydantic models, and fields whose class the config names."""
+"""Frozen pydantic models of sections, tasks and judges: made from nested plain values, and written as such."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, TypeGuard, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Self, TypeGuard, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, core_schema
 
-from grpo_jax.config.files import Values
+from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.named import FILE, load_module
 from grpo_jax.config.other_names import hint_for
 from grpo_jax.config.removed import REMOVED
@@ -93,10 +93,13 @@ class Section(BaseModel):
         return type(self)(**{**dict(self), **changes})
 
 
+AnySection = TypeVar("AnySection", bound=Section)
+
+
 def resume_mutable(default: Any = PydanticUndefined, **more: Any) -> Any:
     """Declare a field that a resumed run may change: memory, paths, how often is saved, how long is trained.
 
-    Every other field of a checkpoint's config must be the resumed run's (`build.identity`).
+    Every other field of a checkpoint's config must be the resumed run's (`identity`).
     """
     return Field(default, json_schema_extra={"resume_mutable": True}, **more)
 
@@ -318,3 +321,58 @@ def listed(names: Iterable[str]) -> str:
     names = list(names)
     shown = [name for place, name in enumerate(names) if len(", ".join(names[: place + 1])) <= _LIST_WIDTH]
     return ", ".join(shown) + (f", … ({len(names)} in all)" if len(shown) < len(names) else "")
+
+
+def merged(below: Any, above: Any) -> Any:
+    """Lay values over values: mappings by key, all else whole; another kind takes the old one's fields with it."""
+    if isinstance(above, str) and isinstance(below, Mapping) and KEY in below:
+        above = {KEY: above}
+    if isinstance(below, str) and isinstance(above, Mapping):
+        below = {KEY: below}
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    if KEY in below and str(above.get(KEY, below[KEY])) != below[KEY]:
+        return above
+    return {**below, **{key: merged(below.get(key), value) for key, value in above.items()}}
+
+
+def build(kind: type[AnySection], values: Values) -> AnySection:
+    """Return the section of nested values; UserError with a line for each mistake."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise UserError(*mistakes(kind, values, error)) from None
+
+
+def to_dict(config: Section) -> Fields:
+    """Return a config as nested plain values, which `build` takes."""
+    return config.model_dump()
+
+
+def to_yaml(config: Section) -> str:
+    """Return a config as YAML that `--config` reads back."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def flat(values: Values, prefix: str = "") -> Fields:
+    """Return nested values as {"section.field": value}."""
+    result: Fields = {}
+    for name, value in values.items():
+        dotted = f"{prefix}{name}"
+        result |= flat(value, f"{dotted}.") if isinstance(value, Mapping) and value else {dotted: value}
+    return result
+
+
+def identity(config: Section) -> Fields:
+    """Return the fields that change what is learned, {"section.field": plain value}: those not `resume_mutable`."""
+    mutable = tuple(f"{field.path}." for field in walk(type(config), config) if field.mutable)
+    return {name: value for name, value in flat(to_dict(config)).items() if not f"{name}.".startswith(mutable)}
+
+
+def differences(saved: Values, config: Section) -> list[str]:
+    """Return the fields in which a config differs from a saved `identity`, each as "name: saved → now"."""
+    now = identity(config)
+    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    return [f"{name}: {saved.get(name)} → {now.get(name)}" for name in names]

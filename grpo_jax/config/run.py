@@ -7,8 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from grpo_jax.config.build import build, merged
-from grpo_jax.config.fields import KEY, Each, OneOf, Section, Words, require, require_known, resume_mutable
+from grpo_jax.config.fields import (
+    KEY,
+    Each,
+    OneOf,
+    Section,
+    Words,
+    build,
+    merged,
+    require,
+    require_known,
+    resume_mutable,
+)
 from grpo_jax.config.files import Fields, Values
 from grpo_jax.config.judge import Judge, default_device
 from grpo_jax.config.named import with_named_tools
@@ -29,7 +39,7 @@ from grpo_jax.errors import UserError
 
 TASKS = OneOf("task", "grpo_jax.tasks.{}.task", "grpo_jax.tasks.{}_task")
 """The tasks that ship with the package, each a folder or a module."""
-JUDGES = OneOf("judges", "bridges.renderers.{}", "bridges.scorers.{}")
+JUDGES = OneOf("judges", "bridges.judges.{}")
 """The judges that ship with the package, each a module."""
 POLICY = "policy"
 """The policy's name in `devices`."""

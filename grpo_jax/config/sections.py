@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import BeforeValidator, Field
 
 from grpo_jax.config.fields import (
@@ -242,10 +242,10 @@ class SamplingSection(Section):
     """Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including the one
     that completes such a text are kept and trained."""
     turns: Annotated[int, Ge(1), Le(MOST_TURNS)] = 1
-    """How often the policy writes in an episode, at most: above 1 what the task answers stands between."""
-    max_answer_tokens: Length = 64
+    """How often the policy writes in an episode, at most: above 1 an observation stands between."""
+    max_observation_tokens: Length = 64
     """Most tokens that stand between two turns, the chat template's marks and the places of pictures among them; a
-    longer answer is refused as a failed judge is."""
+    longer observation is refused as a failed judge is."""
 
     def __post_init__(self) -> None:
         require(all(self.stop), "stop", "texts that are not empty", self.stop)
@@ -258,7 +258,7 @@ class SamplingSection(Section):
     @property
     def stream_tokens(self) -> int:
         """Most tokens behind a prompt: what the policy writes, and what is answered between its turns."""
-        return self.written_tokens + (self.turns - 1) * self.max_answer_tokens
+        return self.written_tokens + (self.turns - 1) * self.max_observation_tokens
 
 
 class AlgorithmSection(Section):
@@ -488,3 +488,25 @@ class SFTSection(Section):
     """Peak learning rate, after a tenth of the steps as a warm-up; it falls to 0 along a cosine."""
     group_by_length: bool = False
     """Make batches of prompts of like length, which need less padding: faster where lengths differ."""
+
+
+class RetrievalSection(Section):
+    """What ranks the catalogue against a completion.
+
+    Both backends give the same ranks; the retriever's own fingerprint identifies its encoder and catalogue.
+    """
+
+    backend: Literal["local", "ray"] = resume_mutable("local")
+    """"local" ranks in this process; "ray" asks a service that `python -m bridges.retrieval serve` started."""
+    encoder: Annotated[str, MinLen(1)] = resume_mutable("tfidf")
+    """"tfidf", or a folder or hub name of a sentence-transformers model."""
+    service: str = resume_mutable("retrieval")
+    """Name of the service (ray)."""
+    address: str | None = resume_mutable(None)
+    """HOST:PORT of the service's Ray cluster, as `serve` prints it (ray)."""
+    timeout: Positive = resume_mutable(120.0)
+    """Seconds one attempt of a call may take (ray)."""
+    cache: str | None = resume_mutable(None)
+    """Folder that keeps the catalogue's vectors between runs (local); null keeps none."""
+    device: str = resume_mutable("cpu")
+    """Of a sentence-transformers model in this process: "cpu" or "gpu:N"."""

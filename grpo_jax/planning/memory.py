@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.build import to_dict
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import require, to_dict
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
@@ -184,15 +183,15 @@ def _policy_folder(path: str) -> Path:
 
 def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
     """Return the pictures that the policy is shown, or None, and the plan's line about its vision tower, if any."""
-    prompt, answer = config.task.count_pictures(config)
-    answers = answer * (config.sampling.turns - 1)
+    prompt, observation = config.task.count_pictures(config)
+    observations = observation * (config.sampling.turns - 1)
     vision = model.vision
     if vision is None:
         words = "a model that has a vision tower: there are pictures"
-        require(not prompt and not answers, "policy.path", words, config.policy.path)
+        require(not prompt and not observations, "policy.path", words, config.policy.path)
         return None, ""
     tower = f"vision tower: {count_weights(tower_shapes(vision)):,} parameters"
-    if not prompt and not answers and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
+    if not prompt and not observations and not needs_tower(config.policy, lora_config(config.policy.lora, model)):
         return None, f"{tower}, not loaded (prompts are text); an export copies them"
     patches = most_patches(_policy_folder(config.policy.path), vision, config.data.picture_size)
     tokens = patches // vision.merged
@@ -200,8 +199,8 @@ def read_shown(config: Config, model: ModelConfig) -> tuple[Shown | None, str]:
     expected = f"at least {prompt * tokens} for {prompt} pictures of {tokens} tokens, or a smaller data.picture_size"
     require(prompt * tokens <= room, "data.max_prompt_tokens", expected, room)
     trained = "trained" if config.policy.vision == "train" else "frozen"
-    places = f"{prompt} in a prompt" + (f", {answers} among the turns" if answers else "")
-    return Shown(prompt, answers, patches), f"{tower}, {trained}; pictures of {tokens} tokens: {places}"
+    places = f"{prompt} in a prompt" + (f", {observations} among the turns" if observations else "")
+    return Shown(prompt, observations, patches), f"{tower}, {trained}; pictures of {tokens} tokens: {places}"
 
 
 # --------------------------------------------------------------------------------------------------------- the devices

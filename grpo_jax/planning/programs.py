@@ -111,12 +111,12 @@ def _sampling_programs(config: Config, policy: Policy, state: TrainState, shown:
     if section.turns == 1:
         return programs
     sampler = make_episode_sampler(policy, params, eos_ids=(0,), pad_id=0)
-    reply = np.zeros((prompts, section.group_size, section.max_answer_tokens), np.int32)
-    replies = reply, np.ones_like(reply, bool), keys, np.ones(reply.shape[:2], bool)
+    observation = np.zeros((prompts, section.group_size, section.max_observation_tokens), np.int32)
+    observations = observation, np.ones_like(observation, bool), keys, np.ones(observation.shape[:2], bool)
     carried = jax.eval_shape(lambda v: sampler.begin(v, *given)[1], variables)
     for _ in range(section.turns - 2):
-        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *replies)[1], variables, carried)
-    go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *replies)[0], policy.mesh))
+        carried = jax.eval_shape(lambda v, before: sampler.go_on(v, before, *observations)[1], variables, carried)
+    go_on = jax.jit(lambda v, before: gather(sampler.go_on(v, before, *observations)[0], policy.mesh))
     return programs | {"turn": Program(go_on, (variables, carried), section.max_new_tokens)}
 
 

@@ -73,21 +73,20 @@ class Console:
         """Whether someone may be watching: bars are drawn, else lines are printed now and then."""
         return self._terminal.is_terminal
 
-    def say(self, text: str = "", *, style: str | None = None) -> None:
-        """Print a line."""
-        self._terminal.print(text, style=style)
-        self.record(text)
-
-    def part(self, name: str, detail: str) -> None:
-        """Print one opening line: `policy     Qwen2, 1.1M parameters, float32, cpu`."""
+    def info(self, text: str = "", detail: str | None = None, *, style: str | None = None) -> None:
+        """Print a line; with a detail, one of a run's opening: `policy     Qwen2, 1.1M parameters, float32, cpu`."""
         from rich.text import Text
 
-        self._terminal.print(Text.assemble((f"{name:<10}", "bold cyan"), " ", detail))
-        self.record(f"{name:<10} {detail}")
+        if detail is None:
+            self._terminal.print(text, style=style)
+        else:
+            self._terminal.print(Text.assemble((f"{text:<10}", "bold cyan"), " ", detail))
+            text = f"{text:<10} {detail}"
+        self.record(text)
 
-    def note(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         """Print a line about something left out or done otherwise."""
-        self.say(f"note: {text}", style="yellow")
+        self.info(f"warning: {text}", style="yellow")
 
     def record(self, text: str) -> None:
         """Write a line to the log alone."""
@@ -95,7 +94,7 @@ class Console:
             return
         if self._stream.lost and not self._noted:
             self._noted = True
-            self._log.write("note: the terminal is gone; the run goes on\n")
+            self._log.write("warning: the terminal is gone; the run goes on\n")
         self._log.write(text + "\n")
 
     @contextmanager

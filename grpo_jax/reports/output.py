@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
-from grpo_jax.config import Config
-from grpo_jax.config.build import to_dict, to_yaml
+from grpo_jax.config.fields import to_dict, to_yaml
 from grpo_jax.config.files import Values
+from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, one_line
 from grpo_jax.models.broadcast import is_main_process, together
 from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
@@ -47,7 +47,7 @@ class RunOutput:
             self.directory.take_back()
             self.directory.close()
             raise
-        self.say, self.part, self.note = self.console.say, self.console.part, self.console.note
+        self.info, self.warning = self.console.info, self.console.warning
         self._writers: list[MetricWriter] = []
         self._show: Update | None = None
         self._open_line = ExitStack()
@@ -64,7 +64,7 @@ class RunOutput:
             self.directory, self._config.report_to, resume_step=resume_step, config=to_dict(self._config)
         )
         for note in notes:
-            self.note(note)
+            self.warning(note)
         return len(read_metrics(self.directory.metrics))
 
     def start(self, total: int, done: int = 0) -> None:
@@ -93,7 +93,7 @@ class RunOutput:
             if isinstance(writer, JsonLines):
                 raise
             self._writers.remove(writer)
-            self.note(f"no more events for {type(writer).__name__}: {one_line(error)}")
+            self.warning(f"no more events for {type(writer).__name__}: {one_line(error)}")
 
     def finish(self, finished: Finished, *, config: Any, starts: Sequence[int] = ()) -> None:
         """Write summary.json, images/, report.json, report.html and the policy's card, and print the end of a run.
@@ -112,16 +112,16 @@ class RunOutput:
         for writer in list(self._writers):
             self._try(writer, lambda writer=writer: writer.finish(summary, finished.gallery))
         self.directory.write_summary(summary)  # last: a run that has one is complete
-        self.say()
+        self.info()
         for line in [*result_lines(summary, self._display), *finished.lines]:
-            self.say(line)
+            self.info(line)
         best = (summary.get("best") or {}).get("iteration")
         if self.directory.policy.is_dir() and best not in (None, 0, summary["iterations"]):
-            self.say(
+            self.info(
                 f"policy/ is the final checkpoint, which was measured; the best in validation, of iteration {best}, is "
                 "checkpoints/best (evaluate, export, predict: --checkpoint best)"
             )
-        self.say(f"report: {self.directory.report}", style="bold green")
+        self.info(f"report: {self.directory.report}", style="bold green")
         if self._repo and self.directory.policy.is_dir():
             self._push()
 
@@ -130,9 +130,9 @@ class RunOutput:
         try:
             address = push_folder(self.directory.policy, self._repo)
         except UserError as error:
-            self.note(str(error))
+            self.warning(str(error))
         else:
-            self.say(f"pushed: {address}")
+            self.info(f"pushed: {address}")
 
     def close(self) -> None:
         """Close live line, writers and log."""
@@ -142,7 +142,7 @@ class RunOutput:
             try:
                 writer.close()
             except Exception as error:
-                self.note(f"{type(writer).__name__} did not end well: {one_line(error)}")
+                self.warning(f"{type(writer).__name__} did not end well: {one_line(error)}")
         self.console.close()
 
     def __enter__(self) -> RunOutput:
@@ -180,10 +180,10 @@ class NoOutput:
         """Name the run directory; touch nothing."""
         self.directory = RunDirectory(config.run_dir or "")
 
-    def say(self, *_: object, **__: object) -> None:
+    def info(self, *_: object, **__: object) -> None:
         """Print nothing; so do the others."""
 
-    part = note = start = completions = iteration = finish = say
+    warning = start = completions = iteration = finish = info
 
     def truncate(self, step: int, *, rows: int | None = None) -> int:
         """Return the number of rows that are to stay."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from grpo_jax.config.build import to_yaml
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.errors import Stopped, UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compile_cache import enable_compile_cache
@@ -28,11 +28,11 @@ def train_blocks(config: Any, open_output: Callable[[Any], Any], callbacks: Call
     with stop_requests() as stop, open_output(config) as output:
         try:
             with stop.at_once():
-                blocks = config.task.blocks(config, output.part)
+                blocks = config.task.blocks(config, output.info)
         except Stopped:
-            output.say(f"stopped while loading: {again}")
+            output.info(f"stopped while loading: {again}")
             return {"stopped": True, "iteration": 0}
-        with Checkpoints(output.directory.checkpoints, keep=keep, note=output.note) as checkpoints:
+        with Checkpoints(output.directory.checkpoints, keep=keep, warning=output.warning) as checkpoints:
             iterations, every, state = config.training.iterations, config.training.save_every, blocks.start
 
             def save(*, wait: bool = False, name: str = "") -> None:
@@ -58,7 +58,7 @@ def train_blocks(config: Any, open_output: Callable[[Any], Any], callbacks: Call
                     saved = f"Saved after iteration {progress.iteration}; fix it and go on with"
                     raise UserError(f"{error}. {saved} --resume --run_dir {config.run_dir}") from error
                 if asked and progress.iteration < iterations:
-                    output.say(f"{name} asks to stop")
+                    output.info(f"{name} asks to stop")
                     stop.set()
 
             if config.resume and checkpoints.latest_step() is not None:
@@ -70,13 +70,13 @@ def train_blocks(config: Any, open_output: Callable[[Any], Any], callbacks: Call
                 output.directory.write_config(to_yaml(config.replace(resume=False)))
                 state = blocks.restored(checkpoints.restore("latest", blocks.saved(state))[0])
                 output.truncate(progress.iteration)
-                output.say(f"resumed after iteration {progress.iteration} of {iterations}")
+                output.info(f"resumed after iteration {progress.iteration} of {iterations}")
                 progress = progress._replace(iterations=iterations, starts=[*progress.starts, progress.iteration])
             else:
                 output.truncate(0)
                 notes, seconds, line = blocks.measure_start()
                 progress = Progress(0, iterations, None, 0, seconds, [0], identity_of(config, {}), notes)
-                output.say(line)
+                output.info(line)
                 save(wait=True)
             output.start(iterations, progress.iteration)
             while progress.iteration < iterations and not stop.is_set():
@@ -91,11 +91,11 @@ def train_blocks(config: Any, open_output: Callable[[Any], Any], callbacks: Call
                     save(wait=callbacks.on_checkpoint is not None)
                     tell("on_checkpoint", {})
                 if config.training.max_hours and time.monotonic() - clock >= 3600 * config.training.max_hours:
-                    output.say(f"training.max_hours = {config.training.max_hours:g} are over")
+                    output.info(f"training.max_hours = {config.training.max_hours:g} are over")
                     break
             save(wait=True)
             if progress.iteration < iterations:
-                output.say(f"stopped and saved after iteration {progress.iteration}: {again}")
+                output.info(f"stopped and saved after iteration {progress.iteration}: {again}")
                 return {"stopped": True, "iteration": progress.iteration}
             save(name="final")
             finished = blocks.finish(state, progress.iteration, progress.seconds, progress.notes)

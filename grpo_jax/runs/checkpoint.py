@@ -61,17 +61,17 @@ class Checkpoints:
         *,
         keep: int = 3,
         read_only: bool = False,
-        note: Callable[[str], None] = lambda text: None,
+        warning: Callable[[str], None] = lambda text: None,
     ):
         """Open a folder, made if absent, and remove what an interrupted write left in it.
 
         `keep` steps stay beside those with a name. With `read_only` nothing is made or removed (another process may
-        be writing). `note` gets a line for each damaged checkpoint that is set aside and each write that is repeated.
+        be writing). `warning` gets a line for each damaged checkpoint set aside and each write repeated.
         """
         for library in ("absl", "asyncio"):  # they print the errors that they also raise
             logging.getLogger(library).setLevel(logging.CRITICAL + 1)
         self.folder = Path(folder).absolute()
-        self._read_only, self._note = read_only, note
+        self._read_only, self._warning = read_only, warning
         self._sound: set[Path] = set()
         self._writing: dict[str, Any] = {}  # "step" and "meta" of the write in the background
         if read_only and not self.folder.is_dir():
@@ -117,7 +117,7 @@ class Checkpoints:
             nonlocal wait
             wait = True
             self._clear()
-            self._note(f"a checkpoint could not be written ({disk_reason(error)}); trying again in {pause:g} s")
+            self._warning(f"a checkpoint could not be written ({disk_reason(error)}); trying again in {pause:g} s")
 
         # Of several processes one cannot begin again alone: they end, and the run is resumed.
         attempts = MAX_ATTEMPTS if process_count() == 1 else 1
@@ -240,7 +240,7 @@ class Checkpoints:
             aside = path.with_name(f"damaged_{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-            self._note(f"{path} is damaged ({damage}) and was set aside as {aside.name}")
+            self._warning(f"{path} is damaged ({damage}) and was set aside as {aside.name}")
         self._manager.reload()
 
     def _find(self, which: int | str) -> str:

@@ -40,7 +40,7 @@ def enable_compile_cache(environment: Mapping[str, str] = os.environ) -> Path | 
     except (OSError, RuntimeError):  # nobody's home
         return None
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        _warn(f"note: compiled programs are not kept, since others may write {folder}: remove it, or chmod 700 it")
+        _warn(f"warning: compiled programs are not kept, since others may write {folder}: remove it, or chmod 700 it")
         return None
     _remove_half_entries(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -18,7 +18,7 @@ from grpo_jax.runs.evaluation import evaluate_texts
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.policy import START, restore_variables, run_config
 from grpo_jax.runs.python_input import kept_prompts
-from grpo_jax.tasks.task import Say
+from grpo_jax.tasks.task import Info
 
 _HELD_VARIABLES = 2  # checkpoints in memory: the one that is asked and the one beside it
 
@@ -39,11 +39,11 @@ class Asker:
         ctx: The run. A judge that fails is an error, whatever its config says.
     """
 
-    def __init__(self, run_dir: str | Path, say: Say, leaving: ExitStack):
+    def __init__(self, run_dir: str | Path, info: Info, leaving: ExitStack):
         """Load the run of a directory; `leaving` closes its judges."""
         config = run_config(run_dir).replace(on_judge_error="stop")
         prompts = kept_prompts(RunDirectory(run_dir)) if config.data.prompts == IN_PYTHON else None
-        self.ctx = load(config, say, prompts=prompts, leaving=leaving)
+        self.ctx = load(config, info, prompts=prompts, leaving=leaving)
         self._held_out = [*self.ctx.test_rows, *self.ctx.validation_rows]
         loaded = self.ctx.policy.variables
         restore = functools.lru_cache(_HELD_VARIABLES)(functools.partial(restore_variables, loaded, run_dir))

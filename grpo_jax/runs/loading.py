@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.config import Config, PolicySection
 from grpo_jax.config.fields import require
 from grpo_jax.config.judge import title
 from grpo_jax.config.named import own_package
 from grpo_jax.config.other_names import metric_hint
-from grpo_jax.config.run import POLICY
-from grpo_jax.config.sections import TODAY
+from grpo_jax.config.run import POLICY, Config
+from grpo_jax.config.sections import TODAY, PolicySection
 from grpo_jax.core.trie import Trie
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
@@ -65,7 +64,7 @@ from grpo_jax.runs.policy import (
 from grpo_jax.runs.processes import require_same
 from grpo_jax.runs.progress import SCORE
 from grpo_jax.sampling.samplers import Samplers, make_samplers
-from grpo_jax.tasks.task import Say, TaskData, TaskSetup, TurnEnvironment
+from grpo_jax.tasks.task import Info, TaskData, TaskSetup, TurnEnvironment
 from grpo_jax.training.memory import machine_memory, require_memory
 
 _ON_THIS_MACHINE = "SLURM_LOCALID"
@@ -131,14 +130,14 @@ class RunContext(NamedTuple):
 
 def load(
     config: Config,
-    say: Say,
+    info: Info,
     *,
     prompts: PromptSet | None = None,
     rewards: Mapping[str, Reward] = MappingProxyType({}),
     stopping: Callable[[], bool] = lambda: False,
     leaving: ExitStack | None = None,
 ) -> RunContext:
-    """Load everything, one line (say(name, detail)) per part.
+    """Load everything, one line (info(name, detail)) per part.
 
     `prompts` and `rewards` (functions by label) replace the config's. `leaving` closes judges that hold something
     outside this process when the run ends. Of several processes process 0 alone loads judges.
@@ -148,12 +147,12 @@ def load(
     if config.judges and is_main_process():
         section = config.policy
         own_package("bridges", "loading").match_precision(precision_of(section.compute_dtype, section.matmul_precision))
-    placement = place_parts(config, say)
-    data = config.task.load(TaskSetup(config, prompts, say))
+    placement = place_parts(config, info)
+    data = config.task.load(TaskSetup(config, prompts, info))
     sizes = ", ".join(f"{len(part)} {split}" for part, split in zip(data.prompts, SPLITS, strict=True))
-    say("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
+    info("prompts", f"{data.source or config.data.prompts or 'given'}: {sizes}")
     if config.data.held_out and not any(map(len, data.prompts[1:])) and one_prompt(data.prompts.train):
-        say("prompts", "note: all rows have the same prompt, so none is held out (as with data.held_out 0)")
+        info("prompts", "warning: all rows have the same prompt, so none is held out (as with data.held_out 0)")
     data = dataclasses.replace(data, identity={**data.identity, **data_identity(data.prompts)})
     require_same({f"the data's {name}": str(value) for name, value in data.identity.items()})
     batches_per_epoch(len(data.prompts.train), config.training.prompts_per_batch)  # refuses too few for a batch
@@ -169,7 +168,7 @@ def load(
     )
     require_names(config, resolved, data.environment.controls)
     require_columns(resolved, data.rewards, tuple(config.judges), all_rows(data.prompts))
-    say("rewards", resolved.describe())
+    info("rewards", resolved.describe())
     placed = own_package("bridges", "ray_pool").placed
     mine = config.judges if is_main_process() else {}
     judge_sections = {name: placed(judge, f"judges.{name}") for name, judge in mine.items()}
@@ -183,7 +182,7 @@ def load(
     devices = policy_devices(placement, config.policy)
     together(lambda: make_new_policy(config, data.vocabulary) if is_main_process() else None)
     if not config.judges:
-        say("devices", f"policy on {listed(devices)}")
+        info("devices", f"policy on {listed(devices)}")
     rows = all_rows(data.prompts)
     pictures = data.environment.shows_pictures or bool(row_sizes(rows)["pictures"].any())
     folder = hf.read_folder(policy_folder(config))
@@ -200,10 +199,10 @@ def load(
     )  # before the weights: a prompt that is too long is found in seconds
     if config.data.form != "append" and (mark := unused_chat_mark(folder.tokenizer)):
         told = f"warning: {folder.path} has no chat template, though its tokenizer has {mark}: prompts are plain text"
-        say("policy", told)
+        info("policy", told)
     if devices[0].platform == "cpu" and process_count() == 1:
         require_memory(config, folder.config, available=machine_memory(), listed=data.choices is not None)
-    policy = load_run_policy(config, devices[: config.policy.mesh.size], say, pictures=pictures, read=folder)
+    policy = load_run_policy(config, devices[: config.policy.mesh.size], info, pictures=pictures, read=folder)
 
     def load_judges() -> dict[str, Any]:
         judges = {}
@@ -216,7 +215,7 @@ def load(
 
     judges = together(load_judges)
     for name, judge in judges.items():
-        say(name, title(judge))
+        info(name, title(judge))
     pools = {name: f"{judge.pool.replicas} actors of a Ray cluster" for name, judge in mine.items() if judge.pool}
     device = devices[0] if policy.mesh is None else None
     fns = make_rollout_fns(config, data, policy.folder, resolved, judges, encode, device=device)
@@ -252,7 +251,7 @@ def with_template_date(config: Config, tokenizer: hf.Tokenizer) -> Config:
     return config.replace(data=config.data.replace(chat_template_options={**options, TODAY: today}))
 
 
-def place_parts(config: Config, say: Say) -> dict[str, str]:
+def place_parts(config: Config, info: Info) -> dict[str, str]:
     """Choose the device of each part on this machine, before JAX starts; processes share the policy's devices."""
     placement = own_package("bridges", "placement")
     requests = config.requests if is_main_process() else {POLICY: config.requests[POLICY]}
@@ -263,7 +262,7 @@ def place_parts(config: Config, say: Say) -> dict[str, str]:
     prepared = placement.prepare_jax(places)
     prepared += placement.share_memory(places, _bytes_of(shared)) if shared and cards != ["cpu"] else []
     for note in [*(notes if config.judges else ()), *prepared]:
-        say("devices", note)
+        info("devices", note)
     return {**places, **away}
 
 
@@ -324,7 +323,7 @@ def make_rollout_fns(
             bound[reward.name] = bind(reward, judges) if is_main_process() else reward.function
     return RolloutFns(
         encode=encode,
-        decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config)),
+        decode=make_decode(loaded.tokenizer, form=config.data.form, read=config.task.parser(config)),
         render=None if data.render is None or not is_main_process() else data.render(judges, rewards.asked),
         score=make_score(
             maximised,
@@ -354,7 +353,7 @@ def make_env_settings(config: Config, environment: TurnEnvironment, loaded: hf.P
         loaded.tokenizer,
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.config.vocab_size,
-        limit=section.max_answer_tokens,
+        limit=section.max_observation_tokens,
         vision=loaded.config.vision,
         role=environment.role,
         **template_options(config.data),

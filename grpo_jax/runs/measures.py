@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from grpo_jax.config import Config
 from grpo_jax.config.fields import require
+from grpo_jax.config.run import Config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.rollout.rollout import Rollout

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from grpo_jax.config import Config, MeshSection, to_dict
 from grpo_jax.config.command_line import load_config
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import require, to_dict
 from grpo_jax.config.named import own_package
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import MeshSection
 from grpo_jax.errors import UserError, short_name
 from grpo_jax.models import hf
 from grpo_jax.models.broadcast import process_count
@@ -91,12 +92,12 @@ def unused_chat_mark(tokenizer: PreTrainedTokenizerBase) -> str:
 def load_run_policy(
     config: Config,
     devices: Sequence[jax.Device],
-    say: Callable[..., None],
+    info: Callable[..., None],
     *,
     pictures: bool | None = False,
     read: hf.PolicyFolder | None = None,
 ) -> Policy:
-    """Load the policy of a run, on as many devices as its mesh takes, and say a line (say(name, detail)) about it.
+    """Load the policy of a run, on as many devices as its mesh takes, and say a line (info(name, detail)) about it.
 
     Without `pictures` its vision tower is not loaded unless it is trained; None loads it if there is one. `read` is
     its folder, where `hf.read_folder` has read it already.
@@ -112,7 +113,7 @@ def load_run_policy(
     _check_room(config, policy.max_positions)
     top_k, vocabulary = config.sampling.top_k, policy.config.vocab_size
     require(top_k <= vocabulary, "sampling.top_k", f"at most the policy's {vocabulary} tokens, or 0 for all", top_k)
-    say("policy", _described(config, policy, devices))
+    info("policy", _described(config, policy, devices))
     return policy
 
 

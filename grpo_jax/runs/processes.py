@@ -21,9 +21,8 @@ from typing import Any
 
 import jax
 
-from grpo_jax.config import Config
-from grpo_jax.config.build import to_dict
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import require, to_dict
+from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, complain, one_line, short_repr
 from grpo_jax.models.broadcast import exchange, from_main_process, is_told, process_count, process_index, together
 from grpo_jax.runs.directory import LOCK

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.config.build import differences, identity
-from grpo_jax.config.fields import Section
+from grpo_jax.config.fields import Section, differences, identity
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import TRAINING_ROWS
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config.build import to_yaml
-from grpo_jax.config.fields import require
+from grpo_jax.config.fields import require, to_yaml
 from grpo_jax.config.files import parse_json
 from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
@@ -63,11 +62,11 @@ def load_given(
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         output.directory.write_config(to_yaml(given.config))
-    together(lambda: keep_prompts(given, output.directory, output.note) if is_main_process() else None)
+    together(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}
-    ctx = load(given.config, output.part, **data, stopping=stopping, leaving=leaving)
+    ctx = load(given.config, output.info, **data, stopping=stopping, leaving=leaving)
     if ctx.config != given.config and not config.resume and is_main_process():  # the chat template's date is filled in
         output.directory.write_config(to_yaml(ctx.config))
     return ctx
@@ -77,7 +76,7 @@ class _NotKept(Exception):
     """Prompts that are not written beside the run, and why."""
 
 
-def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[str], None]) -> None:
+def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable[[str], None]) -> None:
     """Write the rows to prompts.jsonl; UserError if a resumed run began with other rows."""
     if source.prompts is None:
         return
@@ -91,7 +90,7 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, note: Callable[[s
                     again = f"{directory.path} began with; leave prompts out"
                     raise UserError(f"--resume: the prompts are not those that {again}")
     except _NotKept as lost:
-        note(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
+        warning(f"{lost}: the prompts are not kept, and --resume and evaluate of this run need run(prompts=...)")
 
 
 def _lines(prompts: PromptSet) -> Iterator[bytes]:

@@ -52,7 +52,7 @@ def baseline_lines(ctx: RunContext, before: Mapping[str, Evaluation]) -> list[st
     measured, values = before["greedy"].measures, np.moveaxis(before["greedy"].rollout.final_rewards, -1, 0)
     listed = "  ".join(f"{name} {value:.3f}" for name, value in measured.items() if not of_turns(name, measured))
     missing = missing_rewards(dict(zip(ctx.fns.reward_names, values, strict=True)), ctx.rewards.weights)
-    notes = [f"note: no held-out completion got the reward {join_names(missing)}"] if missing else []
+    notes = [f"warning: no held-out completion got the reward {join_names(missing)}"] if missing else []
     return [*notes, f"baseline on {len(ctx.test_rows)} held-out prompts: {listed}"]
 
 

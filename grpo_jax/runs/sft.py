@@ -36,7 +36,7 @@ from grpo_jax.training.state import TrainState, commit_to_device, free_buffers, 
 from grpo_jax.training.update import PATIENCE, make_train_step
 
 Pair = Sequence[Any]
-"""A prompt (a text or a row) and the text to write; of an episode then an answer (text or `Observation`), a text, …"""
+"""A prompt (a text or a row) and the text to write; of an episode then an observation or its text, a text, …"""
 
 UNTRAINED = "untrained"
 """The policy as it was loaded, before SFT."""
@@ -44,7 +44,7 @@ _LINES = 20  # lines on the console
 
 
 def warm_up(
-    ctx: RunContext, folder: Path, clock: float, say: Callable[[str], None]
+    ctx: RunContext, folder: Path, clock: float, info: Callable[[str], None]
 ) -> tuple[Variables, dict[str, Record], dict[str, float]]:
     """Teach the policy the task's pairs: variables, notes of the run ("before", "remembered"), seconds.
 
@@ -68,18 +68,18 @@ def warm_up(
             notes["remembered"] = ctx.task_data.report.remember(UNTRAINED, {"greedy": untrained.rollout})
         meta = {"identity": identity, "notes": notes, "seconds": {"evaluate": time.monotonic() - started}}
     kept = {name: meta[name] for name in ("identity", "notes", "seconds")}
-    with Checkpoints(folder, keep=2, note=lambda line: say(f"note: {line}")) as checkpoints:
+    with Checkpoints(folder, keep=2, warning=lambda line: info(f"warning: {line}")) as checkpoints:
         variables, seconds = run_sft(
             ctx,
             checkpoints=checkpoints,
             meta=lambda: {**kept, "seconds": with_total(kept["seconds"], clock)},
-            say=say,
+            info=info,
         )
     return variables, kept["notes"], {**kept["seconds"], "sft": seconds}
 
 
 def run_sft(
-    ctx: RunContext, *, checkpoints: Checkpoints, meta: Callable[[], Record], say: Callable[[str], None]
+    ctx: RunContext, *, checkpoints: Checkpoints, meta: Callable[[], Record], info: Callable[[str], None]
 ) -> tuple[Variables, float]:
     """Train the policy on the task's pairs; return the variables, and the seconds of all processes until then.
 
@@ -93,7 +93,7 @@ def run_sft(
     config, section = ctx.config, ctx.config.sft
     if ctx.task_data.pairs is None:
         raise UserError(f"sft.steps: expected 0, this task has nothing to teach; got {section.steps}")
-    pairs = teachable(ctx, ctx.task_data.pairs(), say)
+    pairs = teachable(ctx, ctx.task_data.pairs(), info)
     if len(pairs) < section.batch:
         raise UserError(
             f"sft.batch: expected at most {len(pairs)}, as many as there are pairs to teach, got {section.batch}"
@@ -106,7 +106,7 @@ def run_sft(
         free_buffers(saved_parts(state))
         restored, saved = checkpoints.restore("latest", saved_parts(state))
         state, done, seconds = restored_state(restored, state.variables), saved["step"], saved["sft"]
-        say(f"SFT goes on after update {done} of {section.steps}")
+        info(f"SFT goes on after update {done} of {section.steps}")
     started = time.monotonic() - seconds
 
     def save(step: int, state: TrainState, *, wait: bool) -> None:
@@ -120,7 +120,7 @@ def run_sft(
         places = batch(number)
         state, report = step(state, supervised_batch(ctx, state.variables, [pairs[place] for place in places]))
         if (number + 1) % line_every == 0 or number + 1 == section.steps:
-            say(f"SFT {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
+            info(f"SFT {number + 1}/{section.steps}  loss {float(report['loss']):.3f}")
             _require_updates(state, section.steps)
         if save_every and (number + 1) % save_every == 0:
             save(number + 1, state, wait=False)
@@ -188,7 +188,7 @@ def _require_updates(state: TrainState, steps: int) -> None:
         )
 
 
-def teachable(ctx: RunContext, pairs: Sequence[Pair], say: Callable[[str], None]) -> Sequence[Pair]:
+def teachable(ctx: RunContext, pairs: Sequence[Pair], info: Callable[[str], None]) -> Sequence[Pair]:
     """The pairs whose texts the policy may write (`data.allowed_tokens`); says how many are left out."""
     allowed, choices = ctx.allowed_tokens, ctx.task_data.choices
     if choices is not None:
@@ -205,7 +205,7 @@ def teachable(ctx: RunContext, pairs: Sequence[Pair], say: Callable[[str], None]
     else:
         return pairs
     if len(writable) < len(pairs):
-        say(f"SFT: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts {why}")
+        info(f"SFT: {len(pairs) - len(writable)} of {len(pairs)} pairs are left out, their texts {why}")
     return writable
 
 
@@ -230,9 +230,9 @@ def supervised_stream(ctx: RunContext, pair: Pair, grids: Sequence[np.ndarray] =
     ids, learned = [], []
     for number, text in enumerate(texts):
         if number and env is not None:
-            answer = answers_of(pair)[number - 1]
-            seen, left = left[: len(answer.pictures)], left[len(answer.pictures) :]
-            ids += env.encode_observation(answer, ids[-1] in ctx.policy.eos_ids, seen)
+            observation = observations_of(pair)[number - 1]
+            seen, left = left[: len(observation.pictures)], left[len(observation.pictures) :]
+            ids += env.encode_observation(observation, ids[-1] in ctx.policy.eos_ids, seen)
             learned += [False] * (len(ids) - len(learned))
         ids += supervised_tokens(ctx, as_row(pair[0]).prompt if number == 0 else "", text)
         learned += [True] * (len(ids) - len(learned))
@@ -243,7 +243,7 @@ def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair
     """Encode the pairs: prompts and answers as in sampling, with the states of their pictures under `variables`."""
     fns, section = ctx.fns, ctx.config.sampling
     prompts = fns.encode([as_row(pair[0]) for pair in pairs])
-    seen = [[picture for answer in answers_of(pair) for picture in answer.pictures] for pair in pairs]
+    seen = [[picture for observation in observations_of(pair) for picture in observation.pictures] for pair in pairs]
     shown = prepared(fns.prepare, seen, [(row, 0) for row in range(len(pairs))], (len(pairs), 1))
     tokens = np.full((len(pairs), 1, section.stream_tokens), ctx.policy.pad_id, np.int32)
     present, mask = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
@@ -251,7 +251,7 @@ def supervised_batch(ctx: RunContext, variables: Variables, pairs: Sequence[Pair
         grids = [] if shown is None else list(np.asarray(shown.grid[row, 0])[: len(seen[row])])
         ids, learned = supervised_stream(ctx, pair, grids)
         tokens[row, 0, : len(ids)], present[row, 0, : len(ids)], mask[row, 0, : len(ids)] = ids, True, learned
-    pictures = {"pictures": prompts.pictures, "answers": shown}
+    pictures = {"pictures": prompts.pictures, "observations": shown}
     encode_images = fns.encode_images
     states = {
         name: encode_images(variables, some)[1]
@@ -268,9 +268,9 @@ def texts_of(pair: Pair) -> list[str]:
     return list(pair[1::2])
 
 
-def answers_of(pair: Pair) -> list[Observation]:
-    """Answers between a pair's turns."""
-    return [as_observation(answer) for answer in pair[2::2]]
+def observations_of(pair: Pair) -> list[Observation]:
+    """Observations between a pair's turns."""
+    return [as_observation(observation) for observation in pair[2::2]]
 
 
 def as_row(prompt: str | Row) -> Row:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.config.build import to_yaml
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, Stopped, StopRun, UserError
 from grpo_jax.models.broadcast import any_process, broadcast, is_main_process, process_count
@@ -77,10 +77,10 @@ def train(
             with stop.at_once():
                 ctx = load_given(config, output, prompts, rewards, stop.is_set, leaving)
         except Stopped:
-            output.say(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
+            output.info(f"stopped while loading: --resume --run_dir {config.run_dir} goes on")
             return {"stopped": True, "iteration": 0}
         keep = config.training.keep_checkpoints
-        with Checkpoints(output.directory.checkpoints, keep=keep, note=output.note) as checkpoints:
+        with Checkpoints(output.directory.checkpoints, keep=keep, warning=output.warning) as checkpoints:
             trainer = Trainer(ctx, output, checkpoints, stop, callbacks, clock)
             try:
                 with trainer.saved_where_it_ends():
@@ -125,7 +125,7 @@ class Trainer:
             return self.resume()
         output.truncate(0)
         try:
-            variables, notes, seconds = warm_up(ctx, output.directory.sft, self.clock, output.say)
+            variables, notes, seconds = warm_up(ctx, output.directory.sft, self.clock, output.info)
         except Stopped:
             self._keep_config()
             raise
@@ -148,7 +148,7 @@ class Trainer:
         self.progress = Progress(0, self.iterations, None, 0, seconds, [0], identity, notes)
         self._begun = True
         for line in baseline_lines(ctx, before):
-            output.say(line)
+            output.info(line)
         self.save(wait=True)
         self._remove(output.directory.sft)
 
@@ -160,7 +160,7 @@ class Trainer:
         identity = identity_of(self.config, task)
         before, now = (one["task"].get(TRAINING_ROWS) for one in (progress.identity, identity))
         if before != now:
-            output.note(f"the training rows have changed: {before} → {now}; the run goes on with the new ones")
+            output.warning(f"the training rows have changed: {before} → {now}; the run goes on with the new ones")
         done, iterations = progress.iteration, self.iterations
         if done > iterations:
             raise UserError(f"--resume: {done} iterations are done, and the run is to have {iterations}")
@@ -172,14 +172,14 @@ class Trainer:
         rows = done - (progress.unvalidated is not None)
         written = output.truncate(done, rows=rows)
         if written < rows:
-            output.note(f"metrics.jsonl has {written} rows of {rows} iterations: what is missing stays so")
-        output.say(f"resumed after iteration {done} of {iterations}")
+            output.warning(f"metrics.jsonl has {written} rows of {rows} iterations: what is missing stays so")
+        output.info(f"resumed after iteration {done} of {iterations}")
         if progress.iterations != iterations:
-            output.say(
+            output.info(
                 f"the run has {iterations} iterations now, it had {progress.iterations}: schedules go by the new length"
             )
         if progress.best_iteration and "best" not in checkpoints.available():
-            output.note("there is no sound best checkpoint any more: the next validation makes one")
+            output.warning("there is no sound best checkpoint any more: the next validation makes one")
             progress = progress._replace(best_score=None, best_iteration=0)
         self.state = restored_state(saved, template.variables)
         starts = [*progress.starts, done]
@@ -202,7 +202,7 @@ class Trainer:
             objectives = weigh(ctx, rollout, training=True)
             batch = batch_of(ctx, rollout, objectives)
             if i == self.progress.starts[-1]:
-                output.say("compiling the update …")
+                output.info("compiling the update …")
             rate = self.learner.learning_rate(self.state)
             key = jax.random.fold_in(jax.random.fold_in(ctx.key, _UPDATE_STREAM), i)
             self.state, report = jax.block_until_ready(self.learner.update(self.state, batch, key))
@@ -213,7 +213,7 @@ class Trainer:
             streaks, lines = reward_streaks(ctx, rollout, self.progress.notes, i + 1)
             notes = {**self.progress.notes, **streaks}
             for line in lines:
-                output.say(line)
+                output.info(line)
             seconds = added(self.progress.seconds, seconds)
             self.progress = self.progress._replace(iteration=i + 1, seconds=seconds, notes=notes, unvalidated=row)
             output.completions(i + 1, completion_columns(ctx, rollout, report["advantages"]))
@@ -226,13 +226,13 @@ class Trainer:
                 announced = i + 1
             worked = time.monotonic() - self.clock
             if training.max_hours and is_main_process() and worked >= 3600 * training.max_hours and not self._is_over():
-                output.say(f"training.max_hours = {training.max_hours:g} are over")
+                output.info(f"training.max_hours = {training.max_hours:g} are over")
                 self.stop.set()
         if announced < self.progress.iteration:
             self._save_and_tell()
         self.save(wait=True)
         if reason := self._early_end():
-            output.say(f"early stopping after iteration {self.progress.iteration}: {reason}")
+            output.info(f"early stopping after iteration {self.progress.iteration}: {reason}")
         if not self._is_over():
             raise Stopped
 
@@ -250,11 +250,11 @@ class Trainer:
         self._epoch.append(row)
         if row["epoch"] % 1 == 0:
             if len(self._epoch) > 1:
-                self.output.say(epoch_line(self._epoch))
+                self.output.info(epoch_line(self._epoch))
             self._epoch = []
         if measures and self.progress.best_iteration == done:  # after its row: --resume may go on from it
             self.checkpoints.save_as("best", *self._saved())
-            self.output.say(f"new best checkpoint after iteration {done}: {self.progress.best_score:.4g}")
+            self.output.info(f"new best checkpoint after iteration {done}: {self.progress.best_score:.4g}")
         self._tell("on_iteration", row)
         if measures:
             self._tell("on_validation", measures)
@@ -272,7 +272,9 @@ class Trainer:
         measures[SCORE] = measures.pop(TOTAL)
         score = measures[section.best_by]
         if fell := fallen(progress.notes["watched"].get("validation", {}), watched_values(ctx, evaluation)):
-            self.output.say(f"validation after iteration {done}: {join_names(fell)} fell below the start: not the best")
+            self.output.info(
+                f"validation after iteration {done}: {join_names(fell)} fell below the start: not the best"
+            )
             score = math.nan
         waited = EarlyStopping(**(progress.early_stopping or {})).after(measures, done, self.config)
         seconds = added(progress.seconds, {"evaluate": time.monotonic() - started})
@@ -321,7 +323,7 @@ class Trainer:
         done = self.progress.iteration if self._begun else 0
         saved = "stopped and saved" if self.output.directory.holds_checkpoint() else "stopped"
         when = f"after iteration {done}" if done else "before the first iteration"
-        self.output.say(f"{saved} {when}: --resume --run_dir {self.config.run_dir} goes on")
+        self.output.info(f"{saved} {when}: --resume --run_dir {self.config.run_dir} goes on")
         return {"stopped": True, "iteration": done}
 
     @contextmanager
@@ -402,7 +404,7 @@ class Trainer:
                 f"{failure}. Saved after iteration {self.progress.iteration}; fix it and {again}"
             ) from cause
         if asked and not self._is_over():
-            self.output.say(f"{name} asks to stop")
+            self.output.info(f"{name} asks to stop")
             self.stop.set()
 
 

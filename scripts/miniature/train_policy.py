@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from bridges.miniature import world
-from grpo_jax.config import OptimizerSection
+from grpo_jax.config.sections import OptimizerSection
 from grpo_jax.core import losses
 from grpo_jax.models import hf
 from grpo_jax.models.policy import Policy

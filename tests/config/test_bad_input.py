@@ -7,8 +7,8 @@ import pytest
 from support.text_task import rows
 
 from grpo_jax import evaluate, export
-from grpo_jax.config import RewardSection
 from grpo_jax.config.command_line import parse
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.train import main

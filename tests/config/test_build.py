@@ -5,20 +5,10 @@ import yaml
 from support import taught_task
 from support.text_task import ROOT
 
-from grpo_jax.config import (
-    Config,
-    PolicySection,
-    RewardSection,
-    build,
-    differences,
-    identity,
-    make_config,
-    to_dict,
-    to_yaml,
-)
 from grpo_jax.config.command_line import find_config, load_config, parse
-from grpo_jax.config.fields import walk
-from grpo_jax.config.run import JUDGES, TASKS, find_task
+from grpo_jax.config.fields import build, differences, identity, to_dict, to_yaml, walk
+from grpo_jax.config.run import JUDGES, TASKS, Config, find_task, make_config
+from grpo_jax.config.sections import PolicySection, RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.cartpole.task import CartPoleConfig
 from grpo_jax.tasks.text_task import Text

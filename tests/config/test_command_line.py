@@ -7,8 +7,9 @@ import pytest
 import yaml
 from support.text_task import ROOT
 
-from grpo_jax.config import RewardSection, make_config
 from grpo_jax.config.command_line import find_config, load_config, parse
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.tasks.text_task import Text
 from grpo_jax.train import main

@@ -10,8 +10,8 @@ import yaml
 from support.text_task import ROOT
 
 from grpo_jax import __main__, evaluate, export, train
-from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 
 

@@ -6,9 +6,8 @@ import pytest
 from support.text_task import ROOT
 
 from grpo_jax import __main__, train
-from grpo_jax.config import make_config
 from grpo_jax.config.fields import walk
-from grpo_jax.config.run import TASKS
+from grpo_jax.config.run import TASKS, make_config
 from grpo_jax.config.sections import RewardSection
 
 LINES, COLUMNS = 50, 100

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from grpo_jax import evaluate, export
-from grpo_jax.config import SamplingSection, build, identity, to_dict
 from grpo_jax.config.command_line import load_config, parse
+from grpo_jax.config.fields import build, identity, to_dict
 from grpo_jax.config.files import read_yaml
+from grpo_jax.config.sections import SamplingSection
 from grpo_jax.errors import UserError, run_cli, short_repr
 from grpo_jax.predict import load_rewriter
 from grpo_jax.rollout.reward_registry import judge_named

@@ -2,7 +2,8 @@
 
 import pytest
 
-from grpo_jax.config import LoraSection, SamplingSection, make_config
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import LoraSection, SamplingSection
 from grpo_jax.errors import UserError
 
 

@@ -3,7 +3,7 @@
 import pytest
 from support import tiny_models
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 
 torch = pytest.importorskip("torch")
 

@@ -7,9 +7,8 @@ import pytest
 from support.imports import ROOT
 
 from grpo_jax import load_policy
-from grpo_jax.config import AlgorithmSection, TrainingSection
 from grpo_jax.config.named import load_module
-from grpo_jax.config.sections import NewPolicySection
+from grpo_jax.config.sections import AlgorithmSection, NewPolicySection, TrainingSection
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.training.batch import make_batch
 from grpo_jax.training.estimators import make_objectives

@@ -21,7 +21,7 @@ from support.imports import ROOT
 RECIPES = ROOT / "docs" / "recipes"
 PAGES = sorted(path.name for path in RECIPES.glob("*.md") if path.name != "index.md")
 BLOCK = re.compile(r"(?:^`([\w.-]+)`[^\n]*\n\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-CERTAIN = ("prompts ", "rewards ", "policy     miniature", "resumed ", "the run has ", "note: ", "error: ")
+CERTAIN = ("prompts ", "rewards ", "policy     miniature", "resumed ", "the run has ", "warning: ", "error: ")
 """How lines begin that a page must show as they are printed; others hold measures and times."""
 SHORT = {
     "training.max_steps": 2,

@@ -97,8 +97,8 @@ def make_runs(folder: Path, names: tuple[str, ...] = NAMES) -> list[Tried]:
 
 
 def _shipped(config: str, **changes: Any) -> dict[str, Any]:
-    from grpo_jax.config.build import merged
     from grpo_jax.config.command_line import find_config, read_config
+    from grpo_jax.config.fields import merged
 
     return merged(read_config(find_config(config)), changes)
 

@@ -11,7 +11,7 @@ from support import tiny_models  # noqa: E402
 from support import torch_reference as reference  # noqa: E402
 from support.text_task import train_here  # noqa: E402
 
-from grpo_jax.config import LoraSection  # noqa: E402
+from grpo_jax.config.sections import LoraSection  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.models import hf  # noqa: E402
 from grpo_jax.models.architectures import read_config  # noqa: E402

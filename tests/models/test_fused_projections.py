@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.tiny_decoders import CONFIGS, LLAMA, drawn, group_batch
 
-from grpo_jax.config import LoraSection, MeshSection, PolicySection
+from grpo_jax.config.sections import LoraSection, MeshSection, PolicySection
 from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import apart_and_joined, separate
 from grpo_jax.models.lora import LoraConfig, entry, merge

@@ -15,7 +15,7 @@ from support import tiny_update
 from support.text_task import rows
 
 from grpo_jax import export, train
-from grpo_jax.config import AlgorithmSection, LoraSection, OptimizerSection, TrainingSection
+from grpo_jax.config.sections import AlgorithmSection, LoraSection, OptimizerSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.architectures import gpt2, llama

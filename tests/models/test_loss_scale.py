@@ -9,7 +9,7 @@ import optax
 import pytest
 from support import tiny_update
 
-from grpo_jax.config import AlgorithmSection
+from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core import losses
 from grpo_jax.models.policy import Policy, make_loss_scale
 from grpo_jax.training.objectives import loss_options, make_forward, make_policy_objective

@@ -9,7 +9,9 @@ pytest.importorskip("qwix", reason="needs the package qwix (pip install qwix)")
 from support import tiny_update
 from support.tiny_decoders import merged_params
 
-from grpo_jax.config import LoraSection, MeshSection, PolicySection, make_config, to_dict
+from grpo_jax.config.fields import to_dict
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import LoraSection, MeshSection, PolicySection
 from grpo_jax.core.logprobs import token_logprobs
 from grpo_jax.errors import UserError
 from grpo_jax.models.lora import TILE, LoraConfig, count_weights, quantise

@@ -10,7 +10,7 @@ import pytest
 from support import xla
 from support.text_task import train_here
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.processes import announced, join_processes
 

@@ -8,7 +8,7 @@ from support.tiny_models import CHAT_TEMPLATE
 from support.vision.folders import TEMPLATE, picture, seeing_folder
 from transformers import AutoImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-from grpo_jax.config import DataSection
+from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.rollout.encoding import as_chat_messages, load_image_processor, make_encode

@@ -16,7 +16,8 @@ from PIL import Image
 from support.tiny_models import VISION_TOKENS, chat_tokenizer
 from support.vision.folders import picture, write_rows
 
-from grpo_jax.config import DataSection, make_config
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.models.hf.image_processor import PictureSettings

@@ -93,5 +93,5 @@ def test_a_folder_without_rows_and_columns_among_its_positions_is_refused(place,
     fields["text_config"]["rope_parameters"].pop("mrope_section")
     (tmp_path / "flat" / "config.json").write_text(json.dumps(fields))
     config = configured(place, tmp_path / "run", f"--policy.path={tmp_path / 'flat'}")
-    with pytest.raises(UserError, match=r"has no mrope_section in its config\.json"):
+    with pytest.raises(UserError, match=r"an mrope_section in its config\.json"):
         load_run_policy(config, jax.devices()[:1], lambda *_: None, pictures=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 
 ROOT = Path(__file__).parents[2]
 

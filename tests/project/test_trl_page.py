@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.config import make_config
-from grpo_jax.config.build import flat, to_dict
 from grpo_jax.config.command_line import parse
+from grpo_jax.config.fields import flat, to_dict
 from grpo_jax.config.other_names import (
     COMMAND,
     GRPO_CONFIG,
@@ -21,6 +20,7 @@ from grpo_jax.config.other_names import (
     TRAINING_ARGUMENTS,
     TRL,
 )
+from grpo_jax.config.run import make_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_trl.md").read_text()

@@ -35,7 +35,7 @@ def test_a_terminal_gets_one_line_with_bar_count_and_time(tmp_path, monkeypatch,
         for step in range(5, 161):
             update(step, ROW)
             if step == 55:
-                console.say("said after 55")
+                console.info("said after 55")
     console.close()
     plain = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue())  # without colours; the cursor moves between lines
     lines = [line.strip() for line in re.split(r"\x1b\[[\d?]*[A-Z a-z]|[\r\n]", plain)]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.reports import console as reporting
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.rollout.data import Row
@@ -43,7 +43,7 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
         stream = io.StringIO()
         config = make_config(task="text", run_dir=str(tmp_path / "run"), resume=resume)
         with RunOutput(config, stream=stream) as output:
-            output.part("policy", "Qwen2, [bold]1.1M[/bold] parameters")
+            output.info("policy", "Qwen2, [bold]1.1M[/bold] parameters")
             output.truncate(2 if resume else 0)
             output.start(6, 2 if resume else 0)
             for step in range(3 if resume else 1, stop + 1):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import __main__, report
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.reports.output import RunOutput
 from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry, ShownTurn, Table
 from grpo_jax.tasks.task import Finished
@@ -127,7 +127,7 @@ def test_a_task_that_is_gone_has_a_plain_page(tmp_path, capsys):
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("kind: text", "kind: gone_package.task:Gone"))
     assert report.main([str(run)]) == 0
-    assert "note: run is shown without its task's own charts" in capsys.readouterr().out
+    assert "warning: run is shown without its task's own charts" in capsys.readouterr().out
     assert "Rewards" in (run / "report.html").read_text()
 
 

@@ -10,8 +10,9 @@ import pyarrow.parquet
 import pytest
 from support.text_task import rows, train_here
 
-from grpo_jax.config import make_config, to_dict
 from grpo_jax.config.command_line import load_config, parse
+from grpo_jax.config.fields import to_dict
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 from support.text_task import rows, train_here
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.rollout.data import Row, batch_at, further_batch_at
 from grpo_jax.rollout.encoding import Encoded
 from grpo_jax.rollout.environment import RolloutFns

@@ -11,7 +11,8 @@ from support.text_task import train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
 from grpo_jax import predict
-from grpo_jax.config import DataSection, make_config
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.prompts import load_prompts
@@ -234,4 +235,6 @@ def test_one_prompt_repeated_is_trained_on_without_held_out_prompts(place, tmp_p
     words = [f"--{name}={value}" for name, value in {"data.prompts": tmp_path / "p.jsonl", **short}.items()]
     assert train_here(place.config, tmp_path / "run", *words) == 0
     shown = capsys.readouterr().out
-    assert "4 train, 0 validation, 0 test" in shown and "note: all rows have the same prompt, so none is held" in shown
+    assert (
+        "4 train, 0 validation, 0 test" in shown and "warning: all rows have the same prompt, so none is held" in shown
+    )

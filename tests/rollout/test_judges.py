@@ -6,9 +6,10 @@ import torch
 from support import tiny_models
 
 from bridges.diffusion import RenderError
-from bridges.renderers.stable_diffusion_3 import StableDiffusion3
-from bridges.scorers.open_clip import OpenClip
-from grpo_jax.config import RewardSection, make_config
+from bridges.judges.open_clip import OpenClip
+from bridges.judges.stable_diffusion_3 import StableDiffusion3
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.environment import make_score

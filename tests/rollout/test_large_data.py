@@ -9,7 +9,7 @@ import random
 import pytest
 from rollout.test_files import written
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import SPLITS, Row
 from grpo_jax.rollout.prompts import load_prompts

@@ -8,7 +8,7 @@ from support.encoded_prompts import plain_rows
 from support.marked_tokenizers import words
 from support.text_task import train_here
 
-from grpo_jax.config import DataSection
+from grpo_jax.config.sections import DataSection
 from grpo_jax.models.architectures import read_config
 from grpo_jax.rollout.encoding import make_encode
 

@@ -9,7 +9,8 @@ from support.encoded_prompts import plain_rows
 from support.text_task import train_here
 from support.tiny_models import causal_lm, chat_tokenizer
 
-from grpo_jax.config import DataSection, make_config
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import DataSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.env import Observation

@@ -239,7 +239,7 @@ def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_befo
     for number, name in enumerate(files_of(sound / "step_2")):
         folder, notes = shutil.copytree(sound, tmp_path / str(number), symlinks=True), []
         DAMAGES[damage](folder / "step_2" / name)
-        with Checkpoints(folder, note=notes.append) as checkpoints:
+        with Checkpoints(folder, warning=notes.append) as checkpoints:
             if name.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):  # written at the commit, and not needed
                 assert_same(checkpoints.restore("latest", make_state())[0], make_state(2))
                 checkpoints.save(3, make_state(3), {}, wait=True)
@@ -257,7 +257,7 @@ def test_whatever_happened_to_a_file_of_a_checkpoint_is_noticed_and_the_one_befo
 def test_a_damaged_best_checkpoint_is_set_aside(sound, tmp_path):
     folder, notes = shutil.copytree(sound, tmp_path / "best", symlinks=True), []
     flip(max((path for path in (folder / "step_1").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size))
-    with Checkpoints(folder, note=notes.append) as checkpoints:
+    with Checkpoints(folder, warning=notes.append) as checkpoints:
         assert checkpoints.latest_step() == 2 and checkpoints.available() == ["2"]
     assert len(notes) == 1 and "step_1 is damaged (" in notes[0]
 
@@ -269,7 +269,7 @@ def test_a_checkpoint_under_another_number_or_half_there_is_damaged(sound, tmp_p
     shutil.copytree(folder / "step_2", folder / "step_3")
     (folder / "step_3" / "checkpoint.json").write_text("[" * 100_000)
     (folder / "step_4").mkdir()
-    with Checkpoints(folder, note=notes.append) as checkpoints:
+    with Checkpoints(folder, warning=notes.append) as checkpoints:
         with pytest.raises(UserError, match=r"step_13 is damaged \(it was saved as step 2\); there"):
             checkpoints.restore(13, make_state())
         assert checkpoints.latest_step() == 2
@@ -321,7 +321,7 @@ def small_files_only(limit):
 def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     notes = []
-    with Checkpoints(folder, note=notes.append) as checkpoints:
+    with Checkpoints(folder, warning=notes.append) as checkpoints:
         checkpoints.save(1, big, {}, wait=True)
         with (
             small_files_only(50_000),
@@ -341,7 +341,7 @@ def test_a_failing_disk_keeps_what_was_committed_and_can_be_fixed(folder, impati
 def test_a_write_that_failed_in_the_background_is_made_up_for_by_the_next(folder, impatient):
     big = {"variables": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     notes = []
-    with Checkpoints(folder, note=notes.append) as checkpoints:
+    with Checkpoints(folder, warning=notes.append) as checkpoints:
         with small_files_only(50_000):
             checkpoints.save(1, big, {})
             for thread in [thread for thread in threading.enumerate() if thread.name == "save_finalize"]:

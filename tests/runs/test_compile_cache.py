@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.compile_cache import enable_compile_cache
 from grpo_jax.train import run
@@ -77,7 +77,7 @@ def test_a_folder_that_others_may_write_is_not_used(untold, tmp_path, capsys):
     assert jax.config.jax_compilation_cache_dir is None
     line = capsys.readouterr().err
     assert (
-        line.startswith(f"note: compiled programs are not kept, since others may write {folder}: ")
+        line.startswith(f"warning: compiled programs are not kept, since others may write {folder}: ")
         and line.count("\n") == 1
     )
 

@@ -33,7 +33,7 @@ def test_a_second_iteration_compiles_nothing(updates, place, tmp_path, compiled,
         choices = ["--algorithm.kl_coef=0", "--algorithm.update_ref_every=0"]
         choices += ["--training.inner_epochs=1", "--training.minibatches=1"]
     config = parse([f"--config={place.config}", f"--run_dir={tmp_path / 'run'}", *choices])
-    ctx = load(config, say=lambda *_: None)
+    ctx = load(config, info=lambda *_: None)
     learner = make_learner(config, ctx.policy, ctx.iterations, allowed_tokens=ctx.allowed_tokens, trie=ctx.trie)
     ahead = Rollouts(ctx)
 

@@ -145,11 +145,11 @@ def test_a_terminal_that_is_gone_is_noted_in_the_log(stream, tmp_path):
         stream.close()
     console = Console(tmp_path / "train.log", stream=stream)
     for text in ("one", "two"):
-        console.say(text)
-    console.part("policy", "three")
+        console.info(text)
+    console.info("policy", "three")
     console.close()
     lines = (tmp_path / "train.log").read_text().splitlines()
-    assert lines == ["note: the terminal is gone; the run goes on", "one", "two", "policy     three"]
+    assert lines == ["warning: the terminal is gone; the run goes on", "one", "two", "policy     three"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import yaml
 from support.text_task import rewound, rows, train_here
 
 from grpo_jax import evaluate
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.policy import run_config
 from grpo_jax.train import main, run

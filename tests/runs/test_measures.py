@@ -15,7 +15,7 @@ from support.rollouts import rollout_of
 from support.text_task import DONE, aged, rows, train_values
 
 from grpo_jax import evaluate, make_config, run
-from grpo_jax.config import RewardSection
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import ResolvedRewards
 from grpo_jax.runs.measures import require_names, turn_measures

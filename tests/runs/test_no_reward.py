@@ -53,7 +53,7 @@ def absent(run):
 def test_it_stops_and_goes_on(train):
     run, call = train
     code, out, error = call()
-    assert code == 2 and "note: no held-out completion got the reward rare, never" in out
+    assert code == 2 and "warning: no held-out completion got the reward rare, never" in out
     assert error.startswith("error: no completion got a reward in 3 iterations in a row (rare, never). Saved after")
     assert f"go on with --resume --run_dir {run}" in error and error.count("\n") == 1
     assert len(rows(run)) == 3 and absent(run) == {"rare": 3, "never": 3}

@@ -102,7 +102,7 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(config, finished, t
     assert train_here(config, run, "--resume", "--training.max_steps=3") == 0
     out = capsys.readouterr().out
     assert "the run has 3 iterations now, it had 2: schedules go by the new length" in out
-    assert "note: metrics.jsonl has 0 rows of 2 iterations: what is missing stays so" in out
+    assert "warning: metrics.jsonl has 0 rows of 2 iterations: what is missing stays so" in out
     (row,) = rows(run)
     # The third update of a cosine over 3, behind a warm-up of 1.
     assert row["step"] == 3 and row["learning_rate"] == pytest.approx(0.005 * (1 + np.cos(np.pi / 2)), rel=1e-5)
@@ -132,5 +132,5 @@ def test_changed_held_out_rows_are_refused_and_changed_training_rows_are_noted(c
     write("t.jsonl", held_out)
     write("p.jsonl", [*train, {"prompt": "i tree", "answer": "i"}])
     assert train_here(config, run, "--resume", "--training.max_steps=2") == 0
-    assert "note: the training rows have changed: 8 of digest" in capsys.readouterr().out
+    assert "warning: the training rows have changed: 8 of digest" in capsys.readouterr().out
     assert evaluate.main(["--run", str(run)]) == 0

@@ -11,7 +11,8 @@ from support.encoded_prompts import plain_rows
 from support.taught_task import PROMPT, Taught
 from support.tiny_models import causal_lm
 
-from grpo_jax.config import Config, DataSection, PolicySection, SamplingSection, SFTSection, TrainingSection
+from grpo_jax.config.run import Config
+from grpo_jax.config.sections import DataSection, PolicySection, SamplingSection, SFTSection, TrainingSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import batch_at, like_batch_at
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -45,9 +46,9 @@ def taught(policy, tmp_path):
             sampling=SamplingSection(group_size=2, max_new_tokens=max_new_tokens, temperature=0.7),
             training=TrainingSection(prompts_per_batch=2, max_steps=1),
         )
-        said, ctx = [], load(config, say=lambda *_: None)
+        said, ctx = [], load(config, info=lambda *_: None)
         with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-            variables, _ = run_sft(ctx, checkpoints=checkpoints, meta=dict, say=said.append)
+            variables, _ = run_sft(ctx, checkpoints=checkpoints, meta=dict, info=said.append)
         return ctx, variables, said
 
     return teach

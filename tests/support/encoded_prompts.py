@@ -1,6 +1,6 @@
 """Prompts of plain text as rows, and as the tokens that their completions start from."""
 
-from grpo_jax.config import DataSection
+from grpo_jax.config.sections import DataSection
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
 

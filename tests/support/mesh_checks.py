@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from support import tiny_update
 
-from grpo_jax.config import AlgorithmSection, OptimizerSection, TrainingSection
+from grpo_jax.config.sections import AlgorithmSection, OptimizerSection, TrainingSection
 from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.architectures.llama import Mixture
 from grpo_jax.models.decoder import init_variables

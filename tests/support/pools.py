@@ -1,8 +1,8 @@
 """Judges in pools, as a config has them."""
 
 from bridges.ray_pool import placed
-from grpo_jax.config import make_config
 from grpo_jax.config.judge import PoolSection
+from grpo_jax.config.run import make_config
 
 
 def in_pool(kind, **fields):

@@ -1,6 +1,6 @@
 """A task of one's own with something to teach: for SFT, and for configs that name a task by its file."""
 
-from grpo_jax.config import RewardSection
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.rollout.prompts import make_prompt_set
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.tasks.task import Task, TaskData, TaskSetup

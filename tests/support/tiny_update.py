@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from support.tiny_decoders import QWEN2_FIELDS
 
-from grpo_jax.config import AlgorithmSection, PPOSection, TrainingSection
+from grpo_jax.config.sections import AlgorithmSection, PPOSection, TrainingSection
 from grpo_jax.models.architectures import DecoderConfig
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import Policy

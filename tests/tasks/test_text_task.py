@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from grpo_jax.config import RewardSection
+from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards
 from grpo_jax.rollout.rewards import RewardError, as_list, collect_rewards

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.config import AlgorithmSection, TrainingSection
+from grpo_jax.config.sections import AlgorithmSection, TrainingSection
 from grpo_jax.models.policy import Policy
 from grpo_jax.sampling.sampler import Samples
 from grpo_jax.training.batch import Batch, make_batch

@@ -11,7 +11,7 @@ import yaml
 from support import tiny_update
 from support.text_task import train_values
 
-from grpo_jax.config import AlgorithmSection
+from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.core.advantages import gdpo_advantages, group_advantages, sum_rewards
 from grpo_jax.training.estimators import (
     OVERLONG,

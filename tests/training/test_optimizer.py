@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import tiny_update
 
-from grpo_jax.config import OptimizerSection
+from grpo_jax.config.sections import OptimizerSection
 from grpo_jax.models.architectures.gpt2 import GPT2Config
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import LoraConfig

@@ -7,7 +7,7 @@ import pytest
 from support import tiny_update
 from support.tiny_update import CONFIG, GROUP, PROMPTS, STEPS, TEMPERATURE
 
-from grpo_jax.config import AlgorithmSection, PPOSection
+from grpo_jax.config.sections import AlgorithmSection, PPOSection
 from grpo_jax.core.ppo import ppo_loss
 from grpo_jax.models.lora import LoraConfig
 from grpo_jax.models.policy import Policy

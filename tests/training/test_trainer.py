@@ -11,7 +11,7 @@ import pytest
 from support import tiny_update
 from support.tiny_update import PROMPTS, STEPS
 
-from grpo_jax.config import AlgorithmSection, TrainingSection
+from grpo_jax.config.sections import AlgorithmSection, TrainingSection
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.policy import Policy
 from grpo_jax.training.batch import minibatches

@@ -26,7 +26,7 @@ from grpo_jax.tasks.cartpole.training import (
     make_train,
 )
 from grpo_jax.tasks.display import Table
-from grpo_jax.tasks.task import Finished, Notes, Say, State
+from grpo_jax.tasks.task import Finished, Info, Notes, State
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.cartpole.task import CartPoleConfig
@@ -143,7 +143,7 @@ def metric_rows(metrics: Metrics, done: int, common: dict[str, float]) -> list[d
     return [{"step": done + number, **row, **common} for number, row in enumerate(rows, start=1)]
 
 
-def make_blocks(config: CartPoleConfig, say: Say) -> CartPoleBlocks:
+def make_blocks(config: CartPoleConfig, info: Info) -> CartPoleBlocks:
     """Compile a config's training, and say what is trained, on what, by which algorithm."""
     split_processor()
     training = make_train(config)
@@ -153,9 +153,9 @@ def make_blocks(config: CartPoleConfig, say: Say) -> CartPoleBlocks:
     played = f"{ENVIRONMENTS} carts x {STEPS} steps" if ppo else f"{algorithm.group_size} episodes"
     counts = ", ".join(f"{name} {count:,} parameters" for name, count in training.parameters.items())
     seeds = "seed" if config.num_seeds == 1 else "seeds"
-    say("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {', '.join(map(str, devices))}")
-    say("networks", f"{counts}; hidden {list(HIDDEN)}, tanh")
-    say("algorithm", f"{algorithm.name}, {' + '.join(algorithm.objectives)}; {played} per iteration")
+    info("task", f"CartPole-v1, {config.num_seeds} {seeds} from {config.seed}, on {', '.join(map(str, devices))}")
+    info("networks", f"{counts}; hidden {list(HIDDEN)}, tanh")
+    info("algorithm", f"{algorithm.name}, {' + '.join(algorithm.objectives)}; {played} per iteration")
     start = over_seeds(training.init, devices)(seed_keys(config.seed, config.num_seeds))
     started = time.monotonic()
     block = over_seeds(training.block, devices).lower(start).compile()

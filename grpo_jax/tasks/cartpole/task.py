@@ -26,7 +26,7 @@ from grpo_jax.config.fields import (
 )
 from grpo_jax.config.run import TASKS
 from grpo_jax.tasks.display import Chart, Curve, Display
-from grpo_jax.tasks.task import Blocks, Say, Task
+from grpo_jax.tasks.task import Blocks, Info, Task
 
 
 class CartPoleAlgorithm(Section):
@@ -137,8 +137,8 @@ class CartPole(Task):
         ),
     )
 
-    def blocks(self, config: CartPoleConfig, say: Say) -> Blocks:
+    def blocks(self, config: CartPoleConfig, info: Info) -> Blocks:
         """Compile all seeds into one function."""
         from grpo_jax.tasks.cartpole.program import make_blocks  # starts JAX
 
-        return make_blocks(config, say)
+        return make_blocks(config, info)

@@ -11,9 +11,8 @@ import numpy as np
 
 from grpo_jax.config.fields import require
 from grpo_jax.config.named import own_package
-from grpo_jax.config.retrieval import RetrievalSection
 from grpo_jax.config.run import Config
-from grpo_jax.config.sections import RewardSection
+from grpo_jax.config.sections import RetrievalSection, RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import TaskRewards
 from grpo_jax.tasks.recommendation import FUSED, PLACES, RANK
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from grpo_jax.tasks.recommendation.task import Recommendation
 
 
-def listed_texts(config: Config) -> Sequence[str]:
+def choices(config: Config) -> Sequence[str]:
     """Return the items that a policy which ranks them itself may write."""
     catalogue = load_dataset(config.task, config.data.columns).catalogue
     return items_of(catalogue.written).texts
@@ -47,12 +46,12 @@ def load_task(task: Recommendation, setup: TaskSetup) -> TaskData:
     config = setup.config
     dataset = load_dataset(task, config.data.columns)
     catalogue = dataset.catalogue
-    setup.say("catalogue", f"{task.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
+    setup.info("catalogue", f"{task.source}: {len(catalogue):,} items, {len(dataset.users):,} users")
     for note in dataset.notes:
-        setup.say("", note)
+        setup.info("", note)
     required = 0.9 if task.writes == "query" else 0.0
     retrieval, retriever, share = open_retriever(task.retrieval, catalogue.titles, required=required)
-    setup.say("retrieval", _retrieval_line(task.retrieval, share))
+    setup.info("retrieval", _retrieval_line(task.retrieval, share))
 
     items = None if task.writes == "query" else items_of(catalogue.written)
     prior = make_prior(task.prior, catalogue.titles, dataset.known) if items and task.prior.used else None

@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 from support.pools import load_in_pool
 
 from bridges.ray_pool import BatchLost, PoolLost, placed
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 

@@ -10,7 +10,7 @@ from bridges.retrieval import index as indices
 from bridges.retrieval.index import Fingerprint, Index
 from bridges.retrieval.local import History, LocalBackend
 from bridges.retrieval.retriever import Retriever
-from grpo_jax.config.retrieval import RetrievalSection
+from grpo_jax.config.sections import RetrievalSection
 from grpo_jax.errors import UserError
 
 TITLES = [

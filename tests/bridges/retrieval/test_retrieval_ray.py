@@ -20,7 +20,7 @@ from bridges.retrieval import service  # noqa: E402
 from bridges.retrieval.local import local_backend, make_queries  # noqa: E402
 from bridges.retrieval.retriever import Retriever  # noqa: E402
 from grpo_jax.config.judge import PoolSection  # noqa: E402
-from grpo_jax.config.retrieval import RetrievalSection  # noqa: E402
+from grpo_jax.config.sections import RetrievalSection  # noqa: E402
 from grpo_jax.errors import StopRun, UserError  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]

@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray")
 from bridges import retrieval  # noqa: E402
 from bridges.retrieval import retriever as calls  # noqa: E402
 from bridges.retrieval.service import main  # noqa: E402
-from grpo_jax.config.retrieval import RetrievalSection  # noqa: E402
+from grpo_jax.config.sections import RetrievalSection  # noqa: E402
 from grpo_jax.errors import StopRun  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("no_cluster")]
@@ -27,7 +27,7 @@ ASK = """
 import sys
 from grpo_jax.errors import run_cli
 from bridges import retrieval
-from grpo_jax.config.retrieval import RetrievalSection
+from grpo_jax.config.sections import RetrievalSection
 where = RetrievalSection(backend="ray", address=sys.argv[1])
 sys.exit(run_cli(lambda _: retrieval.open_retriever(["red soap"], where) and None, ()))
 """

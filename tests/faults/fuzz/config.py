@@ -11,8 +11,8 @@ import yaml
 from faults.fuzz.mutations import ODD_TEXTS, mutated_bytes, odd_value, tried
 from faults.outcome import Outcome
 
-from grpo_jax.config import to_dict, to_yaml
 from grpo_jax.config.command_line import load_config, parse
+from grpo_jax.config.fields import to_dict, to_yaml
 
 TASKS = ("text", "prompt_enhancement", "recommendation", "cartpole")
 TEXTS = (

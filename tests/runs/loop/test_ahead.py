@@ -8,8 +8,9 @@ import pytest
 import yaml
 from support.text_task import assert_same_bits, final_state, rows
 
-from grpo_jax.config import AlgorithmSection, make_config
 from grpo_jax.config.command_line import parse
+from grpo_jax.config.run import make_config
+from grpo_jax.config.sections import AlgorithmSection
 from grpo_jax.errors import UserError
 from grpo_jax.runs.batches import Rollouts, batch_of, draw, weigh
 from grpo_jax.runs.checkpoint import Checkpoints
@@ -96,7 +97,7 @@ def test_a_run_that_failed_and_was_slow_is_the_same(config, finished, tmp_path, 
 
 
 def loaded(config, *arguments):
-    ctx = load(parse([f"--config={config}", "--evaluation.every=0", *arguments]), say=lambda *_: None)
+    ctx = load(parse([f"--config={config}", "--evaluation.every=0", *arguments]), info=lambda *_: None)
     return ctx, make_learner(ctx.config, ctx.policy, ctx.iterations)
 
 

@@ -11,7 +11,7 @@ import yaml
 from support.text_task import assert_same_run, rows
 
 from grpo_jax import evaluate, export
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.stopping import Callbacks, EarlyStopping, IterationEvent

@@ -9,7 +9,7 @@ import pytest
 from support.text_task import steered_run
 
 from grpo_jax import evaluate
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.core.pass_at_k import mean_interval, pass_at_k
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.rollout import collect

@@ -11,7 +11,7 @@ import pytest
 from support.processes import announcement, ended, held, lines, start
 from support.text_task import ROOT, finished_run, rows, train_here
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs import processes
 

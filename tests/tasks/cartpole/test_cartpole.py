@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.tasks.cartpole import environment as task
 from grpo_jax.tasks.cartpole import training
 

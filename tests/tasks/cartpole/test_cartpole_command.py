@@ -12,8 +12,8 @@ import yaml
 from support.text_task import ROOT
 from support.xla import devices
 
-from grpo_jax.config import make_config
 from grpo_jax.config.command_line import parse
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.runs.policy import run_config
 from grpo_jax.tasks.cartpole import program

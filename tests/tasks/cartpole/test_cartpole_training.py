@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.tasks.cartpole.program import seed_keys
 from grpo_jax.tasks.cartpole.training import make_train
 

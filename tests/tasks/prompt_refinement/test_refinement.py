@@ -14,7 +14,7 @@ from support import tiny_models  # noqa: E402
 from support.vision import folders  # noqa: E402
 
 from grpo_jax import train  # noqa: E402
-from grpo_jax.config import make_config  # noqa: E402
+from grpo_jax.config.run import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.data import Row, noise_seed  # noqa: E402
 from grpo_jax.rollout.env import Episode, Turn  # noqa: E402
@@ -101,7 +101,7 @@ def test_the_real_models_config_runs_with_tiny_ones(tmp_path):
         "--judges.renderer.batch_size=2",
         "--sampling.max_new_tokens=6",
         "--sampling.group_size=2",
-        "--sampling.max_answer_tokens=256",
+        "--sampling.max_observation_tokens=256",
         "--training.max_steps=1",
         "--training.prompts_per_batch=2",
         "--evaluation.prompts=2",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.text_task import aged
 
-from grpo_jax.config import make_config
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import StopRun, UserError
 from grpo_jax.runs.checkpoint import read_manifest, write_manifest
 from grpo_jax.tasks.recommendation.dataset import load_dataset

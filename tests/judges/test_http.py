@@ -10,9 +10,9 @@ import pytest
 from support.imports import ROOT
 
 from bridges import placement
-from bridges.scorers.http import Http, HttpJudge, JudgeError
-from grpo_jax.config import make_config
+from bridges.judges.http import Http, HttpJudge, JudgeError
 from grpo_jax.config.named import load_object
+from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.rewards import RewardError, collect_rewards
 

@@ -23,10 +23,10 @@ _MANY_OF_A_ROW = 120  # where rows take turns too: also the 127 that run of 128 
 _DECODED_HEADS = (64, 128)  # sizes of a head that `attend_token` takes: Triton's blocks are powers of two
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked score; finite, so that no row becomes NaN
 
-PLATFORMS = ("cuda", "tpu")
-SHORTEST = 128
+_FLASH_PLATFORMS = ("cuda", "tpu")
+_FLASH_SHORTEST = 128
 """Queries of a row from which on the kernels are taken."""
-HEADS = range(16, 129)
+_FLASH_HEADS = range(16, 129)
 """Sizes of a head that they take: Triton has no smaller products, and larger ones do not fit into every card's core."""
 
 
@@ -100,7 +100,7 @@ class Prefix(NamedTuple):
     advance: jax.Array
 
 
-class Rows(NamedTuple):
+class RowState(NamedTuple):
     """State of completions that go on at different lengths, after an environment has answered."""
 
     mask: jax.Array  # bool [P, G, T], slots that hold a token; slots between them are not read
@@ -113,7 +113,7 @@ class Cache(NamedTuple):
     keys: tuple[jax.Array, ...]  # of each layer [P, K, G, E, T], rotated; slots from ``length`` on are not read
     values: tuple[jax.Array, ...]  # of each layer [P, K, G, T, E]
     length: jax.Array  # i32 scalar, slots written, the same for all completions
-    rows: Rows | None = None  # differences between completions; None while all of them fill slot after slot
+    rows: RowState | None = None  # differences between completions; None while all of them fill slot after slot
 
 
 class _Scoring(NamedTuple):
@@ -337,7 +337,7 @@ def attend_streams(
         return mixed.transpose(0, 2, 4, 1, 3, 5).reshape(*query.shape[:2], -1)
 
     others = (softcap, layer_input.window, layer_input.scale, layer_input.prefix)
-    flash = attention in PLATFORMS and query.shape[-1] in HEADS and all(other is None for other in others)
+    flash = attention in _FLASH_PLATFORMS and query.shape[-1] in _FLASH_HEADS and all(other is None for other in others)
     if flash and context.completion is not None and _are_long(context.prompt, context.completion):
         return _flash_groups(query, key, value, context.prompt, context.completion, attention), None
     if attention == "cuda" and _decodes(query, layer_input, context, softcap):
@@ -353,7 +353,7 @@ def attend_streams(
     if prefix is None:
         length = context.prompt.positions.shape[1]
         prefix = new_keys_values = key[:, :length].transpose(0, 2, 3, 1), value[:, :length].transpose(0, 2, 1, 3)
-        if flash and length >= SHORTEST:
+        if flash and length >= _FLASH_SHORTEST:
             rows = (part[:, :length] for part in (query, key, value))
             mixed.append(_flash_rows(*rows, context.prompt.mask, attention))
         else:
@@ -382,7 +382,7 @@ def _decodes(query: jax.Array, layer_input: LayerInput, context: Context, softca
 def _are_long(prompt: Tokens, completion: Tokens) -> bool:
     """Whether completions, one in a row and none of them packed or answered, are rows for `causal_rows`."""
     steps = completion.positions.shape[-1]
-    return completion.positions.ndim == 2 and SHORTEST <= steps >= prompt.positions.shape[-1]
+    return completion.positions.ndim == 2 and _FLASH_SHORTEST <= steps >= prompt.positions.shape[-1]
 
 
 def _flash_groups(
@@ -429,7 +429,7 @@ def choose_attention(platform: str, dtype: jax.typing.DTypeLike, implementation:
     """
     if platform == "cpu" and not over_mesh:
         return "rows"
-    kernels = platform in PLATFORMS and implementation == "auto" and not over_mesh and dtype == jnp.bfloat16
+    kernels = platform in _FLASH_PLATFORMS and implementation == "auto" and not over_mesh and dtype == jnp.bfloat16
     return platform if kernels else "blocks"
 
 

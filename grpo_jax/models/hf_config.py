@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from grpo_jax.errors import UserError, one_line, short_repr
 
-Fields = Mapping[str, Any]
+ConfigJson = Mapping[str, Any]
 """The contents of a ``config.json``, or of a table in it."""
 
 _LARGEST = 3.4e38  # of float32, in which models compute
@@ -82,8 +82,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Neutral values of fields by which other models change the result; a folder with another value is refused."""
 
 
-def checked(
-    fields: Fields,
+def check_fields(
+    fields: ConfigJson,
     kinds: Mapping[str, Kind],
     neutral: Mapping[str, tuple[Any, ...]],
     model_type: str,
@@ -105,7 +105,7 @@ def checked(
     return fields
 
 
-def check_kinds(fields: Fields, kinds: Mapping[str, Kind], where: str = "") -> None:
+def check_kinds(fields: ConfigJson, kinds: Mapping[str, Kind], where: str = "") -> None:
     """Raise ValueError naming the first field of another kind and its value; absent ones and None pass."""
     for name, kind in kinds.items():
         value = fields.get(name)
@@ -118,7 +118,7 @@ def expect(holds: bool, name: str, words: str, value: Any) -> None:
         raise ValueError(f"{name}: expected {words}, got {short_repr(value)}")
 
 
-def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
+def refuse_changed(fields: ConfigJson, neutral: Mapping[str, tuple[Any, ...]], model_type: str) -> None:
     """Raise ValueError naming the first field that is not at one of its neutral values; absent ones and None pass."""
     for name, values in neutral.items():
         value = fields.get(name)
@@ -126,7 +126,7 @@ def refuse_changed(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], model
             raise ValueError(f"{name}={short_repr(value)} is not supported for model_type {model_type!r}")
 
 
-def not_null(fields: Fields) -> dict[str, Any]:
+def not_null(fields: ConfigJson) -> dict[str, Any]:
     """The fields that are not null, which counts as absent."""
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.models.attention import LayerInput
-from grpo_jax.models.hf_config import Fields
+from grpo_jax.models.hf_config import ConfigJson
 from grpo_jax.models.lora import LoraConfig, as_array
 from grpo_jax.models.variables import PyTree
 
@@ -23,6 +23,7 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 
@@ -59,7 +60,7 @@ class Architecture(NamedTuple):
 
     model_types: tuple[str, ...]  # Hugging Face's names of its architectures
     config: type  # class of its configs
-    read: Callable[[Fields], Any]  # (contents of config.json) -> a config
+    read: Callable[[ConfigJson], Any]  # (contents of config.json) -> a config
     # its layer, a module made as block(config, dtype, lora, spread, attention, apart) and called as
     # block(states [P, S, D], LayerInput, Context) -> (states, new keys and values; see `attend_streams`)
     block: type[nn.Module]
@@ -248,7 +249,7 @@ def sorted_by_expert(x: jax.Array, experts: jax.Array, count: int) -> tuple[jax.
     return jnp.take(x, order // experts.shape[-1], axis=0), order, jnp.bincount(flat, length=count)
 
 
-def mixed(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
+def combine_experts(rows: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
     """Put the experts' rows [N·k, D] back at their tokens and add them up by the weights [N, k], to [N, D]."""
     places = jnp.argsort(order)
     back = jnp.take(rows, places, axis=0).reshape(*weights.shape, -1)

@@ -23,7 +23,7 @@ Variables = Mapping[str, PyTree]
 VISUAL = "visual"
 """Key of a tower's weights: a collection while frozen, a part of "params" where trained; and a part of "lora"."""
 
-NUMBERS = "numbers"
+_NUMBERS = "numbers"
 """Collection of the layers' numbers, which `numbered` adds for `unstack`."""
 
 VALUE = "value"
@@ -89,7 +89,7 @@ def numbered(variables: Variables) -> Variables:
     another, and for 30 layers these are nearly half of what is compiled to sample.
     """
     count = _layer_count(variables.get("params", {}))
-    return {**variables, NUMBERS: {"layers": tuple(np.arange(count, dtype=np.uint32))}}
+    return {**variables, _NUMBERS: {"layers": tuple(np.arange(count, dtype=np.uint32))}}
 
 
 def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> Variables:
@@ -98,7 +98,7 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
     With `dtype` their matrices are cast to it; quantised ones stay. Without, layers are taken by their numbers where
     the variables have these (`numbered`).
     """
-    numbers = variables.get(NUMBERS, {}).get("layers", ()) if dtype is None else ()
+    numbers = variables.get(_NUMBERS, {}).get("layers", ()) if dtype is None else ()
 
     def cast(leaf: PyTree) -> PyTree:
         narrows = dtype is not None and not is_quantised(leaf) and leaf.ndim > 2
@@ -109,7 +109,7 @@ def unstack(variables: Variables, dtype: jax.typing.DTypeLike | None = None) -> 
             tree = {**tree, "layers": jax.tree.map(cast, tree["layers"], is_leaf=is_quantised)}
         return split_layers(tree, numbers)
 
-    parts = {name: tree for name, tree in variables.items() if name != NUMBERS}
+    parts = {name: tree for name, tree in variables.items() if name != _NUMBERS}
     return {name: tree if name == VISUAL else split(tree) for name, tree in parts.items()}
 
 

@@ -22,14 +22,14 @@ from grpo_jax.models import hf
 from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.peft import lora_config
-from grpo_jax.models.hf.weights import read_json
+from grpo_jax.models.hf.weights import read_json_file
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.policy import precision_of
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.variables import needs_tower, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import MEMORY, PLAN, TARGET, PlanRequest
-from grpo_jax.planning.programs import Report, report, run_programs
+from grpo_jax.planning.programs import Report, report_program, run_programs
 from grpo_jax.planning.targets import Target, open_devices, parse_target, prepare
 from grpo_jax.runs.policy import NEW
 from grpo_jax.training.memory import GIB, Shown, state_shapes, tree_bytes
@@ -134,7 +134,7 @@ def plan_policy(
         same = {"compute_dtype": "float32", "frozen_dtype": "float32"}
         wide = config.replace(policy=section.replace(**same)) if widened else config
         programs = run_programs(wide, model, mesh, shown, None if target is None else target.platform)
-        reports = {name: report(part, target, devices[0], section.mesh.size) for name, part in programs.items()}
+        reports = {name: report_program(part, target, devices[0], section.mesh.size) for name, part in programs.items()}
         held = held_memory(config, state_shapes(config, model, mesh, pictures=shown is not None))
     except ValueError as error:
         raise UserError(f"policy: {error}") from error
@@ -163,7 +163,7 @@ def read_shape(path: str) -> ModelConfig:
     """Return the decoder's config of a folder or hub id."""
     folder = _policy_folder(path)
     if os.path.isfile(folder / "config.json"):
-        return hf.model_config(folder, read_json(folder / "config.json"))
+        return hf.model_config(folder, read_json_file(folder / "config.json"))
     if path in PUBLISHED_POLICIES:
         return hf.model_config(folder, PUBLISHED_POLICIES[path])
     from huggingface_hub import hf_hub_download
@@ -173,7 +173,7 @@ def read_shape(path: str) -> ModelConfig:
     except Exception as error:  # no such id, offline, gated: hub and transport raise many kinds
         expected = f"expected a folder with config.json or a hub id, got {short_repr(path, 120)}"
         raise UserError(f"policy.path: {expected} ({one_line(error)})") from error
-    return hf.model_config(folder, read_json(Path(downloaded)))
+    return hf.model_config(folder, read_json_file(Path(downloaded)))
 
 
 def _policy_folder(path: str) -> Path:

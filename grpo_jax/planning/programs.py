@@ -131,7 +131,7 @@ def _logprobs_program(config: Config, policy: Policy, state: TrainState, shown: 
     return Program(jax.jit(step), (state.variables, batch.read_by_policy()))
 
 
-def report(program: Program, target: Target | None, device: jax.Device, devices: int = 1) -> Report:
+def report_program(program: Program, target: Target | None, device: jax.Device, devices: int = 1) -> Report:
     """Compile a program and return its memory and its work on one of the devices."""
     return read_memory(compile_program(program, target, device), count_work(program, devices))
 

@@ -57,7 +57,7 @@ class Tpu(NamedTuple):
 _FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBE = {1: "2x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 _HOPPER = ((9, 0), 132, 128, 2048, 233472, 232448, 1.98, 52428800)
-KINDS: dict[str, Gpu | Tpu] = {
+TARGETS: dict[str, Gpu | Tpu] = {
     "h100": Gpu("H100 SXM", 84942979072, 989.4e12, 3352.32e9, *_HOPPER),
     "h200": Gpu("H200 SXM", 151397597184, 989.4e12, 4800e9, *_HOPPER),
     "b200": Gpu("B200", 191514411008, 2250e12, 7672.32e9, (10, 0), 148, 128, 2048, 233472, 232448, 1.965, 132644864),
@@ -83,7 +83,7 @@ class Target(NamedTuple):
     @property
     def kind(self) -> Gpu | Tpu:
         """The device's figures."""
-        return KINDS[self.name]
+        return TARGETS[self.name]
 
     @property
     def platform(self) -> str:
@@ -96,10 +96,10 @@ class Target(NamedTuple):
 
 def parse_target(text: str) -> Target:
     """Read ``h100``, or ``h100:8`` for eight of them; UserError."""
-    match = re.fullmatch(rf"({'|'.join(KINDS)})(?::([1-9]\d{{0,3}}))?", text)
+    match = re.fullmatch(rf"({'|'.join(TARGETS)})(?::([1-9]\d{{0,3}}))?", text)
     if match is None:
         raise UserError(
-            f"{TARGET}: expected one of {', '.join(KINDS)}, with :DEVICES behind it, got {short_repr(text)}"
+            f"{TARGET}: expected one of {', '.join(TARGETS)}, with :DEVICES behind it, got {short_repr(text)}"
         )
     return Target(match[1], int(match[2] or 1))
 

@@ -19,7 +19,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import memory as plan
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, plan_policy, read_shape
-from grpo_jax.planning.programs import report, run_programs
+from grpo_jax.planning.programs import report_program, run_programs
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
 from grpo_jax.training.memory import GIB, batch_shapes, state_shapes, tree_bytes
@@ -100,7 +100,7 @@ def recorded(monkeypatch, make):
 
 def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
     config, model = of_tiny("--algorithm.kl_coef=0.1")
-    planned = report(run_programs(config, model, None, None)["update"], None, jax.devices()[0])
+    planned = report_program(run_programs(config, model, None, None)["update"], None, jax.devices()[0])
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
     forward = make_forward(Policy(model, remat=config.policy.remat), temperature=config.sampling.temperature)
 
@@ -116,7 +116,7 @@ def test_update_takes_what_the_program_of_a_run_takes(monkeypatch):
 
 def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
     config, model = of_tiny("--sampling.top_k=5")
-    planned = report(run_programs(config, model, None, None)["sample"], None, jax.devices()[0])
+    planned = report_program(run_programs(config, model, None, None)["sample"], None, jax.devices()[0])
     params = SamplingParams(3, 6, top_k=5)
     sampler = {}
 

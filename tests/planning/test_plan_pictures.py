@@ -10,7 +10,7 @@ from support.vision.folders import SETTINGS, picture, write_rows
 
 from grpo_jax.config.command_line import parse
 from grpo_jax.errors import UserError
-from grpo_jax.models.architectures import read_config
+from grpo_jax.models.architectures import read_model_config
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.vision.tower import init_tower
 from grpo_jax.planning.memory import plan_policy, read_shape, read_shown
@@ -33,7 +33,7 @@ SMALL = (
     *("--data.max_prompt_tokens=24", "--training.grad_accumulation_steps=2", "--training.inner_epochs=1"),
 )
 LORA = ("--policy.lora.rank=2", "--policy.frozen_dtype=bfloat16")
-MODEL = read_config(TINY)
+MODEL = read_model_config(TINY)
 TOWER = jax.eval_shape(lambda: init_tower(MODEL.vision, jax.random.key(0)))
 ONE = Shown(prompt=1, observations=0, patches=64)
 

@@ -20,7 +20,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, read_shape, read_shown
-from grpo_jax.planning.programs import compile_program, report, run_programs
+from grpo_jax.planning.programs import compile_program, report_program, run_programs
 from grpo_jax.planning.targets import Target, open_devices, prepare
 from grpo_jax.sampling.ranking import make_ranker
 from grpo_jax.sampling.sampler import make_sampler
@@ -144,7 +144,7 @@ def test_a_runs_programs_compile(case, target, tmp_path):
     assert programs.keys() - {"vision", "turn", "logprobs"} == {"sample", "update"}
     assert ("turn" in programs) == (config.sampling.turns > 1)
     for program in programs.values():
-        compiled = report(program, chosen, devices[0], section.size)
+        compiled = report_program(program, chosen, devices[0], section.size)
         assert compiled.peak_bytes > compiled.argument_bytes > 0 and compiled.work.flops > 0
 
 
@@ -204,7 +204,7 @@ def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
         given = (*given, jax.random.split(jax.random.key(0), len(prompts)))
     variables = state_shapes(config, model, None).variables
     program = Program(jax.jit(lambda variables: write(variables, *given)), (variables,), params.max_new_tokens)
-    compiled = report(program, chosen, open_devices(chosen)[0])
+    compiled = report_program(program, chosen, open_devices(chosen)[0])
     assert compiled.peak_bytes > compiled.argument_bytes > 0 and compiled.work.flops > 0
 
 

@@ -110,7 +110,7 @@ def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 _DATE = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
-def render(
+def render_chat(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Json]], *, today: date | None = None, **switches: Json
 ) -> str:
     """Render a conversation by the chat template in jinja's sandbox, with the answer left open.
@@ -244,7 +244,7 @@ def conversation_encoder(
     Without `chat` there is one message, and its text is continued. `switches` are variables of the template beside
     the messages.
     """
-    as_text: Callable[..., str] = functools.partial(render, tokenizer, **switches) if chat else _continued
+    as_text: Callable[..., str] = functools.partial(render_chat, tokenizer, **switches) if chat else _continued
     names = [] if tokens is None else tokenizer.convert_ids_to_tokens(list(tokens[:3]))
     mark = "".join(names)
     knows_pictures = (
@@ -358,7 +358,7 @@ def observation_encoder(
         """The template's text behind the policy's where this is said then."""
         turns = (("user", _PROBE), ("assistant", _WRITTEN), *((role, content) for content in contents))
         messages = [{"role": who, "content": what} for who, what in turns]
-        return render(tokenizer, messages, **switches).partition(_WRITTEN)[2]
+        return render_chat(tokenizer, messages, **switches).partition(_WRITTEN)[2]
 
     @functools.cache
     def framed(count: int, messages: int) -> tuple[Callable[[Sequence[str]], list[int]], bool]:

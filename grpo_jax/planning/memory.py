@@ -66,9 +66,9 @@ def show_plan(config: object, request: PlanRequest) -> int:
         prepare()
         require(size <= target.devices, "policy.mesh", f"at most {target.devices} devices for {TARGET} {target}", size)
         gib = (target.kind.memory / GIB,) * target.devices
+    _simulate_devices(len(gib), size)
     model = read_shape(config.policy.path)
     shown, note = read_shown(config, model)
-    _simulate_devices(len(gib), size)
     memory, programs = plan_policy(config, model, shown, target)
     cards = plan_devices(config, memory, gib, target)
     _print_cards(config, memory, cards, note)

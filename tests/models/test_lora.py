@@ -29,7 +29,7 @@ from grpo_jax.training.state import init_state, reference_variables, refresh_ref
 from grpo_jax.training.update import make_update
 
 LORA = LoraConfig(2, 4.0, ("q_proj", "v_proj"))
-PROJECTIONS, GPT2_PROJECTIONS = map(tuple, (llama.PROJECTIONS, gpt2.PROJECTIONS))
+PROJECTIONS, GPT2_PROJECTIONS = map(tuple, (llama.LLAMA_ARCHITECTURE.projections, gpt2.GPT2_ARCHITECTURE.projections))
 
 
 def bytes_of(tree):

@@ -55,7 +55,7 @@ def without(fields, name):
         (GEMMA2 | dict(final_logit_softcapping=0), "final_logit_softcapping: expected a finite number > 0, got 0"),
         (GEMMA3 | dict(rope_parameters=dict(rope_theta=1e6)), "rope_parameters.rope_theta: expected a table of fields"),
         (GEMMA3 | dict(rope_parameters=dict(chunked={})), r"rope_parameters: expected full_attention and .*chunked"),
-        (GPT2 | dict(activation_function="quick_gelu"), "activation_function.*quick_gelu"),
+        (GPT2 | dict(activation_function="swoosh"), "activation_function.*swoosh"),
         (GPT2 | dict(n_head=5), "n_embd: expected a multiple of n_head=5, got 768"),
         (GPT2 | dict(n_layer=None), "lacks n_layer"),
         (

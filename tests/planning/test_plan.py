@@ -18,7 +18,7 @@ from grpo_jax.models.lora import count_weights, quantise
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import memory as plan
-from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, plan_policy, read_shape
+from grpo_jax.planning.memory import PUBLISHED_POLICIES, PolicyMemory, held_memory, read_shape
 from grpo_jax.planning.programs import report_program, run_programs
 from grpo_jax.sampling.sampler import SamplingParams, make_sampler
 from grpo_jax.train import main
@@ -51,12 +51,16 @@ def of_tiny(*arguments):
     return config, hf.model_config(Path("tiny"), QWEN2_FIELDS)
 
 
-def test_what_is_held_is_what_a_run_holds(not_compiled):
+def held(config, model):
+    return held_memory(config, state_shapes(config, model, None))
+
+
+def test_what_is_held_is_what_a_run_holds():
     from bridges import miniature
 
     config = configured()
     model = read_shape("miniature")
-    memory = plan_policy(config, model)[0]
+    memory = held(config, model)
     loaded = hf.load_folder(miniature.path("policy"))
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 10))
     state = init_state({"params": loaded.params}, optimizer, keep_reference=True)
@@ -66,9 +70,9 @@ def test_what_is_held_is_what_a_run_holds(not_compiled):
     assert memory.reference == sum(leaf.nbytes for leaf in jax.tree.leaves(state.reference)) > 0
 
 
-def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
+def test_adapters_alone_are_trained_and_the_base_is_the_reference():
     config, model = of_tiny("--policy.lora.rank=4", "--policy.lora.targets=[q_proj]", "--policy.frozen_dtype=bfloat16")
-    memory = plan_policy(config, model)[0]
+    memory = held(config, model)
     base = init_variables(model, jax.random.key(0))["params"]
     adapters = 2 * (32 * 4 + 4 * 32)
     assert memory.trained == adapters and memory.reference == 0
@@ -76,13 +80,13 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference(not_compiled):
     assert memory.optimizer == pytest.approx(8 * adapters, abs=16)  # and the counts of updates
 
 
-def test_a_base_in_few_bits_is_counted_as_it_is_stored(not_compiled):
+def test_a_base_in_few_bits_is_counted_as_it_is_stored():
     from bridges import miniature
 
     model = read_shape("miniature")
     adapters = ("--policy.lora.rank=2", "--policy.frozen_dtype=float32")
-    whole = plan_policy(configured(*adapters), model)[0]
-    memory = plan_policy(configured(*adapters, "--policy.quantised=int4"), model)[0]
+    whole = held(configured(*adapters), model)
+    memory = held(configured(*adapters, "--policy.quantised=int4"), model)
     loaded = hf.load_folder(miniature.path("policy")).params
     saved = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) - tree_bytes(quantise(loaded, "int4"))
     assert memory.parameters == whole.parameters and memory.trained == whole.trained
@@ -133,9 +137,9 @@ def test_sampling_takes_what_the_program_of_a_run_takes(monkeypatch):
     assert planned.temporary_bytes == pytest.approx(taken, rel=0.05)
 
 
-def test_a_mesh_shares_out_what_is_held(not_compiled):
+def test_a_mesh_shares_out_what_is_held():
     config, model = of_tiny()
-    whole = plan_policy(config, model)[0]
+    whole = held(config, model)
     mesh = jax.sharding.AbstractMesh((2, 1), ("fsdp", "tensor"))
     half = tree_bytes(state_shapes(config, model, mesh).variables)
     small = tree_bytes(init_variables(model, jax.random.key(0))["params"]["norm"])
@@ -290,12 +294,12 @@ def test_mistakes_are_one_line(arguments, message, capsys, not_compiled):
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and message in captured.err
 
 
-def test_a_policy_that_samples_ahead_is_a_copy(not_compiled):
+def test_a_policy_that_samples_ahead_is_a_copy():
     config, model = of_tiny("--training.async_level=1")
-    memory = plan_policy(config, model)[0]
+    memory = held(config, model)
     assert memory.behind == memory.weights > 0  # all weights are trained
     adapters, model = of_tiny("--training.async_level=1", "--policy.lora.rank=2")
-    assert 0 < plan_policy(adapters, model)[0].behind < memory.behind / 2
+    assert 0 < held(adapters, model).behind < memory.behind / 2
     lines = plan.policy_lines(config, memory)
     assert sum(line.bytes for line in lines) == memory.peak and all(line.counted for line in lines)
 
@@ -306,7 +310,7 @@ def test_a_judge_in_a_pool_leaves_its_card_to_the_next(not_compiled, capsys):
 
     pool = ("--judges.renderer.pool.replicas=4", "--judges.renderer.pool.resources={num_gpus: 1}")
     config = parse(["--config=prompt_enhancement_miniature", *pool])
-    memory = plan_policy(config, read_shape("miniature"))[0]
+    memory = held(config, read_shape("miniature"))
     first, second, third, host = plan.plan_devices(config, memory, (16.0, 16.0, 16.0))
     assert [*first.parts] == ["policy", "runtime"] and [*second.parts] == ["scorer", "runtime"] and not third.parts
     assert host.name == "cpu" and "4 actors of a Ray cluster" in host.parts["renderer"][0].note

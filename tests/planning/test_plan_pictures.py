@@ -13,9 +13,9 @@ from grpo_jax.errors import UserError
 from grpo_jax.models.architectures import read_model_config
 from grpo_jax.models.lora import count_weights
 from grpo_jax.models.vision.tower import init_tower
-from grpo_jax.planning.memory import plan_policy, read_shape, read_shown
+from grpo_jax.planning.memory import held_memory, read_shape, read_shown
 from grpo_jax.train import main
-from grpo_jax.training.memory import Shown, tree_bytes, update_program
+from grpo_jax.training.memory import Shown, state_shapes, tree_bytes, update_program
 
 TINY = {
     **QWEN2_FIELDS,
@@ -42,8 +42,8 @@ def configured(*arguments):
     return parse(["--task=text", *SMALL, *arguments])
 
 
-def policy_memory(config, shown=None):
-    return plan_policy(config, MODEL, shown)[0]
+def held(config, *, pictures=False):
+    return held_memory(config, state_shapes(config, MODEL, None, pictures=pictures))
 
 
 @pytest.fixture
@@ -55,23 +55,23 @@ def folder(tmp_path):
     return tmp_path / "policy"
 
 
-def test_a_tower_is_counted_where_there_are_pictures(not_compiled):
-    text, seen = (policy_memory(configured(), shown) for shown in (None, ONE))
+def test_a_tower_is_counted_where_there_are_pictures():
+    text, seen = (held(configured(), pictures=pictures) for pictures in (False, True))
     assert seen.weights - text.weights == tree_bytes(TOWER)
     assert (seen.trained, seen.optimizer) == (text.trained, text.optimizer)
-    narrow = policy_memory(configured("--policy.frozen_dtype=bfloat16"), ONE)
+    narrow = held(configured("--policy.frozen_dtype=bfloat16"), pictures=True)
     assert seen.weights - narrow.weights == tree_bytes(TOWER) // 2
 
 
-def test_a_trained_tower_has_moments(not_compiled):
-    text, trained = policy_memory(configured()), policy_memory(configured("--policy.vision=train"))
+def test_a_trained_tower_has_moments():
+    text, trained = held(configured()), held(configured("--policy.vision=train"))
     assert trained.trained - text.trained == trained.parameters - text.parameters == count_weights(TOWER)
     assert trained.optimizer - text.optimizer == 2 * tree_bytes(TOWER)
 
 
-def test_adapters_on_the_tower_are_trained(not_compiled):
-    text = policy_memory(configured(*LORA))
-    both = policy_memory(configured(*LORA, "--policy.lora.vision=true"))
+def test_adapters_on_the_tower_are_trained():
+    text = held(configured(*LORA))
+    both = held(configured(*LORA, "--policy.lora.vision=true"))
     kernels = {"qkv": (16, 48), "proj": (16, 16), "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16)}
     adapters = sum(2 * 2 * sum(shape) for shape in kernels.values())  # two layers of rank 2
     assert both.trained - text.trained == adapters

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.training.dynamic_scale import DynamicScale
 
 from grpo_jax.config.sections import PolicySection
 from grpo_jax.core.logprobs import capped, token_logprobs, tree_logprobs, wide
@@ -29,12 +28,14 @@ from grpo_jax.models.positions import decode_context, extend_context, group_cont
 from grpo_jax.models.sharding import OverPrompts, gather_columns, make_mesh, shard
 from grpo_jax.models.variables import (
     VALUE,
+    VISUAL,
     PyTree,
     Variables,
     copied,
     init_value_head,
     keeps_layers_apart,
     needs_tower,
+    precision_of,
     tower_dtype,
     unstack,
     weight_dtype,
@@ -424,27 +425,6 @@ _WITHOUT_WEIGHTS = [field.name for field in dataclasses.fields(Policy) if field.
 jax.tree_util.register_dataclass(Policy, data_fields=["variables"], meta_fields=_WITHOUT_WEIGHTS)
 
 
-def precision_of(compute_dtype: str, precision: str | None) -> str | None:
-    """The configured precision of products of matrices, or the one that the activations' type needs.
-
-    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise; None, JAX's own,
-    for other types.
-    """
-    return "highest" if precision is None and compute_dtype == "float32" else precision
-
-
-def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
-    """Flax's dynamic loss scale for float16, whose smallest numbers gradients would fall below; None for other types.
-
-    It starts at 2¹⁶, is halved by an update whose gradients overflow (which is left out), and doubled after 2,000
-    updates in a row that did not. It does not fall below 1: what overflows there is not the scale's doing.
-    """
-    if compute_dtype != "float16":
-        return None
-    start = jnp.full((), 2.0**16, jnp.float32)
-    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
-
-
 def load_policy(
     folder: str | Path | hf.PolicyFolder,
     section: PolicySection | None = None,
@@ -485,7 +465,7 @@ def load_policy(
 
     read = folder if isinstance(folder, hf.PolicyFolder) else hf.read_folder(folder)
     with as_user_error("policy.mesh", ValueError):  # a weight that the mesh does not divide
-        weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store).params
+        weights = hf.load_weights(read, param_dtype=weight_dtype(section), put=store)
     config = read.config
     policy = Policy.from_section(section, config, mesh, platform)
     lora = policy.lora
@@ -496,7 +476,7 @@ def load_policy(
             field = "policy.vision" if section.vision == "train" else "policy.path"
             lacks = "has no vision tower with an mrope_section in its config.json, and pictures need one"
             raise UserError(f"{field}: {section.path or read.name} {lacks}: give a Qwen-VL folder")
-        tower = hf.load_tower(read, param_dtype=tower_dtype(section), put=put)
+        tower = hf.load_weights(read, param_dtype=tower_dtype(section), put=put, tower=True)[VISUAL]
         variables = with_tower(variables, tower, trained=section.vision == "train")
     if lora is not None:
         if section.lora.path is None:

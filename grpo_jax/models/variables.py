@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.training.dynamic_scale import DynamicScale
 from jax.typing import ArrayLike
 
 from grpo_jax.config.sections import PolicySection
@@ -38,6 +39,27 @@ def weight_dtype(section: PolicySection) -> str:
 def tower_dtype(section: PolicySection) -> str:
     """The type of the vision tower's weights, which may be frozen where the rest is trained."""
     return "float32" if section.vision == "train" else section.frozen_dtype
+
+
+def precision_of(compute_dtype: str, precision: str | None) -> str | None:
+    """The configured precision of products of matrices, or the one that the activations' type needs.
+
+    That is ``highest`` for float32, whose products GPUs (TF32) and TPUs (bfloat16) round otherwise; None, JAX's own,
+    for other types.
+    """
+    return "highest" if precision is None and compute_dtype == "float32" else precision
+
+
+def make_loss_scale(compute_dtype: str) -> DynamicScale | None:
+    """Flax's dynamic loss scale for float16, whose smallest numbers gradients would fall below; None for other types.
+
+    It starts at 2¹⁶, is halved by an update whose gradients overflow (which is left out), and doubled after 2,000
+    updates in a row that did not. It does not fall below 1: what overflows there is not the scale's doing.
+    """
+    if compute_dtype != "float16":
+        return None
+    start = jnp.full((), 2.0**16, jnp.float32)
+    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=start, minimum_scale=1.0)
 
 
 def needs_tower(section: PolicySection, lora: LoraConfig | None) -> bool:

@@ -24,9 +24,8 @@ from grpo_jax.models.hf.image_processor import most_patches
 from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.hf.weights import read_json_file
 from grpo_jax.models.lora import count_weights
-from grpo_jax.models.policy import precision_of
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.models.variables import needs_tower, weight_dtype
+from grpo_jax.models.variables import needs_tower, precision_of, weight_dtype
 from grpo_jax.models.vision.tower import tower_shapes
 from grpo_jax.planning import MEMORY, PLAN, TARGET, PlanRequest
 from grpo_jax.planning.programs import Report, report_program, run_programs

@@ -21,7 +21,7 @@ from grpo_jax.models.architectures import ModelConfig
 from grpo_jax.models.decoder import apart_and_joined, init_variables
 from grpo_jax.models.hf.peft import lora_config
 from grpo_jax.models.lora import init_adapters, quantise
-from grpo_jax.models.policy import Policy, make_loss_scale
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import FSDP, shard_optimizer, shardings
 from grpo_jax.models.variables import (
     VALUE,
@@ -29,6 +29,7 @@ from grpo_jax.models.variables import (
     PyTree,
     init_value_head,
     keeps_layers_apart,
+    make_loss_scale,
     needs_tower,
     tower_dtype,
     weight_dtype,

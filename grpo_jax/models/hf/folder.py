@@ -58,9 +58,10 @@ def load_folder(
 
     A `param_dtype` of None keeps the folder's.
     """
-    policy = load_weights(read_folder(folder, tokenizer=tokenizer), param_dtype=param_dtype)
+    policy = read_folder(folder, tokenizer=tokenizer)
+    policy = policy._replace(params=load_weights(policy, param_dtype=param_dtype))
     if vision and policy.config.vision is not None:
-        policy = policy._replace(visual=load_tower(policy, param_dtype=param_dtype))
+        policy = policy._replace(visual=load_weights(policy, param_dtype=param_dtype, tower=True)[VISUAL])
     return policy
 
 
@@ -78,26 +79,20 @@ def read_folder(folder: str | Path, *, tokenizer: bool = True) -> PolicyFolder:
 
 
 def load_weights(
-    read: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
-) -> PolicyFolder:
-    """Load the parameters of a policy that `read_folder` gave; arguments and errors as of `load_folder`.
-
-    `put` takes the parameters from host memory to their devices; None copies them to the first.
-    """
-    return read._replace(params=(put or copied)(_read_weights(read, param_dtype)))
-
-
-def load_tower(
-    loaded: PolicyFolder, *, param_dtype: str | None = "float32", put: Callable[[PyTree], PyTree] | None = None
+    read: PolicyFolder,
+    *,
+    param_dtype: str | None = "float32",
+    put: Callable[[PyTree], PyTree] | None = None,
+    tower: bool = False,
 ) -> dict[str, PyTree]:
-    """Load the parameters of a folder's vision tower; `put` takes ``{"visual": parameters}``."""
-    return (put or copied)(_read_weights(loaded, param_dtype, tower=True))[VISUAL]
+    """Load the parameters of a policy that `read_folder` gave, or its vision tower's as ``{"visual": parameters}``.
 
-
-def _read_weights(loaded: PolicyFolder, param_dtype: str | None, *, tower: bool = False) -> PyTree:
+    `put` takes them from host memory to their devices; None copies them to the first.
+    """
     dtype = None if param_dtype is None else jnp.dtype(param_dtype)
-    with as_user_error(f"cannot load the policy in {loaded.path}", UserError):
-        return read_params(loaded.config, TensorFiles(weight_files(loaded.path)), dtype, tower=tower)
+    with as_user_error(f"cannot load the policy in {read.path}", UserError):
+        params = read_params(read.config, TensorFiles(weight_files(read.path)), dtype, tower=tower)
+    return (put or copied)(params)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -9,23 +9,15 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import numpy as np
 import pytest
 from support.vision.folders import SETTINGS
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.core.trie import make_trie
-from grpo_jax.models.policy import Policy
 from grpo_jax.models.random_init import write_policy
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning.memory import PUBLISHED_POLICIES, read_shape, read_shown
 from grpo_jax.planning.programs import compile_program, report_program, run_programs
 from grpo_jax.planning.targets import Target, open_devices, prepare
-from grpo_jax.sampling.ranking import make_ranker
-from grpo_jax.sampling.sampler import make_sampler
-from grpo_jax.sampling.samplers import sampling_params, stop_table
-from grpo_jax.training.memory import Program, state_shapes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "targets"))
 
@@ -170,42 +162,6 @@ def test_one_copy_of_a_frozen_base_serves_decoding_and_training(quantised, targe
         compiled = compile_program(program, chosen, open_devices(chosen)[0])
         reading = read_program(compiled, sizes._replace(turns=program.turns))
         assert reading.kernels > 0 and reading.weight_copies == 0
-
-
-def listed_texts(vocabulary):
-    """The tree of 200 texts of three tokens, some with a common beginning."""
-    return make_trie([[2 + i % 10, 20 + i % 40, 100 + i] for i in range(200)], vocab_size=vocabulary)
-
-
-def sampler_of(kind, policy, params, vocabulary):
-    """A sampler of constrained texts, by its name."""
-    trie = listed_texts(vocabulary)
-    if kind == "trie":
-        return make_sampler(policy, params, eos_ids=(1,), pad_id=0, trie=trie)
-    pieces = [bytes([i % 128]) for i in range(vocabulary)]
-    stops = stop_table(["\n\n", "END"], pieces, pieces)
-    allowed = np.arange(vocabulary) % 3 > 0
-    return make_sampler(policy, params, eos_ids=(1,), pad_id=0, stops=stops, allowed_tokens=allowed)
-
-
-@pytest.mark.targets
-@pytest.mark.parametrize("kind", ["stop strings", "trie", "ranking"])
-def test_samplers_of_constrained_texts_compile(kind, target, tmp_path):
-    config = configured(Case(kind, QWEN2, (*TEXT, *BFLOAT16, "--sampling.top_k=50", "--sampling.top_p=.9")), tmp_path)
-    chosen, model = Target(target), read_shape(config.policy.path)
-    policy = Policy.from_section(config.policy, model, None, chosen.platform)
-    params = sampling_params(config.sampling, 4, 1.0)
-    prompts = np.ones((8, 128), np.int32)
-    given = (prompts, prompts > 0)
-    if kind == "ranking":
-        write = make_ranker(policy, pad_id=0, trie=listed_texts(model.vocab_size))
-    else:
-        write = sampler_of(kind, policy, params, model.vocab_size)
-        given = (*given, jax.random.split(jax.random.key(0), len(prompts)))
-    variables = state_shapes(config, model, None).variables
-    program = Program(jax.jit(lambda variables: write(variables, *given)), (variables,), params.max_new_tokens)
-    compiled = report_program(program, chosen, open_devices(chosen)[0])
-    assert compiled.peak_bytes > compiled.argument_bytes > 0 and compiled.work.flops > 0
 
 
 @pytest.mark.targets

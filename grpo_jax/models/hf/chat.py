@@ -89,22 +89,24 @@ def text_marks(tokenizer: Tokenizer) -> frozenset[int]:
     unknown, ends = tokenizer.unk_token_id, (tokenizer.bos_token_id, tokenizer.eos_token_id)
     if unknown is None or unknown in ends:
         return special_ids(tokenizer)
-    with failures_named(failing(tokenizer)):
-        unknown_ids = tokenizer(_UNKNOWN, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    unknown_ids = _encode(tokenizer, _UNKNOWN, split_special_tokens=True)
     return frozenset(mark for mark in special_ids(tokenizer) if mark != unknown or mark not in unknown_ids)
 
 
 def plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text by itself; what looks like a mark in it is text."""
-    marks = text_marks(tokenizer)
-    with failures_named(failing(tokenizer)):
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if marks.isdisjoint(ids):
-            return ids
-        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    marks, ids = text_marks(tokenizer), _encode(tokenizer, text)
+    if marks.isdisjoint(ids):
+        return ids
+    ids = _encode(tokenizer, text, split_special_tokens=True)
     # A tokenizer of whole words finds marks among its words: they are unknown ones then.
     unknown = [] if tokenizer.unk_token_id in (None, *marks) else [tokenizer.unk_token_id]
     return [piece for token in ids for piece in (unknown if token in marks else [token])]
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False, **options: bool) -> list[int]:
+    with failures_named(f"the tokenizer of {_folder(tokenizer)} failed"):
+        return list(tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"])
 
 
 _DATE = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -150,16 +152,12 @@ def texts_encoder(
     """
     marks = text_marks(tokenizer) | frozenset(further_marks)
 
-    def tokens_of(text: str, *, special: bool) -> list[int]:
-        with failures_named(failing(tokenizer)):
-            return list(tokenizer(text, add_special_tokens=special)["input_ids"])
-
     def marks_in(ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in marks]
 
     fillers = [f"{_PROBE}{number:04d}" for number in range(count)]
     frame = render(fillers)
-    whole_frame = tokens_of(frame, special=add_special_tokens)
+    whole_frame = _encode(tokenizer, frame, add_special_tokens=add_special_tokens)
     expected = marks_in(whole_frame)
 
     def apart(text: str, texts: Sequence[str]) -> list[int] | None:
@@ -167,16 +165,14 @@ def texts_encoder(
         cut = _around(frame, fillers, text, texts)
         if cut is None:
             return None
-        before, after = _added(whole_frame, tokens_of(frame, special=False))
-        ids = list(before)
-        for place, part in enumerate(cut):
-            ids += plain_tokens(tokenizer, part) if place % 2 else tokens_of(part, special=False)
-        ids += after
+        before, after = _added(whole_frame, _encode(tokenizer, frame))
+        parts = [plain_tokens(tokenizer, part) if i % 2 else _encode(tokenizer, part) for i, part in enumerate(cut)]
+        ids = [*before, *itertools.chain.from_iterable(parts), *after]
         return ids if marks_in(ids) == expected else None
 
     def encode(texts: Sequence[str]) -> list[int]:
         text = render(texts)
-        ids: list[int] | None = tokens_of(text, special=add_special_tokens)
+        ids: list[int] | None = _encode(tokenizer, text, add_special_tokens=add_special_tokens)
         if marks_in(ids or ()) != expected:
             ids = apart(text, texts)
         prompt = f"prompt {short_repr(max(texts, key=len, default=''))}"
@@ -216,11 +212,6 @@ def _added(whole: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
     return [], []
-
-
-def failing(tokenizer: Tokenizer) -> str:
-    """Say which tokenizer failed, for `failures_named`."""
-    return f"the tokenizer of {_folder(tokenizer)} failed"
 
 
 def _folder(tokenizer: Tokenizer) -> str:
@@ -381,9 +372,7 @@ def observation_encoder(
                 f"the chat template of {short_name(tokenizer.name_or_path or 'the policy')} shows no second turn of a "
                 f"{role}: sampling.turns must be 1"
             )
-        with failures_named(failing(tokenizer)):
-            before = tokenizer(head, add_special_tokens=False)["input_ids"]
-        return encoder(render=rendered), not set(eos_ids).isdisjoint(before)
+        return encoder(render=rendered), not set(eos_ids).isdisjoint(_encode(tokenizer, head))
 
     def encode(answer: str | Sequence[str], ended: bool, pictures: Sequence[int] = ()) -> list[int]:
         messages = (answer,) if isinstance(answer, str) else answer

@@ -1,17 +1,14 @@
 """--plan: its figures are those of the arrays and programs that a run makes; its words and exit codes."""
 
 import json
-import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from safetensors import safe_open
 from support.tiny_decoders import QWEN2_FIELDS
 
 from grpo_jax.config.command_line import parse
-from grpo_jax.errors import UserError
 from grpo_jax.models import hf
 from grpo_jax.models.decoder import init_variables
 from grpo_jax.models.lora import count_weights, quantise
@@ -147,29 +144,6 @@ def test_a_mesh_shares_out_what_is_held():
 
 
 # --------------------------------------------------------------------------------------------------------- the judges
-
-
-def headers(folder):
-    """Numbers in the safetensors files of a folder."""
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="numpy") as file:
-            total += sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
-    return total
-
-
-def test_judges_are_counted_without_their_weights(tmp_path):
-    from bridges import loading, miniature
-
-    whole = miniature.path("renderer")
-    shutil.copytree(whole, tmp_path / "renderer", ignore=shutil.ignore_patterns("*.safetensors"))
-    shutil.copytree(miniature.path("scorer"), tmp_path / "scorer", ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes, widths, edge = loading.pipeline_sizes(str(tmp_path / "renderer"))
-    assert sizes == {name: headers(whole / name) for name in ("transformer", "vae", "text_encoder", "text_encoder_2")}
-    assert widths == (12,) and edge == 32
-    assert loading.clip_size(str(tmp_path / "scorer")) == pytest.approx(headers(miniature.path("scorer")), rel=1e-3)
-    with pytest.raises(UserError, match="model_index"):
-        loading.pipeline_sizes(str(tmp_path))
 
 
 def text_encoder(width, layers):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.fields import require, to_dict
+from grpo_jax.config.fields import require
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
@@ -318,7 +318,7 @@ def judge_lines(judge: Judge) -> list[Line]:
 
 
 def _print_cards(config: Config, memory: PolicyMemory, cards: Sequence[DeviceMemory], note: str) -> None:
-    task = to_dict(config)["task"]["kind"]
+    task = config.model_dump()["task"]["kind"]
     print(f"Plan of {task}: {config.policy.path}, {memory.parameters:,} parameters, {memory.trained:,} trained")
     dtype, precision = config.policy.compute_dtype, config.policy.matmul_precision
     print(f"  computed in {dtype}, matmul_precision {precision_of(dtype, precision) or 'default'}")

@@ -11,7 +11,7 @@ from grpo_jax.errors import UserError, command, exit_process, run_parser, short_
 
 if TYPE_CHECKING:
     from grpo_jax.runs.directory import RunDirectory
-    from grpo_jax.tasks.display import Display
+    from grpo_jax.tasks.task import Display
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def _run(path: str) -> RunDirectory:
 def _display(run: RunDirectory) -> Display:
     """Return the display of the run's task; the plain one, with a note, where the task is not found any more."""
     from grpo_jax.config.command_line import load_config
-    from grpo_jax.tasks.display import Display
+    from grpo_jax.tasks.task import Display
 
     try:
         return load_config(run.config).task.display

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from grpo_jax.reports.page import Rows, number, render, section, stroke
-from grpo_jax.tasks.display import Chart, Curve, Display, of_turns
+from grpo_jax.tasks.task import Chart, Curve, Display, of_turns
 
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 310, 8, 158

@@ -21,7 +21,7 @@ from grpo_jax.reports.page import (
     table_section,
 )
 from grpo_jax.runs.directory import RunDirectory, finite, read_metrics, write_atomically
-from grpo_jax.tasks.display import Display, Table
+from grpo_jax.tasks.task import Display, Table
 
 _ITERATIONS_SHOWN = 5
 _COMPLETIONS_SHOWN = 40  # of each of these iterations

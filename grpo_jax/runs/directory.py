@@ -20,7 +20,8 @@ import numpy as np
 
 from grpo_jax.config.files import parse_json, read_bytes
 from grpo_jax.errors import UserError, one_line, short_name
-from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry, encode_png
+from grpo_jax.rollout.pictures import png
+from grpo_jax.tasks.task import EpisodeEntry, GalleryEntry
 
 LOCK = "run.lock"
 
@@ -296,7 +297,7 @@ class RunDirectory:
         for index, pictures in enumerate(drawn):
             for label, picture in pictures.items():
                 if picture is not None:
-                    write_atomically(self.images / f"{index:03d}_{label}.png", encode_png(picture))
+                    write_atomically(self.images / f"{index:03d}_{label}.png", png(picture))
 
     def write_completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> Path:
         """Write completions/step_00000N.parquet, one row per completion."""

@@ -22,7 +22,7 @@ from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserError, one_line
 from grpo_jax.models.broadcast import broadcast, is_main_process
 from grpo_jax.rollout.data import TRAINING_ROWS
-from grpo_jax.rollout.rewards import no_reward_lately
+from grpo_jax.rollout.rewards import join_names
 from grpo_jax.training.update import PATIENCE
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 """A JSON object."""
+MISSING_ITERATIONS = 3
+"""Iterations in a row without a reward, after which a run stops."""
 SCORE = "score"
 """As evaluation.best_by: the maximised measure."""
 
@@ -46,7 +48,7 @@ class Progress(NamedTuple):
         notes: Memory of the run. Of a policy: "before", held-out measures of the start by kind of text ("greedy",
             "sampled", "unchanged", "oracle") and of the policy before SFT ("untrained"); "samples", `sample_measures`
             of the start; "watched", eval rewards of each test and validation prompt then; "remembered", for the task's
-            findings; "absent" and "constant", streaks of rewards that are missing or have one value.
+            findings; "streaks" of rewards that are missing or have one value.
         unvalidated: Metrics of the last iteration where its validation was stopped or failed.
         early_stopping: An `EarlyStopping`; None before the first validation.
     """
@@ -342,12 +344,18 @@ _KILLABLE = (
 
 
 def nothing_judged(progress: Progress, run_dir: str) -> str:
-    """Return why a run ends without rewards: none came lately, or none at all in a short run; "" before."""
-    silence = no_reward_lately(progress.notes.get("absent", {}), progress.iterations)
-    if not silence:
+    """Return why a run ends without rewards (`reward_streaks`): none came lately, or in a short run; "" before.
+
+    A reward may well apply to few prompts: all must be missing.
+    """
+    streaks, done, iterations = progress.notes.get("streaks", {}), progress.iteration, progress.iterations
+    shortest = min((count if value is None else 0 for value, count in streaks.values()), default=0)
+    if not shortest or shortest < min(MISSING_ITERATIONS, iterations):
         return ""
-    again = _again(run_dir, progress.iteration < progress.iterations)
-    return f"{silence}. Saved after iteration {progress.iteration}; fix the rewards, or what they ask, and {again}"
+    return (
+        f"no completion got a reward in {shortest} iterations in a row ({join_names(list(streaks))}). Saved after "
+        f"iteration {done}; fix the rewards, or what they ask, and {_again(run_dir, done < iterations)}"
+    )
 
 
 def nothing_learned(skipped: int, updates: int, progress: Progress, run_dir: str) -> str:

@@ -7,8 +7,8 @@ import types
 import pytest
 
 from grpo_jax.reports import console as reporting
-from grpo_jax.tasks.display import Display
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
+from grpo_jax.tasks.task import Display
 
 
 class Terminal(io.StringIO):

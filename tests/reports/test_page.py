@@ -10,8 +10,8 @@ from grpo_jax.reports.charts import Series, line_chart, series_of
 from grpo_jax.reports.page import RunEnd, number
 from grpo_jax.reports.report import completions_table, render_report
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.tasks.display import GalleryEntry, Table
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
+from grpo_jax.tasks.task import GalleryEntry, Table
 
 
 def test_a_chart_leaves_out_what_is_missing():

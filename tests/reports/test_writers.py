@@ -12,7 +12,7 @@ from grpo_jax import train
 from grpo_jax.errors import UserError
 from grpo_jax.reports.writers import JsonLines, open_writers
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.tasks.display import GalleryEntry
+from grpo_jax.tasks.task import GalleryEntry
 
 
 def test_rows_are_strict_json(tmp_path):

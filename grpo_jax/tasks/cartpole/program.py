@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from grpo_jax.models.lora import count_weights
 from grpo_jax.tasks.cartpole.environment import MAX_STEPS
 from grpo_jax.tasks.cartpole.training import EPISODES, HIDDEN, SOLVED, Carry, Metrics, Training, make_train
-from grpo_jax.tasks.display import Table
-from grpo_jax.tasks.task import Finished, Info, Notes
+from grpo_jax.tasks.task import Finished, Info, Notes, Table
 
 if TYPE_CHECKING:
     from grpo_jax.tasks.cartpole.task import CartPoleConfig

@@ -89,10 +89,10 @@ def completions_table(folder: str | Path) -> Table | None:
 
 
 def _columns(rows: Sequence[Values]) -> list[str]:
-    """Return the columns that the page shows, numbers before texts: a parsed completion only where it differs."""
+    """Return the columns that the page shows, numbers before texts: a raw completion only where it differs from the parsed one."""
     shown = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, str | int | float))
-    if all(row.get("text") == row.get("completion") for row in rows):
-        shown.pop("text", None)
+    if all(row.get("raw_completion") == row.get("completion") for row in rows):
+        shown.pop("raw_completion", None)
     texts = {name for name in shown if any(isinstance(row.get(name), str) for row in rows)}
     return [*(name for name in shown if name not in texts), *(name for name in shown if name in texts)]
 

@@ -130,7 +130,7 @@ class WeightsAndBiases(MetricWriter):
     def finish(self, summary: Values, gallery: Sequence[GalleryEntry] = ()) -> None:
         """Update the run's summary, and log the gallery's pictures under their texts."""
         self._run.summary.update(finite(summary))
-        pairs = [pair for entry in gallery for pair in ((entry.prompt, entry.before), (entry.rewrite, entry.after))]
+        pairs = [pair for entry in gallery for pair in ((entry.prompt, entry.before), (entry.completion, entry.after))]
         if images := [self._wandb.Image(picture, caption=text) for text, picture in pairs if picture is not None]:
             self._run.log({"gallery": images})
 

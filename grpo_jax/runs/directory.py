@@ -267,7 +267,9 @@ class RunDirectory:
 
     def write_images(self, gallery: Sequence[GalleryEntry]) -> None:
         """Write images/000_before.png, 000_after.png, 000_shown_0.png (of the prompt), …, and gallery.json."""
-        texts = [{"prompt": entry.prompt, "rewrite": entry.rewrite, "scores": dict(entry.scores)} for entry in gallery]
+        texts = [
+            {"prompt": entry.prompt, "completion": entry.completion, "scores": dict(entry.scores)} for entry in gallery
+        ]
         drawn = [{"before": e.before, "after": e.after, **_numbered("shown", e.shown)} for e in gallery]
         self._write_drawn("gallery.json", texts, drawn)
 
@@ -275,7 +277,10 @@ class RunDirectory:
         """Write images/000_turn_1.png, 000_episode_shown_0.png, 000_turn_1_shown_0.png, …, and episodes.json."""
         texts, drawn = [], []
         for entry in episodes:
-            turns = [{"text": turn.text, "scores": dict(turn.scores), "answer": turn.answer} for turn in entry.turns]
+            turns = [
+                {"completion": turn.completion, "scores": dict(turn.scores), "observation": turn.observation}
+                for turn in entry.turns
+            ]
             texts.append({"prompt": entry.prompt, "turns": turns})
             drawn.append(_numbered("episode_shown", entry.pictures))
             for number, turn in enumerate(entry.turns, 1):

@@ -94,7 +94,7 @@ class GalleryEntry(NamedTuple):
     """One prompt before and after training; pictures are uint8 [H, W, 3] or None. `shown` are the prompt's own."""
 
     prompt: str
-    rewrite: str
+    completion: str
     before: Picture | None = None
     after: Picture | None = None
     scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
@@ -103,19 +103,19 @@ class GalleryEntry(NamedTuple):
 
 
 class ShownTurn(NamedTuple):
-    """A turn of an episode that is shown, with the policy's judged text.
+    """A turn of an episode that is shown, with its parsed completion.
 
     Attributes:
         scores: Rewards and watched measures by name, NaN where missing.
         image: The picture drawn of it, uint8 [H, W, 3], or None.
-        answer: The environment's; None where the episode ended.
-        pictures: What the policy saw of the answer, uint8 [H, W, 3].
+        observation: The environment's text; None where the episode ended.
+        pictures: The observation's, uint8 [H, W, 3].
     """
 
-    text: str
+    completion: str
     scores: Mapping[str, float | None] = {}
     image: Picture | None = None
-    answer: str | None = None
+    observation: str | None = None
     pictures: Sequence[Picture] = ()
 
 

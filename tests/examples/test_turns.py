@@ -75,18 +75,18 @@ def test_the_calculator_is_asked_and_answers(calculated):
     for step in (1, 2):
         for turns in episodes(calculated, step):
             first, last = turns[0], turns[-1]
-            words = first["text"].split()
+            words = first["completion"].split()
             called = len(words) == 4 and words[0] == "call" and words[2] in ("plus", "minus")
             assert len(turns) == 1 + called
             if called:
-                expression = first["text"].removeprefix("call ").replace("plus", "+").replace("minus", "-")
-                assert first["answer"] == str(eval(expression)) and first["reward/right"] == 0
-            assert last["answer"] is None
+                expression = first["completion"].removeprefix("call ").replace("plus", "+").replace("minus", "-")
+                assert first["observation"] == str(eval(expression)) and first["reward/right"] == 0
+            assert last["observation"] is None
             expected = eval(last["prompt"].replace("plus", "+").replace("minus", "-"))
-            assert last["reward/right"] == float(last["text"] == str(expected))
-            assert [turn["eval_rewards/asked"] for turn in turns] == [first["text"] == f"call {first['prompt']}"] * len(
-                turns
-            )
+            assert last["reward/right"] == float(last["completion"] == str(expected))
+            assert [turn["eval_rewards/asked"] for turn in turns] == [
+                first["completion"] == f"call {first['prompt']}"
+            ] * len(turns)
             assert len({turn["advantage"] for turn in turns}) == 1  # the end weighs all turns alike
             asked += called
     assert 0 < asked < 32
@@ -133,7 +133,7 @@ def test_a_game_ends_when_the_number_is_found(guessed):
         table = episodes(guessed, step)
         for turns in table:
             assert all(turn["reward/found"] == 0 for turn in turns[:-1])
-            assert all(turn["answer"] in ("higher", "lower") for turn in turns[:-1]) and len(turns) <= 3
+            assert all(turn["observation"] in ("higher", "lower") for turn in turns[:-1]) and len(turns) <= 3
             ended += len(turns) < 3
         for group in (table[start : start + 4] for start in range(0, 16, 4)):
             for turn in range(3):
@@ -152,7 +152,7 @@ def test_held_out_measures_and_report_tell_of_turns(guessed):
     after = {name: summary[name]["after"] for name in names}
     shown = json.loads((guessed / "images" / "episodes.json").read_text())
     scores = [[turn["scores"]["found"] for turn in entry["turns"]] for entry in shown]
-    assert len(scores) == 4 and shown[0]["turns"][0]["answer"] in ("higher", "lower", None)
+    assert len(scores) == 4 and shown[0]["turns"][0]["observation"] in ("higher", "lower", None)
     by_turn = [[one[min(turn, len(one) - 1)] for one in scores] for turn in range(3)]
     assert [after["found_turn_1"], after["found_turn_2"], after["found"]] == [np.mean(one) for one in by_turn]
     assert after["found_peak"] == after["found"] and after["found_gain"] == after["found"] - after["found_turn_1"]
@@ -228,17 +228,17 @@ def test_two_games_in_one_run_each_pay_by_their_own_rules(tmp_path, monkeypatch)
             walk, game = turn["eval_rewards/reward_Grid"], turn["eval_rewards/reward_Guess"]
             assert math.isnan(game if prompt.startswith("at") else walk)
             assert turn["reward/reward"] == (walk if prompt.startswith("at") else game)
-            if prompt.startswith("at") and turn["answer"] is None:  # it reached the goal, or had no more turns
+            if prompt.startswith("at") and turn["observation"] is None:  # it reached the goal, or had no more turns
                 reached = distance(seen) == 1 and turn["reward/reward"] == 1
                 assert turn is turns[-1] and (reached or len(turns) == 4)
             elif prompt.startswith("at"):
-                assert turn["reward/reward"] == 0.5 * (distance(turn["answer"]) < distance(seen))
-            elif turn["answer"] is not None:
+                assert turn["reward/reward"] == 0.5 * (distance(turn["observation"]) < distance(seen))
+            elif turn["observation"] is not None:
                 low, high = (int(seen.split()[place]) for place in (1, 3))
-                left = [int(turn["answer"].split()[place]) for place in (1, 3)]
-                guess = int(turn["text"]) if turn["text"].isdigit() else 0
+                left = [int(turn["observation"].split()[place]) for place in (1, 3)]
+                guess = int(turn["completion"]) if turn["completion"].isdigit() else 0
                 ruled_out = min(guess - low, high - guess) + 1 if low <= guess <= high else 0
                 assert turn["reward/reward"] == pytest.approx(0.5 * ruled_out / (high - low + 1))
                 expected = [[guess + 1, high], [low, guess - 1]] if ruled_out else [[low, high]]
                 assert left in expected
-            seen = turn["answer"]
+            seen = turn["observation"]

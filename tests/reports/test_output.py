@@ -64,7 +64,9 @@ def test_output_of_a_run_resumed_after_a_kill(tmp_path):
     assert directory.log.read_text() == shown
     table = pyarrow.parquet.read_table(directory.completions / "step_000003.parquet").to_pydict()
     assert table["prompt"] == ["prompt 0"] * 3 + ["prompt 1"] * 3
-    assert table["completion"][4] == "raw 1 1" and table["text"][4] == "text 1 1" and table["length"] == [4] * 6
+    assert (
+        table["raw_completion"][4] == "raw 1 1" and table["completion"][4] == "text 1 1" and table["length"] == [4] * 6
+    )
     _, (rollout, advantages) = iteration(3)
     assert table["reward/length"] == rollout.rewards[..., 1].ravel().tolist()
     assert table["eval_rewards/pixel_accuracy"] == rollout.eval_rewards.ravel().tolist()

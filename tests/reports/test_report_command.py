@@ -154,7 +154,11 @@ def test_what_is_no_run_is_one_line(tmp_path, refused):
         ("summary.json", "[" * 100_000, "summary.json: cannot be read (nested too deeply)"),
         ("report.json", "[" * 100_000, "report.json: cannot be read (nested too deeply)"),
         ("report.json", '{"tables": [{"title": 3}]}', "report.json: tables.0.title: Input should be a valid string"),
-        ("report.json", '{"gallery": [{"prompt": "p", "rewrite": "r", "before": "<b>"}]}', "expected a PNG in base64"),
+        (
+            "report.json",
+            '{"gallery": [{"prompt": "p", "completion": "r", "before": "<b>"}]}',
+            "expected a PNG in base64",
+        ),
         ("report.json", '{"sections": {"gallery": "<form>"}}', "report.json: sections: "),
     ],
 )

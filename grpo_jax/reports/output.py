@@ -11,7 +11,7 @@ from grpo_jax.config.fields import to_dict, to_yaml
 from grpo_jax.config.files import Values
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, one_line
-from grpo_jax.models.broadcast import is_main_process, together
+from grpo_jax.models.broadcast import is_main_process, on_all_processes
 from grpo_jax.models.hf.folder import push_folder, require_hub, write_card
 from grpo_jax.reports.console import Console, Update, result_lines
 from grpo_jax.reports.page import RunEnd, write_end
@@ -170,7 +170,7 @@ class RunOutput:
 
 def open_output(config: Any) -> RunOutput | NoOutput:
     """Open a run's output; of several processes process 0 has it."""
-    return together(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
+    return on_all_processes(lambda: RunOutput(config) if is_main_process() else NoOutput(config))
 
 
 class NoOutput:

@@ -89,7 +89,7 @@ def completions_table(folder: str | Path) -> Table | None:
 
 
 def _columns(rows: Sequence[Values]) -> list[str]:
-    """Return the columns that the page shows, numbers before texts: a raw completion only where it differs from the parsed one."""
+    """Return the columns that the page shows, numbers before texts; raw completions only where they differ."""
     shown = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, str | int | float))
     if all(row.get("raw_completion") == row.get("completion") for row in rows):
         shown.pop("raw_completion", None)

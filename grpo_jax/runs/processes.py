@@ -24,7 +24,14 @@ import jax
 from grpo_jax.config.fields import require, to_dict
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, complain, one_line, short_repr
-from grpo_jax.models.broadcast import exchange, from_main_process, is_told, process_count, process_index, together
+from grpo_jax.models.broadcast import (
+    exchange,
+    from_main_process,
+    is_told,
+    on_all_processes,
+    process_count,
+    process_index,
+)
 from grpo_jax.runs.directory import LOCK
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -171,7 +178,7 @@ def require_shared(folder: Path) -> None:
                 raise UserError(f"{folder}: expected one folder for all processes, but {blind}")
             time.sleep(0.1)
 
-    together(look)
+    on_all_processes(look)
 
 
 @contextmanager

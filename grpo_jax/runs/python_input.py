@@ -22,7 +22,7 @@ from grpo_jax.config.named import IN_PYTHON, import_path
 from grpo_jax.config.run import Config
 from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
-from grpo_jax.models.broadcast import is_main_process, together
+from grpo_jax.models.broadcast import is_main_process, on_all_processes
 from grpo_jax.models.hf.chat import Message
 from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, size_of_row
 from grpo_jax.rollout.pictures import as_text, source_of
@@ -62,7 +62,7 @@ def load_given(
     given = from_python(config, prompts, rewards)
     if given.config is not config and not config.resume and is_main_process():  # a resume may be refused yet
         output.directory.write_config(to_yaml(given.config))
-    together(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
+    on_all_processes(lambda: keep_prompts(given, output.directory, output.warning) if is_main_process() else None)
     if given.prompts is None and config.data.prompts == IN_PYTHON:
         given = given._replace(prompts=kept_prompts(output.directory))
     data = {"prompts": given.prompts, "rewards": given.rewards}

@@ -98,7 +98,6 @@ class GalleryEntry(NamedTuple):
     before: Picture | None = None
     after: Picture | None = None
     scores: Mapping[str, tuple[float | None, float | None]] = {}  # name → (before, after)
-    seed: int | None = None  # of the noise that both pictures were drawn from
     shown: Sequence[Picture] = ()
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from support.rollouts import rollout_of
 
-from grpo_jax.reports.page import RunEnd
-from grpo_jax.reports.report import render_report
+from grpo_jax.reports.page import RunEnd, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.measures import turn_measures
 from grpo_jax.runs.results import turns_table

@@ -130,8 +130,7 @@ class RunOutput:
         summary = finished.summary
         if self.directory.policy.is_dir():
             write_card(self.directory.policy, base=config.policy.path)
-        self.directory.write_images(finished.gallery)
-        self.directory.write_episodes(finished.episodes)
+        self.directory.write_images(finished.gallery, finished.episodes)
         end = RunEnd(finished.gallery, finished.episodes, finished.tables, starts, to_yaml(config))
         write_end(self.directory, end)
         write_report(self.directory, self._display, summary=summary)

@@ -33,7 +33,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from grpo_jax.errors import UserError, complain, short_repr
 from grpo_jax.models.broadcast import broadcast, from_main_process, is_main_process, process_count
 from grpo_jax.models.variables import PyTree
-from grpo_jax.runs.directory import MAX_ATTEMPTS, disk_errors, disk_reason, retry_write, saved_steps
+from grpo_jax.runs.directory import disk_errors, disk_reason, saved_steps
 from grpo_jax.runs.progress import Record as Meta
 
 EVALUATED = "variables"
@@ -66,7 +66,7 @@ class Checkpoints:
         """Open a folder, made if absent, and remove what an interrupted write left in it.
 
         `keep` steps stay beside those with a name. With `read_only` nothing is made or removed (another process may
-        be writing). `warning` gets a line for each damaged checkpoint set aside and each write repeated.
+        be writing). `warning` gets a line for each damaged checkpoint that is set aside.
         """
         for library in ("absl", "asyncio"):  # they print the errors that they also raise
             logging.getLogger(library).setLevel(logging.CRITICAL + 1)
@@ -93,17 +93,15 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, PyTree], meta: Meta, *, wait: bool = False) -> None:
         """Save a step, in the background unless `wait`; if it is there already, replace its metadata alone.
 
-        After a write that failed in the background, this one is waited for. Raises UserError if it fails as well, or
-        if the weights are not finite.
+        Raises UserError if the weights are not finite, and if this write or the one before fails.
         """
         assert not self._read_only
         meta = json.loads(json.dumps(meta, default=lambda value: np.asarray(value).tolist()))
         trees = {item: ocp.args.StandardSave(jax.tree.map(_array, tree)) for item, tree in _items(state).items()}
         _require_finite(state[EVALUATED], step)
         path = self.folder / f"step_{step}"
-
-        def write() -> None:
-            self._manager.wait_until_finished()  # raises the error of the write before
+        with self._disk_errors():
+            self._manager.wait_until_finished()
             self.folder.stat()  # raises if it was deleted, where Orbax would make it again
             self._writing = {"step": step, "meta": meta}
             if broadcast(not path.is_dir()):
@@ -112,17 +110,6 @@ class Checkpoints:
                 write_manifest(path, read_manifest(path) | self._writing)
             if wait:
                 self._manager.wait_until_finished()
-
-        def on_retry(error: Exception, pause: float) -> None:
-            nonlocal wait
-            wait = True
-            self._clear()
-            self._warning(f"a checkpoint could not be written ({disk_reason(error)}); trying again in {pause:g} s")
-
-        # Of several processes one cannot begin again alone: they end, and the run is resumed.
-        attempts = MAX_ATTEMPTS if process_count() == 1 else 1
-        with self._disk_errors():
-            retry_write(write, on_retry=on_retry, max_attempts=attempts)
 
     def save_as(self, name: str, step: int, state: Mapping[str, PyTree], meta: Meta) -> None:
         """Save a step as `save` does, wait, and give it the name "best" or "final"."""
@@ -291,20 +278,15 @@ class Checkpoints:
             os._exit(2)
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
-    def _clear(self) -> None:
-        """Remove what an interrupted write left."""
-        for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
-            shutil.rmtree(left, ignore_errors=True)
-        with suppress(OSError):
-            self._manager.reload()
-
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
+        """Name the folder where a write fails, and remove what the write left."""
         try:
             with disk_errors(self.folder):
                 yield
         except UserError:
-            self._clear()
+            for left in self.folder.glob("step_*.orbax-checkpoint-tmp*") if is_main_process() else ():
+                shutil.rmtree(left, ignore_errors=True)
             raise
 
 

@@ -150,7 +150,7 @@ def test_held_out_measures_and_report_tell_of_turns(guessed):
     names = {"found", *(f"found_{what}" for what in ("turn_1", "turn_2", "peak", "kept", "gain"))}
     assert names <= summary.keys()
     after = {name: summary[name]["after"] for name in names}
-    shown = json.loads((guessed / "images" / "episodes.json").read_text())
+    shown = json.loads((guessed / "report.json").read_text())["episodes"]
     scores = [[turn["scores"]["found"] for turn in entry["turns"]] for entry in shown]
     assert len(scores) == 4 and shown[0]["turns"][0]["observation"] in ("higher", "lower", None)
     by_turn = [[one[min(turn, len(one) - 1)] for one in scores] for turn in range(3)]

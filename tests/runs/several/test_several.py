@@ -53,7 +53,7 @@ def test_two_processes_end_with_summary_and_report(place, tmp_path):
     miniature = place._replace(config="prompt_enhancement_miniature")
     first, second = ended(start(miniature, run, *few, "--sft.steps=0"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert len(json.loads((run / "images" / "gallery.json").read_text())) == 2
+    assert len(json.loads((run / "report.json").read_text())["gallery"]) == 2
     assert (run / "summary.json").is_file() and (run / "report.html").is_file()
 
 

@@ -18,8 +18,8 @@ from grpo_jax.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from bridges.renderers.stable_diffusion_3 import StableDiffusion3
-    from bridges.renderers.text_to_image import TextToImage
+    from bridges.judges.stable_diffusion_3 import StableDiffusion3
+    from bridges.judges.text_to_image import TextToImage
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

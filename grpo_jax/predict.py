@@ -70,7 +70,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
     loaded = policy.folder
     assert loaded is not None  # `load_policy` has read it
     image_processor = image_processor_of(config, loaded)
-    decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.reader(config))
+    decode = make_decode(loaded.tokenizer, form=config.data.form, read=config.task.parser(config))
     keys = jax.random.split(jax.random.key(config.seed), 1)
 
     def encoder(rows: Sequence[Row]) -> Callable[[Sequence[Row]], Encoded]:
@@ -88,7 +88,7 @@ def make_rewriter(config: Config, policy: Policy, rows: Sequence[Row] = ()) -> C
 
     @functools.cache  # what may be written is read when it is asked for first
     def sampler() -> Callable[..., Samples]:
-        texts = config.task.listed_texts(config)
+        texts = config.task.choices(config)
         ends = named_ends(config.sampling, loaded, policy_tokens(config, loaded))
         return make_sampler(
             policy, sampling_params(config.sampling, 1, 0.0), **ends, trie=listed_trie(config, texts, loaded)

@@ -86,7 +86,7 @@ def load_renderer() -> tuple[Any, str]:
     """The miniature's Stable Diffusion 3 on JAX's card; None and the reason where it cannot be loaded."""
     try:
         device = needs_torch_beside_jax()
-        from bridges.renderers.stable_diffusion_3 import StableDiffusion3
+        from bridges.judges.stable_diffusion_3 import StableDiffusion3
 
         return StableDiffusion3(steps=1).load("cpu" if device == "cpu" else "gpu:0"), ""
     except (Skip, ImportError, UserError) as reason:

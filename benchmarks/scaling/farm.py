@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from bridges import ray_pool
+from bridges.judges.stable_diffusion_3 import StableDiffusion3
 from bridges.ray_pool import Pooled
-from bridges.renderers.stable_diffusion_3 import StableDiffusion3
 from grpo_jax.config.judge import PoolSection
 
 TEXTS = [f"a {size} {colour} circle" for size in ("small", "big") for colour in ("red", "blue", "green", "grey")]

@@ -39,7 +39,7 @@ from grpo_jax.errors import UserError
 
 TASKS = OneOf("task", "grpo_jax.tasks.{}.task", "grpo_jax.tasks.{}_task")
 """The tasks that ship with the package, each a folder or a module."""
-JUDGES = OneOf("judges", "bridges.renderers.{}", "bridges.scorers.{}")
+JUDGES = OneOf("judges", "bridges.judges.{}")
 """The judges that ship with the package, each a module."""
 POLICY = "policy"
 """The policy's name in `devices`."""

@@ -242,10 +242,10 @@ class SamplingSection(Section):
     """Texts that end a completion, of an episode a turn, as an end token does. The tokens up to and including the one
     that completes such a text are kept and trained."""
     turns: Annotated[int, Ge(1), Le(MOST_TURNS)] = 1
-    """How often the policy writes in an episode, at most: above 1 what the task answers stands between."""
-    max_answer_tokens: Length = 64
+    """How often the policy writes in an episode, at most: above 1 an observation stands between."""
+    max_observation_tokens: Length = 64
     """Most tokens that stand between two turns, the chat template's marks and the places of pictures among them; a
-    longer answer is refused as a failed judge is."""
+    longer observation is refused as a failed judge is."""
 
     def __post_init__(self) -> None:
         require(all(self.stop), "stop", "texts that are not empty", self.stop)
@@ -258,7 +258,7 @@ class SamplingSection(Section):
     @property
     def stream_tokens(self) -> int:
         """Most tokens behind a prompt: what the policy writes, and what is answered between its turns."""
-        return self.written_tokens + (self.turns - 1) * self.max_answer_tokens
+        return self.written_tokens + (self.turns - 1) * self.max_observation_tokens
 
 
 class AlgorithmSection(Section):

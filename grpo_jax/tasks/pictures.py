@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from bridges.clip import Scorer
     from bridges.diffusion import Renderer
-    from bridges.scorers.object_detection import Detector
-    from bridges.scorers.vqa import Answerer
+    from bridges.judges.object_detection import Detector
+    from bridges.judges.vqa import Answerer
 
 MINIATURE = "miniature"
 """Value of data.prompts: prompts of the small world that ships with the package."""
@@ -265,7 +265,7 @@ class PictureTask(Task):
         )
         conditioned(config.rewards)
 
-    def reader(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
+    def parser(self, config: Config) -> Callable[[str, str], ParsedCompletion]:
         """Return the parser of completions."""
         form = config.data.form
         return lambda written, prompt: parse_rewrite(written, form, prompt)

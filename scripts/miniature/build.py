@@ -87,7 +87,7 @@ def _measure(texts: list[str], rows: list[dict], draw: Callable, score: Callable
 
 def _scene_figures(folder: Path, prompts: int) -> dict:
     """Shares of the harder world's requests that the checker finds fulfilled, by kind."""
-    from bridges.renderers.stable_diffusion_3 import StableDiffusion3
+    from bridges.judges.stable_diffusion_3 import StableDiffusion3
     from scripts.miniature.train_scorer_scenes import fill_in
 
     renderer = StableDiffusion3(path=str(folder / "renderer_scenes"), steps=_RENDER_STEPS, batch_size=64).load("cpu")
@@ -123,8 +123,8 @@ def check(folder: Path = WEIGHTS, prompts: int = _PROMPTS) -> dict:
         raise UserError(f"{folder} has no {' and no '.join(missing)}: build it there first, or give another --out")
     import torch
 
-    from bridges.renderers.stable_diffusion_3 import StableDiffusion3
-    from bridges.scorers.open_clip import OpenClip
+    from bridges.judges.open_clip import OpenClip
+    from bridges.judges.stable_diffusion_3 import StableDiffusion3
     from scripts.miniature import seeing, train_scorer
 
     renderer = StableDiffusion3(path=str(folder / "renderer"), steps=_RENDER_STEPS, batch_size=64).load("cpu")

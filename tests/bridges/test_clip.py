@@ -15,7 +15,7 @@ from support import tiny_models  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from bridges.clip import load_quality_head  # noqa: E402
-from bridges.scorers.open_clip import OpenClip  # noqa: E402
+from bridges.judges.open_clip import OpenClip  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 TEXTS = ["a red dog", "two cats", "", "dog"]

@@ -12,7 +12,7 @@ from diffusers import StableDiffusion3Pipeline  # noqa: E402
 from support import tiny_models  # noqa: E402
 
 from bridges.diffusion import RenderError, RenderSettings  # noqa: E402
-from bridges.renderers.stable_diffusion_3 import StableDiffusion3  # noqa: E402
+from bridges.judges.stable_diffusion_3 import StableDiffusion3  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 PROMPTS = ["a red dog", "two cats", "a dog of red"]

@@ -9,8 +9,8 @@ pytest.importorskip("open_clip")
 from support import tiny_models  # noqa: E402
 
 from bridges.diffusion import RenderSettings  # noqa: E402
-from bridges.renderers.stable_diffusion_3 import StableDiffusion3  # noqa: E402
-from bridges.scorers.open_clip import OpenClip  # noqa: E402
+from bridges.judges.open_clip import OpenClip  # noqa: E402
+from bridges.judges.stable_diffusion_3 import StableDiffusion3  # noqa: E402
 from grpo_jax.config.judge import title  # noqa: E402
 from grpo_jax.config.run import make_config  # noqa: E402
 from grpo_jax.planning.memory import judge_savings  # noqa: E402

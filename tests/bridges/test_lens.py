@@ -63,7 +63,7 @@ def test_the_oracle_gets_what_was_asked_for_out_of_the_lens():
 def test_the_renderer_shows_all_pictures_of_a_seed_through_one_lens():
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
-    from bridges.renderers.hidden_lens import HiddenLens
+    from bridges.judges.hidden_lens import HiddenLens
 
     renderer = HiddenLens(steps=1, batch_size=4).load("cpu")
     seeds = [seed for seed in range(40) if lens.lens_of(seed).turn][:4]

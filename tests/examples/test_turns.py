@@ -120,7 +120,7 @@ def test_metrics_tell_of_turns(calculated):
     assert row["completion_tokens"] == pytest.approx(np.mean([sum(t["length"] for t in turns) for turns in table]))
     # An answer is the number and the mark behind it, after an end mark where the call was cut off.
     said = [2 + turns[0]["truncated"] if len(turns) > 1 else 0 for turns in table]
-    assert row["answer_tokens"] == pytest.approx(np.mean(said))
+    assert row["observation_tokens"] == pytest.approx(np.mean(said))
     assert {"seconds/env", "seconds/sample", "seconds/score"} <= json.loads(
         (calculated / "metrics.jsonl").read_text().splitlines()[0]
     ).keys()
@@ -177,7 +177,10 @@ def test_a_checkpoint_is_measured_again_turn_by_turn(guessed, capsys):
         ({"task.environment": f"{CALCULATOR}:nothing"}, "has no nothing"),
         ({"task.environment": f"{CALCULATOR}:SIGNS"}, "it is a dict, not a function"),
         ({"task": f"{ROOT}/examples/own_task/task.py:Countdown"}, "this task answers nothing"),
-        ({"sampling.max_answer_tokens": 1, "task.environment": f"{CALCULATOR}:step"}, "max_answer_tokens is 1"),
+        (
+            {"sampling.max_observation_tokens": 1, "task.environment": f"{CALCULATOR}:step"},
+            "_observation_tokens is 1",
+        ),
     ],
 )
 def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
@@ -188,7 +191,7 @@ def test_mistakes_are_one_line(calculated, options, message, tmp_path, capsys):
         "sampling.turns": 2,
         "sft.steps": 0,
         "sampling.max_new_tokens": 5,
-        "sampling.max_answer_tokens": 4,
+        "sampling.max_observation_tokens": 4,
         **options,
     }
     task = given.pop("task", "text")

@@ -14,7 +14,7 @@ from grpo_jax.rollout.env import Episode, Turn
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "docs/algorithms.md": "tests/project/test_algorithms_page.py",
-    "docs/judges.md": "tests/scorers/test_clip_model.py",
+    "docs/judges.md": "tests/judges/test_clip_model.py",
 }
 """Pages whose blocks another test runs, with what they print or make."""
 WHOLE = ("tutorial", "recipes")

@@ -181,7 +181,7 @@ def text_encoder(width, layers):
 
 def test_the_table_of_published_judges_is_what_their_libraries_build(tmp_path):
     from bridges import loading
-    from bridges.scorers import open_clip
+    from bridges.judges import open_clip
 
     components = {
         "transformer": ("diffusers", "SD3Transformer2DModel"),

@@ -21,7 +21,7 @@ HEAVY = ("torch", "torchvision", "transformers", "diffusers", "open_clip", "acce
 KNOWN_BY_BRIDGES = (
     "grpo_jax.config.judge",
     "grpo_jax.errors",
-    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "retrieval")),
+    *(f"grpo_jax.config.{name}" for name in ("fields", "files", "judge", "named", "sections")),
 )
 TASKS = re.compile(r"(?<!\w)(prompt_enhancement|recommendation|cartpole|miniature|ndcg|pixel_accuracy)(?!\w)")
 
@@ -104,7 +104,7 @@ def test_bridges_know_errors_how_fields_are_checked_files_read_names_found_and_t
 
 
 def test_judges_import_nothing_heavy_before_they_load():
-    judges = [name for name in BRIDGES if within(name, ["bridges.renderers", "bridges.scorers"])]
+    judges = [name for name in BRIDGES if within(name, ["bridges.judges"])]
     assert len(judges) >= 4
     refuse(judges, lambda _, found: not found.lazy and is_foreign(found.module, "grpo_jax", "bridges"))
 
@@ -131,7 +131,7 @@ def home_of(module: str, packages) -> str:
 
 def test_nothing_imports_a_task_or_a_judge_but_itself():
     """They are found by the name that a config says: no list of them, and none is in another's way."""
-    packages = ("grpo_jax.tasks", "bridges.renderers", "bridges.scorers")
+    packages = ("grpo_jax.tasks", "bridges.judges")
     homes = {home_of(name, packages) for name in FILES} - {""}
     assert len([home for home in homes if within(home, ["grpo_jax.tasks"])]) >= 4 and len(homes) >= 6
 
@@ -159,7 +159,7 @@ def test_no_task_is_known_by_name():
 
 def test_importing_is_light():
     """Neither JAX nor a model; the judges' files load no library; and no backend starts, which would take cards."""
-    judges = [name for name in BRIDGES if within(name, ["bridges.renderers", "bridges.scorers"])]
+    judges = [name for name in BRIDGES if within(name, ["bridges.judges"])]
     code = f"""
 import sys, importlib, grpo_jax
 assert not {{"jax", "flax", *{HEAVY}}} & set(sys.modules), "import grpo_jax"

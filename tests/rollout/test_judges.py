@@ -6,8 +6,8 @@ import torch
 from support import tiny_models
 
 from bridges.diffusion import RenderError
-from bridges.renderers.stable_diffusion_3 import StableDiffusion3
-from bridges.scorers.open_clip import OpenClip
+from bridges.judges.open_clip import OpenClip
+from bridges.judges.stable_diffusion_3 import StableDiffusion3
 from grpo_jax.config.run import make_config
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError

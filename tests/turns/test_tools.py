@@ -226,7 +226,7 @@ def values(home, tools, *words, rewards=(), **sampling):
         "policy": {"path": str(home / "policy")},
         "data": {"tools": [f"{home}/tools.py:{name}" for name in tools], "forbidden_tokens": forbidden}
         | {"max_prompt_tokens": 200},
-        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_answer_tokens": 200} | sampling,
+        "sampling": {"turns": 3, "group_size": 4, "max_new_tokens": 1, "max_observation_tokens": 200} | sampling,
         "training": {"prompts_per_batch": 4, "max_steps": 2, "save_every": 1},
         "evaluation": {"every": 1, "samples": 0},
         "rewards": [{"name": f"{home}/tools.py:{name}"} for name in rewards],

@@ -6,8 +6,8 @@ import pickle
 import pytest
 from support.imports import ROOT
 
+from bridges.judges.open_clip import OpenClip
 from bridges.ray_pool import JudgeActor, Pooled, placed
-from bridges.scorers.open_clip import OpenClip
 from grpo_jax.config.fields import identity, to_dict
 from grpo_jax.config.judge import Judge, PoolSection
 from grpo_jax.config.run import make_config

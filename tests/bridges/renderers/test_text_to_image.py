@@ -10,7 +10,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from support import tiny_models, tiny_pipelines  # noqa: E402
 
-from bridges.renderers.text_to_image import TextToImage  # noqa: E402
+from bridges.judges.text_to_image import TextToImage  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 # torch's arrays and NumPy 2, inside diffusers' schedulers

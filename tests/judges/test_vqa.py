@@ -11,7 +11,7 @@ from PIL import Image  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support.vision.folders import seeing_folder  # noqa: E402
 
-from bridges.scorers.vqa import Vqa  # noqa: E402
+from bridges.judges.vqa import Vqa  # noqa: E402
 from grpo_jax.config.run import make_config  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 from grpo_jax.rollout.reward_registry import TaskRewards, bind, resolve_rewards  # noqa: E402

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 from support import tiny_models  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 
-from bridges.scorers.sequence_classification import SequenceClassification  # noqa: E402
+from bridges.judges.sequence_classification import SequenceClassification  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 PROMPTS = ["2+2?", "What is the capital of France?", "Say nothing.", "2+2?", "again"]

@@ -9,15 +9,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("open_clip")
 
-from scorers.test_http import EXAMPLE, serving
+from judges.test_http import EXAMPLE, serving
 from support import tiny_models
 from support.text_task import rows, train_here
 from support.vision.folders import seeing_folder
 
-from bridges.scorers.clip_model import ClipModel
-from bridges.scorers.object_detection import ObjectDetection
-from bridges.scorers.sequence_classification import SequenceClassification
-from bridges.scorers.vqa import Vqa
+from bridges.judges.clip_model import ClipModel
+from bridges.judges.object_detection import ObjectDetection
+from bridges.judges.sequence_classification import SequenceClassification
+from bridges.judges.vqa import Vqa
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError

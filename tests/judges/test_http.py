@@ -10,7 +10,7 @@ import pytest
 from support.imports import ROOT
 
 from bridges import placement
-from bridges.scorers.http import Http, HttpJudge, JudgeError
+from bridges.judges.http import Http, HttpJudge, JudgeError
 from grpo_jax.config.named import load_object
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError

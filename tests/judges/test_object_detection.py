@@ -14,8 +14,8 @@ pytest.importorskip("open_clip")
 from PIL import Image  # noqa: E402
 from support import tiny_models  # noqa: E402
 
-from bridges.scorers.clip_model import ClipModel  # noqa: E402
-from bridges.scorers.object_detection import (  # noqa: E402
+from bridges.judges.clip_model import ClipModel  # noqa: E402
+from bridges.judges.object_detection import (  # noqa: E402
     COLOUR_TEXTS,
     COLOURS,
     RELATIONS,

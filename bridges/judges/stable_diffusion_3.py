@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bridges.renderers import PipelineJudge
+from bridges.judges import PipelineJudge
 from grpo_jax.config.fields import PositiveCount, resume_mutable
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from support import tiny_models  # noqa: E402
 from support.imports import ROOT  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from bridges.scorers.clip_model import ClipModel  # noqa: E402
-from bridges.scorers.open_clip import OpenClip  # noqa: E402
+from bridges.judges.clip_model import ClipModel  # noqa: E402
+from bridges.judges.open_clip import OpenClip  # noqa: E402
 from grpo_jax.errors import UserError  # noqa: E402
 
 TEXTS = ["a red dog", "two cats", "", "dog " * 90]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridges.renderers import PipelineJudge
+from bridges.judges import PipelineJudge
 from grpo_jax.config.fields import PositiveCount, require, resume_mutable
 from grpo_jax.errors import UserError
 

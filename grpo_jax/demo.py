@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradio import Blocks
 
     from grpo_jax.rollout.env import Episode
-    from grpo_jax.runs.inference import Asker
+    from grpo_jax.runs.evaluation import Asker
 
 _HOST = "127.0.0.1"
 _EXAMPLES = 6
@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.compile_cache import enable_compile_cache
-    from grpo_jax.runs.inference import Asker, checkpoint_names
+    from grpo_jax.runs.evaluation import Asker, checkpoint_names
     from grpo_jax.runs.policy import run_config
+    from grpo_jax.runs.processes import enable_compile_cache
 
     names = checkpoint_names(options.run, options.checkpoint)
     if options.beside not in (*names, _NONE):

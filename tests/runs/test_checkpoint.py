@@ -158,48 +158,31 @@ def test_arrays_return_to_the_devices_of_the_template(folder):
     assert not came["free"].committed  # else it could not follow arrays of another device
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda s: s | {"variables": make_state(width=5)["variables"]},
-            r"params\.w is float32\[4, 3\].*\[4, 5\] is exp",
-        ),
-        (
-            lambda s: s | {"variables": {"params": {}}},
-            r"variables\.params\.frozen is bfloat16\[2\].*absent is expected",
-        ),
-        (lambda s: s | {"extra": jnp.ones(1)}, r"extra is absent in the checkpoint, float32\[1\] is expected"),
-        (lambda s: s | {"optimizer": optax.sgd(1.0).init({})}, r"optimizer\.1\.0\.count is int32\[\]"),
-    ],
-)
-def test_another_configuration_is_named_by_its_first_leaf(folder, change, message):
+def test_another_configuration_is_named_by_its_first_leaf(folder):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, make_state(), {})
-        with pytest.raises(UserError, match=message):
-            checkpoints.restore(1, change(make_state()))
+        for change, message in (
+            ({"variables": make_state(width=5)["variables"]}, r"params\.w is float32\[4, 3\].*\[4, 5\] is exp"),
+            ({"variables": {"params": {}}}, r"variables\.params\.frozen is bfloat16\[2\].*absent is expected"),
+            ({"extra": jnp.ones(1)}, r"extra is absent in the checkpoint, float32\[1\] is expected"),
+            ({"optimizer": optax.sgd(1.0).init({})}, r"optimizer\.1\.0\.count is int32\[\]"),
+        ):
+            with pytest.raises(UserError, match=message):
+                checkpoints.restore(1, make_state() | change)
 
 
 def test_no_checkpoint_says_what_is_there(folder, tmp_path):
     with Checkpoints(folder) as checkpoints:
-        with pytest.raises(
-            UserError, match=r"no checkpoint 'latest' in .*checkpoints: the run has not come to its first"
-        ):
+        with pytest.raises(UserError, match=r"no checkpoint 'latest' in .*: the run has not come to its first"):
             checkpoints.restore("latest", make_state())
         checkpoints.save(4, make_state(), {})
-        with pytest.raises(UserError, match=r"no checkpoint 'best' in .*: there are: 4$"):
-            checkpoints.restore("best", make_state())
-        with pytest.raises(UserError, match=r"no checkpoint '7' in"):
-            checkpoints.restore(7, make_state())
-        with pytest.raises(UserError, match="expected a step, latest, best or final"):
-            checkpoints.restore("newest", make_state())
-        for name in ("²", "-1", "1.0", ""):
-            with pytest.raises(UserError, match="expected a step, latest"):
+        for name in ("best", 7, "04", "9" * 5000):
+            with pytest.raises(UserError, match=r"no checkpoint '.*' in .*: there are: 4$") as error:
                 checkpoints.read_meta(name)
-    for name in ("04", "9" * 5000):
-        with pytest.raises(UserError, match="there are: 4") as error:
-            restore_params(folder.parent, name)
-        assert len(str(error.value)) < 300
+            assert len(str(error.value)) < 400
+        for name in ("newest", "²", "-1", "1.0", ""):
+            with pytest.raises(UserError, match="expected a step, latest, best or final"):
+                checkpoints.read_meta(name)
     with pytest.raises(UserError, match="no such folder"):
         restore_params(tmp_path / "nowhere")
 

@@ -84,13 +84,6 @@ def test_of_many_that_want_it_at_once_one_has_it(tmp_path):
             held.release()
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
-def test_a_path_that_no_folder_can_have(name, tmp_path):
-    with pytest.raises(UserError, match=r"cannot write .* \(.*\): choose another --run_dir") as raised:
-        RunDirectory.open(tmp_path / name)
-    assert len(str(raised.value)) < 300
-
-
 def test_a_folder_that_was_deleted_is_named(tmp_path):
     run = RunDirectory.open(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
@@ -99,14 +92,16 @@ def test_a_folder_that_was_deleted_is_named(tmp_path):
     run.close()
 
 
-def test_nothing_to_resume_a_file_and_an_unwritable_place(tmp_path):
+def test_nothing_to_resume_a_file_and_places_that_cannot_be(tmp_path):
     with pytest.raises(UserError, match="holds no run to resume"):
         RunDirectory.open(tmp_path / "none", resume=True)
     (tmp_path / "file").write_text("kept")
     with pytest.raises(UserError, match="file is a file; choose another --run_dir"):
         RunDirectory.open(tmp_path / "file")
-    with pytest.raises(UserError, match=r"cannot write .*file/run \(Not a directory\)"):
-        RunDirectory.open(tmp_path / "file" / "run")
+    for name in ("file/run", "x" * 300, "a\0b"):
+        with pytest.raises(UserError, match=r"cannot write .* \(.*\): choose another --run_dir") as raised:
+            RunDirectory.open(tmp_path / name)
+        assert len(str(raised.value)) < 300
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -147,10 +142,6 @@ def test_metrics_are_cut_back_byte_for_byte(tmp_path):
     assert path.read_bytes() == b"".join(whole[:3])
     truncate_metrics(path, 0)
     assert path.read_bytes() == b""
-
-
-def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
-    path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(UserError, match="line 2: not a row of metrics"):
         read_metrics(path)

@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ MANIFEST = "checkpoint.json"
 """Step, metadata and digests of a checkpoint's files: Orbax notices damage to its trees' nodes, not to arrays."""
 _UNLISTED = (MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt")  # Orbax writes the last two after the manifest
 _NAMES = ("best", "final")
-_REMOVAL_SECONDS = 1.0  # a running training may be removing the checkpoint that is read
 
 Result = TypeVar("Result")
 
@@ -205,8 +203,6 @@ class Checkpoints:
             if not damage:
                 self._set_aside(damaged)
                 return int(path.name.removeprefix("step_"))
-            if self._is_gone(path):
-                return self._latest()
             damaged[path] = damage
         if damaged:
             reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
@@ -241,30 +237,20 @@ class Checkpoints:
             fix = f"there are: {', '.join(there)}" if there else "the run has not come to its first checkpoint"
             raise UserError(f"no checkpoint {short_repr(name)} in {self.folder}: {fix}")
         path = (self.folder / (found if found in _NAMES else f"step_{found}")).resolve()
-        damage = self._damage(path)
-        if damage and not self._is_gone(path):
+        if damage := self._damage(path):
             others = ", ".join(other for other in there if other != found) or "no other"
             raise UserError(f"{path} is damaged ({damage}); there are: {others}")
         return path.name
 
     def _reading(self, which: int | str, read: Callable[[Path], Result]) -> Result:
-        """Find a checkpoint and read it; again if a running training has removed it meanwhile."""
-        while True:
-            path = self.folder / from_main_process(lambda: self._find(which))
-            try:
-                return read(path)
-            except Exception as error:
-                if self._is_gone(path):
-                    continue
-                if isinstance(error, UserError):  # it can be read, and does not fit
-                    raise
-                raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
-
-    def _is_gone(self, path: Path) -> bool:
-        """Return whether a running training has removed a checkpoint that could not be read."""
-        if self._read_only:
-            time.sleep(_REMOVAL_SECONDS)
-        return self._read_only and not path.exists()
+        """Find a checkpoint and read it."""
+        path = self.folder / from_main_process(lambda: self._find(which))
+        try:
+            return read(path)
+        except UserError:  # it can be read, and does not fit
+            raise
+        except Exception as error:
+            raise UserError(f"{path} cannot be read ({disk_reason(error)})") from error
 
     def _seal(self) -> None:
         """Write the manifest of the step that is about to be committed; Orbax calls this before the rename."""

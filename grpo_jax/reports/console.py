@@ -16,7 +16,7 @@ from grpo_jax.tasks.display import Display
 
 Update = Callable[[int, Mapping[str, float]], None]
 """(step, metrics) → shown in the live line."""
-_LIVE = (("loss", "loss"), ("zero_variance_groups/total", "zero variance"), ("kl", "kl"), ("entropy", "entropy"))
+_LIVE = (("loss", "loss"), ("zero_variance_groups/total", "zero var"), ("kl", "kl"), ("entropy", "entropy"))
 
 
 class LastingStream(io.TextIOBase):

@@ -199,7 +199,7 @@ class RunDirectory:
         """Remove the folder if `open` made it."""
         if self._made:
             shutil.rmtree(self.path, ignore_errors=True)
-            _remove_empty(self._made)
+            _remove_empty(self._made[1:])
 
     def _began_only(self) -> tuple[Path, ...]:
         """Return the folders of a run that ended before its first iteration. UserError if anything would be lost."""

@@ -33,8 +33,6 @@ from grpo_jax.runs.directory import RunDirectory, write_atomically
 from grpo_jax.runs.loading import RunContext, load
 from grpo_jax.runs.progress import Record
 
-_MOST_KEPT = 256 * 2**20  # bytes of pictures
-
 
 class PythonInput(NamedTuple):
     """The config that names `run`'s Python input, with prompts (None for the config's) and rewards by label."""
@@ -95,7 +93,6 @@ def keep_prompts(source: PythonInput, directory: RunDirectory, warning: Callable
 
 def _lines(prompts: PromptSet) -> Iterator[bytes]:
     """Yield a JSON line for each row; pictures as paths, or as base64 of those in memory."""
-    size = 0
     for split, part in zip(SPLITS, prompts, strict=True):
         for row in part:
             for name, value in row.columns.items():
@@ -106,9 +103,6 @@ def _lines(prompts: PromptSet) -> Iterator[bytes]:
             line = {"id": row.id, "split": split, "prompt": row.prompt, "columns": row.columns}
             if row.pictures:
                 line["pictures"] = [as_text(source) for source in row.pictures]
-                size += sum(map(len, line["pictures"]))
-            if size > _MOST_KEPT:
-                raise _NotKept(f"the prompts' pictures take more than {_MOST_KEPT >> 20} MB")
             if row.messages:
                 line["messages"] = [[message.role, list(message.parts)] for message in row.messages]
             yield f"{json.dumps(line)}\n".encode()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser, short_name
+from grpo_jax.errors import UserError, command, exit_process, run_parser, short_name
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -17,11 +16,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="Run directory of a training run.")
     parser.add_argument("--out", metavar="FILE", help="Where to (default: RUN/report.html).")
     return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _report(read_options(make_parser(), words)), arguments)
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -46,6 +40,8 @@ def _report(options: argparse.Namespace) -> None:
     write_report(run, display, path=out)
     print(f"report: {out}")
 
+
+main = command(make_parser, _report)
 
 if __name__ == "__main__":
     exit_process(main())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from grpo_jax.config.fields import flat, require, to_dict
+from grpo_jax.config.fields import flat, require
 from grpo_jax.config.judge import Judge
 from grpo_jax.config.named import own_package
 from grpo_jax.config.run import POLICY, Config
@@ -341,5 +341,5 @@ def list_savings(config: Config, devices: Sequence[DeviceMemory]) -> dict[str, o
     changes = policy if POLICY in full else {}
     for name in full & config.judges.keys():
         changes |= {f"judges.{name}.{field}": value for field, value in judge_savings(config.judges[name]).items()}
-    now = flat(to_dict(config))
+    now = flat(config.model_dump())
     return {name: value for name, value in changes.items() if now[name] != value}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TextIO
 
-from grpo_jax.config.fields import to_dict, to_yaml
+from grpo_jax.config.fields import to_yaml
 from grpo_jax.config.files import Values, read_text
 from grpo_jax.config.run import Config
 from grpo_jax.errors import StageError, UserError, one_line
@@ -91,7 +91,7 @@ class RunOutput:
             except ImportError:
                 self.warning("no TensorBoard events: pip install tensorboard adds them")
         if "wandb" in self._config.report_to:
-            self._services.append(WeightsAndBiases(self.directory, to_dict(self._config)))
+            self._services.append(WeightsAndBiases(self.directory, self._config.model_dump()))
         return len(read_metrics(self.directory.metrics))
 
     def start(self, total: int, done: int = 0) -> None:

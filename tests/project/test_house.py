@@ -159,7 +159,7 @@ def test_no_task_is_known_by_name():
         for word in TASKS.findall(path.read_text(encoding="utf-8"))
     }
     extras = {("errors.py", "recommendation")}
-    assert found == {("config/help.py", "miniature")} | extras
+    assert found == {("config/command_line.py", "miniature")} | extras
 
 
 # ----------------------------------------------------------------------------------------------------- what is loaded

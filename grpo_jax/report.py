@@ -22,7 +22,7 @@ def _report(options: argparse.Namespace) -> None:
     from grpo_jax.config.command_line import load_config
     from grpo_jax.reports.page import write_report
     from grpo_jax.runs.directory import RunDirectory, read_metrics
-    from grpo_jax.tasks.display import Display
+    from grpo_jax.tasks.task import Display
 
     run, name = RunDirectory(options.run), short_name(options.run)
     if not os.path.isfile(run.config):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_jax.config.files import Values
-from grpo_jax.tasks.display import Chart, Curve, Display, of_turns
+from grpo_jax.tasks.task import Chart, Curve, Display, of_turns
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 310, 8, 158
 """Where the axes are in page.html's drawing of 320 x 190."""

@@ -12,7 +12,7 @@ from typing import IO, TextIO, cast
 
 from grpo_jax.config.files import Values
 from grpo_jax.runs.directory import AppendedFile
-from grpo_jax.tasks.display import Display
+from grpo_jax.tasks.task import Display
 
 Update = Callable[[int, Mapping[str, float]], None]
 """(step, metrics) → shown in the live line."""

@@ -33,8 +33,7 @@ from grpo_jax.runs.directory import (
     truncate_metrics,
     write_atomically,
 )
-from grpo_jax.tasks.display import GalleryEntry
-from grpo_jax.tasks.task import Finished
+from grpo_jax.tasks.task import Finished, GalleryEntry
 
 _COMPLETIONS = 64  # of an iteration, in a table of Weights & Biases
 _CELLS = (str, bool, int, float, type(None))

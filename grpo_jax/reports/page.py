@@ -23,8 +23,9 @@ from grpo_jax.config.files import Values, load_json, read_text
 from grpo_jax.errors import UserError, one_line
 from grpo_jax.reports.charts import Rows, drawn_charts, number
 from grpo_jax.reports.console import suspicions
+from grpo_jax.rollout.pictures import png
 from grpo_jax.runs.directory import RunDirectory, finite, read_metrics, write_atomically
-from grpo_jax.tasks.display import Display, EpisodeEntry, GalleryEntry, Table, encode_png, of_turns
+from grpo_jax.tasks.task import Display, EpisodeEntry, GalleryEntry, Table, of_turns
 
 _SHOWN_SIZE = 128  # pictures are shown about this wide: small ones enlarged by whole factors
 _ITERATIONS_SHOWN = 5
@@ -198,7 +199,7 @@ def _picture(image: np.ndarray | None, kind: str) -> Markup:
     factor = max(1, _SHOWN_SIZE // width) if width < _SHOWN_SIZE else _SHOWN_SIZE / width
     tag = Markup('<img class="{}" width="{}" height="{}" alt="{}" src="data:image/png;base64,{}">')
     crisp = "crisp" if width < _SHOWN_SIZE else ""
-    data = base64.b64encode(encode_png(image)).decode()
+    data = base64.b64encode(png(image)).decode()
     return tag.format(crisp, round(width * factor), round(height * factor), kind, data)
 
 
@@ -253,7 +254,7 @@ def write_end(run: RunDirectory, end: RunEnd) -> None:
 def _plain(value: object) -> Any:
     """Return named tuples as mappings and pictures as PNG in base64."""
     if isinstance(value, np.ndarray):
-        return base64.b64encode(encode_png(value)).decode()
+        return base64.b64encode(png(value)).decode()
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

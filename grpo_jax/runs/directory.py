@@ -19,7 +19,8 @@ import numpy as np
 
 from grpo_jax.config.files import parse_json, read_bytes
 from grpo_jax.errors import UserError, one_line, short_name
-from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry, encode_png
+from grpo_jax.rollout.pictures import png
+from grpo_jax.tasks.task import EpisodeEntry, GalleryEntry
 
 LOCK = "run.lock"
 
@@ -235,7 +236,7 @@ class RunDirectory:
             if picture is not None:
                 with disk_errors(self.images):
                     self.images.mkdir(exist_ok=True)
-                write_atomically(self.images / f"{name}.png", encode_png(picture))
+                write_atomically(self.images / f"{name}.png", png(picture))
 
     def write_completions(self, step: int, columns: Mapping[str, Sequence[object]]) -> Path:
         """Write completions/step_00000N.parquet, one row per completion."""

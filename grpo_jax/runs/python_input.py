@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from grpo_jax.config.sections import DataSection, RewardSection
 from grpo_jax.errors import UserError, one_line, short_repr
 from grpo_jax.models.broadcast import is_main_process, on_all_processes
 from grpo_jax.models.hf.chat import Message
-from grpo_jax.rollout.data import ROW_SIZES, SPLITS, PromptSet, Row, Rows, size_of_row
+from grpo_jax.rollout.data import FACTS, SPLITS, PromptSet, Row, Rows, facts_of
 from grpo_jax.rollout.pictures import as_text, source_of
 from grpo_jax.rollout.prompts import load_prompts
 from grpo_jax.rollout.records import dataset_records, read_lines
@@ -116,12 +115,11 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
             "run(config, prompts=...) again (with resume=True to go on or to measure)"
         )
     records = read_lines(directory.prompts, _parsed)
-    splits, sizes = array("b"), array("q")
+    facts = bytearray()
     line: Any
-    for number, line in records.all():
+    for place, (number, line) in enumerate(records.all()):
         try:
-            splits.append(SPLITS.index(line["split"]))
-            sizes.extend(size_of_row(_row(line)))
+            facts += np.array([facts_of(_row(line), place, SPLITS.index(line["split"]))], FACTS).tobytes()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = line if isinstance(line, str) else f"no row as a run keeps it, {one_line(error)}"
             raise UserError(f"{directory.prompts}, line {number}: {reason}; call run(config, prompts=...)") from error
@@ -130,8 +128,8 @@ def kept_prompts(directory: RunDirectory) -> PromptSet:
         ((_, line),) = records.read(place, place + 1)
         return _row(line)  # type: ignore[arg-type]
 
-    rows = Rows(make, np.arange(len(splits)), np.frombuffer(sizes, ROW_SIZES))
-    return PromptSet(*(rows.take(np.array(splits) == part) for part in range(len(SPLITS))))
+    rows = Rows(make, np.frombuffer(facts, FACTS))
+    return PromptSet(*(rows.take(rows.facts["split"] == part) for part in range(len(SPLITS))))
 
 
 def _parsed(text: str) -> Record | str:

@@ -372,8 +372,8 @@ class Trainer:
 
     def _nothing_judged(self) -> str:
         progress = self.progress
-        absent = progress.notes.get("absent", {})
-        return nothing_judged(absent, progress.iteration, self.iterations, self.config.run_dir)
+        streaks = progress.notes.get("streaks", {})
+        return nothing_judged(streaks, progress.iteration, self.iterations, self.config.run_dir)
 
     def _nothing_learned(self) -> str:
         skipped, updates = int(self.state.skipped), self.learner.updates_per_iteration

@@ -16,9 +16,8 @@ from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.env import Episode, Turn
 from grpo_jax.runs.directory import RunDirectory, read_metrics
 from grpo_jax.runs.metrics import completion_columns
-from grpo_jax.tasks.display import Display, GalleryEntry, Table
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
-from grpo_jax.tasks.task import Finished
+from grpo_jax.tasks.task import Display, Finished, GalleryEntry, Table
 
 CTX = SimpleNamespace(fns=SimpleNamespace(reward_names=("alignment", "length"), eval_reward_names=("pixel_accuracy",)))
 

@@ -9,8 +9,8 @@ import pytest
 from grpo_jax.reports.charts import draw, number
 from grpo_jax.reports.page import RunEnd, completions_table, render, render_report
 from grpo_jax.runs.directory import RunDirectory
-from grpo_jax.tasks.display import Chart, Curve, GalleryEntry, Table
 from grpo_jax.tasks.prompt_enhancement_task import PromptEnhancement
+from grpo_jax.tasks.task import Chart, Curve, GalleryEntry, Table
 
 
 def test_a_chart_has_its_values_where_they_are_and_under_the_pointer():

@@ -9,8 +9,7 @@ import pytest
 from grpo_jax import __main__, report
 from grpo_jax.config.run import make_config
 from grpo_jax.reports.output import RunOutput
-from grpo_jax.tasks.display import EpisodeEntry, GalleryEntry, ShownTurn, Table
-from grpo_jax.tasks.task import Finished
+from grpo_jax.tasks.task import EpisodeEntry, Finished, GalleryEntry, ShownTurn, Table
 
 nan = float("nan")
 

@@ -13,8 +13,7 @@ from grpo_jax import train
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.reports.output import RunOutput
-from grpo_jax.tasks.display import GalleryEntry
-from grpo_jax.tasks.task import Finished
+from grpo_jax.tasks.task import Finished, GalleryEntry
 
 
 def write(run, service, rows, *, resume_after=None, act=lambda output: None):

@@ -10,7 +10,7 @@ from support.tiny_models import chat_tokenizer
 from grpo_jax import load_rewriter
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
-from grpo_jax.rollout.texts import policy_tokens
+from grpo_jax.rollout.encoding import policy_tokens
 from grpo_jax.runs.policy import run_config
 from grpo_jax.sampling.samplers import stops_of
 

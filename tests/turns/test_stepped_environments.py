@@ -11,8 +11,8 @@ from support.text_task import assert_same_run, rewound, train_here
 from grpo_jax.config.run import make_config
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.data import Row
-from grpo_jax.rollout.env import EnvRunner, Episode, Turn
-from grpo_jax.runs.processes import start_facts
+from grpo_jax.rollout.env import Episode, Turn
+from grpo_jax.rollout.env_adapters import EnvRunner
 
 WORLDS = '''
 class Count:
@@ -113,7 +113,7 @@ def test_rewards_are_those_of_each_step(run, episodes):
     judged = [row for turns in episodes for row in turns if not math.isnan(row["reward/reward"])]
     assert {kind_of(row) for row in judged} == {*NAMES} and len(judged) > 24
     for row in judged:
-        worth = (int(row["prompt"].split()[1]) + row["turn"]) / 10 + row["completion"].isdigit()
+        worth = (int(row["prompt"].split()[1]) + row["turn"]) / 10 + row["text"].isdigit()
         assert row["reward/reward"] == row[f"eval_rewards/reward_{kind_of(row)}"] == pytest.approx(worth)
     summary = json.loads((run / "summary.json").read_text())["evaluation"]
     assert all(math.isfinite(summary[name]["after"]) for name in ("reward", "reward_Count", "reward_Later"))
@@ -134,7 +134,7 @@ def test_one_that_raises_costs_its_own_episode_alone(home, episodes, tmp_path, c
         missing = [math.isnan(row["reward/reward"]) for row in turns]
         seen.add(any(missing))
         if any(missing):
-            assert turns[-1]["completion"] == "b" and "b" not in [row["completion"] for row in turns[:-1]]
+            assert turns[-1]["text"] == "b" and "b" not in [row["text"] for row in turns[:-1]]
             assert all(missing) or (len(turns) == 3 and missing == [False, False, True])
     assert seen == {False, True}
     assert train_here(config(home, "Fragile"), tmp_path / "stopped") == 2
@@ -185,17 +185,6 @@ def test_shares_are_kept_as_evenly_as_can_be(home):
     ).task
     kinds = task._kinds(40)
     assert [kinds[:n].count(1) for n in (4, 8, 40)] == [1, 2, 10]
-
-
-def test_processes_compare_what_a_file_with_a_share_holds(tmp_path):
-    file = tmp_path / "world.py"
-    file.write_text(WORLDS)
-    task = {"kind": "environment", "environment": {f"{file}:Count": 1}}
-    config = make_config(task=task, policy={"path": "new"})
-    before = start_facts(config)
-    file.write_text(WORLDS + "\n")
-    changed = {name for name, fact in start_facts(config).items() if fact != before[name]}
-    assert changed == {"task.environment"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from grpo_jax.models.hf.chat import observation_encoder
 from grpo_jax.rollout.data import Row
 from grpo_jax.rollout.encoding import make_encode
 from grpo_jax.rollout.env import Episode, Turn
-from grpo_jax.rollout.tools import ToolEpisodes, calls_in, toolbox
+from grpo_jax.rollout.env_adapters import ToolEpisodes, calls_in, toolbox
 from grpo_jax.train import run
 
 # As Qwen's: schemas in the system message, what tools said as a user's message of several responses.

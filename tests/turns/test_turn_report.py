@@ -10,7 +10,7 @@ from grpo_jax.reports.page import RunEnd, render_report
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.measures import turn_measures
 from grpo_jax.runs.results import turns_table
-from grpo_jax.tasks.display import EpisodeEntry, ShownTurn
+from grpo_jax.tasks.task import EpisodeEntry, ShownTurn
 
 nan = math.nan
 VALUES = [  # of each prompt, of each turn: a share that is right at 1, and a score that may be missing

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from grpo_jax.errors import StageError, UserError, exit_process, one_line, read_options, run_cli, run_parser
+from grpo_jax.errors import StageError, UserError, command, exit_process, one_line, run_parser
 
 if TYPE_CHECKING:
     from gradio import Blocks
 
     from grpo_jax.rollout.env import Episode
-    from grpo_jax.runs.inference import Asker
+    from grpo_jax.runs.evaluation import Asker
 
 _HOST = "127.0.0.1"
 _EXAMPLES = 6
@@ -34,8 +34,8 @@ _NONE = "none"
 _LARGEST = 2**20  # bytes of a request
 _STYLE = """
 :scope { background: none; }
-.episodes { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); align-items: start; }
-.episode > .prompt:empty { display: none; }
+.entries { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); align-items: start; }
+.entry > .prompt:empty { display: none; }
 .turn > img { width: min(100%, 420px); height: auto; }
 .turn { border-left: 0; padding-left: 0; margin: 4px 0; }
 """
@@ -68,15 +68,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _serve(read_options(make_parser(), words)), arguments)
-
-
 def _serve(options: argparse.Namespace) -> None:
-    from grpo_jax.runs.compile_cache import enable_compile_cache
-    from grpo_jax.runs.inference import Asker, checkpoint_names
+    from grpo_jax.runs.evaluation import Asker, checkpoint_names
     from grpo_jax.runs.policy import run_config
+    from grpo_jax.runs.processes import enable_compile_cache
 
     names = checkpoint_names(options.run, options.checkpoint)
     if options.beside not in (*names, _NONE):
@@ -116,19 +111,15 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _require_free(port: int) -> None:
     """Raise UserError where nobody can listen, before anything is loaded."""
-    if not 0 < port < 2**16:
-        raise UserError(f"--port: expected a number from 1 to 65535, got {port}")
     try:
-        with socket.create_server((_HOST, port)):
-            pass
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise UserError(f"--port: cannot listen on {_HOST}:{port} ({reason}); choose another") from error
+        socket.create_server((_HOST, port)).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--port: cannot listen on {_HOST}:{port} ({one_line(error)}); choose another") from error
 
 
 def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> str:
     """Return the answers of checkpoints to a prompt as HTML, and a group of each where nothing is drawn."""
-    from grpo_jax.reports.page import render, section
+    from grpo_jax.reports.page import render
     from grpo_jax.runs.results import shown_episode
 
     row, display = asker.row(prompt, seed), asker.ctx.config.task.display
@@ -136,12 +127,12 @@ def answer(asker: Asker, prompt: str, seed: int, checkpoints: Sequence[str]) -> 
     plain = asker.unchanged(row)
     judged = {"the prompt as typed": plain, **greedy} if plain is not None else greedy
     entries = [shown_episode(row, one)._replace(title=name, prompt="") for name, one in judged.items()]
-    sections: list[str] = [Markup("<p>{}</p>").format(_note(judged)), render("episodes", entries, display)]
+    sections: list[str] = [Markup("<p>{}</p>").format(_note(judged)), render("shown_episodes", entries, display)]
     for name in () if asker.draws else checkpoints:
         episodes = asker.write(row, name, group=True)
         rows = [[one.last.completion, *one.last.rewards.values()] for one in episodes]
-        table = render("table", ["completion", *episodes[0].last.rewards], rows)
-        sections.append(section(f"A group of {name}, sampled as in training", table))
+        title = f"A group of {name}, sampled as in training"
+        sections.append(render("table", title, ["completion", *episodes[0].last.rewards], rows))
     return "".join(sections)
 
 
@@ -194,6 +185,8 @@ def make_page(asker: Asker, options: argparse.Namespace, names: Sequence[str]) -
         gradio.on([button.click, prompt.submit], show, asked, [line, shown], api_visibility="private")
     return page
 
+
+main = command(make_parser, _serve)
 
 if __name__ == "__main__":
     exit_process(main())

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.errors import UserError, exit_process, read_options, run_cli, run_parser
+from grpo_jax.errors import UserError, command, exit_process, run_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,19 +28,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    return run_cli(lambda words: _evaluate(read_options(make_parser(), words)), arguments)
-
-
 def _evaluate(options: argparse.Namespace) -> None:
     from grpo_jax.config.named import IN_PYTHON
     from grpo_jax.config.sections import MeshSection
-    from grpo_jax.runs.compile_cache import enable_compile_cache
     from grpo_jax.runs.directory import RunDirectory, finite, write_atomically
     from grpo_jax.runs.evaluation import measure_all
     from grpo_jax.runs.loading import load
     from grpo_jax.runs.policy import START, restore_variables, run_config
+    from grpo_jax.runs.processes import enable_compile_cache
     from grpo_jax.runs.progress import Progress, require_same_task
     from grpo_jax.runs.python_input import kept_prompts
     from grpo_jax.runs.results import find, samples_lines, samples_of, statistics_of
@@ -98,6 +93,8 @@ def _print_measures(report: Mapping[str, Any]) -> None:
         cells = (report[kind].get(name) for kind in kinds)
         print(f"{name:<20}" + "".join(f"{'':>12}" if cell is None else f"{cell:>12.4f}" for cell in cells))
 
+
+main = command(make_parser, _evaluate)
 
 if __name__ == "__main__":
     exit_process(main())

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from support.text_task import rows
 
-from grpo_jax import evaluate, export
+from grpo_jax import evaluate
 from grpo_jax.config.command_line import parse
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
@@ -64,8 +64,9 @@ def test_a_failed_start_leaves_nothing_behind(refused, run, tmp_path):
     assert "nowhere" in refused("--policy.path", tmp_path / "nowhere", "--run_dir", deep)
     assert not (tmp_path / "a").exists()
     (run / "empty").mkdir(parents=True)
-    assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
-    assert [path.name for path in run.iterdir()] == ["empty"]  # what was there before stays
+    for _ in range(2):  # a folder that was there stays, and is free for the next start
+        assert "nowhere" in refused("--policy.path", tmp_path / "nowhere")
+    assert (run / "empty").is_dir()
 
 
 def test_a_run_that_was_killed_while_loading_may_start_again_in_its_folder(refused, run, tmp_path):
@@ -97,6 +98,8 @@ PICTURES = ["--task", "prompt_enhancement", "--rewards", "[]", "--data.prompts",
         (["--data.prompts", "no.jsonl"], "no.jsonl does not exist"),
         (["--training.prompts_per_batch", "12"], "a batch takes 12 different prompts and there are 8"),
         (["--policy.mesh.tensor", "4"], "takes 4 devices, but the policy has 1"),
+        (["--devices.policy", "banana"], 'devices.policy: expected "auto", "cpu" or "gpu:N"'),
+        (["--devices.policy", "gpu:7"], "devices.policy: there is no"),
         ([*PICTURES, "--rewards", '[{"name": "beauty"}]'], "of this task alignment, alignment_gain, "),
         (
             [*PICTURES, "--rewards", '[{"name": "faithfulness", "options": {"margn": 0.5}}]'],
@@ -121,6 +124,10 @@ def test_mistakes_are_found_before_weights_are_read(refused, garbage, place, run
     assert not run.exists()
 
 
+def test_more_of_the_vocabulary_than_there_is(refused):
+    assert "sampling.top_k: expected at most the policy's 272 tokens" in refused("--sampling.top_k", "273")
+
+
 def test_mistakes_from_python_are_found_before_weights_are_read(garbage, place, run):
     config = parse([f"--config={place.config}", f"--policy.path={garbage}", f"--run_dir={run}"])
     named = config.replace(rewards=[RewardSection(name="missing_rewards:f")])
@@ -143,15 +150,8 @@ def test_a_run_directory_that_is_taken(refused, run):
     assert [path.name for path in run.iterdir()] == ["thesis.txt"]
 
 
-def test_nothing_to_resume(refused, run):
-    assert "holds no run (no config.yaml); start it without --resume" in refused("--resume")
-    assert not run.exists()
-    assert "no config.yaml there" in refused("--run", run, command=evaluate.main)
-    assert "no config.yaml there" in refused("--run", run, "--out", run / "out", command=export.main)
-
-
 @pytest.mark.wide
-def test_a_full_disk_keeps_the_last_checkpoint(refused, run, impatient):
+def test_a_full_disk_keeps_the_last_checkpoint(refused, run):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     run.mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from grpo_jax.runs.batches import weigh
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.directory import RunDirectory
 from grpo_jax.runs.loading import RunContext, load
-from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, with_control
+from grpo_jax.runs.metrics import OWN_MEASURES, TOTAL, present_mean, turn_measures, with_control
 from grpo_jax.runs.policy import START, restore_variables, run_config
 from grpo_jax.runs.python_input import kept_prompts
 from grpo_jax.tasks.task import Info
@@ -34,9 +34,6 @@ PICTURE_CHUNK = 32
 TEXT_CHUNK = 256
 """Prompts that travel together where there are no pictures."""
 
-RIGHT = 1.0
-"""A measure's best value: a first turn that reaches it was right."""
-_NOTHING = 1e-6  # a change that is rounding alone
 Statistics = dict[str, dict[str, list[float]]]
 """By measure and statistic ("mean@8", "pass@1", …): the mean over prompts and the bounds of its 95 % interval."""
 
@@ -155,53 +152,6 @@ def evaluate_ranking(ctx: RunContext, variables: Variables, rows: Sequence[Row])
             every.setdefault(name, []).extend(values)
     evaluation = evaluate_texts(ctx, ranked_rows, texts)
     return evaluation._replace(rollout=evaluation.rollout._replace(columns=every))
-
-
-def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
-    """Held-out measures of episodes beside those of their ends; nothing where the policy writes once.
-
-    Means over the completions that have them: "NAME_turn_U" after U turns, for all but the last turn (an episode that
-    ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of those that were right in
-    the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the start.
-    """
-    if rollout.rewards.shape[2] == 1:
-        return {}
-    values = np.concatenate([rollout.rewards, rollout.eval_rewards], axis=-1)
-    values = values.reshape(-1, *values.shape[2:])  # [P·G, U, N + W]
-    ends = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1).reshape(len(values), -1)
-    # A turn that does not exist has no value of any name; one whose measures all failed counts as the one before.
-    exists = np.isfinite(values).any(axis=-1)
-    last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)
-    carried = np.take_along_axis(values, last[..., None], axis=1)
-    measures: dict[str, float] = {}
-    for n, name in enumerate(names):
-        first, end, turns = values[:, 0, n], ends[:, n], values[:, :, n]
-        measures |= {
-            f"{name}_turn_{turn + 1}": present_mean(carried[:, turn, n]) for turn in range(values.shape[1] - 1)
-        }
-        best = np.where(np.isfinite(turns), turns, -np.inf).max(axis=1)
-        right = (first >= RIGHT) & np.isfinite(end)
-        measures[f"{name}_peak"] = present_mean(best)
-        measures[f"{name}_kept"] = present_mean(np.where(right, end >= first, np.nan))
-        measures[f"{name}_gain"] = present_mean(end - first)
-    return measures
-
-
-def fallen(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return the measures whose mean over the same prompts fell by more than twice the standard error of its change.
-
-    Values are one for each prompt, NaN where missing; of fewer than two prompts that have both nothing is told.
-    """
-    names = []
-    for name in before.keys() & after.keys():
-        change = np.asarray(after[name], np.float64) - np.asarray(before[name], np.float64)
-        change = change[np.isfinite(change)]
-        if change.size < 2:
-            continue
-        error = change.std(ddof=1) / np.sqrt(change.size)
-        if change.mean() < -max(2 * error, _NOTHING):
-            names.append(name)
-    return sorted(names)
 
 
 def evaluate_controls(ctx: RunContext, variables: Variables, rows: Sequence[Row]) -> dict[str, float]:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 
 _CONSTANT_ITERATIONS = 5  # in a row with one value of a reward, of which a run warns
+RIGHT = 1.0
+"""A measure's best value: a first turn that reaches it was right."""
+_NOTHING = 1e-6  # a change that is rounding alone
 TOTAL = "total"
 """Name of the measure that is maximised, for "best" and the improvement."""
 OWN_MEASURES: Mapping[str, Callable[[Rollout], float]] = {
@@ -44,6 +47,53 @@ def present_mean(values: np.ndarray) -> float:
     """Return the mean of the finite values, in float64; NaN without any."""
     present = values[np.isfinite(values)].astype(np.float64)
     return float(present.mean()) if present.size else float("nan")
+
+
+def turn_measures(rollout: Rollout, names: Sequence[str]) -> dict[str, float]:
+    """Held-out measures of episodes beside those of their ends; nothing where the policy writes once.
+
+    Means over the completions that have them: "NAME_turn_U" after U turns, for all but the last turn (an episode that
+    ended before stays as it ended); "NAME_peak", the best over its turns; "NAME_kept", of those that were right in
+    the first turn (`RIGHT`) the share that ended no worse; "NAME_gain", the end less the start.
+    """
+    if rollout.rewards.shape[2] == 1:
+        return {}
+    values = np.concatenate([rollout.rewards, rollout.eval_rewards], axis=-1)
+    values = values.reshape(-1, *values.shape[2:])  # [P·G, U, N + W]
+    ends = np.concatenate([rollout.final_rewards, rollout.final_eval_rewards], axis=-1).reshape(len(values), -1)
+    # A turn that does not exist has no value of any name; one whose measures all failed counts as the one before.
+    exists = np.isfinite(values).any(axis=-1)
+    last = np.maximum.accumulate(np.where(exists, np.arange(values.shape[1]), 0), axis=1)
+    carried = np.take_along_axis(values, last[..., None], axis=1)
+    measures: dict[str, float] = {}
+    for n, name in enumerate(names):
+        first, end, turns = values[:, 0, n], ends[:, n], values[:, :, n]
+        measures |= {
+            f"{name}_turn_{turn + 1}": present_mean(carried[:, turn, n]) for turn in range(values.shape[1] - 1)
+        }
+        best = np.where(np.isfinite(turns), turns, -np.inf).max(axis=1)
+        right = (first >= RIGHT) & np.isfinite(end)
+        measures[f"{name}_peak"] = present_mean(best)
+        measures[f"{name}_kept"] = present_mean(np.where(right, end >= first, np.nan))
+        measures[f"{name}_gain"] = present_mean(end - first)
+    return measures
+
+
+def fallen(before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the measures whose mean over the same prompts fell by more than twice the standard error of its change.
+
+    Values are one for each prompt, NaN where missing; of fewer than two prompts that have both nothing is told.
+    """
+    names = []
+    for name in before.keys() & after.keys():
+        change = np.asarray(after[name], np.float64) - np.asarray(before[name], np.float64)
+        change = change[np.isfinite(change)]
+        if change.size < 2:
+            continue
+        error = change.std(ddof=1) / np.sqrt(change.size)
+        if change.mean() < -max(2 * error, _NOTHING):
+            names.append(name)
+    return sorted(names)
 
 
 def require_names(config: Config, rewards: ResolvedRewards, controls: Collection[str]) -> None:

@@ -15,11 +15,10 @@ from grpo_jax.runs.evaluation import (
     Evaluation,
     Statistics,
     evaluate_texts,
-    fallen,
     watched_values,
 )
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.metrics import TOTAL
+from grpo_jax.runs.metrics import TOTAL, fallen
 from grpo_jax.runs.session import Progress, Record
 from grpo_jax.sampling.samplers import measured_section
 from grpo_jax.tasks.task import EpisodeEntry, Findings, Finished, GalleryEntry, ShownTurn, Table, of_turns

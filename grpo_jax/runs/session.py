@@ -23,6 +23,8 @@ from grpo_jax.errors import StageError, StageTimeout, Stopped, StopRun, UserErro
 from grpo_jax.models.broadcast import broadcast, is_main_process
 from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
+from grpo_jax.runs.processes import versions
+from grpo_jax.tasks.task import Finished
 from grpo_jax.training.update import PATIENCE
 
 if TYPE_CHECKING:
@@ -335,6 +337,15 @@ class Session:
         when = f"after iteration {done}" if done else "before the first iteration"
         self.output.info(f"{saved} {when}: --resume --run_dir {self.config.run_dir} goes on")
         return {"stopped": True, "iteration": done}
+
+    def finish(self, progress: Progress, finished: Finished) -> Record:
+        """Write the results of a run that is over; return the contents of summary.json, and "stopped"."""
+        seconds = with_total(finished.summary["seconds"], self.clock)
+        summary = {**finished.summary, "seconds": seconds, "seed": self.config.seed, "versions": versions()}
+        if reason := self.early_end(progress):
+            summary["early_stopping"] = reason
+        self.output.finish(finished._replace(summary=summary), config=self.config, starts=progress.starts)
+        return {**summary, "stopped": False}
 
 
 _KILLABLE = (

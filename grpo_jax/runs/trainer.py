@@ -24,10 +24,18 @@ from grpo_jax.rollout.data import TRAINING_ROWS
 from grpo_jax.rollout.rewards import join_names
 from grpo_jax.runs.batches import Rollouts, batch_of
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.evaluation import asked_to_watch, evaluate, fallen, measure_all, watched_values
+from grpo_jax.runs.evaluation import asked_to_watch, evaluate, measure_all, watched_values
 from grpo_jax.runs.loading import RunContext
-from grpo_jax.runs.metrics import TOTAL, completion_columns, epoch_line, iteration_row, reward_streaks, update_metrics
-from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared, versions
+from grpo_jax.runs.metrics import (
+    TOTAL,
+    completion_columns,
+    epoch_line,
+    fallen,
+    iteration_row,
+    reward_streaks,
+    update_metrics,
+)
+from grpo_jax.runs.processes import enable_compile_cache, ending_together, join, require_shared
 from grpo_jax.runs.python_input import load_given
 from grpo_jax.runs.results import baseline_lines, report, statistics_of
 from grpo_jax.runs.session import (
@@ -43,10 +51,9 @@ from grpo_jax.runs.session import (
     nothing_judged,
     nothing_learned,
     stop_requests,
-    with_total,
 )
 from grpo_jax.runs.sft import warm_up
-from grpo_jax.tasks.task import Blocks, Finished, TaskSetup
+from grpo_jax.tasks.task import Blocks, TaskSetup
 from grpo_jax.training.state import TrainState, free_buffers, restored_state, saved_parts
 from grpo_jax.training.update import make_learner
 
@@ -296,7 +303,7 @@ class Trainer:
             ctx.policy.save(directory.policy, variables)
             if ctx.policy.lora is not None:
                 ctx.policy.save_adapters(directory.adapter, variables)
-        return finish(self.session, progress, report(ctx, progress, after, seconds))
+        return self.session.finish(progress, report(ctx, progress, after, seconds))
 
     def save(self, *, name: str = "", wait: bool = False) -> None:
         """Write a checkpoint of state and progress (`Session.save`)."""
@@ -384,15 +391,4 @@ def train_blocks(session: Session, blocks: Blocks) -> Record:
     if progress.iteration < iterations:
         return session.stopped(progress.iteration)
     session.save(progress, state._asdict(), name="final")
-    return finish(session, progress, blocks.finish(state, progress.iteration, progress.seconds, progress.notes))
-
-
-def finish(session: Session, progress: Progress, finished: Finished) -> Record:
-    """Write the results of a run that is over; return the contents of summary.json, and "stopped"."""
-    config, clock = session.config, session.clock
-    summary = {**finished.summary, "seconds": with_total(finished.summary["seconds"], clock), "seed": config.seed}
-    summary["versions"] = versions()
-    if reason := session.early_end(progress):
-        summary["early_stopping"] = reason
-    session.output.finish(finished._replace(summary=summary), config=config, starts=progress.starts)
-    return {**summary, "stopped": False}
+    return session.finish(progress, blocks.finish(state, progress.iteration, progress.seconds, progress.notes))

@@ -18,8 +18,7 @@ from grpo_jax import evaluate, make_config, run
 from grpo_jax.config.sections import RewardSection
 from grpo_jax.errors import UserError
 from grpo_jax.rollout.reward_registry import ResolvedRewards
-from grpo_jax.runs.evaluation import turn_measures
-from grpo_jax.runs.metrics import require_names
+from grpo_jax.runs.metrics import require_names, turn_measures
 
 JUDGE = f"""{DONE}
 def easy(completions):

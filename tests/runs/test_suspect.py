@@ -9,7 +9,7 @@ from support.text_task import DONE, rows, train_values
 
 from grpo_jax.reports.console import result_lines
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.evaluation import fallen
+from grpo_jax.runs.metrics import fallen
 
 JUDGE = f"""{DONE}
 def pleased(completions):
